@@ -1,0 +1,51 @@
+"""Process start-up, the parallel layout, communicators and differentiable collectives."""
+
+from . import nccl, store
+from ._version import __version__
+from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
+from .communicator import REDUCE_OPS, Communicator, Work
+from .config import Config, config, rank, world_size
+from .context import ParallelContext, current_context, init_distributed, is_initialized, shutdown
+from .printing import print_block, print_dict, print_rank, see_memory
+from .reduce import gather_result, sum_loss, synchronize, wait_loader
+from .slice import SLICE_ATTRIBUTE, Slice, local_tensor, slice_of, whole
+from .store import allgather_objects, broadcast_object
+
+__all__ = [
+    "REDUCE_OPS",
+    "SLICE_ATTRIBUTE",
+    "Communicator",
+    "Config",
+    "ParallelContext",
+    "Slice",
+    "Work",
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "allgather_objects",
+    "broadcast",
+    "broadcast_object",
+    "config",
+    "current_context",
+    "gather_result",
+    "init_distributed",
+    "is_initialized",
+    "local_tensor",
+    "nccl",
+    "print_block",
+    "print_dict",
+    "print_rank",
+    "rank",
+    "recv_activations",
+    "reduce_scatter",
+    "see_memory",
+    "send_activations",
+    "shutdown",
+    "slice_of",
+    "store",
+    "sum_loss",
+    "synchronize",
+    "wait_loader",
+    "whole",
+    "world_size",
+]

@@ -1,0 +1,347 @@
+"""A communicator: the ranks that talk to each other, and raw (non-differentiable) collectives between them.
+
+[Note: direct exchange]
+    On CPU the ranks share one machine, so what a collective costs is the bytes that are copied, not the
+    number of messages.  Gloo's ring all-gather copies its result twice and its reduce-scatter is a whole
+    all-reduce.  Here every rank sends each peer just what that peer needs, straight between the callers'
+    buffers: an all-gather moves (n-1)/n of the result per rank with no extra copy, a reduce-scatter moves
+    (n-1)/n of the input with one receive buffer.  CUDA tensors go through the process group's own
+    collectives (NCCL).
+
+Every rank of a communicator must call the same collectives on it in the same order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import _compat
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # divided afterwards: gloo has no average
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+REDUCE_OPS = tuple(_REDUCE_OPS)
+
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": Tensor.add_,
+    "avg": Tensor.add_,
+    "max": lambda a, b: torch.maximum(a, b, out=a),
+    "min": lambda a, b: torch.minimum(a, b, out=a),
+    "prod": Tensor.mul_,
+}
+
+# Below this many bytes one gloo all-reduce has less latency than a direct reduce-scatter and all-gather.
+_DIRECT_ALL_REDUCE_BYTES = 1 << 16
+
+# One count of collectives per process group, however many communicators stand on it. Gloo's tags are
+# 32-bit; a collective's tag only has to differ from those still in flight.
+_TAG_RANGE = 1 << 30
+_tags: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
+
+
+class Work(Protocol):
+    """A collective in flight. ``wait`` makes its result usable: on CUDA by the current stream, on CPU by
+    the host."""
+
+    def wait(self) -> Any: ...
+
+
+class _Done:
+    """A collective that needed no communication."""
+
+    def wait(self) -> None:
+        return None
+
+
+DONE: Work = _Done()
+
+
+class _Pending:
+    """Point-to-point works of one collective, and what is to be done once they have all arrived."""
+
+    def __init__(self, works: list[Any], finish: Callable[[], None] | None, keep: object) -> None:
+        self._works = works
+        self._finish = finish
+        self._keep = keep  # buffers that the transport reads or writes until wait()
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._keep = None
+
+
+class Communicator:
+    """The ranks of one process group, and collectives between them.
+
+    Args:
+        group: a ``torch.distributed`` process group this process belongs to; ``None`` for this rank alone.
+        device: the device of the tensors that are communicated; by default CUDA for an NCCL group, else CPU.
+
+    Attributes:
+        rank: this process's rank within the communicator.
+        size: the number of ranks.
+        ranks: the global ranks, in order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
+        self.group = group
+        if group is None:
+            self.rank, self.size = 0, 1
+            self.ranks: tuple[int, ...] = (dist.get_rank() if dist.is_initialized() else 0,)
+        else:
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            self.ranks = tuple(dist.get_process_group_ranks(group))
+        if device is None:
+            nccl = group is not None and "nccl" in dist.get_backend(group)
+            device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        self.device = torch.device(device)
+        self._stream: torch.cuda.Stream | None = None
+        if group is not None and group not in _tags:
+            _tags[group] = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self.rank}, size={self.size}, ranks={self.ranks}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return self  # a process group is a connection, not a value
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The side stream for collectives that overlap with computation; ``None`` on CPU."""
+        if self._stream is None and self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device, priority=-1)
+        return self._stream
+
+    # --- collectives ------------------------------------------------------------------------------
+
+    def all_gather(self, out: Tensor, src: Tensor, async_op: bool = False) -> Work:
+        """Concatenate every rank's ``src`` into ``out``, in rank order.
+
+        ``out`` (size × numel) and ``src`` (numel) are contiguous; ``src`` may be this rank's part of ``out``.
+        """
+        self._check_contiguous(out=out, src=src)
+        if out.numel() != self.size * src.numel():
+            raise ValueError(
+                f"all_gather: out has {out.numel()} elements; {self.size} ranks × {src.numel()} are needed"
+            )
+        flat, mine = out.view(-1), src.view(-1)
+        numel = mine.numel()
+        if self.size == 1:
+            _copy_unless_same(flat, mine)
+            return DONE
+        if out.is_cuda:
+            return self._finish_now(
+                _compat.all_gather_single(flat, mine, group=self.group, async_op=async_op), async_op
+            )
+        chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
+        works = self._exchange([mine] * self.size, chunks, self._next_tag())
+        _copy_unless_same(chunks[self.rank], mine)
+        return self._finish_now(_Pending(works, None, (flat, mine)), async_op)
+
+    def reduce_scatter(self, out: Tensor, src: Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        """Reduce ``src`` over the ranks and keep this rank's part of the result in ``out``.
+
+        ``src`` (size × numel) and ``out`` (numel) are contiguous and do not overlap. On CPU ``src`` must
+        stay unchanged until ``wait``.
+        """
+        _check_op(op)
+        self._check_contiguous(out=out, src=src)
+        if src.numel() != self.size * out.numel():
+            raise ValueError(
+                f"reduce_scatter: src has {src.numel()} elements; {self.size} ranks × {out.numel()} are needed"
+            )
+        flat, mine = src.view(-1), out.view(-1)
+        numel = mine.numel()
+        if self.size == 1:
+            _copy_unless_same(mine, flat)
+            return DONE
+        if src.is_cuda:
+            reduce_op = dist.ReduceOp.AVG if op == "avg" else _REDUCE_OPS[op]
+            work = _compat.reduce_scatter_single(mine, flat, reduce_op, group=self.group, async_op=async_op)
+            return self._finish_now(work, async_op)
+        chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
+        return self._finish_now(self._direct_reduce_scatter(mine, chunks, op), async_op)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Work:
+        """Reduce ``tensor`` (contiguous) over the ranks, in place on every rank."""
+        _check_op(op)
+        self._check_contiguous(tensor=tensor)
+        if self.size == 1:
+            return DONE
+        if tensor.is_cuda:
+            reduce_op = dist.ReduceOp.AVG if op == "avg" else _REDUCE_OPS[op]
+            return self._finish_now(dist.all_reduce(tensor, reduce_op, group=self.group, async_op=async_op), async_op)
+        flat = tensor.view(-1)
+        if flat.numel() * flat.element_size() >= _DIRECT_ALL_REDUCE_BYTES:
+            return self._finish_now(self._direct_all_reduce(flat, op), async_op)
+        work = dist.all_reduce(flat, _REDUCE_OPS[op], group=self.group, async_op=True)
+        finish = (lambda: _divide(flat, self.size)) if op == "avg" else None
+        return self._finish_now(_Pending([work], finish, flat), async_op)
+
+    def broadcast(self, tensor: Tensor, root: int, async_op: bool = False) -> Work:
+        """Copy rank ``root``'s ``tensor`` (contiguous) to every rank's, in place."""
+        self._check_rank("root", root)
+        self._check_contiguous(tensor=tensor)
+        if self.size == 1 or tensor.numel() == 0:
+            return DONE
+        work = dist.broadcast(tensor, self.ranks[root], group=self.group, async_op=async_op)
+        return self._finish_now(work, async_op)
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
+        """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv`."""
+        self._check_peer("peer", peer)
+        self._check_contiguous(tensor=tensor)
+        work = dist.isend(tensor, self.ranks[peer], group=self.group, tag=tag)
+        return self._finish_now(_Pending([work], None, tensor), async_op)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
+        """Receive into ``tensor`` (contiguous) what rank ``peer`` sends."""
+        self._check_peer("peer", peer)
+        self._check_contiguous(tensor=tensor)
+        work = dist.irecv(tensor, self.ranks[peer], group=self.group, tag=tag)
+        return self._finish_now(_Pending([work], None, tensor), async_op)
+
+    def barrier(self) -> None:
+        """Return once every rank has called this."""
+        if self.size > 1:
+            token = torch.zeros(1, device=self.device)
+            self.all_reduce(token)
+            token.item()  # on CUDA: until the device has done it
+
+    # --- objects ----------------------------------------------------------------------------------
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's ``obj`` (picklable), in rank order. For the ranks of one job, which trust each other."""
+        if self.size == 1:
+            return [obj]
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, obj, group=self.group)
+        return out
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """Rank ``root``'s ``obj`` (picklable) on every rank."""
+        self._check_rank("root", root)
+        if self.size == 1:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, self.ranks[root], group=self.group, device=self.device)
+        return box[0]
+
+    # --- direct exchange (CPU) --------------------------------------------------------------------
+
+    def _next_tag(self) -> int:
+        assert self.group is not None
+        return next(_tags[self.group]) % _TAG_RANGE
+
+    def _exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], tag: int) -> list[Any]:
+        """Send ``sends[r]`` to, and receive ``recvs[r]`` from, every other rank r at once.
+
+        Ranks agree on what is empty (the sizes are the same function of the ranks on both sides), so
+        neither side waits for an empty message.
+        """
+        assert self.group is not None
+        send, recv = _compat.point_to_point(self.group)
+        works = []
+        for k in range(1, self.size):
+            source = (self.rank - k) % self.size
+            if recvs[source].numel():
+                works.append(recv([recvs[source]], source, tag))
+        for k in range(1, self.size):
+            target = (self.rank + k) % self.size
+            if sends[target].numel():
+                works.append(send([sends[target]], target, tag))
+        return works
+
+    def _direct_reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> _Pending:
+        """Reduce ``chunks[rank]`` over the ranks into ``out``; chunk sizes may differ between ranks."""
+        received = out.new_empty(self.size - 1, out.numel())
+        parts = [received[r if r < self.rank else r - 1] for r in range(self.size) if r != self.rank]
+        parts.insert(self.rank, chunks[self.rank])
+        works = self._exchange(chunks, parts, self._next_tag())
+
+        def finish() -> None:
+            # In rank order on every rank, so a sum does not depend on who computes it.
+            out.copy_(parts[0])
+            for part in parts[1:]:
+                _COMBINE[op](out, part)
+            if op == "avg":
+                _divide(out, self.size)
+
+        return _Pending(works, finish, (received, chunks))
+
+    def _direct_all_reduce(self, flat: Tensor, op: str) -> _Pending:
+        bounds = [flat.numel() * r // self.size for r in range(self.size + 1)]
+        chunks = [flat[a:b] for a, b in itertools.pairwise(bounds)]
+        mine = chunks[self.rank]
+        reduced = torch.empty_like(mine)
+        reduce = self._direct_reduce_scatter(reduced, chunks, op)
+        # Taken now, so that ranks which wait for their collectives in different orders still agree.
+        tag = self._next_tag()
+
+        def finish() -> None:
+            reduce.wait()
+            mine.copy_(reduced)
+            for work in self._exchange([mine] * self.size, chunks, tag):
+                work.wait()
+
+        return _Pending([], finish, flat)
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _finish_now(work: Work, async_op: bool) -> Work:
+        if async_op:
+            return work
+        if work is not None:  # torch returns None for a collective it has already enqueued
+            work.wait()
+        return DONE
+
+    @staticmethod
+    def _check_contiguous(**tensors: Tensor) -> None:
+        for name, tensor in tensors.items():
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
+                    f"pass {name}.contiguous()"
+                )
+
+    def _check_rank(self, name: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{name}={rank} is not a rank of this communicator (0 to {self.size - 1})")
+
+    def _check_peer(self, name: str, rank: int) -> None:
+        self._check_rank(name, rank)
+        if rank == self.rank:
+            raise ValueError(f"{name}={rank} is this rank itself; a rank cannot send to or receive from itself")
+
+
+def _check_op(op: str) -> None:
+    if op not in _REDUCE_OPS:
+        raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCE_OPS)}")
+
+
+def _copy_unless_same(dst: Tensor, src: Tensor) -> None:
+    if dst.data_ptr() != src.data_ptr() or dst.numel() != src.numel():
+        dst.copy_(src)
+
+
+def _divide(tensor: Tensor, size: int) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.div_(size)
+    else:
+        tensor.floor_divide_(size)

@@ -1,0 +1,306 @@
+"""Process start-up and the parallel layout: which rank does what, and who talks to whom.
+
+Ranks form a grid of (pipe, data, tensor), tensor fastest:
+``rank = (pipe_rank · data_size + data_rank) · tp_size + tp_rank``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import random
+import sys
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .communicator import Communicator
+from .slice import forget_communicators
+
+MESH_DIMS = ("pipe", "data", "tensor")
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """The layout of ranks, this rank's place in it, and its communicators.
+
+    ================ ===================================== ==============================================
+    communicator     ranks                                 used for
+    ================ ===================================== ==============================================
+    ``world``        all                                   global sums, barriers
+    ``zero``         same stage                            sharding parameters that every tensor rank holds
+    ``tp_zero``      same stage, same tensor index         sharding tensor-parallel parameters
+    ``tp``           same stage, same data index           activations in tensor-parallel layers
+    ``pipe``         same data and tensor index            activations between stages
+    ``outer_zero``   all                                   like ``zero``, for parameters outside the pipeline
+    ``outer_tp_zero``  same tensor index                   like ``tp_zero``, for parameters outside the pipeline
+    ================ ===================================== ==============================================
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    rank: int
+    local_rank: int
+    world_size: int
+    local_size: int
+    pipe_size: int
+    data_size: int
+    tp_size: int
+    num_micro_batches: int
+    seed: int
+    zero_level: int
+    world: Communicator
+    zero: Communicator
+    tp_zero: Communicator
+    tp: Communicator
+    pipe: Communicator
+    outer_zero: Communicator
+    outer_tp_zero: Communicator
+    owns_process_group: bool = field(repr=False, default=True)
+
+    @property
+    def pipe_rank(self) -> int:
+        return self.rank // (self.data_size * self.tp_size)
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tp_size % self.data_size
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks, or groups of tensor-parallel ranks, see different data.
+
+        Modules outside a pipeline run data-parallel on every stage, so stages count too.
+        """
+        return self.world_size // self.tp_size
+
+    def synchronize(self) -> None:
+        """Wait until every rank has come here and its device has finished."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.world.barrier()
+
+
+_current: ParallelContext | None = None
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init_distributed` has run (and :func:`shutdown` has not)."""
+    return _current is not None
+
+
+def current_context() -> ParallelContext:
+    """The process-wide :class:`ParallelContext`.
+
+    Raises:
+        RuntimeError: before :func:`init_distributed`.
+    """
+    if _current is None:
+        raise RuntimeError("the parallel context does not exist yet: call init_distributed() first")
+    return _current
+
+
+def init_distributed(
+    init_method: str = "env://",
+    seed: int | None = None,
+    pipe_size: int = -1,
+    num_micro_batches: int | None = None,
+    tp_size: int = 1,
+    *,
+    zero_level: int = 3,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
+    timeout: float | datetime.timedelta = 1800.0,
+) -> ParallelContext:
+    """Join the job's other processes and lay out the ranks.
+
+    Under ``torchrun`` the world comes from the environment; without a launcher the world is this process.
+    A default process group that exists already is adopted, and left standing by :func:`shutdown`.
+
+    Args:
+        init_method: how processes find each other (see ``torch.distributed.init_process_group``).
+        seed: of parameter initialisation (``None``: 0).  A seed that is given also seeds the generators of
+            ``random``, numpy (where it is loaded) and torch, alike on every rank; ``None`` leaves them alone.
+        pipe_size: pipeline stages; -1: one.
+        num_micro_batches: micro-batches of a pipeline; by default as many as stages.
+        tp_size: tensor-parallel ranks.
+        zero_level: default ZeRO level of Blocks that do not say.
+        device: "cuda", "cpu" or a device with an index; by default this process's GPU where there is one.
+        backend: of ``torch.distributed``; by default nccl for CUDA and gloo for CPU.
+        timeout: seconds, or a timedelta, after which a collective that a rank has not joined fails.
+
+    Raises:
+        RuntimeError: called twice without :func:`shutdown`.
+        ValueError: sizes that do not divide the world, a device that does not exist, or an argument out of range.
+    """
+    global _current
+    if _current is not None:
+        raise RuntimeError("init_distributed() was called already; call shutdown() before calling it again")
+    pipe_size = 1 if pipe_size == -1 else pipe_size
+    for name, value in (("pipe_size", pipe_size), ("tp_size", tp_size)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a positive integer")
+    if num_micro_batches is not None and (not isinstance(num_micro_batches, int) or num_micro_batches < 1):
+        raise ValueError(f"num_micro_batches={num_micro_batches!r} must be a positive integer")
+    if zero_level not in (0, 1, 2, 3):
+        raise ValueError(f"zero_level={zero_level!r} is not a ZeRO level; choose 0, 1, 2 or 3")
+    if not isinstance(timeout, datetime.timedelta):
+        timeout = datetime.timedelta(seconds=timeout)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    adopt = dist.is_initialized()
+    if adopt:
+        world_size = dist.get_world_size()
+    else:
+        world_size = int(os.environ["WORLD_SIZE"]) if launched or init_method != "env://" else 1
+    # Before any process group exists, so that every rank raises and none waits for another.
+    if world_size % (pipe_size * tp_size) != 0:
+        raise ValueError(
+            f"pipe_size={pipe_size} × tp_size={tp_size} = {pipe_size * tp_size} does not divide the world size "
+            f"{world_size}; choose sizes whose product does"
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    chosen = _choose_device(device, local_rank, backend)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if not adopt:
+        backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
+        if launched or init_method != "env://":
+            rank = int(os.environ["RANK"]) if "RANK" in os.environ else -1
+            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    _current = _lay_out(
+        chosen,
+        pipe_size,
+        tp_size,
+        local_rank=local_rank,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size if launched else 1))),
+        num_micro_batches=num_micro_batches or pipe_size,
+        seed=0 if seed is None else seed,
+        zero_level=zero_level,
+        owns_process_group=not adopt,
+        timeout=timeout,
+    )
+    if seed is not None:
+        _seed_generators(seed)
+    return _current
+
+
+def shutdown() -> None:
+    """Leave the job: forget the context and destroy the process group, unless it was adopted.
+
+    Runs by itself at exit. Calling it twice, or before :func:`init_distributed`, does nothing.
+    """
+    global _current
+    context, _current = _current, None
+    if context is None:
+        return
+    forget_communicators()
+    if context.owns_process_group and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _shutdown_at_exit() -> None:
+    # After an exception the other ranks may be stuck in a collective; waiting for them would hide it.
+    if not hasattr(sys, "last_type"):
+        shutdown()
+
+
+atexit.register(_shutdown_at_exit)
+
+
+def _choose_device(device: str | torch.device | None, local_rank: int, backend: str | None) -> torch.device:
+    if device is None:
+        use_cuda = torch.cuda.is_available() and backend != "gloo"
+        device = "cuda" if use_cuda else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cpu":
+        if backend is not None and "nccl" in backend and "gloo" not in backend:
+            raise ValueError(f"backend={backend!r} cannot communicate CPU tensors; use gloo, or device='cuda'")
+        return chosen
+    if chosen.type != "cuda":
+        raise ValueError(f"device={device!r} is not supported; choose 'cuda' or 'cpu'")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: no CUDA device is available; use device='cpu'")
+    index = local_rank if chosen.index is None else chosen.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} needs CUDA device {index}, and there are {torch.cuda.device_count()}; "
+            f"start at most one process per GPU, or pass device='cpu'"
+        )
+    return torch.device("cuda", index)
+
+
+def _lay_out(
+    device: torch.device,
+    pipe_size: int,
+    tp_size: int,
+    *,
+    local_rank: int,
+    local_size: int,
+    num_micro_batches: int,
+    seed: int,
+    zero_level: int,
+    owns_process_group: bool,
+    timeout: datetime.timedelta,
+) -> ParallelContext:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    data_size = world_size // (pipe_size * tp_size)
+    mesh = init_device_mesh(device.type, (pipe_size, data_size, tp_size), mesh_dim_names=MESH_DIMS)
+    grid = torch.arange(world_size).view(pipe_size, data_size, tp_size)
+    world = Communicator(dist.group.WORLD, device)
+
+    def along(dims: tuple[int, ...]) -> Communicator:
+        """The communicator of the ranks that differ from this one in ``dims`` of the grid only."""
+        varying = [d for d in dims if grid.shape[d] > 1]
+        if not varying:
+            return Communicator(None, device)
+        if all(grid.shape[d] == 1 for d in range(3) if d not in varying):
+            return world
+        if len(varying) == 1:
+            return Communicator(mesh.get_group(MESH_DIMS[varying[0]]), device)
+        fixed = next(d for d in range(3) if d not in varying)
+        mine = None
+        for index in range(grid.shape[fixed]):  # every rank takes part in making every group
+            ranks = grid.select(fixed, index).flatten().tolist()
+            group = dist.new_group(ranks, timeout=timeout)
+            if rank in ranks:
+                mine = group
+        return Communicator(mine, device)
+
+    return ParallelContext(
+        mesh=mesh,
+        device=device,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_size=local_size,
+        pipe_size=pipe_size,
+        data_size=data_size,
+        tp_size=tp_size,
+        num_micro_batches=num_micro_batches,
+        seed=seed,
+        zero_level=zero_level,
+        world=world,
+        zero=along((1, 2)),
+        tp_zero=along((1,)),
+        tp=along((2,)),
+        pipe=along((0,)),
+        outer_zero=along((0, 1, 2)),
+        outer_tp_zero=along((0, 1)),
+        owns_process_group=owns_process_group,
+    )
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    torch.manual_seed(seed)

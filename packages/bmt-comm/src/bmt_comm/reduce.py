@@ -1,0 +1,37 @@
+"""Averages and collections over ranks, as training loops log them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .collectives import all_gather
+from .communicator import Communicator
+from .context import current_context
+
+
+def synchronize() -> None:
+    """Wait until every rank has come here and its device has finished."""
+    current_context().synchronize()
+
+
+def wait_loader() -> None:
+    """Wait for this process's device. Collectives order themselves; scripts call it before measuring time."""
+    device = current_context().device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def sum_loss(loss: Tensor, comm: Communicator | None = None) -> Tensor:
+    """The **mean** of ``loss`` over the ranks of ``comm`` (by default the world); not differentiable."""
+    comm = comm or current_context().world
+    result = loss.detach().clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(result, "avg")
+    return result
+
+
+def gather_result(result: Tensor) -> Tensor:
+    """Every rank's ``result`` on every rank's host, joined along dim 0 (0-dim results: one element each)."""
+    context = current_context()
+    stacked = all_gather(result.detach().to(context.device))
+    return (stacked.flatten(0, 1) if result.dim() else stacked).cpu()

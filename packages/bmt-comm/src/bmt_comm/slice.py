@@ -1,0 +1,203 @@
+"""The rectangle of a logical tensor that one rank holds.
+
+ZeRO shards, ``DTensor`` ``Shard(0)``, replicas and tensor parallelism all give each rank a rectangle of a
+logical tensor: a range of rows (dim 0) of a piece that is cut along one dimension over tensor-parallel
+ranks.  :class:`Slice` says which, and over which communicators the rest of it is spread; :func:`slice_of`
+finds it for any tensor.  Optimizers, norms, checkpoints and inspection need to know nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .communicator import Communicator
+
+SLICE_ATTRIBUTE = "bmt_slice"
+"""A tensor that carries its :class:`Slice` under this attribute name is understood by :func:`slice_of`."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which part of a logical tensor this rank holds.
+
+    The logical tensor of ``shape`` is first cut along ``tp_dim`` into pieces, one per tensor-parallel rank;
+    this rank's piece spans ``[tp_offset, tp_offset + tp_extent)`` of that dimension.  Of the piece, this
+    rank holds rows ``[row_start, row_stop)``, counted from the piece's first row.  A 0-dim tensor is one row.
+
+    Attributes:
+        shape: the global, unpadded shape.
+        row_start, row_stop: the half-open range of rows (dim 0 of the piece) that this rank holds.
+        row_comm: the communicator over which the piece's rows are spread; ``None``: this rank holds them all.
+        tp_dim: the dimension cut over tensor-parallel ranks; ``None``: not cut.
+        tp_offset, tp_extent: this rank's piece along ``tp_dim``.
+        tp_comm: the communicator over which ``tp_dim`` is cut; ``None``: not cut.
+    """
+
+    shape: tuple[int, ...]
+    row_start: int
+    row_stop: int
+    row_comm: Communicator | None = None
+    tp_dim: int | None = None
+    tp_offset: int = 0
+    tp_extent: int = 0
+    tp_comm: Communicator | None = None
+
+    def __post_init__(self) -> None:
+        if self.tp_dim is not None:
+            if not 0 <= self.tp_dim < len(self.shape):
+                raise ValueError(f"tp_dim={self.tp_dim} is not a dimension of shape {self.shape}")
+            if not 0 <= self.tp_offset <= self.tp_offset + self.tp_extent <= self.shape[self.tp_dim]:
+                raise ValueError(
+                    f"[{self.tp_offset}, {self.tp_offset + self.tp_extent}) is not a range of dimension "
+                    f"{self.tp_dim} of shape {self.shape}"
+                )
+        rows = self.piece_rows
+        if not 0 <= self.row_start <= self.row_stop <= rows:
+            raise ValueError(f"rows [{self.row_start}, {self.row_stop}) are not a range of {rows} rows")
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """The shape of this tensor-parallel rank's piece, all rows included."""
+        if self.tp_dim is None:
+            return self.shape
+        return (*self.shape[: self.tp_dim], self.tp_extent, *self.shape[self.tp_dim + 1 :])
+
+    @property
+    def piece_rows(self) -> int:
+        shape = self.piece_shape
+        return shape[0] if shape else 1
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row of the piece."""
+        return math.prod(self.piece_shape[1:])
+
+    @property
+    def numel(self) -> int:
+        """Elements that this rank holds."""
+        return (self.row_stop - self.row_start) * self.row_numel
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank holds; a 0-dim tensor is ``()`` where it is held and ``(0,)`` elsewhere."""
+        rows = self.row_stop - self.row_start
+        if not self.shape:
+            return () if rows else (0,)
+        return (rows, *self.piece_shape[1:])
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """The global index of the first element that this rank holds."""
+        offset = [0] * len(self.shape)
+        if self.tp_dim is not None:
+            offset[self.tp_dim] = self.tp_offset
+        if offset:
+            offset[0] += self.row_start
+        return tuple(offset)
+
+    @property
+    def comms(self) -> tuple[Communicator, ...]:
+        """The communicators whose ranks hold different elements of this tensor, tensor-parallel ones last."""
+        return tuple(c for c in (self.row_comm, self.tp_comm) if c is not None and c.size > 1)
+
+
+def whole(tensor: Tensor) -> Slice:
+    """The slice of a tensor that this rank holds entirely."""
+    shape = tuple(tensor.shape)
+    return Slice(shape, 0, shape[0] if shape else 1)
+
+
+def slice_of(tensor: Tensor) -> Slice:
+    """The part of its logical tensor that ``tensor`` holds on this rank.
+
+    Tensors that carry a :data:`SLICE_ATTRIBUTE` say so themselves, ``DTensor``s through their placements
+    (``Replicate``, ``Shard(0)`` over one mesh dimension, and one more ``Shard`` for tensor parallelism),
+    and any other tensor is whole.
+
+    Raises:
+        ValueError: a ``DTensor`` placement is none of these (``Partial``, say).
+    """
+    found = getattr(tensor, SLICE_ATTRIBUTE, None)
+    if found is not None:
+        return found
+    if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
+        return _slice_of_dtensor(tensor)
+    return whole(tensor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The plain tensor that holds this rank's part: ``to_local()`` of a ``DTensor``, else ``tensor``."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
+def _slice_of_dtensor(tensor: Any) -> Slice:
+    shape = tuple(tensor.shape)
+    mesh = tensor.device_mesh
+    cuts: list[tuple[int, Any]] = []  # (dimension, communicator), in mesh order
+    strided: list[tuple[int, Any]] = []
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or mesh.size(mesh_dim) == 1:
+            continue
+        dim = getattr(placement, "dim", None)
+        if dim is None or placement.is_partial():
+            raise ValueError(f"placement {placement} of a DTensor of shape {shape} is not a slice; redistribute it")
+        # FSDP2 over tensor-parallel rows: the outer mesh dimension cuts what the inner one has cut.
+        target = strided if type(placement).__name__ == "_StridedShard" else cuts
+        target.append((dim, mesh.get_group(mesh_dim)))
+    row_cut, tp_cut = None, None
+    for dim, group in strided:
+        if dim != 0 or row_cut is not None:
+            raise ValueError(f"placements {tensor.placements} of a DTensor of shape {shape} are not one slice")
+        row_cut = group
+    # Of two plain cuts the later mesh dimension is the tensor-parallel one, unless only the other is by rows.
+    for dim, group in sorted(cuts, key=lambda cut: cut[0] != 0):
+        if dim == 0 and row_cut is None:
+            row_cut = group
+        elif tp_cut is None:
+            tp_cut = (dim, group)
+        else:
+            raise ValueError(f"placements {tensor.placements} of a DTensor of shape {shape} are not one slice")
+    device = mesh.device_type
+    tp_dim, tp_offset, tp_extent, tp_comm = None, 0, 0, None
+    rows = shape[0] if shape else 1
+    if tp_cut is not None:
+        tp_dim = tp_cut[0]
+        tp_comm = _cached_communicator(tp_cut[1], device)
+        tp_offset, stop = _chunk_range(shape[tp_dim], tp_comm.size, tp_comm.rank)
+        tp_extent = stop - tp_offset
+        if tp_dim == 0:
+            rows = tp_extent
+    start, stop, row_comm = 0, rows, None
+    if row_cut is not None:
+        row_comm = _cached_communicator(row_cut, device)
+        start, stop = _chunk_range(rows, row_comm.size, row_comm.rank)
+    return Slice(shape, start, stop, row_comm, tp_dim, tp_offset, tp_extent, tp_comm)
+
+
+_communicators: dict[Any, Communicator] = {}
+
+
+def _cached_communicator(group: Any, device_type: str) -> Communicator:
+    """One communicator per process group, so that parameters which share a group compare equal."""
+    found = _communicators.get(group)
+    if found is None:
+        device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else device_type
+        found = _communicators[group] = Communicator(group, device)
+    return found
+
+
+def forget_communicators() -> None:
+    """Drop the communicators of process groups that are about to be destroyed."""
+    _communicators.clear()
+
+
+def _chunk_range(length: int, parts: int, index: int) -> tuple[int, int]:
+    """The range that ``torch.chunk`` gives part ``index``; the last parts may be empty."""
+    size = -(-length // parts)
+    return min(index * size, length), min((index + 1) * size, length)
