@@ -1,0 +1,161 @@
+"""The body of one test, as it runs on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import inspect
+import os
+import pickle
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pytest
+
+import bmt_comm
+from bmt_comm.testing.modules import ModuleSource
+from bmt_comm.testing.protocol import FormattedError
+
+__tracebackhide__ = True
+
+
+class Placeholder(enum.Enum):
+    """Stands for a value that each rank makes for itself."""
+
+    CONTEXT = "the ParallelContext returned by init_distributed"
+
+
+@dataclass(frozen=True)
+class TestBody:
+    """Everything a rank needs to run a test function."""
+
+    __test__ = False
+
+    module: ModuleSource
+    qualname: str
+    """Path from the module to the function, through classes."""
+    arguments: dict[str, bytes]
+    """Each argument pickled by itself, so that one that fails can be named."""
+    init: dict[str, Any] | None
+    """Keyword arguments of init_distributed; None: do not call it."""
+    filters: bytes
+    """Pickled warning filters, from :func:`warning_filters`."""
+    traceback_style: Any
+    verbosity: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a body that did not fail said about itself."""
+
+    kind: str  # "passed", "skipped" or "xfailed"
+    reason: str = ""
+
+
+def warning_filters() -> bytes:
+    """The warning filters in force, in a form that can be pickled."""
+    plain = []
+    for action, message, category, module, line in warnings.filters:
+        texts = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
+        plain.append((action, texts[0], category, texts[1], line))
+    return pickle.dumps(plain)
+
+
+def run_test(body: TestBody) -> Verdict:
+    """Run the test function on this rank."""
+    try:
+        with warnings.catch_warnings():
+            module = body.module.load(rewrite=True)
+            _apply_filters(body.filters)
+            arguments = {name: _unpickle(name, value) for name, value in body.arguments.items()}
+            context = None if body.init is None else bmt_comm.init_distributed(**body.init)
+            for name, value in arguments.items():
+                if value is Placeholder.CONTEXT:
+                    arguments[name] = context
+            with _explained_comparisons(body.verbosity):
+                _find(module, body.qualname)(**arguments)
+    except pytest.skip.Exception as skip:
+        return Verdict("skipped", skip.msg or "")
+    except pytest.xfail.Exception as xfail:
+        return Verdict("xfailed", xfail.msg or "")
+    except BaseException as error:
+        text = _format(error, body.traceback_style)
+        raise FormattedError(text, f"{type(error).__module__}.{type(error).__qualname__}") from None
+    return Verdict("passed")
+
+
+def _apply_filters(filters: bytes) -> None:
+    warnings.resetwarnings()
+    for action, message, category, module, line in reversed(pickle.loads(filters)):
+        warnings.filterwarnings(action, message, category, module, line)
+
+
+def _unpickle(name: str, value: bytes) -> Any:
+    try:
+        return pickle.loads(value)
+    except Exception as error:
+        raise TypeError(f"argument {name!r} cannot be unpickled on a rank: {error!r}") from error
+
+
+def _find(module: Any, qualname: str) -> Any:
+    """The function; as a bound method of a fresh instance where it is in a class."""
+    *classes, name = qualname.split(".")
+    owner = functools.reduce(getattr, classes, module)
+    return getattr(owner() if inspect.isclass(owner) else owner, name)
+
+
+def _format(error: BaseException, style: Any) -> str:
+    return str(pytest.ExceptionInfo.from_exception(error).getrepr(style=style, funcargs=False))
+
+
+@contextlib.contextmanager
+def _explained_comparisons(verbosity: int) -> Any:
+    """Let a failing ``assert a == b`` show how a and b differ."""
+    from _pytest.assertion import util
+
+    def explain(operator: str, left: object, right: object) -> str | None:
+        config = _config(verbosity)
+        for lines in config.hook.pytest_assertrepr_compare(config=config, op=operator, left=left, right=right):
+            shown = [line.replace("\n", "\\n") for line in islice(lines or (), 200)]
+            if shown:
+                return "\n~".join(shown).replace("%", "%%")
+        return None
+
+    previous = util._reprcompare
+    util._reprcompare = explain
+    try:
+        yield
+    finally:
+        util._reprcompare = previous
+
+
+@functools.cache
+def _config(verbosity: int) -> pytest.Config:
+    """A pytest configuration with no plugins but the built-in ones, for their comparison of values."""
+    from _pytest.config import _prepareconfig
+
+    arguments: Sequence[str] = [
+        f"--verbosity={verbosity}",
+        "--assert=plain",
+        "--capture=no",
+        "--noconftest",
+        "--config-file",
+        os.devnull,
+        "--rootdir",
+        os.getcwd(),
+        "-p",
+        "no:cacheprovider",
+    ]
+    environ = dict(os.environ)
+    try:
+        for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
+            os.environ.pop(name, None)
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        return _prepareconfig(list(arguments))
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)

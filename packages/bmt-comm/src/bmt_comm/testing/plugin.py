@@ -1,0 +1,200 @@
+"""pytest plugin: ``@pytest.mark.ranks(n)`` runs the body of a test on n processes at once.
+
+.. code-block:: python
+
+    @pytest.mark.ranks(2, 4, tp_size=2)
+    def test_layout(ctx, tmp_path):
+        assert ctx.tp_size == 2
+
+The positional arguments of the mark are numbers of ranks (one test item each), ``timeout`` is in seconds,
+``init=False`` leaves the initialisation to the body, and all other keyword arguments go to
+:func:`bmt_comm.init_distributed`, whose result the body gets as ``ctx``. Fixtures run in the pytest process, and
+their values travel to the ranks by pickle.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+
+from bmt_comm.testing.body import Placeholder, TestBody, Verdict, run_test, warning_filters
+from bmt_comm.testing.modules import ModuleSource
+from bmt_comm.testing.pool import DEFAULT_TIMEOUT, RankPool
+from bmt_comm.testing.report import RankReport, describe
+
+_WORLD_SIZE = "_ranks_world_size"
+
+# One pool for all pytest sessions of this process (they nest where pytest tests a plugin), so that the inner ones
+# find the processes warm. The last session to end closes it.
+_pool = RankPool()
+_sessions = 0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("bmt_comm", "tests on several ranks")
+    group.addoption(
+        "--bmt-device",
+        choices=["auto", "cpu", "cuda"],
+        default=None,
+        help="device of tests marked ranks(n): auto takes cuda where there are n GPUs, else cpu",
+    )
+    parser.addini("bmt_device", "default of --bmt-device", default="auto")
+    parser.addini("bmt_ranks_timeout", "seconds a test marked ranks may take", default=str(DEFAULT_TIMEOUT))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _sessions
+    config.addinivalue_line(
+        "markers",
+        "ranks(*sizes, timeout=60, init=True, **kwargs): run the test body on that many processes (one test per "
+        "size) and hand kwargs to bmt_comm.init_distributed",
+    )
+    _sessions += 1
+
+
+def pytest_unconfigure() -> None:
+    global _sessions
+    _sessions -= 1
+    if _sessions == 0:
+        _pool.close()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is None:
+        return
+    sizes = mark.args
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid}: ranks{sizes!r}: the positional arguments of the mark are numbers of "
+            "ranks, at least one, each an int above 0"
+        )
+    if _WORLD_SIZE not in metafunc.fixturenames:
+        metafunc.fixturenames.append(_WORLD_SIZE)
+    ids = [f"ranks={size}" for size in sizes]
+    metafunc.parametrize(_WORLD_SIZE, sizes, ids=ids, indirect=True)
+
+
+@pytest.fixture
+def _ranks_world_size(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def ctx(request: pytest.FixtureRequest) -> Placeholder:
+    """The ``ParallelContext`` of the rank, in the body of a test marked ``ranks``."""
+    mark = request.node.get_closest_marker("ranks")
+    if mark is None or not mark.kwargs.get("init", True):
+        raise pytest.UsageError("ctx exists only in tests marked ranks(...), without init=False")
+    return Placeholder.CONTEXT
+
+
+@pytest.fixture
+def device_type(request: pytest.FixtureRequest) -> str:
+    """``"cpu"`` or ``"cuda"``: where this test runs (see ``--bmt-device``)."""
+    marked = request.node.get_closest_marker("ranks") is not None
+    return _device_type(request.config, request.getfixturevalue(_WORLD_SIZE) if marked else 1)
+
+
+def _device_type(config: pytest.Config, world_size: int) -> str:
+    import torch
+
+    wanted = config.getoption("--bmt-device") or config.getini("bmt_device")
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise pytest.UsageError(f"bmt_device={wanted!r}: auto, cpu or cuda is needed")
+    if wanted == "cpu":
+        return "cpu"
+    gpus = torch.cuda.device_count()
+    if gpus >= world_size:
+        return "cuda"
+    if wanted == "cuda":
+        pytest.skip(f"needs {world_size} GPUs, found {gpus}")
+    return "cpu"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    world_size = cast(int, pyfuncitem.callspec.params[_WORLD_SIZE])
+    init = dict(mark.kwargs)
+    timeout = init.pop("timeout", None) or float(pyfuncitem.config.getini("bmt_ranks_timeout"))
+    initialise = init.pop("init", True)
+    if initialise:
+        init.setdefault("device", _device_type(pyfuncitem.config, world_size))
+    elif init:
+        raise pytest.UsageError(f"ranks(init=False) takes no arguments of init_distributed, got {sorted(init)}")
+    style = pyfuncitem.config.getoption("tbstyle")
+    body = TestBody(
+        module=_source(pyfuncitem),
+        qualname=_qualname(pyfuncitem),
+        arguments={name: _pickled(name, pyfuncitem.funcargs[name]) for name in _argnames(pyfuncitem)},
+        init=init if initialise else None,
+        filters=warning_filters(),
+        traceback_style={"auto": "long", "no": "line"}.get(style, style),
+        verbosity=pyfuncitem.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
+    )
+    reports = _pool.execute(run_test, world_size, [body], timeout=timeout)
+    _attach_output(pyfuncitem, reports)
+    _conclude(pyfuncitem, reports)
+    return True
+
+
+def _source(item: pytest.Function) -> ModuleSource:
+    source = ModuleSource.of(item.module)
+    if source is None:
+        raise pytest.UsageError(f"{item.nodeid}: ranks(...) needs a test module that is a Python file")
+    return source
+
+
+def _qualname(item: pytest.Function) -> str:
+    name = item.originalname
+    return name if item.cls is None else f"{item.cls.__qualname__}.{name}"
+
+
+def _argnames(item: pytest.Function) -> Sequence[str]:
+    """Names of the fixtures and parameters that the function itself asks for."""
+    wanted = inspect.signature(item.obj).parameters
+    return [name for name in item.funcargs if name in wanted]
+
+
+def _pickled(name: str, value: object) -> bytes:
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        message = (
+            f"argument {name!r}, a {type(value).__name__}, cannot be pickled, so it cannot be handed to the ranks "
+            f"({type(error).__name__}: {error}). Make it inside the test body."
+        )
+        raise pytest.fail.Exception(message, pytrace=False) from None
+
+
+def _attach_output(item: pytest.Function, reports: Sequence[RankReport]) -> None:
+    for report in reports:
+        for name, text in (("stdout", report.stdout), ("stderr", report.stderr)):
+            if not text:
+                continue
+            item.add_report_section("call", f"{name} of rank {report.rank}", text)
+            if item.config.getoption("capture") == "no":
+                print("".join(f"[rank {report.rank}] {line}\n" for line in text.splitlines()), end="")
+
+
+def _conclude(item: pytest.Function, reports: Sequence[RankReport]) -> None:
+    """Turn the ends of all ranks into the outcome of the test."""
+    __tracebackhide__ = True
+    if any(report.failed for report in reports):
+        raise pytest.fail.Exception(describe(reports), pytrace=False)
+    verdicts: list[Verdict] = [report.value for report in reports]
+    kinds = {verdict.kind for verdict in verdicts}
+    if len(kinds) > 1:
+        listing = "\n".join(f"rank {i}: {v.kind} {v.reason}".rstrip() for i, v in enumerate(verdicts))
+        raise pytest.fail.Exception(f"the ranks disagree about the outcome\n{listing}", pytrace=False)
+    if kinds == {"skipped"}:
+        raise pytest.skip.Exception(verdicts[0].reason, _use_item_location=True)
+    if kinds == {"xfailed"}:
+        raise pytest.xfail.Exception(verdicts[0].reason)
