@@ -2,6 +2,7 @@
 
 from . import nccl, store
 from ._version import __version__
+from .agreement import check_agreement
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
 from .communicator import REDUCE_OPS, Communicator, Work
 from .config import Config, config, rank, world_size
@@ -25,6 +26,7 @@ __all__ = [
     "allgather_objects",
     "broadcast",
     "broadcast_object",
+    "check_agreement",
     "config",
     "current_context",
     "gather_result",

@@ -23,7 +23,7 @@ from .slice import forget_communicators
 MESH_DIMS = ("pipe", "data", "tensor")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParallelContext:
     """The layout of ranks, this rank's place in it, and its communicators.
 
