@@ -1,0 +1,104 @@
+// Many tensors in one launch: up to kMaxRows rows travel by value in the kernel's arguments, so that nothing is
+// copied to the device, and each thread block finds its row and its chunk of it by its index.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/launch.h"
+
+namespace bmt {
+
+constexpr int kThreads = 256;
+constexpr int64_t kChunk = 8192;  // elements per thread block
+constexpr int kMaxRows = 60;
+
+template <class Row>
+struct Batch {
+  Row rows[kMaxRows];
+  uint32_t first_block[kMaxRows + 1];
+  int32_t count;
+  uint64_t aligned;  // bit i: every array of row i starts on a 16-byte boundary
+};
+
+template <class Row>
+__device__ __forceinline__ int row_of_block(const Batch<Row>& batch) {
+  int low = 0;
+  int high = batch.count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (batch.first_block[middle] <= blockIdx.x) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Elements [begin, begin + n) of the row are this block's.
+template <class Row>
+__device__ __forceinline__ void chunk_of_block(const Batch<Row>& batch, int row, int64_t& begin, int& n) {
+  begin = static_cast<int64_t>(blockIdx.x - batch.first_block[row]) * kChunk;
+  const int64_t left = batch.rows[row].numel - begin;
+  n = static_cast<int>(left < kChunk ? left : kChunk);
+}
+
+// N neighbouring elements, moved with 128-bit accesses where they are that long.
+template <class T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
+  T at[N];
+};
+
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load_pack(const T* p) {
+  return *reinterpret_cast<const Pack<T, N>*>(p);
+}
+
+template <class T, int N>
+__device__ __forceinline__ void store_pack(T* p, const Pack<T, N>& pack) {
+  *reinterpret_cast<Pack<T, N>*>(p) = pack;
+}
+
+// Collects rows and calls launch(batch, blocks) for every full batch and, in flush, for what is left.
+template <class Row, class Launch>
+class Batcher {
+ public:
+  explicit Batcher(Launch launch) : launch_(launch) { clear(); }
+
+  cudaError_t add(const Row& row, bool aligned) {
+    const auto blocks = static_cast<uint64_t>((row.numel + kChunk - 1) / kChunk);
+    if (batch_.count == kMaxRows || blocks_ + blocks > 0x7fffffffull) {
+      const cudaError_t error = flush();
+      if (error != cudaSuccess) return error;
+    }
+    if (blocks > 0x7fffffffull) return cudaErrorInvalidConfiguration;
+    batch_.rows[batch_.count] = row;
+    if (aligned) batch_.aligned |= uint64_t{1} << batch_.count;
+    blocks_ += blocks;
+    batch_.first_block[++batch_.count] = static_cast<uint32_t>(blocks_);
+    return cudaSuccess;
+  }
+
+  cudaError_t flush() {
+    if (batch_.count == 0) return cudaSuccess;
+    launch_(batch_, static_cast<unsigned>(blocks_));
+    clear();
+    return cudaGetLastError();
+  }
+
+ private:
+  void clear() {
+    batch_.count = 0;
+    batch_.aligned = 0;
+    batch_.first_block[0] = 0;
+    blocks_ = 0;
+  }
+
+  Launch launch_;
+  Batch<Row> batch_;
+  uint64_t blocks_;
+};
+
+inline bool aligned16(int64_t address) { return address % 16 == 0; }
+
+}  // namespace bmt

@@ -1,0 +1,236 @@
+"""Checking the tensors of a call and packing their addresses into the tables that the kernels take.
+
+Two ways lead to the same table. The compiled module reads thousands of tensors in well under a millisecond, but it
+only knows the plain case and declines everything else. The functions here are the complete rules: they accept
+what the fast way declines without need (an older PyTorch, transposed weights) and say precisely what is wrong
+with the rest. Nothing is written before both are through.
+
+Row layouts (64-bit integers) are those of ``csrc/common/table.h``.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmt_kernels import _native
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPE_NAMES = "float32, bfloat16 or float16"
+_DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
+
+
+class Table(NamedTuple):
+    """Rows of a packed table and the device that all their tensors are on."""
+
+    rows: bytes
+    device: torch.device
+
+
+def adam_table(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor | None] | None,
+) -> Table:
+    """One row per non-empty parameter. Raises what `adam_step` documents."""
+    if _native.can_pack and type(params) in (list, tuple) and params and isinstance(params[0], Tensor):
+        device = params[0].device
+        code = _DLPACK_DEVICES.get(device.type)
+        if code is not None and _native.cpu_module is not None:
+            rows = _native.cpu_module.pack_adam(
+                params, grads, exp_avgs, exp_avg_sqs, masters, code, device.index or 0
+            )
+            if rows is not None:
+                return Table(rows, device)
+    return _adam_table_checked(params, grads, exp_avgs, exp_avg_sqs, masters)
+
+
+def data_table(tensors: Sequence[Tensor], device: torch.device) -> bytes | None:
+    """One row per non-empty tensor; None if a tensor is not contiguous or not in a dtype of the kernels.
+
+    The tensors are on `device` and dense-layout floating point; `check_data` has seen to it.
+    """
+    rows = array("q")
+    for tensor in tensors:
+        code = _DTYPE_CODES.get(tensor.dtype)
+        if code is None or not tensor.is_contiguous():
+            return None
+        if tensor.numel():
+            rows.extend((_address("tensors", tensor), tensor.numel(), code))
+    return rows.tobytes()
+
+
+def fast_data_table(tensors: Sequence[Tensor], device: torch.device) -> bytes | None:
+    """The same, checked and packed by the compiled module; None if it declines."""
+    code = _DLPACK_DEVICES.get(device.type)
+    if not _native.can_pack or _native.cpu_module is None or code is None:
+        return None
+    rows: bytes | None = _native.cpu_module.pack_data(tensors, code, device.index or 0)
+    return rows
+
+
+def check_data(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Raise unless all are strided floating-point tensors on `device`."""
+    for i, tensor in enumerate(tensors):
+        name = f"tensors[{i}]"
+        _check_tensor(name, tensor)
+        if tensor.dtype not in _DTYPE_CODES and tensor.dtype is not torch.float64:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {_DTYPE_NAMES}, or float64")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}; it must be on {device} like the rest")
+
+
+def check_flag(name: str, flag: Tensor, device: torch.device) -> None:
+    """Raise unless `flag` is a float32 tensor of one element on `device`."""
+    if not isinstance(flag, Tensor):
+        raise TypeError(f"{name} is a {type(flag).__name__}; it must be a float32 tensor with one element")
+    if flag.dtype is not torch.float32:
+        raise TypeError(f"{name} has dtype {flag.dtype}; it must be torch.float32")
+    if flag.numel() != 1:
+        raise ValueError(f"{name} has shape {tuple(flag.shape)}; it must have exactly one element")
+    if flag.device != device:
+        raise ValueError(f"{name} is on {flag.device}; it must be on {device} like the tensors")
+
+
+def check_sequence(name: str, value: object) -> None:
+    """Raise unless `value` is a sequence of things, rather than one tensor or an iterator."""
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} is a Tensor; pass a list of tensors, for instance [{name}]")
+    if not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+        raise TypeError(f"{name} is a {type(value).__name__}; pass a list or tuple of tensors")
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; convert it with .to_dense()")
+
+
+def _address(name: str, tensor: Tensor) -> int:
+    """The tensor's address; 0 if it is empty or on a device without addresses."""
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return 0
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:
+        address = 0
+    if address == 0:
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__} without memory of its own; pass the tensor that it wraps "
+            "(for a DTensor: to_local())"
+        )
+    return address
+
+
+def _adam_table_checked(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor | None] | None,
+) -> Table:
+    lists: dict[str, Sequence[Tensor | None]] = {
+        "params": params,
+        "grads": grads,
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+    }
+    if masters is not None:
+        lists["masters"] = masters
+    for name, values in lists.items():
+        check_sequence(name, values)
+        if len(values) != len(params):
+            raise ValueError(f"{name} has {len(values)} entries and params has {len(params)}; they must be as many")
+    if len(params) == 0:
+        return Table(b"", torch.device("cpu"))
+
+    rows = array("q")
+    extents: list[tuple[int, int, str, bool]] = []  # begin, end, name, whether it is written to
+    _check_tensor("params[0]", params[0])
+    device = params[0].device
+    for i, param in enumerate(params):
+        _check_tensor(f"params[{i}]", param)
+        addresses = {}
+        for name, values in lists.items():
+            tensor = values[i]
+            if name == "masters" and tensor is None:
+                continue
+            where = f"{name}[{i}]"
+            _check_tensor(where, tensor)
+            assert tensor is not None
+            _check_adam_tensor(where, name, tensor, param, device)
+            addresses[name] = address = _address(where, tensor)
+            if address:
+                extents.append((address, address + tensor.numel() * tensor.element_size(), where, name != "grads"))
+        if param.numel() == 0:
+            continue
+        param_code = _DTYPE_CODES[param.dtype]
+        grad_code = _DTYPE_CODES[grads[i].dtype]
+        moments = (addresses["exp_avg_sqs"], param.numel())
+        if "masters" in addresses:
+            pointers = (addresses["masters"], addresses["params"], addresses["grads"], addresses["exp_avgs"])
+            rows.extend((*pointers, *moments, param_code << 8 | grad_code << 16))
+        else:
+            pointers = (addresses["params"], 0, addresses["grads"], addresses["exp_avgs"])
+            rows.extend((*pointers, *moments, param_code | grad_code << 16))
+    _check_overlaps(extents)
+    return Table(rows.tobytes(), device)
+
+
+def _check_adam_tensor(where: str, name: str, tensor: Tensor, param: Tensor, device: torch.device) -> None:
+    """Raise unless `tensor`, an entry of list `name`, fits its parameter."""
+    if name in ("params", "grads"):
+        if tensor.dtype not in _DTYPE_CODES:
+            raise TypeError(f"{where} has dtype {tensor.dtype}; it must be {_DTYPE_NAMES}")
+    elif tensor.dtype is not torch.float32:
+        raise TypeError(f"{where} has dtype {tensor.dtype}; it must be torch.float32, whatever its parameter's dtype")
+    if name == "masters" and param.dtype is torch.float32:
+        raise TypeError(
+            f"{where} belongs to a float32 parameter, which needs no master copy; pass None there, "
+            "or masters=None if all parameters are float32"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{where} is on {tensor.device}; it must be on {device} like params[0]")
+    if tensor.shape != param.shape:
+        raise ValueError(f"{where} has shape {tuple(tensor.shape)}; it must be {tuple(param.shape)}, its parameter's")
+    if tensor.is_contiguous() and param.is_contiguous():
+        return
+    if tensor.stride() != param.stride() or not _is_dense(tensor):
+        raise ValueError(
+            f"{where} has strides {tensor.stride()} for shape {tuple(tensor.shape)}, and its parameter "
+            f"{param.stride()}; both must be contiguous, or dense with equal strides (use .contiguous())"
+        )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without holes and without sharing, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _check_overlaps(extents: list[tuple[int, int, str, bool]]) -> None:
+    """Raise if a tensor that is written to shares memory with any other."""
+    extents.sort()
+    # Of all that came before, the one that reaches furthest: among those written, and among all.
+    written_end, written_name, any_end, any_name = 0, "", 0, ""
+    for begin, end, name, written in extents:
+        reach, other = (any_end, any_name) if written else (written_end, written_name)
+        if begin < reach:
+            raise ValueError(f"{name} overlaps {other} in memory; every tensor that is written to needs its own memory")
+        if end > any_end:
+            any_end, any_name = end, name
+        if written and end > written_end:
+            written_end, written_name = end, name

@@ -1,0 +1,122 @@
+"""The operations in plain PyTorch: the specification of the compiled kernels, and what serves without them.
+
+They take the same arguments as the public functions and check none of them. The compiled kernels do the same
+fp32 operations in the same order, so that their results have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AdamScalars(NamedTuple):
+    """What an Adam step multiplies by, computed in double precision and used in single precision."""
+
+    grad_factor: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    decay_factor: float
+    l2: float
+    denom_factor: float
+    eps: float
+    step_size: float
+    decoupled: bool
+    update: bool
+
+
+def adam_scalars(
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float,
+    decoupled: bool,
+    maximize: bool,
+    update: bool,
+) -> AdamScalars:
+    """The scalars of step number `step`, counted from 1."""
+    bias_correction1 = 1.0 - beta1**step
+    bias_correction2 = 1.0 - beta2**step
+    return AdamScalars(
+        -1.0 / grad_scale if maximize else 1.0 / grad_scale,
+        beta1,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        1.0 - lr * weight_decay,
+        weight_decay,
+        1.0 / math.sqrt(bias_correction2),
+        eps,
+        lr / bias_correction1,
+        decoupled or weight_decay == 0.0,  # without decay, 0 * weight must not turn an infinite weight to NaN
+        update,
+    )
+
+
+@torch.no_grad()
+def adam_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    masters: Sequence[Tensor | None] | None = None,
+    grad_scale: float = 1.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+    update_params: bool = True,
+    found_inf: Tensor | None = None,
+) -> None:
+    """See `bmt_kernels.adam_step`."""
+    s = adam_scalars(
+        lr, betas[0], betas[1], eps, weight_decay, step, grad_scale, decoupled, maximize, update_params
+    )
+    skip = None if found_inf is None else found_inf.reshape(()) != 0
+
+    def assign(target: Tensor, value: Tensor) -> None:
+        target.copy_(value if skip is None else torch.where(skip, target, value.to(target.dtype)))
+
+    for i, (param, grad, exp_avg, exp_avg_sq) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs)):
+        master = None if masters is None else masters[i]
+        weight = (param if master is None else master).float()
+        g = grad.float() * s.grad_factor
+        if not s.decoupled:
+            g = g + weight * s.l2
+        new_avg = exp_avg * s.beta1 + g * s.one_minus_beta1
+        new_avg_sq = exp_avg_sq * s.beta2 + (g * s.one_minus_beta2) * g
+        assign(exp_avg, new_avg)
+        assign(exp_avg_sq, new_avg_sq)
+        if not s.update:
+            continue
+        if s.decoupled:
+            weight = weight * s.decay_factor
+        denominator = new_avg_sq.sqrt() * s.denom_factor + s.eps
+        weight = weight - (new_avg / denominator) * s.step_size
+        if master is not None:
+            assign(master, weight)
+        assign(param, weight)
+
+
+@torch.no_grad()
+def has_inf_or_nan(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """See `bmt_kernels.has_inf_or_nan`."""
+    if out is None:
+        out = torch.zeros((), dtype=torch.float32, device=tensors[0].device if tensors else "cpu")
+    for tensor in tensors:
+        found = tensor.isfinite().all().logical_not()
+        out.copy_(torch.maximum(out, found.to(torch.float32)))
+    return out
