@@ -83,13 +83,22 @@ struct Interval {
   int64_t begin;
   int64_t end;
   bool operator<(const Interval& other) const { return begin < other.begin; }
+  bool operator==(const Interval& other) const { return begin == other.begin && end == other.end; }
 };
 
 // Whether the outputs overlap each other or any of the inputs.
-bool overlapping(std::vector<Interval>& outputs, const std::vector<Interval>& inputs) {
-  if (!std::is_sorted(outputs.begin(), outputs.end())) std::sort(outputs.begin(), outputs.end());
-  for (size_t i = 1; i < outputs.size(); ++i) {
-    if (outputs[i].begin < outputs[i - 1].end) return true;
+bool overlapping(const std::vector<Interval>& unsorted_outputs, const std::vector<Interval>& inputs) {
+  // Sorting is most of the work, and an optimizer comes back with the same outputs step after step: those last
+  // found disjoint are kept. The interpreter lock guards them.
+  static std::vector<Interval> last_outputs, outputs;
+  if (unsorted_outputs != last_outputs) {
+    last_outputs.clear();
+    outputs = unsorted_outputs;
+    std::sort(outputs.begin(), outputs.end());
+    for (size_t i = 1; i < outputs.size(); ++i) {
+      if (outputs[i].begin < outputs[i - 1].end) return true;
+    }
+    last_outputs = unsorted_outputs;
   }
   for (const Interval& input : inputs) {
     // Outputs are disjoint, hence sorted by their ends too: only the first that ends beyond the input's

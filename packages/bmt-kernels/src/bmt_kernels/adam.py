@@ -120,13 +120,11 @@ def adam_step(
             found_inf=found_inf,
         )
         return  # PyTorch has counted its own writes
-    if not update_params:
-        increment_version((*exp_avgs, *exp_avg_sqs))
-    elif masters is None:
-        increment_version((*params, *exp_avgs, *exp_avg_sqs))
-    else:
-        written_masters = [master for master in masters if master is not None]
-        increment_version((*params, *written_masters, *exp_avgs, *exp_avg_sqs))
+    # The moments are nobody's leaves: only weights can have been saved for a backward.
+    if update_params:
+        increment_version(params)
+        if masters is not None:
+            increment_version([master for master in masters if master is not None])
 
 
 def _checked(name: str, value: float, least: float) -> float:
