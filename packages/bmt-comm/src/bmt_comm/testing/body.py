@@ -6,6 +6,7 @@ import contextlib
 import enum
 import functools
 import inspect
+import io
 import os
 import pickle
 import warnings
@@ -109,7 +110,13 @@ def _find(module: Any, qualname: str) -> Any:
 
 
 def _format(error: BaseException, style: Any) -> str:
-    return str(pytest.ExceptionInfo.from_exception(error).getrepr(style=style, funcargs=False))
+    """The traceback as pytest shows it, without this package's frames."""
+    from _pytest._io import TerminalWriter
+
+    text = io.StringIO()
+    shown = pytest.ExceptionInfo.from_exception(error).getrepr(style=style)
+    shown.toterminal(TerminalWriter(text))
+    return text.getvalue().strip("\n")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -62,6 +63,7 @@ class RankPool:
         self.max_ranks = max_ranks
         self.threads = threads
         self._workers: list[_Worker] = []
+        self._calls = 0
 
     def run(self, fn: Callable[..., Any], n: int, *args: Any, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
         """Call ``fn(*args)`` on ``n`` ranks and return the results by rank.
@@ -93,10 +95,10 @@ class RankPool:
         workers = self._first(n)
         succeeded = False
         try:
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._calls += 1
             for rank, worker in enumerate(workers):
-                environ = {**os.environ, **_torchrun_environ(rank, n, store.port, self.threads)}
-                worker.send(Call(payload, source, environ, os.getcwd(), sys.path))
+                environ = {**os.environ, **_torchrun_environ(rank, n, self._store.port, self.threads)}
+                worker.send(Call(self._calls, payload, source, environ, os.getcwd(), sys.path))
             reports = _collect(workers, timeout)
             if not any(report.failed for report in reports):
                 for worker in workers:
@@ -121,6 +123,11 @@ class RankPool:
         for worker in self._workers:
             worker.kill(patience=1.0)
         self._workers.clear()
+
+    @functools.cached_property
+    def _store(self) -> TCPStore:
+        """Where ranks find each other; every call takes keys of its own."""
+        return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     @property
     def pids(self) -> list[int]:
@@ -226,9 +233,10 @@ def _collect(workers: Sequence[_Worker], timeout: float) -> list[RankReport]:
                     add(rank, Outcome.RETURNED, value=value)
             else:
                 add(rank, Outcome.RETURNED)
+    outcome = others
     unfinished = [rank for rank in range(len(workers)) if rank not in reports]
     for rank, stacks in zip(unfinished, _stacks([workers[rank] for rank in unfinished]), strict=True):
-        add(rank, others, detail=stacks)
+        add(rank, outcome, detail=stacks)
     return [reports[rank] for rank in range(len(workers))]
 
 
@@ -248,7 +256,7 @@ def _stacks(workers: Sequence[_Worker]) -> list[str]:
 
 def _without_reader(stacks: str) -> str:
     """Leave out the thread that waits for the pool's messages."""
-    blocks = re.split(r"\n\n(?=\S*hread )", stacks)
+    blocks = re.split(r"\n\n(?=Thread |Current thread )", stacks)
     return "\n\n".join(block for block in blocks if "in _read_messages" not in block)
 
 

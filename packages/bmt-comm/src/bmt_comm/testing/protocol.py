@@ -21,6 +21,7 @@ class Ready:
 class Call:
     """Pool to rank: run ``function(*args)``, both pickled in ``payload``."""
 
+    number: int  # of this call, counted by the pool
     payload: bytes
     module: Any  # a ModuleSource to load before unpickling, or None
     environ: dict[str, str]

@@ -14,11 +14,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from urllib.parse import parse_qsl, urlparse
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 import bmt_comm
@@ -42,7 +45,7 @@ def main(connection_fd: int, threads: int) -> None:
     faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     torch.set_num_threads(threads)
-    fresh_keys = _rendezvous_handlers["env"] = _FreshKeys(_rendezvous_handlers["env"])
+    rendezvous = _rendezvous_handlers["env"] = _Rendezvous()
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(connection, messages), daemon=True).start()
     gc.collect()
@@ -51,7 +54,7 @@ def main(connection_fd: int, threads: int) -> None:
     while True:
         state = _State()
         call: Call = messages.get()
-        fresh_keys.times = 0
+        rendezvous.begin(call.number, call.environ)
         _idle.clear()
         succeeded = _answer(connection, call)
         if succeeded and isinstance(messages.get(), CleanUp):
@@ -74,22 +77,38 @@ def _read_messages(connection: Connection, messages: queue.SimpleQueue[Any]) -> 
             os._exit(0)
 
 
-class _FreshKeys:
-    """``env://`` rendezvous under a new key prefix each time.
+class _Rendezvous:
+    """``env://`` rendezvous over one lasting connection to the pool's store, under new keys each time.
 
-    The store outlives the process groups of a call. Without this, a second ``init_process_group`` in the same
-    call would read the addresses that the first one left there.
+    Without new keys, the next ``init_process_group``, in the same call or another, would read the addresses that
+    this one left in the store. Without the lasting connection, each would make the store look up the name of the
+    connecting host, which stalls for seconds where name service is bad.
     """
 
-    def __init__(self, handler: Any) -> None:
-        self.handler = handler
-        self.times = 0  # in this call of the pool
+    def __init__(self) -> None:
+        self.ordinary = _rendezvous_handlers["env"]
+        self.address: tuple[str | None, str | None] = (None, None)
+        self.store: dist.Store | None = None
+        self.call = 0
+        self.times = 0  # in this call
 
-    def __call__(self, url: str, **kwargs: Any) -> Iterator[Any]:
+    def begin(self, call: int, environ: dict[str, str]) -> None:
+        self.call, self.times = call, 0
+        if self.store is None:
+            self.address = (environ["MASTER_ADDR"], environ["MASTER_PORT"])
+            self.store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False)
+
+    def __call__(self, url: str, timeout: timedelta = default_pg_timeout, **kwargs: Any) -> Iterator[Any]:
+        if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != self.address:
+            yield from self.ordinary(url, timeout=timeout, **kwargs)  # the call wants a store of its own
+            return
+        assert self.store is not None
         self.times += 1
-        prefix = f"rendezvous_{self.times}"
-        for store, rank, world_size in self.handler(url, **kwargs):
-            yield dist.PrefixStore(prefix, store), rank, world_size
+        query = dict(parse_qsl(urlparse(url).query))
+        rank, world_size = (int(query.get(k.lower(), os.environ.get(k, -1))) for k in ("RANK", "WORLD_SIZE"))
+        store = dist.PrefixStore(f"call_{self.call}/rendezvous_{self.times}", self.store)
+        store.set_timeout(timeout)
+        yield store, rank, world_size
 
 
 def _answer(connection: Connection, call: Call) -> bool:
