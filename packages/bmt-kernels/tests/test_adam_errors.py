@@ -58,24 +58,43 @@ WRONG = {
     "a flat moment": (replace("exp_avgs", 0, torch.flatten), ValueError, r"exp_avgs\[0\] has shape \(24,\)"),
     "fp64 parameters": (replace("params", 1, torch.Tensor.double), TypeError, r"params\[1\] has dtype torch.float64"),
     "integer gradients": (replace("grads", 1, torch.Tensor.int), TypeError, r"grads\[1\] has dtype torch.int32"),
-    "half moments": (replace("exp_avg_sqs", 1, torch.Tensor.half), TypeError, r"exp_avg_sqs\[1\] .* must be torch.float32"),
+    "half moments": (
+        replace("exp_avg_sqs", 1, torch.Tensor.half),
+        TypeError,
+        r"exp_avg_sqs\[1\] .* must be torch.float32",
+    ),
     "half masters": (replace("masters", 0, torch.Tensor.bfloat16), TypeError, r"masters\[0\] .* must be torch.float32"),
     "a master of fp32": (replace("params", 0, torch.Tensor.float), TypeError, r"masters\[0\] belongs to a float32"),
-    "another device": (replace("exp_avgs", 1, lambda t: t.to("meta")), ValueError, r"exp_avgs\[1\] is on meta; it must be on"),
-    "sparse gradients": (replace("grads", 0, torch.Tensor.to_sparse), TypeError, r"grads\[0\] has layout torch.sparse_coo"),
+    "another device": (
+        replace("exp_avgs", 1, lambda t: t.to("meta")),
+        ValueError,
+        r"exp_avgs\[1\] is on meta; it must be on",
+    ),
+    "sparse gradients": (
+        replace("grads", 0, torch.Tensor.to_sparse),
+        TypeError,
+        r"grads\[0\] has layout torch.sparse_coo",
+    ),
     "every other element": (
-        replace("grads", 1, lambda t: torch.zeros(10, device=t.device)[::2]), ValueError, r"grads\[1\] has strides \(2,\)",
+        replace("grads", 1, lambda t: torch.zeros(10, device=t.device)[::2]),
+        ValueError,
+        r"grads\[1\] has strides \(2,\)",
     ),
     "an expanded gradient": (
-        replace("grads", 1, lambda t: t[:1].expand(5)), ValueError, r"grads\[1\] has strides \(0,\)",
+        replace("grads", 1, lambda t: t[:1].expand(5)),
+        ValueError,
+        r"grads\[1\] has strides \(0,\)",
     ),
     "another order of memory": (
-        replace("exp_avgs", 0, lambda t: t.t().contiguous().t()), ValueError, r"exp_avgs\[0\] has strides \(1, 4\)",
+        replace("exp_avgs", 0, lambda t: t.t().contiguous().t()),
+        ValueError,
+        r"exp_avgs\[0\] has strides \(1, 4\)",
     ),
     "one moment for both": (share("exp_avgs", 0, "exp_avg_sqs", 0), ValueError, r"overlaps .* in memory"),
     "a parameter twice": (
         lambda a: [share(name, 1, name, 0)(a) for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters")],
-        ValueError, r"overlaps .* in memory",
+        ValueError,
+        r"overlaps .* in memory",
     ),
     "the gradient as moment": (share("exp_avgs", 1, "grads", 1), ValueError, r"overlaps .* in memory"),
     "moments one element into each other": (overlap_partly, ValueError, r"exp_avg_sqs\[1\] overlaps exp_avgs\[1\]"),
@@ -93,15 +112,21 @@ WRONG = {
     "an infinite scale": (put("grad_scale", math.inf), ValueError, r"grad_scale is inf"),
     "a boolean flag": (put("found_inf", True), TypeError, r"found_inf is a bool"),
     "an integer flag": (
-        lambda a: a.update(found_inf=torch.zeros(1, dtype=torch.int32)), TypeError, r"found_inf has dtype torch.int32",
+        lambda a: a.update(found_inf=torch.zeros(1, dtype=torch.int32)),
+        TypeError,
+        r"found_inf has dtype torch.int32",
     ),
     "two flags": (
-        lambda a: a.update(found_inf=torch.zeros(2, device=a["grads"][0].device)), ValueError, r"found_inf has shape \(2,\)",
+        lambda a: a.update(found_inf=torch.zeros(2, device=a["grads"][0].device)),
+        ValueError,
+        r"found_inf has shape \(2,\)",
     ),
     "a flag elsewhere": (
-        lambda a: a.update(found_inf=torch.zeros(1, device="meta")), ValueError, r"found_inf is on meta; it must be on",
+        lambda a: a.update(found_inf=torch.zeros(1, device="meta")),
+        ValueError,
+        r"found_inf is on meta; it must be on",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -76,7 +76,9 @@ if os.path.exists("/proc/self/maps"):
 """
 
 
-@pytest.mark.parametrize("module", [m for m in (_native.cpu_module, _native.cuda_module) if m], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [m for m in (_native.cpu_module, _native.cuda_module) if m], ids=lambda m: m.__name__
+)
 def test_modules_load_alone_and_bring_neither_torch_nor_cuda_nor_openmp(module):
     result = python("-c", LOAD_ALONE, module.__name__.rpartition(".")[2], module.__file__)
     assert result.returncode == 0, result.stderr

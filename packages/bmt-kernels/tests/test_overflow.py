@@ -114,15 +114,35 @@ def test_strided_and_expanded_tensors_are_searched_too(device):
     [
         (lambda d: has_inf_or_nan(torch.zeros(3)), TypeError, r"tensors is a Tensor; pass a list"),
         (lambda d: has_inf_or_nan([None]), TypeError, r"tensors\[0\] is a NoneType"),
-        (lambda d: has_inf_or_nan([torch.zeros(3, dtype=torch.int32)]), TypeError, r"tensors\[0\] has dtype torch.int32"),
-        (lambda d: has_inf_or_nan([torch.zeros(3, device=d), torch.zeros(3, device="meta")]), ValueError, r"tensors\[1\] is on meta"),
-        (lambda d: has_inf_or_nan([torch.zeros(3, device=d)], torch.zeros(2, device=d)), ValueError, r"out has shape \(2,\)"),
-        (lambda d: has_inf_or_nan([torch.zeros(3, device=d)], torch.zeros(1, device=d).double()), TypeError, r"out has dtype torch.float64"),
-        (lambda d: has_inf_or_nan([torch.zeros(3, device=d)], torch.zeros(1, device="meta")), ValueError, r"out is on meta"),
+        (
+            lambda d: has_inf_or_nan([torch.zeros(3, dtype=torch.int32)]),
+            TypeError,
+            r"tensors\[0\] has dtype torch.int32",
+        ),
+        (
+            lambda d: has_inf_or_nan([torch.zeros(3, device=d), torch.zeros(3, device="meta")]),
+            ValueError,
+            r"tensors\[1\] is on meta",
+        ),
+        (
+            lambda d: has_inf_or_nan([torch.zeros(3, device=d)], torch.zeros(2, device=d)),
+            ValueError,
+            r"out has shape \(2,\)",
+        ),
+        (
+            lambda d: has_inf_or_nan([torch.zeros(3, device=d)], torch.zeros(1, device=d).double()),
+            TypeError,
+            r"out has dtype torch.float64",
+        ),
+        (
+            lambda d: has_inf_or_nan([torch.zeros(3, device=d)], torch.zeros(1, device="meta")),
+            ValueError,
+            r"out is on meta",
+        ),
         (lambda d: has_inf_or_nan([torch.zeros(3, device=d)], 0.0), TypeError, r"out is a float"),
     ],
     ids=["tensor", "none", "integers", "devices", "two flags", "fp64 flag", "flag elsewhere", "number flag"],
-)  # fmt: skip
+)
 def test_wrong_call_is_named(device, call, error, message):
     with pytest.raises(error, match=message):
         call(device)

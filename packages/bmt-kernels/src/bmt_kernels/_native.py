@@ -21,7 +21,8 @@ class CpuKernels(NamedTuple):
     """One variant of the CPU kernels, ready to be called."""
 
     module: ModuleType
-    index: int
+    variant: int
+    """Its place among the variants that were built."""
     name: str
 
 

@@ -43,9 +43,7 @@ def adam_table(
         device = params[0].device
         code = _DLPACK_DEVICES.get(device.type)
         if code is not None and _native.cpu_module is not None:
-            rows = _native.cpu_module.pack_adam(
-                params, grads, exp_avgs, exp_avg_sqs, masters, code, device.index or 0
-            )
+            rows = _native.cpu_module.pack_adam(params, grads, exp_avgs, exp_avg_sqs, masters, code, device.index or 0)
             if rows is not None:
                 return Table(rows, device)
     return _adam_table_checked(params, grads, exp_avgs, exp_avg_sqs, masters)

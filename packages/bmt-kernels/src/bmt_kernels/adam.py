@@ -96,7 +96,7 @@ def adam_step(
 
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         flag = 0 if found_inf is None else found_inf.data_ptr()
-        cpu.module.adam_step(cpu.index, rows, *scalars, flag, torch.get_num_threads())
+        cpu.module.adam_step(cpu.variant, rows, *scalars, flag, torch.get_num_threads())
     elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
         flag = 0 if found_inf is None else found_inf.data_ptr()
         stream = torch.cuda.current_stream(device).cuda_stream

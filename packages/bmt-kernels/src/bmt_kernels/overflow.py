@@ -46,7 +46,7 @@ def has_inf_or_nan(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tens
         out = torch.zeros((), dtype=torch.float32, device=device)
 
     if rows is not None and device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
-        cpu.module.overflow_check(cpu.index, rows, out.data_ptr(), torch.get_num_threads())
+        cpu.module.overflow_check(cpu.variant, rows, out.data_ptr(), torch.get_num_threads())
     elif rows is not None and device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
         stream = torch.cuda.current_stream(device).cuda_stream
         cuda.overflow_check(device.index, stream, rows, out.data_ptr())

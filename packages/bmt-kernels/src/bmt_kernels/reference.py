@@ -62,6 +62,11 @@ def adam_scalars(
     )
 
 
+def _square_root(x: Tensor) -> Tensor:
+    """The nearest fp32 number. PyTorch on CPU may take a vector library that is off by one bit."""
+    return x.double().sqrt().float() if x.device.type == "cpu" else x.sqrt()
+
+
 @torch.no_grad()
 def adam_step(
     params: Sequence[Tensor],
@@ -82,9 +87,7 @@ def adam_step(
     found_inf: Tensor | None = None,
 ) -> None:
     """See `bmt_kernels.adam_step`."""
-    s = adam_scalars(
-        lr, betas[0], betas[1], eps, weight_decay, step, grad_scale, decoupled, maximize, update_params
-    )
+    s = adam_scalars(lr, betas[0], betas[1], eps, weight_decay, step, grad_scale, decoupled, maximize, update_params)
     skip = None if found_inf is None else found_inf.reshape(()) != 0
 
     def assign(target: Tensor, value: Tensor) -> None:
@@ -104,7 +107,7 @@ def adam_step(
             continue
         if s.decoupled:
             weight = weight * s.decay_factor
-        denominator = new_avg_sq.sqrt() * s.denom_factor + s.eps
+        denominator = _square_root(new_avg_sq) * s.denom_factor + s.eps
         weight = weight - (new_avg / denominator) * s.step_size
         if master is not None:
             assign(master, weight)
