@@ -1,0 +1,438 @@
+"""Adam over shards: fp32 moments and master weights, one flat tensor per run of neighbouring parameters.
+
+[Note: runs and their state]
+    The parameters of each group are planned into runs (:mod:`bmt_optim.runs`). A run's moments, and master
+    weights where its parameters are of half precision, are flat fp32 tensors; ``optimizer.state[p]`` holds
+    views of them. A step passes whole runs to the kernel. A run whose gradients do not lie as its parameters
+    do, or whose parameters have taken different numbers of steps, goes in parameter by parameter, this time.
+
+    Plans are only a cache over ``optimizer.state``. Every step compares addresses with the plan's, and a
+    parameter that lies elsewhere (``model.to(...)``) makes its group be planned anew, keeping the state.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import bmt_kernels
+from bmt_comm import local_tensor, slice_of
+
+from .runs import extent_of, flat_over, flat_view, local_grad, merge_adjacent, plan_runs
+from .state_dict import gather_state, match_groups, state_value, whole_number
+
+_HALF = (torch.float16, torch.bfloat16)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamOptimizer(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter, `Decoupled Weight Decay Regularization <https://arxiv.org/abs/1711.05101>`_).
+
+    ::
+
+        m ← β₁m + (1-β₁)g        v ← β₂v + (1-β₂)g²        g: the gradient divided by ``scale``
+        p ← p(1 - lr·weight_decay) - lr · m/(1-β₁ᵗ) / (√(v/(1-β₂ᵗ)) + eps)
+
+    The weight decay is decoupled for every dtype. Moments are fp32, and of the unscaled gradient, so that a
+    state dict does not depend on the loss scale. fp16 and bf16 parameters have an fp32 master weight, of
+    which they are the rounded copy. A master weight takes the parameter's value until the first step; one
+    who writes into half-precision parameters later calls :meth:`sync_masters`.
+
+    The parameters may be whole, shards that carry a ``bmt_slice``, or DTensors. A step communicates nothing
+    and never waits for the device.
+
+    Args:
+        params: parameters (fp32, fp16 or bf16; mixed at will) or parameter groups.
+        lr, betas, eps, weight_decay: as in the formula.
+        hold_steps: during a parameter's first ``hold_steps`` steps only its moments change.
+
+    Raises:
+        TypeError: a parameter of another dtype.
+        ValueError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        hold_steps: int = 0,
+    ) -> None:
+        self._plans: list[_GroupPlan] = []
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._plans = []
+        super().__setstate__(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own where ``param_group`` names them (see ``torch.optim``)."""
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    # --- stepping ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, scale: float = 1) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss, which is returned.
+            scale: what the gradients are divided by (the loss scale); they are left as they are.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, plan in zip(self.param_groups, self._current_plans()):
+            launches: dict[Any, _Launch] = {}
+            for run in plan.runs:
+                run.collect(self.state, launches)
+            options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+            for (step, *_), launch in launches.items():
+                bmt_kernels.adam_step(
+                    launch.params,
+                    launch.grads,
+                    launch.exp_avgs,
+                    launch.exp_avg_sqs,
+                    lr=float(group["lr"]),
+                    step=step,
+                    masters=launch.masters or None,
+                    grad_scale=float(scale),
+                    update_params=step > group["hold_steps"],
+                    **options,
+                )
+                for copied, param in launch.copies:
+                    param.copy_(copied)
+                if launch.in_runs:  # the flat views need not share the parameters' version counters
+                    torch.autograd.graph.increment_version(launch.in_runs)
+        return loss
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Fill the gradients with zeros, or drop them."""
+        if set_to_none:
+            super().zero_grad(set_to_none=True)
+            return
+        grads = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if grad is None:
+                    continue
+                if grad.grad_fn is not None:
+                    grad.detach_()
+                elif grad.requires_grad:
+                    grad.requires_grad_(False)
+                local = local_grad(param)
+                assert local is not None
+                grads.append(local)
+        for flat in merge_adjacent(grads):
+            flat.zero_()
+
+    @torch.no_grad()
+    def sync_masters(self) -> None:
+        """Take over what was written into half-precision parameters since the last step.
+
+        A master weight whose rounded value is its parameter stays as it is.
+        """
+        for plan in self._current_plans():
+            for run in plan.runs:
+                if run.materialized and run.half:
+                    run.sync_masters(range(len(run.params)))
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """The state by parameter index, in torch's format.
+
+        Every parameter that requires a gradient has ``step`` (a tensor), ``exp_avg``, ``exp_avg_sq`` and,
+        in half precision, ``master``: fp32, of the local shape, and the optimizer's own memory.
+
+        Args:
+            gather: assemble the unsharded tensors, on the CPU, one parameter at a time. A collective over
+                the ranks that share parameters. Rank 0 (of each pipeline stage) gets them all; on the other
+                ranks ``state`` is empty.
+        """
+        for plan in self._current_plans():
+            for run in plan.runs:
+                if not run.materialized and any(p.requires_grad for p in run.params):
+                    run.materialize(self.state)
+        found = super().state_dict()
+        params = self._params()
+        # A frozen neighbour in a run has memory for a state, and that depends on the layout: leave it out.
+        found["state"] = {
+            index: {**entry, "step": torch.tensor(float(entry["step"]))}
+            for index, entry in sorted(found["state"].items())
+            if params[index].requires_grad or entry["step"] > 0
+        }
+        if gather:
+            keys = [(*_MOMENTS, "master") if p.dtype in _HALF else _MOMENTS for p in params]
+            found["state"] = gather_state(found["state"], params, keys)
+        return found
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise what :meth:`load_state_dict` would raise, and change nothing."""
+        self._parse(state_dict)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, at this or any other layout, or ``torch.optim.AdamW``'s.
+
+        Tensors may have the local or the full shape; of a full one this rank takes its slice. Values are
+        copied. A half-precision parameter without ``master`` in the dict takes its current value as master;
+        parameters themselves are not touched. A parameter without state in the dict starts afresh.
+
+        Raises:
+            ValueError: the dict does not fit; the optimizer is unchanged.
+        """
+        entries = self._parse(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            group.update(
+                {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "param_names")}
+            )
+        for plan in self._current_plans():
+            for run in plan.runs:
+                if any(entries[p] is not None for p in run.params):
+                    run.materialize(self.state)
+                if run.materialized:
+                    run.load(self.state, entries)
+
+    def _parse(self, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any] | None]:
+        """Per parameter what is to be loaded: the step, and tensors of the local shape."""
+        saved = match_groups(self, state_dict)
+        for index, group in enumerate(state_dict["param_groups"]):
+            try:
+                _check_options({**self.defaults, **group})
+            except ValueError as error:
+                raise ValueError(f"param_groups[{index}] of the state dict: {error}") from None
+        entries: dict[Tensor, dict[str, Any] | None] = {}
+        for index, (param, values) in enumerate(saved):
+            if values is None:
+                entries[param] = None
+                continue
+            where = slice_of(param)
+            entry: dict[str, Any] = {"step": whole_number(values, "step", index)}
+            for key in _MOMENTS:
+                entry[key] = state_value(values, key, index, where)
+            if param.dtype in _HALF and "master" in values:
+                entry["master"] = state_value(values, "master", index, where)
+            entries[param] = entry
+        return entries
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    # --- plans ------------------------------------------------------------------------------------
+
+    def _current_plans(self) -> list[_GroupPlan]:
+        """A plan per group that holds for where the parameters lie now."""
+        groups = self.param_groups
+        del self._plans[len(groups) :]
+        with torch.no_grad():  # in which a DTensor hands out its local tensor without a detour
+            for index, group in enumerate(groups):
+                params = group["params"]
+                if index == len(self._plans):
+                    self._plans.append(_GroupPlan(params))
+                elif not self._plans[index].holds(params):
+                    self._plans[index] = _GroupPlan(params)
+        return self._plans
+
+
+class _Launch:
+    """The arguments of one kernel call: tensors that share step, dtypes and device."""
+
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+        self.grads: list[Tensor] = []
+        self.exp_avgs: list[Tensor] = []
+        self.exp_avg_sqs: list[Tensor] = []
+        self.masters: list[Tensor] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []  # (contiguous stand-in, parameter), to be copied back
+        self.in_runs: list[Tensor] = []  # parameters that the kernel sees only as part of a run
+
+    def add(self, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None) -> None:
+        self.params.append(param)
+        self.grads.append(grad)
+        self.exp_avgs.append(exp_avg)
+        self.exp_avg_sqs.append(exp_avg_sq)
+        if master is not None:
+            self.masters.append(master)
+
+
+class _GroupPlan:
+    """The runs of one parameter group."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = list(params)
+        locals_ = [local_tensor(p) for p in params]
+        planned = plan_runs([extent_of(t, key=p.requires_grad) for p, t in zip(params, locals_)])
+        self.runs = [_Run([self.params[i] for i in run], [locals_[i] for i in run]) for run in planned]
+
+    def holds(self, params: Sequence[Tensor]) -> bool:
+        """Whether these are still the parameters, and lie where they did."""
+        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+            return False
+        return all(run.holds() for run in self.runs)
+
+
+class _Run:
+    """Parameters end to end in memory (or one that has no neighbour), and their flat state."""
+
+    def __init__(self, params: list[Tensor], locals_: list[Tensor]) -> None:
+        first = locals_[0]
+        self.params = params
+        self.locals = locals_
+        # Plain parameters are their own local tensors, whatever is done to them; others are asked each time.
+        self.plain = all(map(is_, params, locals_))
+        self.dtype, self.device = first.dtype, first.device
+        self.half = first.dtype in _HALF
+        self.addresses = [t.data_ptr() for t in locals_]
+        sizes = [t.numel() for t in locals_]
+        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.numel = sum(sizes)
+        self.contiguous = first.is_contiguous()
+        # Holds the memory of the run, so that an address in it can belong to nothing else while it is compared.
+        self.flat = flat_view(first.detach(), self.numel) if len(params) > 1 else first.detach()
+        self.materialized = False
+
+    def holds(self) -> bool:
+        tensors = self.params if self.plain else [local_tensor(p) for p in self.params]
+        if [t.data_ptr() for t in tensors] != self.addresses:
+            return False
+        first = tensors[0]
+        return first.dtype is self.dtype and (len(tensors) > 1 or first.is_contiguous() == self.contiguous)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def materialize(self, state: dict[Tensor, Any]) -> None:
+        """Give every parameter its state, as views of flat tensors, keeping what there is."""
+        if self.materialized:
+            return
+        entries = [state.get(p, {}) for p in self.params]
+        flats = {key: self._flat_state(key, entries) for key in _MOMENTS}
+        if self.half:
+            flats["master"] = self._flat_state("master", entries)
+        self.exp_avg, self.exp_avg_sq = flats["exp_avg"], flats["exp_avg_sq"]
+        self.master = flats.get("master")
+        for i, (param, local) in enumerate(zip(self.params, self.locals)):
+            views = {key: self._view(flat, i, local.shape) for key, flat in flats.items()}
+            if self.half and "master" not in entries[i]:
+                views["master"].copy_(local)
+            state[param] = {"step": entries[i].get("step", 0), **views}
+        self.states = [state[p] for p in self.params]
+        self.materialized = True
+
+    def _flat_state(self, key: str, entries: list[dict[str, Any]]) -> Tensor:
+        tensors = [entry[key] for entry in entries if key in entry]
+        same = len(tensors) == len(entries) and (tensors[0].device, tensors[0].dtype) == (self.device, torch.float32)
+        if same and self.numel:
+            found = flat_over(tensors, self.offsets, self.numel)
+            if found is not None:
+                return found
+        flat = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
+        for i, entry in enumerate(entries):
+            if key in entry:
+                self._view(flat, i, entry[key].shape).copy_(entry[key])
+        return flat
+
+    def _view(self, flat: Tensor, i: int, shape: Sequence[int]) -> Tensor:
+        return flat[self.offsets[i] : self.offsets[i] + math.prod(shape)].view(shape)
+
+    def sync_masters(self, indices: Iterable[int]) -> None:
+        for i in indices:
+            master, local = self.states[i]["master"], self.locals[i].detach()
+            torch.where(master.to(self.dtype) == local, master, local.float(), out=master)
+
+    def load(self, state: dict[Tensor, Any], entries: Mapping[Tensor, dict[str, Any] | None]) -> None:
+        for param, local in zip(self.params, self.locals):
+            mine, theirs = state[param], entries[param]
+            if theirs is None:
+                mine["step"] = 0
+                for key in _MOMENTS:
+                    mine[key].zero_()
+            else:
+                mine["step"] = theirs["step"]
+                for key in _MOMENTS:
+                    mine[key].copy_(theirs[key])
+            if self.half:
+                mine["master"].copy_(local if theirs is None or "master" not in theirs else theirs["master"])
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def collect(self, state: dict[Tensor, Any], launches: dict[Any, _Launch]) -> None:
+        """Count the step, and put what it works on into the kernel call where it belongs."""
+        params = self.params
+        grads = [p.grad for p in params] if self.plain and len(params) > 1 else [local_grad(p) for p in params]
+        if not any(grad is not None for grad in grads):
+            return
+        if not self.materialized:
+            self.materialize(state)
+        states = self.states
+        steps = [entry["step"] for entry in states]
+        if self.half and 0 in steps:
+            self.sync_masters(i for i, grad in enumerate(grads) if grad is not None and steps[i] == 0)
+        if len(params) > 1 and steps.count(steps[0]) == len(steps):
+            flat_grad = flat_over(grads, self.offsets, self.numel)
+            if flat_grad is not None:
+                step = steps[0] + 1
+                for entry in states:
+                    entry["step"] = step
+                launch = self._launch(launches, step, flat_grad)
+                launch.add(self.flat, flat_grad.detach(), self.exp_avg, self.exp_avg_sq, self.master)
+                launch.in_runs.extend(params)
+                return
+        for i, (grad, entry) in enumerate(zip(grads, states)):
+            if grad is None:
+                continue
+            step = entry["step"] = steps[i] + 1
+            grad = grad.detach()
+            launch = self._launch(launches, step, grad)
+            local = self.locals[i].detach()
+            if not local.is_contiguous():
+                stand_in = local.contiguous()
+                launch.copies.append((stand_in, local))
+                local = stand_in
+            launch.add(local, grad.contiguous(), entry["exp_avg"], entry["exp_avg_sq"], entry.get("master"))
+
+    def _launch(self, launches: dict[Any, _Launch], step: int, grad: Tensor) -> _Launch:
+        key = (step, self.dtype, grad.dtype, self.device)
+        found = launches.get(key)
+        if found is None:
+            found = launches[key] = _Launch()
+        return found
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    _check_options(group)
+    for param in group["params"]:
+        if param.dtype is not torch.float32 and param.dtype not in _HALF:
+            raise TypeError(
+                f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
+                f"AdamOptimizer takes float32, float16 and bfloat16"
+            )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not options[name] >= 0:
+            raise ValueError(f"{name}={options[name]!r} must not be negative")
+    betas = options["betas"]
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")
+    hold = options["hold_steps"]
+    if not isinstance(hold, int) or hold < 0:
+        raise ValueError(f"hold_steps={hold!r} must be a whole number of steps, 0 or more")

@@ -1,0 +1,103 @@
+"""Overflow and norm of gradients, whatever shards, replicates or splits their parameters.
+
+Both reduce on the device and leave the result there. All ranks must call them with the same parameters; a
+rank without gradients or with empty shards takes part like the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import bmt_kernels
+from bmt_comm import ParallelContext, Slice, slice_of
+
+from .runs import local_grad, merge_adjacent
+from .slices import all_reduce_over, by_comms
+
+STAGE_LOCAL_ATTRIBUTE = "bmt_stage_local"
+"""Set to a bool on a parameter to say whether only this pipeline stage has it.
+
+Without it, a parameter is this stage's own if its rows are spread over ranks of this stage (or over the
+single rank that is a stage), and a copy on every stage otherwise.
+"""
+
+
+def local_grads(params: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients there are on this rank, in as few flat tensors as they lie in."""
+    grads = (local_grad(p) for p in params)
+    return merge_adjacent(grad.detach() for grad in grads if grad is not None)
+
+
+def found_overflow(grads: Sequence[Tensor], context: ParallelContext) -> Tensor:
+    """1 if any rank has an inf or a NaN among ``grads``, else 0: a 0-dim fp32 tensor on the context's device.
+
+    One all-reduce over the world.
+    """
+    flag = torch.zeros((), device=context.device)
+    for device in {grad.device for grad in grads}:
+        found = bmt_kernels.has_inf_or_nan([grad for grad in grads if grad.device == device])
+        flag = torch.maximum(flag, found.to(context.device))
+    context.world.all_reduce(flag, "max")
+    return flag
+
+
+def global_norm(params: Sequence[Tensor], norm_type: float, context: ParallelContext) -> Tensor:
+    """The p-norm over the gradients of all logical parameters: a 0-dim fp64 tensor on the context's device.
+
+    Each logical element counts once. Sums over the ranks that share a parameter are packed: one all-reduce
+    for each distinct set of communicators, and one over the pipeline where there is one. A NaN gives NaN,
+    or inf where ``norm_type`` is inf.
+    """
+    infinite = math.isinf(norm_type)
+    op = "max" if infinite else "sum"
+    slices = [slice_of(p) for p in params]
+    total = torch.zeros(2, dtype=torch.float64, device=context.device)  # copies on every stage, this stage's own
+    for comms, indices in by_comms(slices):
+        values = torch.zeros(2, dtype=torch.float64, device=context.device)
+        for own in (0, 1):
+            chosen = [params[i] for i in indices if _is_stage_local(params[i], slices[i], context) == bool(own)]
+            values[own] = _local_power(local_grads(chosen), norm_type, context.device)
+        all_reduce_over(values, comms, op)
+        total = torch.maximum(total, values) if infinite else total + values
+    everywhere, own_stage = total[0], total[1].clone()
+    context.pipe.all_reduce(own_stage, op)
+    if infinite:
+        return torch.maximum(everywhere, own_stage)
+    return (everywhere + own_stage) ** (1 / norm_type)
+
+
+def scale_grads(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply in place by ``factor``, 0-dim fp32, computing in fp32 whatever the dtype of the gradients."""
+    for grad in grads:
+        # A factor of one dimension takes part in type promotion; a 0-dim one would be rounded to half first.
+        (grad if grad.dim() else grad.view(1)).mul_(factor.to(grad.device).view(1))
+
+
+def _local_power(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Σ|g|ᵖ (for inf: max|g|, with NaN as inf) of this rank's gradients, 0-dim fp64 on ``device``."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # In fp32 the powers other than 1 and 2 of a scaled gradient are out of range.
+    dtype = torch.float32 if norm_type in (1, 2, math.inf) else torch.float64
+    norms = torch.stack(
+        [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, dtype)).to(device) for g in grads]
+    ).double()
+    if math.isinf(norm_type):
+        return torch.nan_to_num(norms, nan=math.inf, posinf=math.inf).amax()  # NaN does not survive every max
+    return (norms**norm_type).sum()
+
+
+def _is_stage_local(param: Tensor, where: Slice, context: ParallelContext) -> bool:
+    if context.pipe_size == 1:
+        return False
+    said = getattr(param, STAGE_LOCAL_ATTRIBUTE, None)
+    if said is not None:
+        return bool(said)
+    if where.row_comm is None:
+        return False
+    per_stage = context.data_size * context.tp_size
+    return all(rank // per_stage == context.pipe_rank for rank in where.row_comm.ranks)

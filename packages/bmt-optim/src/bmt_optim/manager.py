@@ -1,0 +1,281 @@
+"""The training step around the optimizers: loss scale, backward, clipping, stepping, and their state."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmt_comm import ParallelContext, current_context
+
+from .gradients import found_overflow, global_norm, local_grads, scale_grads
+from .state_dict import match_groups
+
+
+class OptimManager:
+    """Steps any number of optimizers and learning-rate schedulers, with or without a loss scale.
+
+    ::
+
+        manager = OptimManager(loss_scale=1024)
+        manager.add_optimizer(optimizer, scheduler)
+        for batch in data:
+            manager.zero_grad()
+            manager.backward(loss(model, batch))
+            manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+            manager.step()
+
+    Optimizers and schedulers may be ours or torch's. One whose ``step`` takes ``scale`` (ours do) divides the
+    gradients by it itself; for any other the gradients are divided in place just before its step, which
+    loses small values where they are fp16.
+
+    The host waits for the device in one place: with a loss scale, :meth:`step` reads one overflow flag.
+
+    Args:
+        loss_scale: the first loss scale; ``None``: no loss scale, and no check for overflow.
+        loss_scale_factor: by which the scale falls on overflow and grows again.
+        loss_scale_steps: good steps in a row after which it grows.
+        min_loss_scale, max_loss_scale: its bounds.
+        grad_scale: what the loss is divided by; by default the number of data-parallel replicas, so that
+            gradients which are summed over replicas are their mean.
+        context: the ranks that step together; by default the process-wide context.
+
+    Attributes:
+        loss_scale: the loss scale now; 1 without one.
+        steps_since_last_scale: good steps since it last changed.
+
+    Raises:
+        RuntimeError: there is no context yet.
+        ValueError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | None = None,
+        loss_scale_factor: float = 2,
+        loss_scale_steps: int = 1024,
+        min_loss_scale: float = 1,
+        max_loss_scale: float = math.inf,
+        grad_scale: float | None = None,
+        *,
+        context: ParallelContext | None = None,
+    ) -> None:
+        self.context = current_context() if context is None else context
+        if loss_scale_factor < 1:
+            raise ValueError(f"loss_scale_factor={loss_scale_factor!r} must be at least 1")
+        if loss_scale_steps < 1:
+            raise ValueError(f"loss_scale_steps={loss_scale_steps!r} must be at least 1")
+        if not 0 < min_loss_scale <= max_loss_scale:
+            raise ValueError(
+                f"0 < min_loss_scale={min_loss_scale!r} <= max_loss_scale={max_loss_scale!r} does not hold"
+            )
+        if loss_scale is not None and not min_loss_scale <= loss_scale <= max_loss_scale:
+            raise ValueError(
+                f"loss_scale={loss_scale!r} is not between min_loss_scale={min_loss_scale!r} and "
+                f"max_loss_scale={max_loss_scale!r}"
+            )
+        if grad_scale is not None and not 0 < grad_scale < math.inf:
+            raise ValueError(f"grad_scale={grad_scale!r} must be positive; the loss is divided by it")
+        self.loss_scale_enabled = loss_scale is not None
+        self.loss_scale: float = 1 if loss_scale is None else loss_scale
+        self.loss_scale_factor = loss_scale_factor
+        self.loss_scale_steps = loss_scale_steps
+        self.min_loss_scale = min_loss_scale
+        self.max_loss_scale = max_loss_scale
+        self.grad_scale = self.context.replicas if grad_scale is None else grad_scale
+        self.steps_since_last_scale = 0
+        self.optimizers: list[Any] = []  # torch.optim.Optimizer, some of whose methods take more than torch's
+        self.lr_schedulers: list[Any] = []
+        # Norms of the gradients at hand that were not finite, though perhaps every element is.
+        self._bad_norms: list[Tensor] = []
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+        """Step ``optimizer``, and then ``lr_scheduler`` (anything with ``step()``), in :meth:`step`."""
+        self.optimizers.append(optimizer)
+        self.lr_schedulers.append(lr_scheduler)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """``loss`` · loss_scale / grad_scale."""
+        return loss * (self.loss_scale / self.grad_scale)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward from the scaled loss."""
+        self.scale_loss(loss).backward()
+
+    def zero_grad(self) -> None:
+        """Fill every gradient with zeros."""
+        self._bad_norms.clear()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self,
+        param_groups: Iterable[Mapping[str, Any]] | Iterable[Tensor] | Tensor,
+        max_norm: float,
+        norm_type: float | str = 2,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """Scale gradients in place so that their norm, freed of the loss scale, is at most ``max_norm``.
+
+        The norm is over all elements of all logical parameters, each counted once however it is sharded,
+        split or replicated. All ranks must call this with the same parameters. Gradients whose norm is not
+        finite are left as they are, and :meth:`step` will see an overflow.
+
+        Args:
+            param_groups: ``optimizer.param_groups``, or parameters.
+            max_norm: the largest norm allowed.
+            norm_type: p > 0 of the p-norm; inf (or "inf") for the largest magnitude.
+            eps: added to the norm that ``max_norm`` is divided by.
+
+        Returns:
+            The norm before clipping, freed of the loss scale: 0-dim fp32 on the device, the same on all
+            ranks. Nothing waits for it.
+
+        Raises:
+            ValueError: ``norm_type`` is not positive, or ``max_norm`` is negative.
+        """
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type!r} is not a norm; choose a number above 0 or inf")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm={max_norm!r} must not be negative")
+        params = _parameters(param_groups)
+        scaled = global_norm(params, norm_type, self.context)
+        norm = scaled / self.loss_scale
+        factor = torch.where(torch.isfinite(norm), (max_norm / (norm + eps)).clamp(max=1), 1)
+        scale_grads(local_grads(params), factor.float())
+        if self.loss_scale_enabled:
+            self._bad_norms.append((~torch.isfinite(scaled)).float())
+        return norm.float()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step every optimizer and its scheduler; or, if a gradient overflowed anywhere, none of them.
+
+        With a loss scale, an inf or NaN in any gradient on any rank makes all ranks skip the step, fill the
+        gradients with zeros and divide the scale.
+        """
+        if self.loss_scale_enabled and self._overflowed():
+            self._shrink_scale()
+            self.zero_grad()
+            return
+        for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers):
+            if _takes(optimizer.step, "scale"):
+                optimizer.step(scale=self.loss_scale)
+            else:
+                if self.loss_scale != 1:
+                    for grad in local_grads(_parameters(optimizer.param_groups)):
+                        grad.div_(self.loss_scale)
+                with torch.enable_grad():
+                    optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        if self.loss_scale_enabled:
+            self.steps_since_last_scale += 1
+            if self.steps_since_last_scale >= self.loss_scale_steps and self.loss_scale < self.max_loss_scale:
+                self.loss_scale = min(self.loss_scale * self.loss_scale_factor, self.max_loss_scale)
+                self.steps_since_last_scale = 0
+
+    def _overflowed(self) -> bool:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        flag = found_overflow(local_grads(_parameters(groups)), self.context)
+        # A norm is already the same on every rank: it needs no part in the all-reduce.
+        bad, self._bad_norms = self._bad_norms, []
+        return bool(torch.stack([flag, *bad]).amax() > 0)
+
+    def _shrink_scale(self) -> None:
+        before = self.loss_scale
+        self.loss_scale = max(before / self.loss_scale_factor, self.min_loss_scale)
+        self.steps_since_last_scale = 0
+        if self.context.rank == 0:
+            print(f"Gradient overflow: step skipped, loss scale {before:g} -> {self.loss_scale:g}")
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
+        """The state of all optimizers and schedulers (``None`` where there is none) and of the loss scale.
+
+        Args:
+            gather_opt: whether optimizers that can (ours) give their unsharded state, on rank 0; a collective.
+        """
+        return {
+            "optimizers": [
+                optimizer.state_dict(gather=gather_opt)
+                if _takes(optimizer.state_dict, "gather")
+                else optimizer.state_dict()
+                for optimizer in self.optimizers
+            ],
+            "lr_schedulers": [
+                None if scheduler is None else scheduler.state_dict() for scheduler in self.lr_schedulers
+            ],
+            "loss_scale": self.loss_scale,
+            "loss_scale_enabled": self.loss_scale_enabled,
+            "steps_since_last_scale": self.steps_since_last_scale,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, gathered or not.
+
+        Raises:
+            ValueError: it does not fit these optimizers and schedulers; nothing has been loaded.
+        """
+        self._check(state_dict)
+        for optimizer, saved in zip(self.optimizers, state_dict["optimizers"]):
+            optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(self.lr_schedulers, state_dict["lr_schedulers"]):
+            if scheduler is not None:
+                scheduler.load_state_dict(saved)
+        self.loss_scale = state_dict["loss_scale"]
+        self.loss_scale_enabled = state_dict["loss_scale_enabled"]
+        self.steps_since_last_scale = state_dict.get("steps_since_last_scale", 0)
+
+    def _check(self, state_dict: Mapping[str, Any]) -> None:
+        for key in ("optimizers", "lr_schedulers", "loss_scale", "loss_scale_enabled"):
+            if key not in state_dict:
+                raise ValueError(f"the state dict has no {key!r}; its keys are {sorted(map(str, state_dict))}")
+        for key, mine in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
+            saved = state_dict[key]
+            if len(saved) != len(mine):
+                raise ValueError(f"the state dict has {len(saved)} {key} and this manager has {len(mine)}")
+        for index, (optimizer, saved) in enumerate(zip(self.optimizers, state_dict["optimizers"])):
+            check = getattr(optimizer, "check_state_dict", None)
+            try:
+                if check is not None:
+                    check(saved)
+                else:
+                    match_groups(optimizer, saved, allow_empty=True)
+            except ValueError as error:
+                raise ValueError(f"optimizer {index}: {error}") from None
+        for index, (scheduler, saved) in enumerate(zip(self.lr_schedulers, state_dict["lr_schedulers"])):
+            if (scheduler is None) != (saved is None):
+                has, lacks = ("manager", "state dict") if saved is None else ("state dict", "manager")
+                raise ValueError(f"lr_scheduler {index}: the {has} has one and the {lacks} has none")
+            check = getattr(scheduler, "check_state_dict", None)
+            if check is not None:
+                try:
+                    check(saved)
+                except ValueError as error:
+                    raise ValueError(f"lr_scheduler {index}: {error}") from None
+
+
+def _takes(method: Any, name: str) -> bool:
+    """Whether ``method`` has a parameter ``name``; wrappers that schedulers and hooks put around it count as it."""
+    return name in inspect.signature(method).parameters
+
+
+def _parameters(param_groups: Iterable[Mapping[str, Any]] | Iterable[Tensor] | Tensor) -> list[Tensor]:
+    """The parameters, each once."""
+    if isinstance(param_groups, Tensor):
+        return [param_groups]
+    found: dict[Tensor, None] = {}
+    for item in param_groups:
+        for param in [item] if isinstance(item, Tensor) else item["params"]:
+            found[param] = None
+    return list(found)

@@ -1,0 +1,150 @@
+"""Runs: tensors that lie end to end in memory, treated as one flat tensor.
+
+ZeRO cuts the parameters of a Block, and their gradients, from flat buffers, so most neighbours in an
+optimizer's parameter list are neighbours in memory. One kernel or one fill over such a run replaces one per
+tensor. :func:`plan_runs` is pure: it sees addresses, not tensors. The other functions look at tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The bytes of one contiguous tensor.
+
+    Attributes:
+        key: extents with different keys are never put together (dtype, device).
+        start: address of the first byte.
+        nbytes: length, more than 0.
+        limit: address after the last byte of the allocation. Neighbouring addresses mean one buffer only
+            inside one allocation: allocators put unrelated tensors side by side as well.
+    """
+
+    key: Hashable
+    start: int
+    nbytes: int
+    limit: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
+
+def plan_runs(extents: Sequence[Extent | None]) -> list[list[int]]:
+    """Group the indices of ``extents`` into maximal runs, each in ascending order of address.
+
+    ``None`` (a tensor that is empty or not contiguous) is a run by itself, and so is an extent that
+    overlaps another. Every index appears exactly once; runs are ordered by their first index.
+    """
+    runs = [[index] for index, extent in enumerate(extents) if extent is None]
+    chains: dict[Hashable, list[tuple[Extent, int]]] = {}
+    for index, extent in enumerate(extents):
+        if extent is not None:
+            chains.setdefault(extent.key, []).append((extent, index))
+    for chain in chains.values():
+        chain.sort(key=lambda item: (item[0].start, item[0].nbytes, item[1]))
+        previous: Extent | None = None
+        for extent, index in chain:
+            if previous is not None and previous.stop == extent.start and extent.stop <= previous.limit:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+            previous = extent
+    return sorted(runs, key=min)
+
+
+def extent_of(tensor: Tensor, key: Hashable = None) -> Extent | None:
+    """Where ``tensor`` lies; ``None`` if it is empty or its elements are not in order without gaps.
+
+    Extents of another dtype, device or ``key`` are never put in one run.
+    """
+    start = tensor.data_ptr()
+    if start == 0 or not tensor.is_contiguous():
+        return None
+    storage = tensor.untyped_storage()
+    return Extent(
+        (tensor.dtype, tensor.device, key),
+        start,
+        tensor.numel() * tensor.element_size(),
+        storage.data_ptr() + storage.nbytes(),
+    )
+
+
+def flat_view(first: Tensor, numel: int) -> Tensor:
+    """The ``numel`` elements from the first element of ``first`` on, as a 1-D view of its storage."""
+    return first.as_strided((numel,), (1,))
+
+
+def flat_over(tensors: Sequence[Tensor | None], offsets: Sequence[int], numel: int) -> Tensor | None:
+    """One flat view over ``tensors`` if they lie at ``offsets`` (in elements) from the first.
+
+    ``None`` if they do not, one is missing, or one has another dtype or is not contiguous.
+    """
+    first = tensors[0]
+    if first is None:
+        return None
+    dtype, base, itemsize = first.dtype, first.data_ptr(), first.element_size()
+    for tensor, offset in zip(tensors, offsets):
+        if tensor is None or tensor.data_ptr() != base + offset * itemsize:
+            return None
+        if tensor.dtype is not dtype or not tensor.is_contiguous():
+            return None
+    storage = first.untyped_storage()
+    if base + numel * itemsize > storage.data_ptr() + storage.nbytes():
+        return None  # neighbours by chance, in another allocation
+    return flat_view(first, numel)
+
+
+def merge_adjacent(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The same elements in as few tensors: flat views over tensors that follow one another in memory.
+
+    Empty tensors are dropped. A tensor that is not contiguous is passed on as it is.
+    """
+    merged: list[Tensor] = []
+    first: Tensor | None = None  # of the run in the making, which spans [start of first, stop)
+    start = stop = limit = count = 0
+    for tensor in tensors:
+        address = tensor.data_ptr()
+        if address == 0:
+            continue
+        if first is not None and address == stop and tensor.dtype is first.dtype and tensor.is_contiguous():
+            end = address + tensor.nbytes
+            if end <= limit:
+                stop, count = end, count + 1
+                continue
+        if first is not None:
+            merged.append(first if count == 1 else flat_view(first, (stop - start) // first.element_size()))
+        if not tensor.is_contiguous():
+            merged.append(tensor)
+            first = None
+            continue
+        storage = tensor.untyped_storage()
+        first, start, stop, count = tensor, address, address + tensor.nbytes, 1
+        limit = storage.data_ptr() + storage.nbytes()
+    if first is not None:
+        merged.append(first if count == 1 else flat_view(first, (stop - start) // first.element_size()))
+    return merged
+
+
+def local_grad(param: Tensor) -> Tensor | None:
+    """The plain tensor that holds this rank's part of ``param.grad``; ``None`` where there is none.
+
+    Raises:
+        RuntimeError: the gradient is sparse.
+    """
+    grad = param.grad
+    if grad is None:
+        return None
+    to_local = getattr(grad, "to_local", None)
+    if to_local is not None:
+        with torch.no_grad():
+            grad = to_local()
+    if grad.layout is not torch.strided:
+        raise RuntimeError(f"a gradient of shape {tuple(grad.shape)} is sparse; sparse gradients are not supported")
+    return grad

@@ -1,0 +1,137 @@
+"""Optimizer state dicts over sharded parameters: assembling whole tensors, and cutting slices from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import bmt_comm
+from bmt_comm import Slice, local_tensor, slice_of
+
+from .slices import all_reduce_over, assemble, by_comms, cut
+
+
+def gather_state(
+    state: Mapping[int, Mapping[str, Any]], params: Sequence[Tensor], keys: Sequence[Sequence[str]]
+) -> dict[int, dict[str, Any]]:
+    """The unsharded state, on the CPU of the rank that keeps it; an empty dict on the others.
+
+    Args:
+        state: by parameter index, ``step`` and, under ``keys[index]``, tensors of the local shape.
+        params: the parameters, the same ones in the same order on every rank that shares them.
+        keys: the tensors that each parameter's state consists of.
+    """
+    slices = [slice_of(p) for p in params]
+    keep = _keeps_gathered_state()
+    steps = _agreed_steps([int(state[i]["step"]) if i in state else -1 for i in range(len(params))], params, slices)
+    gathered: dict[int, dict[str, Any]] = {}
+    for index, (param, where, step) in enumerate(zip(params, slices, steps)):
+        if step < 0:  # no rank has a state for it
+            continue
+        entry: dict[str, Any] = {"step": torch.tensor(float(step))}
+        for key in keys[index]:
+            local = state[index][key] if index in state else local_tensor(param).detach().float().zero_()
+            whole = assemble(local, where)
+            if keep:
+                # A parameter that is not sharded is assembled without a copy; the result must not be the state.
+                entry[key] = whole.cpu().clone() if whole.data_ptr() == local.data_ptr() else whole.cpu()
+        if keep:
+            gathered[index] = entry
+    return gathered
+
+
+def match_groups(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], allow_empty: bool = False
+) -> list[tuple[Tensor, Mapping[str, Any] | None]]:
+    """Each parameter with its state in ``state_dict``, or ``None`` where that has none.
+
+    Raises:
+        ValueError: the numbers of groups or of parameters differ, or, without ``allow_empty``, there is no
+            state at all.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"the state dict has no {key!r}; its keys are {sorted(map(str, state_dict))}")
+    mine, saved = optimizer.param_groups, state_dict["param_groups"]
+    if len(mine) != len(saved):
+        raise ValueError(f"the state dict has {len(saved)} parameter groups and the optimizer has {len(mine)}")
+    state = state_dict["state"]
+    matched: list[tuple[Tensor, Mapping[str, Any] | None]] = []
+    for number, (group, theirs) in enumerate(zip(mine, saved)):
+        if len(group["params"]) != len(theirs["params"]):
+            raise ValueError(
+                f"parameter group {number} has {len(theirs['params'])} parameters in the state dict and "
+                f"{len(group['params'])} in the optimizer"
+            )
+        matched += [(param, state.get(key)) for param, key in zip(group["params"], theirs["params"])]
+    unknown = set(state) - {key for theirs in saved for key in theirs["params"]}
+    if unknown:
+        raise ValueError(f"the state dict has state for parameters {sorted(unknown)}, which are in none of its groups")
+    if matched and not state and not allow_empty:
+        raise ValueError(
+            "the state dict holds no state: it was saved before the first step, or it is what a rank other than "
+            "0 gets of a gathered one; load the one of rank 0 on every rank"
+        )
+    return matched
+
+
+def state_value(values: Mapping[str, Any], key: str, index: int, where: Slice) -> Tensor:
+    """What belongs at ``where`` of the tensor ``values[key]``, which has the local or the full shape.
+
+    Raises:
+        ValueError: it is missing, or of another shape.
+    """
+    found = values.get(key)
+    if not isinstance(found, Tensor):
+        raise ValueError(
+            f"the state of parameter {index} has no tensor {key!r} in the state dict; it has {sorted(map(str, values))}"
+        )
+    with torch.no_grad():
+        local = local_tensor(found)
+        if tuple(local.shape) == where.local_shape:
+            return local
+        if tuple(found.shape) == where.shape and local is found:
+            return cut(found, where)
+    raise ValueError(
+        f"{key} of parameter {index} has shape {tuple(found.shape)} in the state dict; this rank needs the full "
+        f"shape {where.shape} or its part of it, {where.local_shape}"
+    )
+
+
+def whole_number(values: Mapping[str, Any], key: str, index: int) -> int:
+    """``values[key]``, a number or a tensor of one element, as an int.
+
+    Raises:
+        ValueError: it is neither, or negative, or not whole.
+    """
+    found = values.get(key)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        found = found.item()
+    if not isinstance(found, (int, float)) or not math.isfinite(found) or found < 0 or found != int(found):
+        raise ValueError(f"{key} of parameter {index} is {found!r} in the state dict, not a whole number")
+    return int(found)
+
+
+def _agreed_steps(steps: list[int], params: Sequence[Tensor], slices: Sequence[Slice]) -> list[int]:
+    """The largest step of each parameter over the ranks that share it: one with an empty shard may lag."""
+    agreed = list(steps)
+    for comms, indices in by_comms(slices):
+        if comms:
+            vector = torch.tensor([steps[i] for i in indices], device=comms[0].device)
+            all_reduce_over(vector, comms, "max")
+            for i, step in zip(indices, vector.tolist()):
+                agreed[i] = step
+    return agreed
+
+
+def _keeps_gathered_state() -> bool:
+    """Whether this is the rank that gets the tensors: rank 0, or the first rank of its pipeline stage."""
+    if bmt_comm.is_initialized():
+        context = bmt_comm.current_context()
+        return context.data_rank == 0 and context.tp_rank == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
