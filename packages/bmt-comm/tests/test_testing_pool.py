@@ -106,7 +106,7 @@ def test_close_leaves_no_process_behind() -> None:
     assert wait_until_gone([pid, child], seconds=3)
 
 
-def test_ranks_end_when_the_pool_is_killed_in_the_middle_of_a_call(tmp_path: Path) -> None:
+def test_ranks_busy_or_idle_end_when_the_process_of_the_pool_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -121,8 +121,11 @@ def test_ranks_end_when_the_pool_is_killed_in_the_middle_of_a_call(tmp_path: Pat
                 time.sleep(1000)
 
             if __name__ == "__main__":
-                with RankPool(1) as pool:
-                    pool.run(write_pid_and_hang, 1, sys.argv[1])
+                with RankPool(1) as idle, RankPool(1) as busy:
+                    idle.run(os.getpid, 1)
+                    with open(os.path.join(sys.argv[1], "idle"), "w") as file:
+                        file.write(str(idle.pids[0]))
+                    busy.run(write_pid_and_hang, 1, sys.argv[1])
             """
         )
     )
@@ -133,9 +136,9 @@ def test_ranks_end_when_the_pool_is_killed_in_the_middle_of_a_call(tmp_path: Pat
             assert time.monotonic() < deadline
             assert owner.poll() is None
             time.sleep(0.05)
-        pid = int((tmp_path / "pid").read_text())
-        assert not gone(pid)
+        pids = [int((tmp_path / name).read_text()) for name in ("idle", "pid")]
+        assert not any(gone(pid) for pid in pids)
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    assert wait_until_gone([pid], seconds=5)
+    assert wait_until_gone(pids, seconds=5)
