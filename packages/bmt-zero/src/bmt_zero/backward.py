@@ -1,0 +1,80 @@
+"""What is under way while autograd runs backward: which units take part, whose gradients are being reduced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from bmt_comm import ParallelContext
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+def in_backward() -> int | None:
+    """The identity of the backward pass that is running in this thread, or None."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+class BackwardTracker:
+    """The backward passes under way.
+
+    The first unit that a backward pass reaches asks autograd to be called when the pass is over; then all
+    reductions are completed and everything is freed that nobody came for. A pass that an exception ends is
+    noticed by the next forward (:meth:`recover`).
+    """
+
+    def __init__(self) -> None:
+        self._passes: dict[int, dict[Unit, None]] = {}
+        self._reducing: list[Unit] = []
+
+    def enter(self, unit: Unit) -> None:
+        """``unit`` takes part in the backward pass that is running."""
+        task = in_backward()
+        assert task is not None
+        units = self._passes.get(task)
+        if units is None:
+            units = self._passes[task] = {}
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._finish(task))
+        units[unit] = None
+
+    def _finish(self, task: int) -> None:
+        self.finish_reductions()
+        for unit in self._passes.pop(task, {}):
+            if not any(unit in others for others in self._passes.values()):
+                unit.end_backward()
+
+    def note_reducing(self, unit: Unit) -> None:
+        self._reducing.append(unit)
+
+    def finish_reductions(self) -> None:
+        """Complete the reductions in flight: before the next ones start, so that one unit's buffers are
+        all that reductions hold."""
+        units, self._reducing = self._reducing, []
+        for unit in units:
+            unit.finish_reduce()
+
+    def recover(self) -> None:
+        """Forget backward passes that an exception has ended. Outside backward only."""
+        if not self._passes:
+            return
+        passes, self._passes = self._passes, {}
+        self._reducing = []
+        for units in passes.values():
+            for unit in units:
+                unit.abandon_backward()
+
+
+_trackers: WeakKeyDictionary[ParallelContext, BackwardTracker] = WeakKeyDictionary()
+
+
+def tracker_of(context: ParallelContext) -> BackwardTracker:
+    """The one tracker of a context: backward passes go through all of its units."""
+    tracker = _trackers.get(context)
+    if tracker is None:
+        tracker = _trackers[context] = BackwardTracker()
+    return tracker

@@ -1,0 +1,301 @@
+"""Block: a module whose parameters are sharded over ranks and gathered while it computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from bmt_comm import Communicator, ParallelContext, check_agreement, current_context, slice_of
+
+from .backward import in_backward
+from .bucket import Bucket
+from .conversion import check_buffer, check_parameter, convert, move_buffers, whole_values
+from .layout import FlatLayout, plan_layouts
+from .precision import MixedPrecision
+from .state import BlockState
+from .unit import Call, Slot, Unit, grad_scale_of, narrow_slices, shard_comms, write_rows
+
+
+class Block(BlockState, nn.Module):
+    """Shard a module's parameters; gather them while it computes.
+
+    Takes any module and any arguments, and behaves like the module in every other way: its parameters,
+    buffers and children keep their names, its state dict is the plain one, and attributes that are not the
+    Block's are the module's. The module is converted in place: its parameters become sharded ones, the same
+    objects. Parameters on the meta device get storage for the shards alone, to be filled by
+    ``init_parameters`` or a checkpoint. Other parameters take the values of rank 0.
+
+    Outputs may be nested containers and dataclasses of tensors. A tensor that reaches the loss by another way
+    than the Block's output (kept in an attribute, say) is not seen; return it instead.
+
+    Args:
+        inner_module: the module.
+        use_checkpoint: whether to keep only the inputs for backward, and compute the rest again there.
+        zero_level: what is sharded. 0: nothing, gradients are all-reduced; 1: optimizer states; 2: gradients,
+            too, and parameters from backward to forward; 3: parameters at all times. By default what
+            ``init_distributed(zero_level=)`` said, which is 3.
+        initialized: whether ``init_parameters`` is to leave the Block alone.
+        mode: "BLOCK".
+        precision: dtypes to compute and reduce in.
+        shard_comm, replicate_comm: hybrid sharding: the ranks that hold a part each (of a node, say), and
+            those that hold the same part. By default all ranks hold a part each.
+
+    Raises:
+        RuntimeError: before ``init_distributed``; ranks have built different modules.
+        TypeError: ``inner_module`` is not a module.
+        ValueError: the module contains or is a Block, shares a parameter with another Block, or has a
+            parameter or buffer of a device or dtype that cannot be sharded. The module is as it was then.
+    """
+
+    def __init__(
+        self,
+        inner_module: nn.Module,
+        use_checkpoint: bool = True,
+        zero_level: int | None = None,
+        initialized: bool = False,
+        mode: str = "BLOCK",
+        *,
+        precision: MixedPrecision | None = None,
+        shard_comm: Communicator | None = None,
+        replicate_comm: Communicator | None = None,
+    ) -> None:
+        context = current_context()
+        if not isinstance(inner_module, nn.Module):
+            raise TypeError(f"inner_module must be a torch.nn.Module, not {type(inner_module).__name__}")
+        if mode != "BLOCK":
+            raise ValueError(f"mode={mode!r} is not a mode of a Block; use 'BLOCK'")
+        level = context.zero_level if zero_level is None else zero_level
+        if level not in (0, 1, 2, 3):
+            raise ValueError(f"zero_level={zero_level!r} is not a ZeRO level; choose 0, 1, 2 or 3")
+        if (shard_comm is None) != (replicate_comm is None):
+            raise ValueError("shard_comm and replicate_comm must be given together")
+        slots = find_slots(inner_module, context)
+        super().__init__()
+        attributes = self.__dict__
+        attributes["inner_module"] = inner_module  # not registered: names of its contents have no prefix
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            attributes[name] = getattr(inner_module, name)
+        self.training = inner_module.training
+        self.use_checkpoint = use_checkpoint
+        self.initialized = initialized
+        self.precision = precision or MixedPrecision()
+        self._comms = None if shard_comm is None or replicate_comm is None else (shard_comm, replicate_comm)
+        self._level = level
+        self.unit = self._build_unit(context, slots)
+        move_buffers(inner_module, context.device)
+        self.register_state_hooks()
+
+    # --- construction -----------------------------------------------------------------------------
+
+    def _build_unit(self, context: ParallelContext, slots: list[Slot]) -> Unit:
+        """Sort the parameters into buckets by what can be gathered at once, and shard them."""
+        name = f"a Block of {type(self.inner_module).__name__}"
+        paths: dict[int, str] = {}
+        params: dict[int, nn.Parameter] = {}
+        for slot in slots:
+            param = slot.module._parameters[slot.name]
+            assert param is not None
+            paths.setdefault(id(param), slot.path)
+            params.setdefault(id(param), param)
+        facts = [
+            f"{paths[i]}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}" for i, p in params.items()
+        ]
+        for comm in self._comms or (context.outer_zero,):
+            check_agreement(comm, f"the parameters of {name} at level {self._level}", facts)
+        groups: dict[tuple[Any, ...], list[nn.Parameter]] = {}
+        for param in params.values():
+            key = (param.dtype, param.requires_grad, getattr(param, "tp_mode", False))
+            groups.setdefault(key, []).append(param)
+        buckets: list[Bucket] = []
+        for (dtype, _, tp_mode), members in groups.items():
+            shard_comm, replicate_comm = self._comms or shard_comms(context, tp_mode, self._level)
+            shapes = [slice_of(p).piece_shape for p in members]
+            for layout in plan_layouts(shapes, shard_comm.size):
+                chosen = [members[p.index] for p in sorted(layout.placements, key=lambda p: p.index)]
+                layout = _renumber(layout)
+                shard = torch.zeros(layout.shard_numel, dtype=dtype, device=context.device)
+                for placement in layout.placements:
+                    # One parameter at a time: never more than one is whole beside the shards.
+                    whole = whole_values(chosen[placement.index], context.device, shard_comm, replicate_comm)
+                    if whole is not None:
+                        write_rows(shard, layout, placement, shard_comm.rank, whole)
+                converted = [convert(param, context) for param in chosen]
+                buckets.append(
+                    Bucket(
+                        layout,
+                        converted,
+                        shard,
+                        shard_comm,
+                        replicate_comm,
+                        self._level,
+                        self.precision if dtype.is_floating_point else MixedPrecision(),
+                        grad_scale_of(context, tp_mode),
+                    )
+                )
+                narrow_slices(buckets[-1])
+        position = {id(p): i for i, p in enumerate(p for b in buckets for p in b.params)}
+        for slot in slots:
+            slot.index = position[id(slot.module._parameters[slot.name])]
+        return Unit(name, buckets, context, slots)
+
+    def _regroup(self) -> None:
+        """Parameters were frozen or unfrozen since: sort them into buckets anew."""
+        old = self.unit
+        old.tracker.finish_reductions()
+        self.unit = self._build_unit(old.context, old.slots)
+        self.unit.chain, self.unit.position = old.chain, old.position
+        self.unit.chain[self.unit.position] = self.unit
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner module's forward."""
+        unit = self.unit
+        for bucket in unit.buckets:
+            for param in bucket.params:
+                if param.requires_grad != bucket.requires_grad:
+                    self._regroup()
+                    return self.forward(*args, **kwargs)
+        following = None
+        if in_backward() is None:
+            unit.tracker.recover()
+            following = unit.next
+        try:
+            unit.gather()
+            if following is not None:
+                following.start_gather(prefetch=True)
+            call, args, kwargs, views = self._enter(args, kwargs)
+            run = functools.partial(self._run, views)
+            if call is not None and self.use_checkpoint:
+                output = checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
+            else:
+                output = run(*args, **kwargs)
+        except BaseException:
+            unit.free()
+            if following is not None:
+                following.free()
+            raise
+        self._leave(call, output)
+        return output
+
+    def _enter(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call | None, tuple[Any, ...], dict[str, Any], list[Tensor]]:
+        unit = self.unit
+        dtype = self.precision.param_dtype
+        if dtype is not None:
+            args, kwargs = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
+        if not (unit.has_frozen and torch.is_grad_enabled()):
+            call, _, views = unit.enter(())
+            return call, args, kwargs, views
+        leaves, spec = tree_flatten((args, kwargs))
+        which = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        call, inputs, views = unit.enter([leaves[i] for i in which])
+        for i, value in zip(which, inputs, strict=True):
+            leaves[i] = value
+        args, kwargs = tree_unflatten(leaves, spec)
+        return call, args, kwargs, views
+
+    def _run(self, views: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Compute with the full parameters: in forward, and again in backward under checkpointing."""
+        unit = self.unit
+        if in_backward() is not None:
+            unit.tracker.enter(unit)
+            unit.gather()
+        was_installed = unit.installed
+        unit.install(views)
+        try:
+            return self.inner_module(*args, **kwargs)
+        finally:
+            if not was_installed:
+                unit.uninstall()
+
+    def _leave(self, call: Call | None, output: Any) -> None:
+        """Ask to be told of the output's gradients; free what is not needed until then."""
+        unit = self.unit
+        differentiable = False
+        unknown = False
+        if call is not None:
+            tensors, unknown = _find_tensors(output)
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    tensor.register_hook(call.pre_backward)
+                    differentiable = True
+        if not (differentiable or unknown) or (unit.level == 3 and not unknown and not unit.begins_backward):
+            unit.free()
+
+    # --- standing in for the module ---------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Block:
+        super().train(mode)
+        self.inner_module.training = mode
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("inner_module")
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+    def extra_repr(self) -> str:
+        return f"{type(self.inner_module).__name__}, zero_level={self._level}, use_checkpoint={self.use_checkpoint}"
+
+
+CheckpointBlock = Block
+
+
+def find_slots(inner: nn.Module, context: ParallelContext) -> list[Slot]:
+    """Where the module and its children have parameters, after checking that all can be sharded."""
+    slots = []
+    for module_path, module in inner.named_modules():
+        if isinstance(module, Block):
+            where = f"its part {module_path!r}" if module_path else "itself"
+            raise ValueError(f"inner_module has {where} in a Block already; wrap each module once, and only one level")
+        prefix = f"{module_path}." if module_path else ""
+        for name, param in module._parameters.items():
+            if param is not None:
+                check_parameter(prefix + name, param, context)
+                slots.append(Slot(module, name, -1, prefix + name))
+        for name, buffer in module._buffers.items():
+            check_buffer(prefix + name, buffer, context)
+    return slots
+
+
+def _renumber(layout: FlatLayout) -> FlatLayout:
+    """The same layout for its own parameters alone, numbered from 0 in their order."""
+    rank = {index: i for i, index in enumerate(sorted(p.index for p in layout.placements))}
+    return dataclasses.replace(
+        layout, placements=tuple(dataclasses.replace(p, index=rank[p.index]) for p in layout.placements)
+    )
+
+
+def _find_tensors(output: Any) -> tuple[list[Tensor], bool]:
+    """The tensors in a module's output, and whether it holds objects that were not looked into."""
+    if isinstance(output, Tensor):
+        return [output], False
+    tensors: list[Tensor] = []
+    unknown = False
+    for leaf in tree_flatten(output)[0]:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found, inside = _find_tensors([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+            tensors += found
+            unknown |= inside
+        elif isinstance(leaf, Mapping):  # a dict of a kind that torch does not know
+            found, inside = _find_tensors(list(leaf.values()))
+            tensors += found
+            unknown |= inside
+        elif not isinstance(leaf, (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+            unknown = True
+    return tensors, unknown

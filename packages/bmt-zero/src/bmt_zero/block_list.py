@@ -1,0 +1,63 @@
+"""A stack of Blocks that gather ahead of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .block import Block
+from .unit import link
+
+
+class TransformerBlockList(nn.Module):
+    """Blocks called one after the other; while one computes, the next is gathered.
+
+    The first ``num_hidden`` arguments are handed from Block to Block, all others go to each Block as they
+    are.
+
+    Args:
+        modules: Blocks, or modules, which become Blocks.
+        num_hidden: how many hidden states the Blocks take and return.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
+        super().__init__()
+        if num_hidden < 1:
+            raise ValueError(f"num_hidden={num_hidden} must be at least 1")
+        self.num_hidden = num_hidden
+        for index, module in enumerate(modules):
+            self.add_module(str(index), module if isinstance(module, Block) else Block(module))
+        link([block.unit for block in dict.fromkeys(self)])
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Block:
+        return list(self)[index]
+
+    def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
+        """Run all Blocks.
+
+        Returns the last Block's output; with ``return_hidden_states`` a tuple of it (its elements, where it is
+        a tuple), followed by, for each hidden state, what went into every layer: shape (layers, *hidden).
+        """
+        hidden, others = args[: self.num_hidden], args[self.num_hidden :]
+        inputs: list[tuple[Tensor, ...]] = []
+        output: Any = hidden if self.num_hidden > 1 else (hidden[0] if hidden else None)
+        for block in self:
+            if return_hidden_states:
+                inputs.append(hidden)
+            output = block(*hidden, *others, **kwargs)
+            hidden = tuple(output[: self.num_hidden]) if isinstance(output, (tuple, list)) else (output,)
+            if len(hidden) < self.num_hidden:
+                raise ValueError(f"a Block returned {len(hidden)} hidden states, and num_hidden={self.num_hidden}")
+        if not return_hidden_states:
+            return hidden[0] if self.num_hidden == 1 else hidden
+        stacked = tuple(torch.stack(layer_inputs) for layer_inputs in zip(*inputs, strict=True))
+        return (*hidden, *stacked)
