@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bmt_kernels
+from bmt_kernels import _native
 
 NAMES = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters")
 
@@ -129,6 +130,14 @@ WRONG = {
 }
 
 
+@pytest.fixture(params=["best", "attributes"])
+def reading(request):
+    """How the compiled module reads tensors: as it does here, and as it does with an older PyTorch."""
+    yield _native.configure_reading(allow_exchange=request.param == "best")
+    _native.configure_reading()
+
+
+@pytest.mark.usefixtures("reading")
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_call_is_named_and_changes_nothing(arguments, case):
     change, error, message = WRONG[case]

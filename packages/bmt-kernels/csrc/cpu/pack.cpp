@@ -11,8 +11,10 @@ namespace py = pybind11;
 namespace bmt {
 namespace {
 
+// Set once by set_tensor_type, and kept for ever.
 PyTypeObject* tensor_type_object = nullptr;
-const dlpack::ExchangeApi* exchange = nullptr;
+PyObject* dtype_objects[kDTypes] = {};
+const dlpack::ExchangeApi* exchange = nullptr;  // null: read Python attributes
 
 // A list or tuple, without copying; anything else is declined.
 class Items {
@@ -31,12 +33,14 @@ class Items {
   Py_ssize_t size_ = -1;
 };
 
+constexpr int kMaxDims = 8;
+
 struct View {
   int64_t data;
   int64_t numel;
   int64_t dtype;
   int32_t ndim;
-  const int64_t* shape;
+  int64_t shape[kMaxDims];
 
   int64_t bytes() const { return numel * (dtype == static_cast<int64_t>(DType::kFloat32) ? 4 : 2); }
   bool same_shape(const View& other) const {
@@ -44,20 +48,25 @@ struct View {
   }
 };
 
-bool on_device(const dlpack::Tensor& t, int device_type, int device_index) {
-  if (device_type == dlpack::kCpu) return t.device.type == dlpack::kCpu || t.device.type == dlpack::kCudaHost;
-  return t.device.type == device_type && t.device.id == device_index;
+// The device that all tensors must be on, as Python and as DLPack name it.
+struct Target {
+  py::handle device;
+  int32_t type;
+  int32_t index;
+};
+
+bool on_device(const dlpack::Tensor& t, const Target& target) {
+  if (target.type == dlpack::kCpu) return t.device.type == dlpack::kCpu || t.device.type == dlpack::kCudaHost;
+  return t.device.type == target.type && t.device.id == target.index;
 }
 
-// Fills in a view of a contiguous floating-point tensor on the device; false if it is anything else.
-bool view_of(PyObject* object, int device_type, int device_index, View& view) {
-  if (!PyObject_TypeCheck(object, tensor_type_object)) return false;
+bool read_exchange(PyObject* object, const Target& target, View& view) {
   dlpack::Tensor t;
   if (exchange->tensor_from_py_object_no_sync(object, &t) != 0) {
     PyErr_Clear();
     return false;
   }
-  if (!on_device(t, device_type, device_index) || t.dtype.lanes != 1) return false;
+  if (!on_device(t, target) || t.dtype.lanes != 1 || t.ndim > kMaxDims) return false;
   if (t.dtype.code == dlpack::kFloat && t.dtype.bits == 32) {
     view.dtype = static_cast<int64_t>(DType::kFloat32);
   } else if (t.dtype.code == dlpack::kBfloat && t.dtype.bits == 16) {
@@ -71,12 +80,56 @@ bool view_of(PyObject* object, int device_type, int device_index, View& view) {
   for (int32_t d = t.ndim - 1; d >= 0; --d) {
     if (t.strides != nullptr && t.shape[d] != 1 && t.strides[d] != view.numel) return false;
     view.numel *= t.shape[d];
+    view.shape[d] = t.shape[d];
   }
-  if (view.numel != 0 && t.data == nullptr) return false;  // a wrapper without storage of its own
   view.data = static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.data) + t.byte_offset);
   view.ndim = t.ndim;
-  view.shape = t.shape;
   return true;
+}
+
+// The same for a PyTorch without the exchange functions, about five times as slow.
+bool read_attributes(PyObject* object, const Target& target, View& view) {
+  static PyObject* const names[] = {
+      PyUnicode_InternFromString("dtype"), PyUnicode_InternFromString("device"), PyUnicode_InternFromString("shape"),
+      PyUnicode_InternFromString("is_contiguous"), PyUnicode_InternFromString("data_ptr")};
+  const auto attribute = [&](int i) { return py::reinterpret_steal<py::object>(PyObject_GetAttr(object, names[i])); };
+  const auto call = [&](int i) {
+    return py::reinterpret_steal<py::object>(PyObject_CallMethodObjArgs(object, names[i], nullptr));
+  };
+  const py::object dtype = attribute(0), device = attribute(1), shape = attribute(2), contiguous = call(3);
+  const py::object pointer = contiguous.ptr() == Py_True ? call(4) : py::object();
+  if (!dtype || !device || !shape || !pointer || !PyTuple_Check(shape.ptr())) {
+    PyErr_Clear();
+    return false;
+  }
+  view.dtype = -1;
+  for (int i = 0; i < kDTypes; ++i) {
+    if (dtype.ptr() == dtype_objects[i]) view.dtype = i;
+  }
+  view.ndim = static_cast<int32_t>(PyTuple_GET_SIZE(shape.ptr()));
+  if (view.dtype < 0 || view.ndim > kMaxDims) return false;
+  if (PyObject_RichCompareBool(device.ptr(), target.device.ptr(), Py_EQ) != 1) {
+    PyErr_Clear();
+    return false;
+  }
+  view.numel = 1;
+  for (int32_t d = 0; d < view.ndim; ++d) {
+    view.shape[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), d));
+    view.numel *= view.shape[d];
+  }
+  view.data = static_cast<int64_t>(PyLong_AsUnsignedLongLong(pointer.ptr()));
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  return true;
+}
+
+// Fills in a view of a contiguous floating-point tensor on the device; false if it is anything else.
+bool view_of(PyObject* object, const Target& target, View& view) {
+  if (!PyObject_TypeCheck(object, tensor_type_object)) return false;
+  if (!(exchange != nullptr ? read_exchange : read_attributes)(object, target, view)) return false;
+  return view.numel == 0 || view.data != 0;  // otherwise a wrapper without storage of its own
 }
 
 struct Interval {
@@ -117,22 +170,28 @@ py::object to_bytes(const std::vector<Row>& rows) {
 
 }  // namespace
 
-bool set_tensor_type(py::object tensor_type) {
-  if (exchange != nullptr) return true;
-  if (!PyType_Check(tensor_type.ptr()) || !py::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return false;
-  const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
-  if (!PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsuleName)) return false;
-  auto* api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
-  while (api != nullptr && api->version.major != dlpack::kMajorVersion) api = api->previous;
-  if (api == nullptr || api->tensor_from_py_object_no_sync == nullptr) return false;
-  tensor_type_object = reinterpret_cast<PyTypeObject*>(tensor_type.release().ptr());  // kept for ever
-  exchange = api;
-  return true;
+bool set_tensor_type(py::object tensor_type, py::tuple dtypes, bool allow_exchange) {
+  if (!PyType_Check(tensor_type.ptr()) || dtypes.size() != kDTypes) throw py::type_error("torch.Tensor and 3 dtypes");
+  exchange = nullptr;
+  if (allow_exchange && py::hasattr(tensor_type, "__dlpack_c_exchange_api__")) {
+    const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
+    const char* name = dlpack::kCapsuleName;
+    const dlpack::ExchangeApi* api = nullptr;
+    if (PyCapsule_IsValid(capsule.ptr(), name)) {
+      api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), name));
+    }
+    while (api != nullptr && api->version.major != dlpack::kMajorVersion) api = api->previous;
+    if (api != nullptr && api->tensor_from_py_object_no_sync != nullptr) exchange = api;
+  }
+  for (int i = 0; i < kDTypes; ++i) dtype_objects[i] = py::object(dtypes[static_cast<size_t>(i)]).release().ptr();
+  tensor_type_object = reinterpret_cast<PyTypeObject*>(tensor_type.release().ptr());
+  return exchange != nullptr;
 }
 
 py::object pack_adam(py::handle params, py::handle grads, py::handle exp_avgs, py::handle exp_avg_sqs,
-                     py::handle masters, int device_type, int device_index) {
-  if (exchange == nullptr) return py::none();
+                     py::handle masters, py::handle device, int device_type, int device_index) {
+  if (tensor_type_object == nullptr) return py::none();
+  const Target target{device, device_type, device_index};
   const Items p(params), g(grads), m(exp_avgs), v(exp_avg_sqs);
   const bool with_masters = !masters.is_none();
   const Items w(with_masters ? masters : params);
@@ -147,15 +206,15 @@ py::object pack_adam(py::handle params, py::handle grads, py::handle exp_avgs, p
   inputs.reserve(static_cast<size_t>(count));
   for (Py_ssize_t i = 0; i < count; ++i) {
     View param, grad, exp_avg, exp_avg_sq, master;
-    if (!view_of(p[i], device_type, device_index, param) || !view_of(g[i], device_type, device_index, grad) ||
-        !view_of(m[i], device_type, device_index, exp_avg) || !view_of(v[i], device_type, device_index, exp_avg_sq)) {
+    if (!view_of(p[i], target, param) || !view_of(g[i], target, grad) ||
+        !view_of(m[i], target, exp_avg) || !view_of(v[i], target, exp_avg_sq)) {
       return py::none();
     }
     if (exp_avg.dtype != kFp32 || exp_avg_sq.dtype != kFp32) return py::none();
     if (!grad.same_shape(param) || !exp_avg.same_shape(param) || !exp_avg_sq.same_shape(param)) return py::none();
     const bool has_master = with_masters && w[i] != Py_None;
     if (has_master) {
-      if (!view_of(w[i], device_type, device_index, master)) return py::none();
+      if (!view_of(w[i], target, master)) return py::none();
       if (master.dtype != kFp32 || param.dtype == kFp32 || !master.same_shape(param)) return py::none();
     }
     if (param.numel == 0) continue;
@@ -172,15 +231,16 @@ py::object pack_adam(py::handle params, py::handle grads, py::handle exp_avgs, p
   return to_bytes(rows);
 }
 
-py::object pack_data(py::handle tensors, int device_type, int device_index) {
-  if (exchange == nullptr) return py::none();
+py::object pack_data(py::handle tensors, py::handle device, int device_type, int device_index) {
+  if (tensor_type_object == nullptr) return py::none();
+  const Target target{device, device_type, device_index};
   const Items items(tensors);
   if (items.size() < 0) return py::none();
   std::vector<DataRow> rows;
   rows.reserve(static_cast<size_t>(items.size()));
   for (Py_ssize_t i = 0; i < items.size(); ++i) {
     View view;
-    if (!view_of(items[i], device_type, device_index, view)) return py::none();
+    if (!view_of(items[i], target, view)) return py::none();
     if (view.numel != 0) rows.push_back({view.data, view.numel, view.dtype});
   }
   return to_bytes(rows);

@@ -36,8 +36,16 @@ def _load(name: str) -> ModuleType | None:
 cpu_module = _load("_cpu")
 cuda_module = _load("_cuda")
 
-can_pack = cpu_module is not None and cpu_module.set_tensor_type(torch.Tensor)
-"""Whether the compiled module can read tensors by itself (``pack_adam``, ``pack_data``)."""
+
+def configure_reading(allow_exchange: bool = True) -> str:
+    """Tell the compiled module how to read tensors; returns ``dlpack``, ``attributes`` or ``python`` (not at all)."""
+    if cpu_module is None:
+        return "python"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return "dlpack" if cpu_module.set_tensor_type(torch.Tensor, dtypes, allow_exchange) else "attributes"
+
+
+tensor_reading = configure_reading()
 
 
 def runnable_variants() -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 Two ways lead to the same table. The compiled module reads thousands of tensors in well under a millisecond, but it
 only knows the plain case and declines everything else. The functions here are the complete rules: they accept
-what the fast way declines without need (an older PyTorch, transposed weights) and say precisely what is wrong
+what the fast way declines without need (transposed weights, a missing binary) and say precisely what is wrong
 with the rest. Nothing is written before both are through.
 
 Row layouts (64-bit integers) are those of ``csrc/common/table.h``.
@@ -39,11 +39,13 @@ def adam_table(
     masters: Sequence[Tensor | None] | None,
 ) -> Table:
     """One row per non-empty parameter. Raises what `adam_step` documents."""
-    if _native.can_pack and type(params) in (list, tuple) and params and isinstance(params[0], Tensor):
+    cpu = _native.cpu_module
+    if cpu is not None and type(params) in (list, tuple) and params and isinstance(params[0], Tensor):
         device = params[0].device
         code = _DLPACK_DEVICES.get(device.type)
-        if code is not None and _native.cpu_module is not None:
-            rows = _native.cpu_module.pack_adam(params, grads, exp_avgs, exp_avg_sqs, masters, code, device.index or 0)
+        if code is not None:
+            index = device.index or 0
+            rows = cpu.pack_adam(params, grads, exp_avgs, exp_avg_sqs, masters, device, code, index)
             if rows is not None:
                 return Table(rows, device)
     return _adam_table_checked(params, grads, exp_avgs, exp_avg_sqs, masters)
@@ -67,9 +69,9 @@ def data_table(tensors: Sequence[Tensor], device: torch.device) -> bytes | None:
 def fast_data_table(tensors: Sequence[Tensor], device: torch.device) -> bytes | None:
     """The same, checked and packed by the compiled module; None if it declines."""
     code = _DLPACK_DEVICES.get(device.type)
-    if not _native.can_pack or _native.cpu_module is None or code is None:
+    if _native.cpu_module is None or code is None:
         return None
-    rows: bytes | None = _native.cpu_module.pack_data(tensors, code, device.index or 0)
+    rows: bytes | None = _native.cpu_module.pack_data(tensors, device, code, device.index or 0)
     return rows
 
 

@@ -25,8 +25,8 @@ class BuildInfo:
     """The variant in use: the best that this processor runs, or what ``BMT_KERNELS_CPU`` asks for."""
     threading: str
     """Where threads come from: ``openmp`` (PyTorch's own team), ``std::thread``, or ``none``."""
-    fast_packing: bool
-    """Whether the compiled module reads tensors by itself (PyTorch 2.10 or newer)."""
+    tensor_reading: str
+    """How a call's tensors are read: ``dlpack`` (fastest; PyTorch 2.10 or newer), ``attributes`` or ``python``."""
     cuda_compiled: bool
     """Whether the compiled CUDA module is here."""
     cuda_architectures: tuple[str, ...]
@@ -48,7 +48,7 @@ def build_info() -> BuildInfo:
         cpu_variants_built=() if cpu is None else cpu.variants(False),
         cpu_variant="reference" if selected is None else selected.name,
         threading="none" if cpu is None else cpu.threading_name(),
-        fast_packing=_native.can_pack,
+        tensor_reading=_native.tensor_reading,
         cuda_compiled=cuda is not None,
         cuda_architectures=() if cuda is None else tuple(cuda.ARCHITECTURES.split()),
         cuda_version=None if cuda is None else cuda.CUDA_VERSION,
