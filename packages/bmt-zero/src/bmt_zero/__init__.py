@@ -3,6 +3,7 @@
 from ._version import __version__
 from .block import Block, CheckpointBlock
 from .block_list import TransformerBlockList
+from .checkpoint import load, save
 from .groups import grouped_parameters, no_sync
 from .initialize import init_parameters
 from .layout import FlatLayout, Placement, plan_layouts
@@ -26,7 +27,9 @@ __all__ = [
     "__version__",
     "grouped_parameters",
     "init_parameters",
+    "load",
     "load_state_dict",
     "no_sync",
     "plan_layouts",
+    "save",
 ]

@@ -50,6 +50,14 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+_Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset in a flat buffer
+
+
+def _strided_views(flat: Tensor, geometry: Sequence[_Geometry]) -> list[Tensor]:
+    start = flat.storage_offset()
+    return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in geometry]
+
+
 class State(enum.Enum):
     SHARDED = "only the shard is held"
     GATHERING = "the gather has been started"
@@ -133,11 +141,11 @@ class Bucket:
         self.shard = shard
         self.aliased = self.full.data_ptr() == shard.data_ptr() and comm.size == 1
         self._bytes = self.full.untyped_storage().nbytes()
+        self._templates = self._make_templates()  # while the storage is there: set_ would grow it otherwise
         if self.frees:
             self.full.untyped_storage().resize_(0)
         self.grads: Tensor | None = None
         self._grad_views: list[Tensor] = []
-        self._templates = self._make_templates()
         self._pointers = []
         for param, view in zip(self.params, self.local_views(self.shard), strict=True):
             grad, param.grad = param.grad, None
@@ -166,7 +174,7 @@ class Bucket:
             view.copy_(param.data)
         self.use_storage(shard)
 
-    def _local(self, placement: Placement) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    def _local(self, placement: Placement) -> _Geometry:
         """Shape, strides and offset of this rank's rows of a parameter in a flat shard."""
         rank = self.shard_comm.rank
         start, stop = self.layout.rows_of(placement, rank)
@@ -177,11 +185,11 @@ class Bucket:
 
     def local_views(self, flat: Tensor) -> list[Tensor]:
         """This rank's rows of every parameter, as views of a flat shard."""
-        return [flat.as_strided(shape, strides, offset) for shape, strides, offset in self._local_geometry]
+        return _strided_views(flat, self._local_geometry)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Every parameter, whole, as views of a flat buffer of the size of ``full``."""
-        return [flat.as_strided(shape, strides, offset) for shape, strides, offset in self._full_geometry]
+        return _strided_views(flat, self._full_geometry)
 
     def _make_templates(self) -> list[Tensor]:
         # Not autograd views: tensors of their own on the same storage, each with its own version counter, so
@@ -190,8 +198,8 @@ class Bucket:
         with torch.no_grad():
             for shape, strides, offset in self._full_geometry:
                 view = torch.empty(0, dtype=self.full.dtype, device=self.full.device)
-                offset += self.full.storage_offset()
-                templates.append(view.set_(self.full.untyped_storage(), offset, shape, strides))
+                start = int(self.full.storage_offset()) + offset
+                templates.append(view.set_(self.full.untyped_storage(), start, shape, strides))
         return templates
 
     def full_views(self) -> list[Tensor]:
@@ -223,7 +231,7 @@ class Bucket:
         if self.frees:
             with on_stream(self.shard_comm.stream):
                 storage = self.full.untyped_storage()
-                if storage.nbytes() == 0:
+                if storage.nbytes() != self._bytes:
                     storage.resize_(self._bytes)
         stream = self.shard_comm.stream
         if stream is not None and not prefetch:
@@ -271,8 +279,7 @@ class Bucket:
         mine = full[self.shard_comm.rank * size : (self.shard_comm.rank + 1) * size]
         mine.copy_(self.shard.data)
         self.shard_comm.all_gather(full, mine)
-        shape, strides, offset = self._full_geometry[index]
-        return full.as_strided(shape, strides, offset)
+        return _strided_views(full, self._full_geometry[index : index + 1])[0]
 
     @property
     def reducing_in_full(self) -> bool:

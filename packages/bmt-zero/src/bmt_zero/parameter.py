@@ -91,7 +91,7 @@ class DistributedParameter(nn.Parameter):
         # Everything is done in __new__; nn.Parameter takes no arguments here.
         super().__init__()
 
-    def gather(self) -> Tensor:
+    def gather(self) -> Tensor:  # type: ignore[override]
         """The whole parameter (under ``tp_mode``: this tensor-parallel rank's piece), differentiably.
 
         Every rank that shares it must take part. Where gradients are enabled, backward sums the gradient over
@@ -114,7 +114,7 @@ class DistributedParameter(nn.Parameter):
             copy.deepcopy(self.unit, memo)  # copies all parameters that share its storage
         return memo[id(self)]
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         found = self.bmt_slice
         return (
             f"DistributedParameter(shape={found.shape}, rows=[{found.row_start}, {found.row_stop}), "

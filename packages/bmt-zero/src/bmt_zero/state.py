@@ -58,10 +58,11 @@ class BlockState:
     unit: Unit
 
     def register_state_hooks(self) -> None:
+        """Gather after saving, cut before loading; the module's own hooks come first."""
         assert isinstance(self, nn.Module)
-        inner: nn.Module = self.inner_module  # type: ignore[assignment]
-        self._state_dict_hooks = OrderedDict(inner._state_dict_hooks)
-        self._load_state_dict_pre_hooks = OrderedDict(inner._load_state_dict_pre_hooks)
+        inner: Any = self.inner_module
+        self.__dict__["_state_dict_hooks"] = OrderedDict(inner._state_dict_hooks)
+        self.__dict__["_load_state_dict_pre_hooks"] = OrderedDict(inner._load_state_dict_pre_hooks)
         self._register_state_dict_hook(_gather_entries)
         self.register_load_state_dict_pre_hook(_cut_entries)
 

@@ -310,7 +310,7 @@ class Slot:
 def _refresh_flat_weights(module: nn.Module) -> None:
     """Recurrent modules keep a list of their weights beside the attributes."""
     names: list[str] = module._flat_weights_names  # type: ignore[assignment]
-    module._flat_weights = [getattr(module, name, None) for name in names]
+    module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
 
 
 def link(units: Sequence[Unit]) -> None:
