@@ -140,7 +140,7 @@ def test_parameters_without_gradient_are_skipped_and_count_their_own_steps():
         adamw.step()
     assert relative_error(ours, reference, start) <= 1e-6
     for p, q in zip(ours, reference):
-        if q in adamw.state and adamw.state[q]:
+        if adamw.state.get(q):
             assert optimizer.state[p]["step"] == adamw.state[q]["step"]
 
 
@@ -178,7 +178,7 @@ def test_runs_need_no_particular_order_of_parameters():
 
 
 def test_parameters_and_gradients_of_any_strides():
-    start = [t for t in values(shapes=[(4, 3, 2, 2), (6, 5)])]
+    start = values(shapes=[(4, 3, 2, 2), (6, 5)])
     ours = [nn.Parameter(start[0].to(memory_format=torch.channels_last)), nn.Parameter(start[1].t().contiguous().t())]
     reference = separate(start)
     optimizer, adamw = AdamOptimizer(ours, **OPTIONS), torch.optim.AdamW(reference, **OPTIONS)

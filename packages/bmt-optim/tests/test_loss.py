@@ -65,7 +65,6 @@ def test_any_strides():
     wide[:, ::2] = logits
     for strided in (logits.t().contiguous().t(), wide[:, ::2], logits[:1].expand(N, V)):
         assert not strided.is_contiguous()
-        loss, gradient = FusedCrossEntropy()(strided, target), None
         loss, gradient = value_and_gradient(FusedCrossEntropy(), strided, target)
         expected, expected_gradient = value_and_gradient(nn.CrossEntropyLoss(), strided.contiguous(), target)
         torch.testing.assert_close(loss, expected)
@@ -104,9 +103,9 @@ def test_a_target_out_of_range_is_refused(wrong):
 
 def test_wrong_shapes_and_dtypes_are_refused():
     logits, target = batch()
-    with pytest.raises(ValueError, match="not .N, V. and .N,."):
+    with pytest.raises(ValueError, match=r"not \(N, V\) and \(N,\)"):
         FusedCrossEntropy()(logits, target[:-1])
-    with pytest.raises(ValueError, match="not .N, V. and .N,."):
+    with pytest.raises(ValueError, match=r"not \(N, V\) and \(N,\)"):
         FusedCrossEntropy()(logits[None], target)
     with pytest.raises(TypeError, match="indices are integers"):
         FusedCrossEntropy()(logits, target.float())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_optim.lr_scheduler import Cosine, Exponential, Linear, NoDecay, Noam, WarmupLRScheduler
+from bmt_optim.lr_scheduler import Cosine, Exponential, Linear, Noam, NoDecay, WarmupLRScheduler
 
 S, W, E = 0.3, 4, 12
 ALL = (NoDecay, Noam, Linear, Cosine, Exponential)

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from bmt_comm import Slice, local_tensor, slice_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from bmt_comm import Slice, local_tensor, slice_of
 from bmt_optim import AdamOptimizer
 from bmt_optim.slices import assemble, cut
 
@@ -171,7 +171,9 @@ def test_a_gathered_state_is_that_of_one_process_to_the_last_bit(ctx, dtype):
             assert torch.equal(found["state"][i][key], value)
             assert found["state"][i][key].shape == value.shape
             if key != "step":
-                assert found["state"][i][key].data_ptr() != optimizer.state[params[i]][key].data_ptr() or not value.numel()
+                assert (
+                    found["state"][i][key].data_ptr() != optimizer.state[params[i]][key].data_ptr() or not value.numel()
+                )
 
 
 @pytest.mark.ranks(2, tp_size=2)

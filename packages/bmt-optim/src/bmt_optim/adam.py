@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from operator import is_
 from typing import Any
 
@@ -302,8 +303,7 @@ class _Run:
         self.half = first.dtype in _HALF
         self.addresses = [t.data_ptr() for t in locals_]
         sizes = [t.numel() for t in locals_]
-        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.numel = sum(sizes)
+        *self.offsets, self.numel = accumulate(sizes, initial=0)
         self.contiguous = first.is_contiguous()
         # Holds the memory of the run, so that an address in it can belong to nothing else while it is compared.
         self.flat = flat_view(first.detach(), self.numel) if len(params) > 1 else first.detach()

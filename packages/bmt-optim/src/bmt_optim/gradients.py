@@ -32,12 +32,14 @@ def local_grads(params: Sequence[Tensor]) -> list[Tensor]:
     return merge_adjacent(grad.detach() for grad in grads if grad is not None)
 
 
-def found_overflow(grads: Sequence[Tensor], context: ParallelContext) -> Tensor:
-    """1 if any rank has an inf or a NaN among ``grads``, else 0: a 0-dim fp32 tensor on the context's device.
+def found_overflow(grads: Sequence[Tensor], context: ParallelContext, flags: Sequence[Tensor] = ()) -> Tensor:
+    """1 if any rank has an inf or a NaN among ``grads``, or a 1 among ``flags``, else 0.
 
-    One all-reduce over the world.
+    0-dim fp32 on the context's device, as the flags are. One all-reduce over the world.
     """
     flag = torch.zeros((), device=context.device)
+    for other in flags:
+        flag = torch.maximum(flag, other)
     for device in {grad.device for grad in grads}:
         found = bmt_kernels.has_inf_or_nan([grad for grad in grads if grad.device == device])
         flag = torch.maximum(flag, found.to(context.device))

@@ -85,7 +85,8 @@ class FusedCrossEntropy(nn.Module):
         start = 0
         if comm is not None and comm.size > 1:
             start, vocab = self._my_columns(vocab, comm)
-        self._check_target(target, vocab)
+        if not target.is_cuda:
+            self._check_target(target, vocab)
         weight = self.weight
         if weight is not None:
             if tuple(weight.shape) != (vocab,):
@@ -105,6 +106,8 @@ class FusedCrossEntropy(nn.Module):
     def _parallel_loss(
         self, logits: Tensor, target: Tensor, weight: Tensor | None, start: int, vocab: int, comm: Communicator
     ) -> Tensor:
+        if target.is_cuda:  # torch's own kernel would have asserted this
+            self._check_target(target, vocab)
         counted = target != self.ignore_index
         labels = torch.where(counted, target, 0)
         # A shift by the largest logit of the row; log-sum-exp does not depend on it, so it needs no gradient.
@@ -149,7 +152,7 @@ class FusedCrossEntropy(nn.Module):
     def _check_target(self, target: Tensor, vocab: int) -> None:
         bad = ((target < 0) | (target >= vocab)) & (target != self.ignore_index)
         if target.is_cuda:
-            torch._assert_async(~bad.any())
+            torch._assert_async(~bad.any(), f"a target is neither a class (0 to {vocab - 1}) nor {self.ignore_index}")
         elif bad.any():
             raise IndexError(
                 f"target {int(target[bad][0])} is neither a class (0 to {vocab - 1}) nor "

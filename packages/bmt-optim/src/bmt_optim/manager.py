@@ -90,6 +90,7 @@ class OptimManager:
         self.steps_since_last_scale = 0
         self.optimizers: list[Any] = []  # torch.optim.Optimizer, some of whose methods take more than torch's
         self.lr_schedulers: list[Any] = []
+        self._unscale_themselves: list[bool] = []
         # Norms of the gradients at hand that were not finite, though perhaps every element is.
         self._bad_norms: list[Tensor] = []
 
@@ -97,6 +98,7 @@ class OptimManager:
         """Step ``optimizer``, and then ``lr_scheduler`` (anything with ``step()``), in :meth:`step`."""
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
+        self._unscale_themselves.append(_takes(type(optimizer), "step", "scale"))
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -155,7 +157,6 @@ class OptimManager:
             self._bad_norms.append((~torch.isfinite(scaled)).float())
         return norm.float()
 
-    @torch.no_grad()
     def step(self) -> None:
         """Step every optimizer and its scheduler; or, if a gradient overflowed anywhere, none of them.
 
@@ -166,15 +167,14 @@ class OptimManager:
             self._shrink_scale()
             self.zero_grad()
             return
-        for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers):
-            if _takes(optimizer.step, "scale"):
+        for optimizer, scheduler, unscales in zip(self.optimizers, self.lr_schedulers, self._unscale_themselves):
+            if unscales:
                 optimizer.step(scale=self.loss_scale)
             else:
                 if self.loss_scale != 1:
                     for grad in local_grads(_parameters(optimizer.param_groups)):
                         grad.div_(self.loss_scale)
-                with torch.enable_grad():
-                    optimizer.step()
+                optimizer.step()
             if scheduler is not None:
                 scheduler.step()
         if self.loss_scale_enabled:
@@ -185,10 +185,8 @@ class OptimManager:
 
     def _overflowed(self) -> bool:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        flag = found_overflow(local_grads(_parameters(groups)), self.context)
-        # A norm is already the same on every rank: it needs no part in the all-reduce.
-        bad, self._bad_norms = self._bad_norms, []
-        return bool(torch.stack([flag, *bad]).amax() > 0)
+        flags, self._bad_norms = self._bad_norms, []
+        return bool(found_overflow(local_grads(_parameters(groups)), self.context, flags) > 0)
 
     def _shrink_scale(self) -> None:
         before = self.loss_scale
@@ -208,7 +206,7 @@ class OptimManager:
         return {
             "optimizers": [
                 optimizer.state_dict(gather=gather_opt)
-                if _takes(optimizer.state_dict, "gather")
+                if _takes(type(optimizer), "state_dict", "gather")
                 else optimizer.state_dict()
                 for optimizer in self.optimizers
             ],
@@ -265,9 +263,9 @@ class OptimManager:
                     raise ValueError(f"lr_scheduler {index}: {error}") from None
 
 
-def _takes(method: Any, name: str) -> bool:
-    """Whether ``method`` has a parameter ``name``; wrappers that schedulers and hooks put around it count as it."""
-    return name in inspect.signature(method).parameters
+def _takes(cls: type, method: str, name: str) -> bool:
+    """Whether ``method`` of ``cls`` has a parameter ``name``."""
+    return name in inspect.signature(getattr(cls, method)).parameters
 
 
 def _parameters(param_groups: Iterable[Mapping[str, Any]] | Iterable[Tensor] | Tensor) -> list[Tensor]:

@@ -35,7 +35,7 @@ def gather_state(
             continue
         entry: dict[str, Any] = {"step": torch.tensor(float(step))}
         for key in keys[index]:
-            local = state[index][key] if index in state else local_tensor(param).detach().float().zero_()
+            local = state[index][key] if index in state else _no_state(param)
             whole = assemble(local, where)
             if keep:
                 # A parameter that is not sharded is assembled without a copy; the result must not be the state.
@@ -127,6 +127,11 @@ def _agreed_steps(steps: list[int], params: Sequence[Tensor], slices: Sequence[S
             for i, step in zip(indices, vector.tolist()):
                 agreed[i] = step
     return agreed
+
+
+def _no_state(param: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.zeros_like(local_tensor(param), dtype=torch.float32)
 
 
 def _keeps_gathered_state() -> bool:
