@@ -7,7 +7,7 @@ rank without gradients or with empty shards takes part like the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,36 +47,45 @@ def found_overflow(grads: Sequence[Tensor], context: ParallelContext, flags: Seq
     return flag
 
 
-def global_norm(params: Sequence[Tensor], norm_type: float, context: ParallelContext) -> Tensor:
-    """The p-norm over the gradients of all logical parameters: a 0-dim fp64 tensor on the context's device.
+def global_norm(params: Sequence[Tensor], norm_type: float, context: ParallelContext) -> tuple[Tensor, list[Tensor]]:
+    """The p-norm over the gradients of all logical parameters, and this rank's gradients in flat tensors.
 
-    Each logical element counts once. Sums over the ranks that share a parameter are packed: one all-reduce
-    for each distinct set of communicators, and one over the pipeline where there is one. A NaN gives NaN,
-    or inf where ``norm_type`` is inf.
+    The norm is 0-dim fp64 on the context's device. Each logical element counts once. Sums over the ranks
+    that share a parameter are packed: one all-reduce for each communicator of each distinct set, and one
+    over the pipeline where there is one. A NaN gives NaN, or inf where ``norm_type`` is inf.
     """
     infinite = math.isinf(norm_type)
     op = "max" if infinite else "sum"
     slices = [slice_of(p) for p in params]
+    own = [_is_stage_local(p, where, context) for p, where in zip(params, slices)]
+    grads: list[Tensor] = []
     total = torch.zeros(2, dtype=torch.float64, device=context.device)  # copies on every stage, this stage's own
     for comms, indices in by_comms(slices):
-        values = torch.zeros(2, dtype=torch.float64, device=context.device)
-        for own in (0, 1):
-            chosen = [params[i] for i in indices if _is_stage_local(params[i], slices[i], context) == bool(own)]
-            values[own] = _local_power(local_grads(chosen), norm_type, context.device)
+        powers = []
+        for wanted in (False, True):
+            here = local_grads([params[i] for i in indices if own[i] == wanted])
+            powers.append(_local_power(here, norm_type, context.device))
+            grads += here
+        values = torch.stack(powers)
         all_reduce_over(values, comms, op)
         total = torch.maximum(total, values) if infinite else total + values
     everywhere, own_stage = total[0], total[1].clone()
     context.pipe.all_reduce(own_stage, op)
     if infinite:
-        return torch.maximum(everywhere, own_stage)
-    return (everywhere + own_stage) ** (1 / norm_type)
+        return torch.maximum(everywhere, own_stage), grads
+    return (everywhere + own_stage) ** (1 / norm_type), grads
 
 
 def scale_grads(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply in place by ``factor``, 0-dim fp32, computing in fp32 whatever the dtype of the gradients."""
-    for grad in grads:
-        # A factor of one dimension takes part in type promotion; a 0-dim one would be rounded to half first.
-        (grad if grad.dim() else grad.view(1)).mul_(factor.to(grad.device).view(1))
+    for (device, dtype), group in _by_device_and_dtype(grads):
+        here = factor.to(device)
+        if dtype is torch.float32:
+            torch._foreach_mul_(group, here)
+            continue
+        for grad in group:
+            # A factor of one dimension takes part in type promotion; a 0-dim one would be rounded to half first.
+            (grad if grad.dim() else grad.view(1)).mul_(here.view(1))
 
 
 def _local_power(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -84,13 +93,22 @@ def _local_power(grads: Sequence[Tensor], norm_type: float, device: torch.device
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     # In fp32 the powers other than 1 and 2 of a scaled gradient are out of range.
-    dtype = torch.float32 if norm_type in (1, 2, math.inf) else torch.float64
-    norms = torch.stack(
-        [torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, dtype)).to(device) for g in grads]
-    ).double()
+    least = torch.float32 if norm_type in (1, 2, math.inf) else torch.float64
+    parts = []
+    for (_, dtype), group in _by_device_and_dtype(grads):
+        each = torch._foreach_norm(group, norm_type, dtype=torch.promote_types(dtype, least))
+        parts.append(torch.stack(each).to(device=device, dtype=torch.float64))
+    norms = torch.cat(parts)
     if math.isinf(norm_type):
         return torch.nan_to_num(norms, nan=math.inf, posinf=math.inf).amax()  # NaN does not survive every max
     return (norms**norm_type).sum()
+
+
+def _by_device_and_dtype(grads: Sequence[Tensor]) -> Iterable[tuple[tuple[torch.device, torch.dtype], list[Tensor]]]:
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        found.setdefault((grad.device, grad.dtype), []).append(grad)
+    return found.items()
 
 
 def _is_stage_local(param: Tensor, where: Slice, context: ParallelContext) -> bool:

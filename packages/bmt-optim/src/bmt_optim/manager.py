@@ -149,10 +149,10 @@ class OptimManager:
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm!r} must not be negative")
         params = _parameters(param_groups)
-        scaled = global_norm(params, norm_type, self.context)
+        scaled, grads = global_norm(params, norm_type, self.context)
         norm = scaled / self.loss_scale
         factor = torch.where(torch.isfinite(norm), (max_norm / (norm + eps)).clamp(max=1), 1)
-        scale_grads(local_grads(params), factor.float())
+        scale_grads(grads, factor.float())
         if self.loss_scale_enabled:
             self._bad_norms.append((~torch.isfinite(scaled)).float())
         return norm.float()

@@ -141,6 +141,8 @@ def local_grad(param: Tensor) -> Tensor | None:
     grad = param.grad
     if grad is None:
         return None
+    if type(grad) is Tensor and grad.layout is torch.strided:
+        return grad
     to_local = getattr(grad, "to_local", None)
     if to_local is not None:
         with torch.no_grad():
