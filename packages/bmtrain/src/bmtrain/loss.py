@@ -1,0 +1,5 @@
+"""Losses."""
+
+from bmt_optim import FusedCrossEntropy
+
+__all__ = ["FusedCrossEntropy"]

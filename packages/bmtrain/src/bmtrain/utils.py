@@ -1,0 +1,81 @@
+"""Small things that training scripts use."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bmt_comm import config, print_block, print_dict, print_rank, see_memory
+
+__all__ = [
+    "AverageRecorder",
+    "print_block",
+    "print_dict",
+    "print_rank",
+    "round_up",
+    "see_memory",
+    "tp_split_tensor",
+]
+
+
+def round_up(x: int, d: int) -> int:
+    """The smallest multiple of ``d`` that is not below ``x``.
+
+    Raises:
+        ValueError: ``d`` is not positive.
+    """
+    if d <= 0:
+        raise ValueError(f"d={d!r} must be positive")
+    return -(-x // d) * d
+
+
+def tp_split_tensor(tensor: Tensor, split_dim: int) -> Tensor:
+    """This tensor-parallel rank's piece of ``tensor``, cut evenly along ``split_dim``; contiguous.
+
+    Raises:
+        ValueError: ``split_dim`` is not a dimension of ``tensor``, or cannot be cut evenly.
+        RuntimeError: before ``init_distributed``.
+    """
+    size, index = config["tp_size"], config["tp_rank"]
+    if not -tensor.dim() <= split_dim < tensor.dim():
+        raise ValueError(f"split_dim={split_dim} is not a dimension of a tensor of shape {tuple(tensor.shape)}")
+    extent = tensor.shape[split_dim]
+    if extent % size:
+        raise ValueError(
+            f"dimension {split_dim} of a tensor of shape {tuple(tensor.shape)} cannot be cut evenly over "
+            f"{size} tensor-parallel ranks; pad it to {round_up(extent, size)}"
+        )
+    return tensor.narrow(split_dim, index * (extent // size), extent // size).contiguous()
+
+
+class AverageRecorder:
+    """An exponential moving average that is unbiased from the first value on.
+
+    After n values the weight of the i-th is proportional to alphaⁿ⁻ⁱ, and the weights sum to 1: the first
+    values are not drawn towards where the average starts (Kingma & Ba, `Adam
+    <https://arxiv.org/abs/1412.6980>`_, section 3).
+
+    Args:
+        alpha: how much of the average a new value leaves, in [0, 1).
+        start_value: the value before anything was recorded; it has no part in the average.
+
+    Raises:
+        ValueError: ``alpha`` out of range.
+    """
+
+    def __init__(self, alpha: float = 0.9, start_value: float = 0) -> None:
+        if not 0 <= alpha < 1:
+            raise ValueError(f"alpha={alpha!r} must be at least 0 and below 1")
+        self.alpha = alpha
+        self._start_value = start_value
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def record(self, v: float) -> None:
+        """Take in a value."""
+        self._sum = self._sum * self.alpha + v * (1 - self.alpha)
+        self._weight = self._weight * self.alpha + (1 - self.alpha)
+
+    @property
+    def value(self) -> float:
+        """The average; ``start_value`` as long as nothing was recorded."""
+        return self._sum / self._weight if self._weight else self._start_value
