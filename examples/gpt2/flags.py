@@ -1,0 +1,125 @@
+"""The flags of train.py."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from argparse import BooleanOptionalAction
+from pathlib import Path
+
+from errors import UsageError
+from models import PRESETS, GPTConfig
+from models.gpt_config import DTYPES
+
+SCHEDULES = ("cosine", "linear", "noam", "constant")
+
+
+def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check what can be checked before the ranks have met."""
+    parser = argparse.ArgumentParser(
+        description="Train a GPT-2 on text.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    hidden = argparse.SUPPRESS  # no "(default: None)" where the default is told in words
+
+    group = parser.add_argument_group("model")
+    group.add_argument("--preset", choices=PRESETS, default="small-cpu", help="sizes that the next flags change")
+    group.add_argument("--layers", type=int, default=hidden, help="transformer layers")
+    group.add_argument("--heads", type=int, default=hidden, help="attention heads")
+    group.add_argument("--hidden", type=int, default=hidden, help="length of a position's vector")
+    group.add_argument("--seq-len", type=int, default=hidden, help="tokens per sequence")
+    group.add_argument("--vocab-size", type=int, default=hidden, help="tokens in the vocabulary")
+    group.add_argument("--dropout", type=float, default=hidden, help="probability to drop an activation")
+    group.add_argument("--tied", action=BooleanOptionalAction, default=True, help="head and embedding share a weight")
+
+    group = parser.add_argument_group("data")
+    group.add_argument("--data", type=Path, default=hidden, help="a text file or a folder; default: Python's library")
+    group.add_argument("--max-bytes", type=int, default=6_000_000, help="use so much of the data; 0: all")
+    group.add_argument("--held-out", type=float, default=0.02, help="share of the data that is not trained on")
+    group.add_argument("--cache", type=Path, default=Path("runs/cache"), help="folder for tokenizers and encoded data")
+
+    group = parser.add_argument_group("training")
+    group.add_argument("--steps", type=int, default=200, help="optimizer steps")
+    group.add_argument("--epochs", type=float, default=hidden, help="passes over the data, instead of --steps")
+    group.add_argument("--batch-size", type=int, default=4, help="sequences per rank and micro-batch")
+    group.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
+    group.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    group.add_argument("--schedule", choices=SCHEDULES, default="cosine", help="how the learning rate falls")
+    group.add_argument("--warmup", type=int, default=20, help="steps in which the learning rate rises")
+    group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices; biases and norms have none")
+    group.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
+    group.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout")
+
+    group = parser.add_argument_group("precision, memory, devices")
+    group.add_argument("--dtype", choices=DTYPES, default="fp32", help="of parameters, which Adam keeps in fp32 too")
+    group.add_argument("--loss-scale", type=float, default=2.0**15, help="the first one, for fp16")
+    group.add_argument("--zero-level", type=int, choices=range(4), default=3, help="what the ranks share out")
+    group.add_argument(
+        "--checkpointing",
+        action=BooleanOptionalAction,
+        default=hidden,
+        help="compute activations again in backward; default: all presets but small-cpu",
+    )
+    group.add_argument("--device", choices=("cpu", "cuda"), default=hidden, help="default: the GPU, if there is one")
+
+    group = parser.add_argument_group("output")
+    group.add_argument("--out", type=Path, default=Path("runs/gpt2"), help="folder for all that is written")
+    group.add_argument("--overwrite", action="store_true", help="delete an earlier run in --out")
+    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    group.add_argument("--save-interval", type=int, default=100, help="steps between checkpoints; 0: at the end only")
+    group.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
+    group.add_argument("--log-interval", type=int, default=5, help="steps between measurements")
+    group.add_argument("--eval-interval", type=int, default=50, help="steps between held-out losses; 0: end only")
+    group.add_argument("--eval-sequences", type=int, default=64, help="held-out sequences to measure on")
+    group.add_argument("--prompt", default="def ", help="beginning of the sample")
+    group.add_argument("--sample-tokens", type=int, default=100, help="length of the sample; 0: none")
+    group.add_argument("--top-k", type=int, default=40, help="likeliest tokens that the sample is drawn from")
+    group.add_argument("--temperature", type=float, default=0.8, help="below 1, the sample is less daring")
+
+    parser.set_defaults(
+        layers=None, heads=None, hidden=None, seq_len=None, vocab_size=None, dropout=None, data=None, epochs=None,
+        checkpointing=None, device=None,
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    if args.checkpointing is None:
+        args.checkpointing = args.preset != "small-cpu"
+    for name in ("steps", "batch_size", "accumulation", "keep", "log_interval", "eval_sequences", "top_k"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    for name in ("max_bytes", "warmup", "save_interval", "eval_interval", "sample_tokens", "lr", "clip", "seed"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must not be negative")
+    if args.epochs is not None and not args.epochs > 0:
+        parser.error(f"--epochs {args.epochs} must be above 0")
+    if not 0 < args.held_out < 1:
+        parser.error(f"--held-out {args.held_out} must be between 0 and 1")
+    if not args.temperature > 0:
+        parser.error(f"--temperature {args.temperature} must be above 0; for no chance at all use --top-k 1")
+    if args.resume and args.overwrite:
+        parser.error("--resume goes on with what --overwrite deletes; choose one")
+    try:
+        args.config = model_config(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def model_config(args: argparse.Namespace) -> GPTConfig:
+    """The preset, with what the flags change."""
+    changed = {
+        "num_layers": args.layers,
+        "num_heads": args.heads,
+        "hidden_size": args.hidden,
+        "seq_len": args.seq_len,
+        "vocab_size": args.vocab_size,
+        "dropout": args.dropout,
+        "tied": args.tied,
+        "dtype": args.dtype,
+    }
+    return dataclasses.replace(PRESETS[args.preset], **{k: v for k, v in changed.items() if v is not None})
+
+
+def check_output(args: argparse.Namespace) -> None:
+    """Raise unless ``--out`` holds what ``--resume`` needs, or nothing that this run would mix with."""
+    has_run = (args.out / "metrics.jsonl").exists() or (args.out / "checkpoints").exists()
+    if has_run and not (args.resume or args.overwrite):
+        raise UsageError(f"--out {args.out} holds an earlier run; go on with --resume, or delete it with --overwrite")

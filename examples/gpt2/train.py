@@ -1,0 +1,205 @@
+"""Train a GPT-2 on text.
+
+python train.py                                   one process
+torchrun --nproc-per-node 2 train.py              two, which share out the model
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import shutil
+import sys
+import time
+
+import torch
+from torch import Tensor
+
+import bmtrain as bmt
+from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from data import Batches, Corpus, Sequences, load_corpus, split
+from errors import UsageError
+from flags import check_output, parse_flags
+from generate import generate
+from metrics import Metrics, peak_memory, plot
+from models import GPT
+
+SCHEDULES = {
+    "cosine": bmt.lr_scheduler.Cosine,
+    "linear": bmt.lr_scheduler.Linear,
+    "noam": bmt.lr_scheduler.Noam,
+    "constant": bmt.lr_scheduler.NoDecay,
+}
+
+
+class Trainer:
+    """Everything that a run holds, from the flags to the step it has come to."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.device: torch.device = bmt.config["device"]
+        self.corpus: Corpus = load_corpus(args.data, args.max_bytes, args.config.vocab_size, args.cache)
+        self.train_set, self.eval_set = split(self.corpus.ids, args.config.seq_len, args.held_out)
+        self.batches = Batches(self.train_set, args.batch_size, args.seed, bmt.rank(), bmt.world_size())
+        self.sequences_per_step = args.batch_size * args.accumulation * bmt.world_size()
+        self.steps: int = args.steps
+        if args.epochs is not None:
+            self.steps = math.ceil(args.epochs * len(self.train_set) / self.sequences_per_step)
+        self.step = 0
+
+        self.model = GPT(args.config, use_checkpoint=args.checkpointing)
+        bmt.init_parameters(self.model)
+        self.loss_function = bmt.loss.FusedCrossEntropy()
+        self.optimizer = bmt.optim.AdamOptimizer(parameter_groups(self.model, args.weight_decay), betas=(0.9, 0.95))
+        self.scheduler = SCHEDULES[args.schedule](self.optimizer, args.lr, args.warmup, self.steps)
+        self.manager = bmt.optim.OptimManager(loss_scale=args.loss_scale if args.dtype == "fp16" else None)
+        self.manager.add_optimizer(self.optimizer, self.scheduler)
+        torch.manual_seed(args.seed + 1 + bmt.rank())  # every rank drops other activations
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint; the learning rate follows this run's flags."""
+        schedule = self.scheduler.state_dict()
+        self.step = load_checkpoint(find_checkpoint(self.args.out), self.model, self.manager, self.batches, self.corpus)
+        self.scheduler.load_state_dict({**schedule, "num_iter": self.scheduler.num_iter})
+
+    def save(self) -> None:
+        save_checkpoint(
+            self.args.out / "checkpoints",
+            self.step, self.model, self.manager, self.batches, self.corpus, self.args.keep,
+        )  # fmt: skip
+
+    def loss(self, sequences: Tensor) -> Tensor:
+        """The mean loss of predicting every next token: sequences (B, S + 1) to a scalar."""
+        scores = self.model(sequences[:, :-1])
+        return self.loss_function(scores.flatten(0, 1), sequences[:, 1:].flatten())
+
+    def train_step(self) -> tuple[Tensor, Tensor]:
+        """Take one step; returns this rank's mean loss and the norm of the gradient, without waiting for them."""
+        self.manager.zero_grad()
+        total = torch.zeros((), device=self.device)
+        for micro_batch in range(self.args.accumulation):
+            is_last = micro_batch == self.args.accumulation - 1
+            with contextlib.nullcontext() if is_last else bmt.no_sync(self.model):
+                loss = self.loss(self.batches.next().to(self.device)) / self.args.accumulation
+                self.manager.backward(loss)
+            total += loss.detach()
+        norm = self.manager.clip_grad_norm(self.optimizer.param_groups, self.args.clip)
+        self.manager.step()
+        self.step += 1
+        return total, norm
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The mean loss over the first sequences that are not trained on, shared out over the ranks."""
+        self.model.eval()
+        count = min(self.args.eval_sequences, len(self.eval_set))
+        batch_size, ranks = self.args.batch_size, bmt.world_size()
+        total = torch.zeros((), device=self.device)
+        for start in range(0, count, batch_size * ranks):
+            # All ranks call the model equally often; one for which nothing is left does so for nothing.
+            mine = range(start + bmt.rank(), min(start + batch_size * ranks, count), ranks)
+            total += self.loss(take(self.eval_set, mine or range(1)).to(self.device)) * len(mine)
+        self.model.train()
+        return bmt.sum_loss(total).item() * ranks / count
+
+    def run(self, metrics: Metrics) -> None:
+        """Take all steps that are left."""
+        args = self.args
+        if self.step == 0:
+            metrics.write({"step": 0, "eval_loss": self.held_out_loss()})
+        clock, clock_step = time.perf_counter(), self.step
+        while self.step < self.steps:
+            lr = self.scheduler.current_lr
+            loss, norm = self.train_step()
+            metrics.advance()
+            is_last = self.step == self.steps
+            if self.step % args.log_interval == 0 or is_last:
+                record = {"step": self.step, "loss": bmt.sum_loss(loss).item(), "lr": lr, "grad_norm": norm.item()}
+                tokens = (self.step - clock_step) * self.sequences_per_step * args.config.seq_len
+                record["tokens_per_second"] = tokens / (time.perf_counter() - clock)
+                record["memory"] = peak_memory(self.device)
+                metrics.write(record)
+                clock, clock_step = time.perf_counter(), self.step
+            pause = time.perf_counter()
+            if (args.eval_interval and self.step % args.eval_interval == 0) or is_last:
+                metrics.write({"step": self.step, "eval_loss": self.held_out_loss()})
+            if (args.save_interval and self.step % args.save_interval == 0) or is_last:
+                self.save()
+            clock += time.perf_counter() - pause
+
+    def sample(self) -> str:
+        """A text that the model writes."""
+        args = self.args
+        return generate(
+            self.model, self.corpus.tokenizer, args.prompt, args.sample_tokens, args.top_k, args.temperature, args.seed
+        )
+
+
+def parameter_groups(model: GPT, weight_decay: float) -> list[dict]:
+    """Matrices with weight decay, and biases and norms without."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def take(sequences: Sequences, indices: range) -> Tensor:
+    """Some sequences as a batch."""
+    return torch.stack([sequences[i] for i in indices])
+
+
+def prepare_output(args: argparse.Namespace) -> None:
+    """Make ``--out`` an empty folder, or leave an earlier run there to go on from."""
+    problem = ""
+    if bmt.rank() == 0:
+        try:
+            check_output(args)
+            if args.resume:
+                find_checkpoint(args.out)
+            if args.overwrite:
+                shutil.rmtree(args.out / "checkpoints", ignore_errors=True)
+                (args.out / "metrics.jsonl").unlink(missing_ok=True)
+            args.out.mkdir(parents=True, exist_ok=True)
+        except (UsageError, OSError) as error:
+            problem = str(error)
+    problem = bmt.store.broadcast_object(problem)
+    if problem:
+        raise UsageError(problem)
+
+
+def main() -> None:
+    args = parse_flags()
+    bmt.init_distributed(seed=args.seed, zero_level=args.zero_level, device=args.device)
+    try:
+        prepare_output(args)
+        trainer = Trainer(args)
+        if args.resume:
+            trainer.resume()
+    except UsageError as error:
+        bmt.print_rank(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+    bmt.print_rank(
+        f"{args.config.num_parameters / 1e6:.1f} million parameters, {bmt.world_size()} rank(s) on "
+        f"{trainer.device.type}; {len(trainer.train_set):,} sequences to train on, {len(trainer.eval_set):,} held out",
+        flush=True,
+    )
+    metrics = Metrics(args.out / "metrics.jsonl", trainer.step, trainer.steps)
+    try:
+        trainer.run(metrics)
+        text = trainer.sample() if args.sample_tokens else ""
+    except KeyboardInterrupt:
+        bmt.print_rank(f"\nInterrupted after step {trainer.step}; --resume goes on from the newest checkpoint.")
+        sys.exit(130)
+    finally:
+        metrics.close()
+    if bmt.rank() == 0:
+        plot(metrics.records, args.out / "loss.png")
+        if text:
+            (args.out / "sample.txt").write_text(text + "\n")
+            print(f"--- a sample ---\n{text}\n----------------")
+        print(f"Wrote {args.out}: metrics.jsonl, loss.png, sample.txt, checkpoints/")
+
+
+if __name__ == "__main__":
+    main()
