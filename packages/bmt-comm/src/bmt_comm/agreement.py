@@ -22,7 +22,7 @@ def check_agreement(comm: Communicator, what: str, facts: Sequence[str]) -> None
     """
     if comm.size == 1:
         return
-    digest = hashlib.sha256("\0".join([what, *facts]).encode()).digest()
+    digest = hashlib.sha256(repr((what, list(facts))).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(comm.device)
     everyone = torch.empty(comm.size, 32, dtype=torch.uint8, device=comm.device)
     comm.all_gather(everyone, mine)
@@ -34,6 +34,7 @@ def check_agreement(comm: Communicator, what: str, facts: Sequence[str]) -> None
     (what_a, facts_a), (what_b, facts_b) = reports[0], reports[other]
     if what_a != what_b:
         raise RuntimeError(f"ranks disagree on what comes next: {names[0]} is at {what_a}, {names[1]} at {what_b}")
-    for index, (a, b) in enumerate(zip_longest(facts_a, facts_b, fillvalue="nothing")):
+    for index, (a, b) in enumerate(zip_longest(facts_a, facts_b, fillvalue=None)):
         if a != b:
+            a, b = ("nothing" if fact is None else fact for fact in (a, b))
             raise RuntimeError(f"ranks disagree on {what}: item {index} is {a} on {names[0]} and {b} on {names[1]}")

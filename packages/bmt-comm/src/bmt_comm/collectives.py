@@ -17,7 +17,7 @@ send / recv        the sender's x                        the receiver's gradient
 =================  ====================================  =================================================
 
 Inputs may have any shape, strides and dtype; every rank of the communicator must take part, forward and
-backward.
+backward: an input that requires a gradient does so on every rank, and every rank's loss depends on its output.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .communicator import REDUCE_OPS, Communicator
 from .context import current_context
@@ -66,7 +67,8 @@ def send_activations(hidden_state: Tensor, next_rank: int, comm: Communicator) -
     Returns a zero of shape () that stands for what was sent: include it in what ``backward`` starts from
     (add it to a loss, or call ``backward()`` on it), and the gradient comes back from the receiver.
     """
-    return _Send.apply(hidden_state, next_rank, comm)
+    wanted = hidden_state.requires_grad and torch.is_grad_enabled()
+    return _Send.apply(hidden_state, wanted, next_rank, comm)
 
 
 def recv_activations(prev_rank: int, comm: Communicator) -> Tensor:
@@ -85,6 +87,7 @@ class _AllGather(torch.autograd.Function):
         return _gather(x.contiguous(), comm)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         out = grad.new_empty(grad.shape[1:])
         ctx.comm.reduce_scatter(out, grad.contiguous())
@@ -102,6 +105,7 @@ class _AllReduce(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         ctx.comm.all_reduce(total)
@@ -124,6 +128,7 @@ class _ReduceScatter(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         comm: Communicator = ctx.comm
         total = _gather(grad.contiguous(), comm)  # (size, rows / size, ...)
@@ -145,6 +150,7 @@ class _Broadcast(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         ctx.comm.all_reduce(total)
@@ -171,10 +177,10 @@ _DTYPES = (
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peer: int, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, wanted: bool, peer: int, comm: Communicator) -> Tensor:
         if x.dim() > _MAX_DIMS or x.dtype not in _DTYPES:
             raise ValueError(f"cannot send a tensor of shape {tuple(x.shape)} and dtype {x.dtype}")
-        header = [int(ctx.needs_input_grad[0]), _DTYPES.index(x.dtype), x.dim(), *x.shape]
+        header = [int(wanted), _DTYPES.index(x.dtype), x.dim(), *x.shape]
         header += [0] * (3 + _MAX_DIMS - len(header))
         comm.send(torch.tensor(header, dtype=torch.int64, device=comm.device), peer)
         if x.numel():
@@ -183,11 +189,12 @@ class _Send(torch.autograd.Function):
         return torch.zeros((), dtype=x.dtype if x.is_floating_point() else torch.float32, device=x.device)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None, None]:
         grad = torch.empty(ctx.shape, dtype=ctx.dtype, device=ctx.device)
         if grad.numel():
             ctx.comm.recv(grad, ctx.peer)
-        return grad, None, None
+        return grad, None, None, None
 
 
 class _Recv(torch.autograd.Function):
@@ -205,6 +212,7 @@ class _Recv(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         if grad.numel():
             ctx.comm.send(grad.contiguous(), ctx.peer)

@@ -14,7 +14,9 @@ Every rank of a communicator must call the same collectives on it in the same or
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -44,10 +46,35 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 # Below this many bytes one gloo all-reduce has less latency than a direct reduce-scatter and all-gather.
 _DIRECT_ALL_REDUCE_BYTES = 1 << 16
 
-# One count of collectives per process group, however many communicators stand on it. Gloo's tags are
-# 32-bit; a collective's tag only has to differ from those still in flight.
+# What every backend can reduce. Other dtypes travel as bytes and are reduced by torch.
+_BACKEND_DTYPES = frozenset(
+    (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    )
+)
+
+# Gloo's tags are 31-bit. The upper half is for direct exchange, whose tags only have to differ from those
+# still in flight; the lower half is for the caller's sends and receives.
 _TAG_RANGE = 1 << 30
-_tags: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
+
+
+@dataclass
+class _GroupState:
+    """What the communicators that stand on one process group have in common."""
+
+    tags: itertools.count[int] = field(default_factory=itertools.count)
+    all_reduces: deque[Callable[[], None]] = field(default_factory=deque)
+    """The second halves of direct all-reduces in flight, in the order in which they began."""
+
+
+_states: WeakKeyDictionary[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
 
 
 class Work(Protocol):
@@ -76,13 +103,13 @@ class _Pending:
         self._keep = keep  # buffers that the transport reads or writes until wait()
 
     def wait(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        self._keep = None
+        # What has failed stays, so that waiting again does not pass for success.
+        while self._works:
+            self._works[-1].wait()
+            self._works.pop()
+        if self._finish is not None:
+            self._finish()
+        self._finish = self._keep = None
 
 
 class Communicator:
@@ -111,8 +138,8 @@ class Communicator:
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self.device = torch.device(device)
         self._stream: torch.cuda.Stream | None = None
-        if group is not None and group not in _tags:
-            _tags[group] = itertools.count()
+        if group is not None and group not in _states:
+            _states[group] = _GroupState()
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, ranks={self.ranks}, device={self.device})"
@@ -135,19 +162,19 @@ class Communicator:
         ``out`` (size × numel) and ``src`` (numel) are contiguous; ``src`` may be this rank's part of ``out``.
         """
         self._check_contiguous(out=out, src=src)
+        _check_same_dtype("all_gather", out, src)
         if out.numel() != self.size * src.numel():
             raise ValueError(
                 f"all_gather: out has {out.numel()} elements; {self.size} ranks × {src.numel()} are needed"
             )
-        flat, mine = out.view(-1), src.view(-1)
+        flat, mine = _flat(out), _flat(src)
         numel = mine.numel()
         if self.size == 1:
             _copy_unless_same(flat, mine)
             return DONE
         if out.is_cuda:
-            return self._finish_now(
-                _compat.all_gather_single(flat, mine, group=self.group, async_op=async_op), async_op
-            )
+            work = _compat.all_gather_single(_wire(flat), _wire(mine), group=self.group, async_op=async_op)
+            return self._finish_now(work, async_op)
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         works = self._exchange([mine] * self.size, chunks, self._next_tag())
         _copy_unless_same(chunks[self.rank], mine)
@@ -159,13 +186,14 @@ class Communicator:
         ``src`` (size × numel) and ``out`` (numel) are contiguous and do not overlap. On CPU ``src`` must
         stay unchanged until ``wait``.
         """
-        _check_op(op)
+        _check_op(op, src)
         self._check_contiguous(out=out, src=src)
+        _check_same_dtype("reduce_scatter", out, src)
         if src.numel() != self.size * out.numel():
             raise ValueError(
                 f"reduce_scatter: src has {src.numel()} elements; {self.size} ranks × {out.numel()} are needed"
             )
-        flat, mine = src.view(-1), out.view(-1)
+        flat, mine = _flat(src), _flat(out)
         numel = mine.numel()
         if self.size == 1:
             _copy_unless_same(mine, flat)
@@ -178,16 +206,24 @@ class Communicator:
         return self._finish_now(self._direct_reduce_scatter(mine, chunks, op), async_op)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Work:
-        """Reduce ``tensor`` (contiguous) over the ranks, in place on every rank."""
-        _check_op(op)
+        """Reduce ``tensor`` (contiguous) over the ranks, in place on every rank.
+
+        The result is the same, bit for bit, on every rank.  On CPU a large all-reduce does its second half
+        in ``wait``, after those that began earlier on the same process group.  So ranks may wait for several
+        in different orders, but a rank that waits needs the others to come to a wait, too.
+        """
+        _check_op(op, tensor)
         self._check_contiguous(tensor=tensor)
         if self.size == 1:
             return DONE
         if tensor.is_cuda:
             reduce_op = dist.ReduceOp.AVG if op == "avg" else _REDUCE_OPS[op]
             return self._finish_now(dist.all_reduce(tensor, reduce_op, group=self.group, async_op=async_op), async_op)
-        flat = tensor.view(-1)
-        if flat.numel() * flat.element_size() >= _DIRECT_ALL_REDUCE_BYTES:
+        flat = _flat(tensor)
+        # Gloo's max and min lose a NaN, or keep it, depending on who holds it.
+        exact = op in ("max", "min") and flat.is_floating_point()
+        large = flat.numel() * flat.element_size() >= _DIRECT_ALL_REDUCE_BYTES
+        if large or exact or flat.dtype not in _BACKEND_DTYPES:
             return self._finish_now(self._direct_all_reduce(flat, op), async_op)
         work = dist.all_reduce(flat, _REDUCE_OPS[op], group=self.group, async_op=True)
         finish = (lambda: _divide(flat, self.size)) if op == "avg" else None
@@ -199,22 +235,37 @@ class Communicator:
         self._check_contiguous(tensor=tensor)
         if self.size == 1 or tensor.numel() == 0:
             return DONE
-        work = dist.broadcast(tensor, self.ranks[root], group=self.group, async_op=async_op)
+        work = dist.broadcast(_wire(_flat(tensor)), self.ranks[root], group=self.group, async_op=async_op)
         return self._finish_now(work, async_op)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
-        """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv`."""
-        self._check_peer("peer", peer)
-        self._check_contiguous(tensor=tensor)
-        work = dist.isend(tensor, self.ranks[peer], group=self.group, tag=tag)
+        """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv` with the same tag."""
+        data = self._message(tensor, peer, tag)
+        work = dist.isend(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(_Pending([work], None, tensor), async_op)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
         """Receive into ``tensor`` (contiguous) what rank ``peer`` sends."""
-        self._check_peer("peer", peer)
-        self._check_contiguous(tensor=tensor)
-        work = dist.irecv(tensor, self.ranks[peer], group=self.group, tag=tag)
+        data = self._message(tensor, peer, tag)
+        work = dist.irecv(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(_Pending([work], None, tensor), async_op)
+
+    def send_recv(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], async_op: bool = False
+    ) -> Work:
+        """Several :meth:`send` and :meth:`recv` (pairs of tensor and peer) at once.
+
+        Ranks that send to each other must use this: NCCL runs what goes between two ranks in order, so two
+        sends that face each other would wait forever.
+        """
+
+        def op(call: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+            return dist.P2POp(call, self._message(tensor, peer, 0), self.ranks[peer], self.group)
+
+        ops = [op(dist.irecv, *message) for message in recvs] + [op(dist.isend, *message) for message in sends]
+        if not ops:
+            return DONE
+        return self._finish_now(_Pending(dist.batch_isend_irecv(ops), None, (sends, recvs)), async_op)
 
     def barrier(self) -> None:
         """Return once every rank has called this."""
@@ -244,9 +295,13 @@ class Communicator:
 
     # --- direct exchange (CPU) --------------------------------------------------------------------
 
-    def _next_tag(self) -> int:
+    @property
+    def _state(self) -> _GroupState:
         assert self.group is not None
-        return next(_tags[self.group]) % _TAG_RANGE
+        return _states[self.group]
+
+    def _next_tag(self) -> int:
+        return _TAG_RANGE + next(self._state.tags) % _TAG_RANGE
 
     def _exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], tag: int) -> list[Any]:
         """Send ``sends[r]`` to, and receive ``recvs[r]`` from, every other rank r at once.
@@ -255,7 +310,8 @@ class Communicator:
         neither side waits for an empty message.
         """
         assert self.group is not None
-        send, recv = _compat.point_to_point(self.group)
+        # The process group's own methods: those of torch.distributed cost several times as much.
+        send, recv = self.group.send, self.group.recv
         works = []
         for k in range(1, self.size):
             source = (self.rank - k) % self.size
@@ -292,12 +348,23 @@ class Communicator:
         reduce = self._direct_reduce_scatter(reduced, chunks, op)
         # Taken now, so that ranks which wait for their collectives in different orders still agree.
         tag = self._next_tag()
+        done = False
 
-        def finish() -> None:
+        def complete() -> None:
+            nonlocal done
             reduce.wait()
             mine.copy_(reduced)
             for work in self._exchange([mine] * self.size, chunks, tag):
                 work.wait()
+            done = True
+
+        unfinished = self._state.all_reduces
+        unfinished.append(complete)
+
+        def finish() -> None:
+            while not done:  # every rank completes them in one order, whichever it waits for first
+                unfinished[0]()
+                unfinished.popleft()
 
         return _Pending([], finish, flat)
 
@@ -324,15 +391,37 @@ class Communicator:
         if not 0 <= rank < self.size:
             raise ValueError(f"{name}={rank} is not a rank of this communicator (0 to {self.size - 1})")
 
-    def _check_peer(self, name: str, rank: int) -> None:
-        self._check_rank(name, rank)
-        if rank == self.rank:
-            raise ValueError(f"{name}={rank} is this rank itself; a rank cannot send to or receive from itself")
+    def _message(self, tensor: Tensor, peer: int, tag: int) -> Tensor:
+        """``tensor`` as it travels to or from ``peer``."""
+        self._check_rank("peer", peer)
+        if peer == self.rank:
+            raise ValueError(f"peer={peer} is this rank itself; a rank cannot send to or receive from itself")
+        if not 0 <= tag < _TAG_RANGE:
+            raise ValueError(f"tag={tag} is out of range; choose one from 0 to {_TAG_RANGE - 1}")
+        self._check_contiguous(tensor=tensor)
+        return _wire(_flat(tensor))
 
 
-def _check_op(op: str) -> None:
+def _check_op(op: str, tensor: Tensor) -> None:
     if op not in _REDUCE_OPS:
         raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCE_OPS)}")
+    if (op in ("max", "min") and tensor.is_complex()) or (op == "avg" and tensor.dtype == torch.bool):
+        raise TypeError(f"op={op!r} is not defined for {tensor.dtype}")
+
+
+def _check_same_dtype(name: str, out: Tensor, src: Tensor) -> None:
+    if out.dtype != src.dtype:
+        raise ValueError(f"{name}: out is {out.dtype} and src is {src.dtype}; they must have the same dtype")
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in one dimension, without its history: what is received may go into a parameter."""
+    return tensor.detach().view(-1)
+
+
+def _wire(flat: Tensor) -> Tensor:
+    """``flat`` as a dtype that every backend carries."""
+    return flat if flat.dtype in _BACKEND_DTYPES else flat.view(torch.uint8)
 
 
 def _copy_unless_same(dst: Tensor, src: Tensor) -> None:

@@ -53,6 +53,8 @@ class Config(Mapping[str, Any]):
             return _context.is_initialized()
         if key not in _LOOKUP:
             raise KeyError(key)
+        if not _context.is_initialized():
+            raise KeyError(f"{key}: there is none before init_distributed()")
         return _LOOKUP[key](_context.current_context())
 
     def __iter__(self) -> Iterator[str]:

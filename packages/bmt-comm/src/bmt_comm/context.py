@@ -12,10 +12,11 @@ import os
 import random
 import sys
 from dataclasses import dataclass, field
+from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .communicator import Communicator
 from .slice import forget_communicators
@@ -60,6 +61,8 @@ class ParallelContext:
     outer_zero: Communicator
     outer_tp_zero: Communicator
     owns_process_group: bool = field(repr=False, default=True)
+    subgroups: tuple[dist.ProcessGroup, ...] = field(repr=False, default=())
+    """The process groups that were made for this layout."""
 
     @property
     def pipe_rank(self) -> int:
@@ -158,7 +161,7 @@ def init_distributed(
     if adopt:
         world_size = dist.get_world_size()
     else:
-        world_size = int(os.environ["WORLD_SIZE"]) if launched or init_method != "env://" else 1
+        world_size = _world_size(init_method) if launched or init_method != "env://" else 1
     # Before any process group exists, so that every rank raises and none waits for another.
     if world_size % (pipe_size * tp_size) != 0:
         raise ValueError(
@@ -166,17 +169,18 @@ def init_distributed(
             f"{world_size}; choose sizes whose product does"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    chosen = _choose_device(device, local_rank, backend)
+    chosen = _choose_device(device, local_rank, backend, adopt)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if not adopt:
         backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
         if launched or init_method != "env://":
-            rank = int(os.environ["RANK"]) if "RANK" in os.environ else -1
-            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+            # -1: init_method says so itself.
+            rank, size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
+            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    _current = _lay_out(
+    context = _lay_out(
         chosen,
         pipe_size,
         tp_size,
@@ -190,7 +194,8 @@ def init_distributed(
     )
     if seed is not None:
         _seed_generators(seed)
-    return _current
+    _current = context
+    return context
 
 
 def shutdown() -> None:
@@ -203,8 +208,13 @@ def shutdown() -> None:
     if context is None:
         return
     forget_communicators()
-    if context.owns_process_group and dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    if context.owns_process_group:
         dist.destroy_process_group()
+    else:
+        for group in context.subgroups:
+            dist.destroy_process_group(group)
 
 
 def _shutdown_at_exit() -> None:
@@ -216,10 +226,25 @@ def _shutdown_at_exit() -> None:
 atexit.register(_shutdown_at_exit)
 
 
-def _choose_device(device: str | torch.device | None, local_rank: int, backend: str | None) -> torch.device:
+def _world_size(init_method: str) -> int:
+    """The number of processes, from the environment or else from the query of ``init_method``."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    query = parse_qs(urlparse(init_method).query)
+    if "world_size" not in query:
+        raise ValueError(
+            f"init_method={init_method!r} does not tell the number of processes: add ?rank=...&world_size=... to it, "
+            "or set the environment variables RANK and WORLD_SIZE"
+        )
+    return int(query["world_size"][0])
+
+
+def _choose_device(
+    device: str | torch.device | None, local_rank: int, backend: str | None, adopt: bool
+) -> torch.device:
     if device is None:
-        use_cuda = torch.cuda.is_available() and backend != "gloo"
-        device = "cuda" if use_cuda else "cpu"
+        nccl = "nccl" in str(dist.get_backend_config()) if adopt else backend != "gloo"
+        device = "cuda" if nccl and torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cpu":
         if backend is not None and "nccl" in backend and "gloo" not in backend:
@@ -253,27 +278,33 @@ def _lay_out(
 ) -> ParallelContext:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data_size = world_size // (pipe_size * tp_size)
-    mesh = init_device_mesh(device.type, (pipe_size, data_size, tp_size), mesh_dim_names=MESH_DIMS)
     grid = torch.arange(world_size).view(pipe_size, data_size, tp_size)
-    world = Communicator(dist.group.WORLD, device)
+    place = (grid == rank).nonzero()[0].tolist()
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    groups = {tuple(range(world_size)): everyone}
 
-    def along(dims: tuple[int, ...]) -> Communicator:
-        """The communicator of the ranks that differ from this one in ``dims`` of the grid only."""
-        varying = [d for d in dims if grid.shape[d] > 1]
-        if not varying:
-            return Communicator(None, device)
-        if all(grid.shape[d] == 1 for d in range(3) if d not in varying):
-            return world
-        if len(varying) == 1:
-            return Communicator(mesh.get_group(MESH_DIMS[varying[0]]), device)
-        fixed = next(d for d in range(3) if d not in varying)
-        mine = None
-        for index in range(grid.shape[fixed]):  # every rank takes part in making every group
-            ranks = grid.select(fixed, index).flatten().tolist()
-            group = dist.new_group(ranks, timeout=timeout)
-            if rank in ranks:
-                mine = group
-        return Communicator(mine, device)
+    def group_along(*dims: int) -> dist.ProcessGroup:
+        """The ranks that differ from this one in ``dims`` of the grid only.
+
+        All ranks ask for the same dims in the same order, and only those of one group wait for each other.
+        """
+        part = grid[tuple(slice(None) if d in dims else place[d] for d in range(3))]
+        ranks = tuple(part.flatten().tolist())
+        if ranks not in groups:
+            groups[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        return groups[ranks]
+
+    mesh_groups = [group_along(d) for d in range(3)]
+    mesh = DeviceMesh.from_group(mesh_groups, device.type, grid, mesh_dim_names=MESH_DIMS)
+    communicators = {everyone: Communicator(everyone, device)}
+
+    def along(*dims: int) -> Communicator:
+        group = group_along(*dims)
+        if group not in communicators:
+            alone = dist.get_world_size(group) == 1
+            communicators[group] = Communicator(None if alone else group, device)
+        return communicators[group]
 
     return ParallelContext(
         mesh=mesh,
@@ -288,14 +319,15 @@ def _lay_out(
         num_micro_batches=num_micro_batches,
         seed=seed,
         zero_level=zero_level,
-        world=world,
-        zero=along((1, 2)),
-        tp_zero=along((1,)),
-        tp=along((2,)),
-        pipe=along((0,)),
-        outer_zero=along((0, 1, 2)),
-        outer_tp_zero=along((0, 1)),
+        world=communicators[everyone],
+        zero=along(1, 2),
+        tp_zero=along(1),
+        tp=along(2),
+        pipe=along(0),
+        outer_zero=along(0, 1, 2),
+        outer_tp_zero=along(0, 1),
         owns_process_group=owns_process_group,
+        subgroups=tuple(group for group in groups.values() if group is not everyone),
     )
 
 

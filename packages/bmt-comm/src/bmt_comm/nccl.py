@@ -1,16 +1,17 @@
 """The function names of ``bmtrain.nccl`` over :class:`~bmt_comm.Communicator`; tensors in, nothing differentiable.
 
-``groupStart`` and ``groupEnd`` bracket sends and receives that depend on each other: between them nothing
-is waited for, at the end everything is.
+``groupStart`` and ``groupEnd`` bracket sends and receives that depend on each other: those between them start
+together at the end, and are waited for.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from .communicator import Communicator, Work
+from .communicator import Communicator
 
-_group: list[Work] | None = None
+_Messages = list[tuple[Tensor, int]]
+_group: dict[Communicator, tuple[_Messages, _Messages]] | None = None  # what to send, what to receive
 
 
 def commCount(comm: Communicator) -> int:
@@ -35,6 +36,8 @@ def allReduce(src: Tensor, dst: Tensor, op: str, comm: Communicator) -> None:
 
 def reduce(src: Tensor, dst: Tensor, op: str, root: int, comm: Communicator) -> None:
     """``dst`` on rank ``root`` = the reduction of every rank's ``src``; elsewhere ``dst`` is left alone."""
+    if not 0 <= root < comm.size:
+        raise ValueError(f"root={root} is not a rank of this communicator (0 to {comm.size - 1})")
     result = src.clone()
     comm.all_reduce(result, op)
     if comm.rank == root:
@@ -60,12 +63,18 @@ def reduceScatter(src: Tensor, dst: Tensor, op: str, comm: Communicator) -> None
 
 def send(src: Tensor, peer: int, comm: Communicator) -> None:
     """Send ``src`` to rank ``peer``."""
-    _run(comm.send(src, peer, async_op=True))
+    if _group is None:
+        comm.send(src, peer)
+    else:
+        _group.setdefault(comm, ([], []))[0].append((src, peer))
 
 
 def recv(dst: Tensor, peer: int, comm: Communicator) -> None:
     """Receive into ``dst`` what rank ``peer`` sends."""
-    _run(comm.recv(dst, peer, async_op=True))
+    if _group is None:
+        comm.recv(dst, peer)
+    else:
+        _group.setdefault(comm, ([], []))[1].append((dst, peer))
 
 
 def groupStart() -> None:
@@ -73,24 +82,18 @@ def groupStart() -> None:
     global _group
     if _group is not None:
         raise RuntimeError("groupStart() was called twice without groupEnd()")
-    _group = []
+    _group = {}
 
 
 def groupEnd() -> None:
-    """Wait for the sends and receives since :func:`groupStart`."""
+    """Do the sends and receives since :func:`groupStart`, all at once."""
     global _group
     if _group is None:
         raise RuntimeError("groupEnd() without groupStart()")
-    works, _group = _group, None
+    group, _group = _group, None
+    works = [comm.send_recv(sends, recvs, async_op=True) for comm, (sends, recvs) in group.items()]
     for work in works:
         work.wait()
-
-
-def _run(work: Work) -> None:
-    if _group is None:
-        work.wait()
-    else:
-        _group.append(work)
 
 
 def _copy(src: Tensor, dst: Tensor) -> None:

@@ -23,15 +23,18 @@ def wait_loader() -> None:
 
 
 def sum_loss(loss: Tensor, comm: Communicator | None = None) -> Tensor:
-    """The **mean** of ``loss`` over the ranks of ``comm`` (by default the world); not differentiable."""
+    """The **mean** of ``loss`` over the ranks of ``comm`` (by default the world); not differentiable.
+
+    Integers are averaged in torch's default dtype.
+    """
     comm = comm or current_context().world
-    result = loss.detach().clone(memory_format=torch.contiguous_format)
+    dtype = loss.dtype if loss.is_floating_point() or loss.is_complex() else torch.get_default_dtype()
+    result = torch.empty(loss.shape, dtype=dtype, device=comm.device).copy_(loss.detach())
     comm.all_reduce(result, "avg")
-    return result
+    return result.to(loss.device)
 
 
 def gather_result(result: Tensor) -> Tensor:
-    """Every rank's ``result`` on every rank's host, joined along dim 0 (0-dim results: one element each)."""
-    context = current_context()
-    stacked = all_gather(result.detach().to(context.device))
-    return (stacked.flatten(0, 1) if result.dim() else stacked).cpu()
+    """Every rank's ``result``, joined along dim 0 (0-dim results: one element each), on the device of ``result``."""
+    stacked = all_gather(result.detach().to(current_context().device))
+    return (stacked.flatten(0, 1) if result.dim() else stacked).to(result.device)

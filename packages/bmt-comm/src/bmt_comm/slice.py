@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .communicator import Communicator
@@ -116,7 +117,8 @@ def slice_of(tensor: Tensor) -> Slice:
     """The part of its logical tensor that ``tensor`` holds on this rank.
 
     Tensors that carry a :data:`SLICE_ATTRIBUTE` say so themselves, ``DTensor``s through their placements
-    (``Replicate``, ``Shard(0)`` over one mesh dimension, and one more ``Shard`` for tensor parallelism),
+    (``Replicate``, ``Shard(0)`` over one mesh dimension, and one more ``Shard`` for tensor parallelism; what
+    FSDP2 makes of a tensor-parallel module, too),
     and any other tensor is whole.
 
     Raises:
@@ -140,7 +142,7 @@ def _slice_of_dtensor(tensor: Any) -> Slice:
     shape = tuple(tensor.shape)
     mesh = tensor.device_mesh
     cuts: list[tuple[int, Any]] = []  # (dimension, communicator), in mesh order
-    strided: list[tuple[int, Any]] = []
+    strided: list[tuple[int, Any, int]] = []  # and into how many pieces the dimension is cut before
     for mesh_dim, placement in enumerate(tensor.placements):
         if placement.is_replicate() or mesh.size(mesh_dim) == 1:
             continue
@@ -148,21 +150,26 @@ def _slice_of_dtensor(tensor: Any) -> Slice:
         if dim is None or placement.is_partial():
             raise ValueError(f"placement {placement} of a DTensor of shape {shape} is not a slice; redistribute it")
         # FSDP2 over tensor-parallel rows: the outer mesh dimension cuts what the inner one has cut.
-        target = strided if type(placement).__name__ == "_StridedShard" else cuts
-        target.append((dim, mesh.get_group(mesh_dim)))
-    row_cut, tp_cut = None, None
-    for dim, group in strided:
+        if type(placement).__name__ == "_StridedShard":
+            strided.append((dim, mesh.get_group(mesh_dim), placement.split_factor))
+        else:
+            cuts.append((dim, mesh.get_group(mesh_dim)))
+    row_cut, tp_cut, pieces = None, None, 1
+    several = ValueError(f"placements {tensor.placements} of a DTensor of shape {shape} are not one slice")
+    for dim, group, split_factor in strided:
         if dim != 0 or row_cut is not None:
-            raise ValueError(f"placements {tensor.placements} of a DTensor of shape {shape} are not one slice")
-        row_cut = group
-    # Of two plain cuts the later mesh dimension is the tensor-parallel one, unless only the other is by rows.
-    for dim, group in sorted(cuts, key=lambda cut: cut[0] != 0):
+            raise several
+        row_cut, pieces = group, split_factor
+    # Of two plain cuts by rows, the later mesh dimension cuts what the earlier one has cut.
+    for dim, group in reversed(cuts):
         if dim == 0 and row_cut is None:
             row_cut = group
         elif tp_cut is None:
             tp_cut = (dim, group)
         else:
-            raise ValueError(f"placements {tensor.placements} of a DTensor of shape {shape} are not one slice")
+            raise several
+    if pieces != (dist.get_world_size(tp_cut[1]) if tp_cut is not None and tp_cut[0] == 0 else 1):
+        raise several
     device = mesh.device_type
     tp_dim, tp_offset, tp_extent, tp_comm = None, 0, 0, None
     rows = shape[0] if shape else 1
