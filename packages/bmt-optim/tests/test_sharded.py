@@ -261,13 +261,31 @@ def test_an_empty_or_a_foreign_shard_is_not_loaded(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_frozen_parameters_have_the_same_state_at_every_layout(ctx):
+@pytest.mark.parametrize("when", ["at first", "after planning"])
+def test_frozen_parameters_have_the_same_state_at_every_layout(ctx, when):
     params = shards(values(), layout(ctx, "rows"))
+    optimizer = AdamOptimizer(params, **OPTIONS)
+    if when == "after planning":
+        optimizer.sync_masters()
     params[1].requires_grad_(False)  # one row: only one rank has it
     params[1].grad = None
-    optimizer = AdamOptimizer(params, **OPTIONS)
     optimizer.step()
     params[0].requires_grad_(False)
     assert sorted(optimizer.state_dict()["state"]) == [0, 2, 3, 4]
     found = optimizer.state_dict(gather=True)["state"]
     assert sorted(found) == ([0, 2, 3, 4] if ctx.rank == 0 else [])
+
+
+@pytest.mark.ranks(2)
+def test_gathering_leaves_parameters_alone_where_only_some_ranks_have_a_state(ctx):
+    params = shards(values(), layout(ctx, "rows"))
+    if ctx.rank == 1:
+        for p in params:
+            p.grad = None
+            p.requires_grad_(False)
+    optimizer = AdamOptimizer(params, **OPTIONS)
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+    found = optimizer.state_dict(gather=True)["state"]
+    assert len(found) == (len(SHAPES) if ctx.rank == 0 else 0)
+    assert all(torch.equal(p, b) for p, b in zip(params, before))
