@@ -1,0 +1,54 @@
+"""A plain PyTorch GPT for the benchmarks: nothing in it knows that it will be sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    layers: int = 8
+    hidden: int = 512
+    heads: int = 8
+    vocab: int = 8192
+    positions: int = 1024
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.norm_1 = nn.LayerNorm(shape.hidden)
+        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
+        self.out = nn.Linear(shape.hidden, shape.hidden)
+        self.norm_2 = nn.LayerNorm(shape.hidden)
+        self.up = nn.Linear(shape.hidden, 4 * shape.hidden)
+        self.down = nn.Linear(4 * shape.hidden, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.positions = nn.Embedding(shape.positions, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Token numbers (B, S) and targets (B, S) → the mean loss, shape ()."""
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
