@@ -1,0 +1,84 @@
+"""Packages import only what lies below them, and nothing that they do not declare."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+PACKAGES = Path(__file__).parents[1] / "packages"
+
+# What each package may import of the others: anywhere, and in a function or under a condition only.
+ALLOWED = {
+    "bmt_kernels": (set(), set()),
+    "bmt_comm": (set(), {"bmt_kernels"}),
+    "bmt_zero": ({"bmt_comm"}, set()),
+    "bmt_tp": ({"bmt_comm", "bmt_kernels"}, {"bmt_zero"}),
+    "bmt_pipe": ({"bmt_comm", "bmt_zero"}, set()),
+    "bmt_optim": ({"bmt_comm", "bmt_kernels"}, set()),
+    "bmtrain": ({"bmt_comm", "bmt_kernels", "bmt_optim", "bmt_pipe", "bmt_tp", "bmt_zero"}, set()),
+}
+
+
+def folder(name):
+    return PACKAGES / name.replace("_", "-")
+
+
+def imports(name):
+    """(module imported, whether unconditionally and on import, file:line) of every absolute import."""
+    for path in sorted((folder(name) / "src").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        firm = {id(node) for node in tree.body}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                modules = [node.module]
+            else:
+                continue
+            for module in modules:
+                yield module.split(".")[0], id(node) in firm, f"{path.relative_to(PACKAGES)}:{node.lineno}"
+
+
+def declared(name):
+    """The names of the required and of the optional distributions, as modules are called."""
+    project = tomllib.loads((folder(name) / "pyproject.toml").read_text())["project"]
+    required = project.get("dependencies", [])
+    optional = [entry for entries in project.get("optional-dependencies", {}).values() for entry in entries]
+    return tuple({re.split(r"[^\w-]", e)[0].replace("-", "_") for e in entries} for entries in (required, optional))
+
+
+def test_every_package_is_listed():
+    assert {path.name.replace("-", "_") for path in PACKAGES.iterdir() if path.is_dir()} == ALLOWED.keys()
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_siblings_are_imported_along_the_arrows_only(name):
+    anywhere, optional = ALLOWED[name]
+    wrong = []
+    for module, firm, place in imports(name):
+        if module in ALLOWED and module != name and module not in (anywhere if firm else anywhere | optional):
+            wrong.append(f"{place} imports {module}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_whatever_is_imported_is_declared(name):
+    required, optional = declared(name)
+    wrong = []
+    for module, firm, place in imports(name):
+        if module in sys.stdlib_module_names or module == name:
+            continue
+        if module not in (required if firm else required | optional):
+            wrong.append(f"{place} imports {module}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_siblings_are_required_along_the_arrows_only(name):
+    anywhere, extras = ALLOWED[name]
+    required, optional = declared(name)
+    assert required & ALLOWED.keys() <= anywhere
+    assert optional & ALLOWED.keys() <= anywhere | extras
