@@ -28,6 +28,7 @@ DIST = ROOT / "dist"
 PACKAGES = ["bmt-kernels", "bmt-comm", "bmt-zero", "bmt-tp", "bmt-pipe", "bmt-optim", "bmtrain"]
 
 BUILD_NEEDS = ["build", "hatchling>=1.26", "scikit-build-core>=1.0", "pybind11>=3.0", "editables", "packaging"]
+TOOL_NEEDS = ["pytest>=8", "packaging", "tomli; python_version < '3.11'"]
 TEST_NEEDS = ["pytest>=8", "hypothesis", "numpy", "safetensors", "transformers"]
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
 
@@ -35,7 +36,7 @@ EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, types, and that the packages' versions and imports fit together."""
-    install(session, "torch", "ruff", "mypy", "pytest>=8", "packaging")
+    install(session, "torch", "ruff", "mypy", *TOOL_NEEDS)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", *[str(path) for path in sorted(ROOT.glob("packages/*/src/*"))])
@@ -47,7 +48,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """All tests, in one environment with all packages; arguments go to pytest."""
-    install(session, *TEST_NEEDS, *EXAMPLE_NEEDS, "packaging")
+    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     arguments = session.posargs or ["tests", *[f"packages/{name}/tests" for name in PACKAGES]]
     session.run("python", "-m", "pytest", *arguments)

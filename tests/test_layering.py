@@ -3,10 +3,14 @@
 import ast
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 PACKAGES = Path(__file__).parents[1] / "packages"
 
@@ -21,14 +25,21 @@ ALLOWED = {
     "bmtrain": ({"bmt_comm", "bmt_kernels", "bmt_optim", "bmt_pipe", "bmt_tp", "bmt_zero"}, set()),
 }
 
+TOP_LEVEL = {"_pytest": "pytest"}  # modules that are not called like what must be declared
+
 
 def folder(name):
     return PACKAGES / name.replace("_", "-")
 
 
 def imports(name):
-    """(module imported, whether unconditionally and on import, file:line) of every absolute import."""
+    """(module imported, whether unconditionally and on import, file:line) of every absolute import.
+
+    A subpackage that is called like an extra (``bmt_comm.testing``) is for those who install that extra.
+    """
+    extras = project(name).get("optional-dependencies", {})
     for path in sorted((folder(name) / "src").rglob("*.py")):
+        in_extra = path.parent.name in extras
         tree = ast.parse(path.read_text())
         firm = {id(node) for node in tree.body}
         for node in ast.walk(tree):
@@ -39,14 +50,19 @@ def imports(name):
             else:
                 continue
             for module in modules:
-                yield module.split(".")[0], id(node) in firm, f"{path.relative_to(PACKAGES)}:{node.lineno}"
+                place = f"{path.relative_to(PACKAGES)}:{node.lineno}"
+                top = module.split(".")[0]
+                yield TOP_LEVEL.get(top, top), id(node) in firm and not in_extra, place
+
+
+def project(name):
+    return tomllib.loads((folder(name) / "pyproject.toml").read_text())["project"]
 
 
 def declared(name):
     """The names of the required and of the optional distributions, as modules are called."""
-    project = tomllib.loads((folder(name) / "pyproject.toml").read_text())["project"]
-    required = project.get("dependencies", [])
-    optional = [entry for entries in project.get("optional-dependencies", {}).values() for entry in entries]
+    required = project(name).get("dependencies", [])
+    optional = [entry for entries in project(name).get("optional-dependencies", {}).values() for entry in entries]
     return tuple({re.split(r"[^\w-]", e)[0].replace("-", "_") for e in entries} for entries in (required, optional))
 
 
