@@ -1,5 +1,8 @@
 """Process start-up, the parallel layout, communicators and differentiable collectives."""
 
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
+
 from . import nccl, store
 from ._version import __version__
 from .agreement import check_agreement
@@ -24,6 +27,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "allgather_objects",
+    "benchmark",
     "broadcast",
     "broadcast_object",
     "check_agreement",
@@ -51,3 +55,9 @@ __all__ = [
     "whole",
     "world_size",
 ]
+
+
+def __getattr__(name: str) -> _ModuleType:
+    if name == "benchmark":  # imported when it is used: python -m bmt_comm.benchmark must find it new
+        return _import_module(".benchmark", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

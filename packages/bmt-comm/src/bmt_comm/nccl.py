@@ -102,5 +102,7 @@ def _copy(src: Tensor, dst: Tensor) -> None:
             f"src ({tuple(src.shape)}, {src.dtype}) and dst ({tuple(dst.shape)}, {dst.dtype}) must have the same "
             "number of elements and dtype"
         )
+    if not dst.is_contiguous():
+        raise ValueError(f"dst of shape {tuple(dst.shape)} and strides {dst.stride()} is not contiguous")
     if src.data_ptr() != dst.data_ptr():
         dst.view(-1).copy_(src.reshape(-1))

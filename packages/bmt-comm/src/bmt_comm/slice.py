@@ -118,8 +118,7 @@ def slice_of(tensor: Tensor) -> Slice:
 
     Tensors that carry a :data:`SLICE_ATTRIBUTE` say so themselves, ``DTensor``s through their placements
     (``Replicate``, ``Shard(0)`` over one mesh dimension, and one more ``Shard`` for tensor parallelism; what
-    FSDP2 makes of a tensor-parallel module, too),
-    and any other tensor is whole.
+    FSDP2 makes of a tensor-parallel module, too), and any other tensor is whole.
 
     Raises:
         ValueError: a ``DTensor`` placement is none of these (``Partial``, say).
@@ -154,7 +153,7 @@ def _slice_of_dtensor(tensor: Any) -> Slice:
             strided.append((dim, mesh.get_group(mesh_dim), placement.split_factor))
         else:
             cuts.append((dim, mesh.get_group(mesh_dim)))
-    row_cut, tp_cut, pieces = None, None, 1
+    row_cut, tp_cut, pieces = None, None, None
     several = ValueError(f"placements {tensor.placements} of a DTensor of shape {shape} are not one slice")
     for dim, group, split_factor in strided:
         if dim != 0 or row_cut is not None:
@@ -168,7 +167,8 @@ def _slice_of_dtensor(tensor: Any) -> Slice:
             tp_cut = (dim, group)
         else:
             raise several
-    if pieces != (dist.get_world_size(tp_cut[1]) if tp_cut is not None and tp_cut[0] == 0 else 1):
+    cut_before = dist.get_world_size(tp_cut[1]) if tp_cut is not None and tp_cut[0] == 0 else 1
+    if pieces is not None and pieces != cut_before:
         raise several
     device = mesh.device_type
     tp_dim, tp_offset, tp_extent, tp_comm = None, 0, 0, None

@@ -1,0 +1,264 @@
+"""Start-up, layout, shutdown, and what they leave alone."""
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bmt_comm
+from bmt_comm import init_distributed, shutdown
+
+
+def run_script(tmp_path, text, processes=0, timeout=90):
+    """The script in fresh interpreters, warnings being errors; 0 processes: without a launcher."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(text))
+    command = [sys.executable, "-W", "error"]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    if processes:
+        # torch's launcher itself may warn; its workers must not.
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+        env |= {"PYTHONWARNINGS": "error::UserWarning,error::FutureWarning,error::ResourceWarning"}
+        env |= {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=timeout, env=env)
+
+
+def expected_members(world_size, pipe, tp, rank):
+    """The members of each communicator, from the definition rank = (pipe · data_size + data) · tp_size + tp."""
+    data = world_size // (pipe * tp)
+    place = {(p * data + d) * tp + t: (p, d, t) for p in range(pipe) for d in range(data) for t in range(tp)}
+    mine = place[rank]
+
+    def same(*dims):
+        return tuple(r for r in range(world_size) if all(place[r][d] == mine[d] for d in dims))
+
+    return mine, {
+        "world": same(),
+        "zero": same(0),
+        "tp_zero": same(0, 2),
+        "tp": same(0, 1),
+        "pipe": same(1, 2),
+        "outer_zero": same(),
+        "outer_tp_zero": same(2),
+    }
+
+
+@pytest.mark.ranks(1, 2, 3, 4, init=False)
+def test_the_layout_of_every_size(device_type):
+    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    for pipe in (1, 2, 3, 4):
+        for tp in (1, 2, 3, 4):
+            if world_size % (pipe * tp):
+                continue
+            ctx = init_distributed(pipe_size=pipe, tp_size=tp, device=device_type)
+            place, members = expected_members(world_size, pipe, tp, rank)
+            assert (ctx.pipe_rank, ctx.data_rank, ctx.tp_rank) == place
+            assert (ctx.pipe_size, ctx.data_size, ctx.tp_size) == (pipe, world_size // (pipe * tp), tp)
+            assert (ctx.rank, ctx.world_size, ctx.replicas) == (rank, world_size, world_size // tp)
+            for name, ranks in members.items():
+                comm = getattr(ctx, name)
+                assert comm.ranks == ranks, name
+                assert (comm.size, comm.rank) == (len(ranks), ranks.index(rank)), name
+                total = torch.tensor(float(rank), device=ctx.device)
+                comm.all_reduce(total)
+                assert total.item() == sum(ranks), name
+            assert ctx.mesh.mesh_dim_names == ("pipe", "data", "tensor")
+            assert tuple(ctx.mesh.shape) == (pipe, ctx.data_size, tp)
+            assert tuple(ctx.mesh.get_coordinate()) == place
+            for dim, name in (("pipe", "pipe"), ("data", "tp_zero"), ("tensor", "tp")):
+                assert tuple(dist.get_process_group_ranks(ctx.mesh.get_group(dim))) == members[name]
+            shutdown()
+            assert not dist.is_initialized()
+
+
+@pytest.mark.ranks(4, tp_size=2)
+def test_the_mesh_serves_dtensor(ctx):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    full = torch.arange(12.0, device=ctx.device).view(6, 2)
+    x = distribute_tensor(full, ctx.mesh["data", "tensor"], [Shard(0), Shard(1)])
+    assert torch.equal(x.full_tensor(), full)
+    assert (x @ x.T).full_tensor().tolist() == (full @ full.T).tolist()
+
+
+@pytest.mark.ranks(1, 2, 3, init=False)
+def test_sizes_that_do_not_divide_raise_the_same_error_on_every_rank(device_type):
+    world_size = int(os.environ["WORLD_SIZE"])
+    message = f"pipe_size=2 × tp_size=4 = 8 does not divide the world size {world_size}; choose"
+    with pytest.raises(ValueError, match=message):
+        init_distributed(pipe_size=2, tp_size=4, device=device_type)
+    assert not dist.is_initialized()
+    assert init_distributed(device=device_type).world_size == world_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pipe_size": 0}, "pipe_size=0 must be a positive integer"),
+        ({"tp_size": -1}, "tp_size=-1 must be"),
+        ({"tp_size": 1.0}, "tp_size=1.0 must be"),
+        ({"num_micro_batches": 0}, "num_micro_batches=0 must be"),
+        ({"zero_level": 4}, "zero_level=4 is not a ZeRO level; choose 0, 1, 2 or 3"),
+        ({"device": "meta"}, "device='meta' is not supported; choose 'cuda' or 'cpu'"),
+        ({"device": "cpu", "backend": "nccl"}, "backend='nccl' cannot communicate CPU tensors"),
+        ({"init_method": "tcp://127.0.0.1:29999"}, "does not tell the number of processes: add "),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=message):
+        init_distributed(**arguments)
+    assert not bmt_comm.is_initialized()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_twice_is_an_error_and_again_after_shutdown_works(device_type):
+    shutdown()  # does nothing
+    with pytest.raises(RuntimeError, match=r"call init_distributed\(\) first"):
+        bmt_comm.current_context()
+    first = init_distributed(device=device_type)
+    with pytest.raises(RuntimeError, match="was called already; call shutdown"):
+        init_distributed(device=device_type)
+    assert bmt_comm.current_context() is first
+    shutdown()
+    shutdown()
+    assert not bmt_comm.is_initialized()
+    second = init_distributed(device=device_type, tp_size=2, num_micro_batches=3, zero_level=2)
+    assert second is not first
+    assert (second.tp.size, second.num_micro_batches, second.zero_level, second.seed) == (2, 3, 2, 0)
+    second.synchronize()
+
+
+@pytest.mark.ranks(4, init=False)
+def test_an_existing_process_group_is_adopted_and_left_standing():
+    dist.init_process_group("gloo")
+    before = set(dist.distributed_c10d._world.pg_map)
+    for tp_size in (2, 1):
+        ctx = init_distributed(tp_size=tp_size)
+        assert ctx.world.group is dist.group.WORLD
+        assert ctx.device.type == "cpu"  # gloo: whatever GPUs there are
+        x = torch.ones(2)
+        ctx.tp_zero.all_reduce(x)
+        assert x.tolist() == [4.0 / tp_size] * 2
+        with pytest.raises(RuntimeError, match="already"):
+            init_distributed()
+        shutdown()
+        assert set(dist.distributed_c10d._world.pg_map) == before  # its subgroups are gone
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [4.0, 4.0]
+    with pytest.raises(ValueError, match="does not divide the world size 4"):
+        init_distributed(tp_size=3)
+
+
+@pytest.mark.ranks(2, init=False)
+def test_rank_and_world_size_may_come_from_init_method(tmp_path):
+    rank = os.environ.pop("RANK")
+    del os.environ["WORLD_SIZE"]
+    ctx = init_distributed(f"file://{tmp_path}/rendezvous?rank={rank}&world_size=2", device="cpu", tp_size=2)
+    assert (ctx.rank, ctx.world_size) == (int(rank), 2)
+    ctx.synchronize()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_global_state_is_left_alone_unless_a_seed_is_given(device_type):
+    numpy = pytest.importorskip("numpy")
+
+    def state():
+        flags = torch.backends.cudnn
+        return (
+            random.getstate(),
+            torch.get_rng_state().tolist(),
+            numpy.random.get_state()[1].tolist(),
+            (flags.enabled, flags.benchmark, flags.deterministic, flags.allow_tf32),
+            os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            dict(os.environ),
+        )
+
+    rank = int(os.environ["RANK"])
+    random.seed(rank)
+    torch.manual_seed(rank)
+    numpy.random.seed(rank)
+    before = state()
+    ctx = init_distributed(device=device_type)
+    assert ctx.seed == 0
+    assert state() == before
+    shutdown()
+    ctx = init_distributed(device=device_type, seed=5)
+    assert ctx.seed == 5
+    drawn = (random.random(), torch.rand(1).item(), numpy.random.rand())
+    random.seed(5)
+    torch.manual_seed(5)
+    numpy.random.seed(5)
+    assert drawn == (random.random(), torch.rand(1).item(), numpy.random.rand())
+    assert state()[3:] == before[3:]
+
+
+def test_one_process_without_a_launcher_leaves_nothing_behind(tmp_path):
+    done = run_script(
+        tmp_path,
+        """
+        import torch
+        import bmt_comm as bmt
+
+        ctx = bmt.init_distributed()
+        assert (ctx.rank, ctx.world_size, ctx.local_size) == (0, 1, 1)
+        x = torch.ones(2, requires_grad=True)
+        bmt.all_gather(bmt.all_reduce(x)).sum().backward()
+        assert x.grad.tolist() == [1.0, 1.0]
+        bmt.synchronize()
+        bmt.shutdown()
+        ctx = bmt.init_distributed(seed=3)
+        bmt.print_rank(bmt.sum_loss(torch.tensor(2.0)).item())
+        """,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
+
+
+def test_two_launched_processes_end_without_a_word(tmp_path):
+    done = run_script(
+        tmp_path,
+        """
+        import torch
+        import bmt_comm as bmt
+
+        ctx = bmt.init_distributed(tp_size=2)
+        x = torch.ones(50_000)
+        ctx.tp.all_reduce(x)
+        bmt.shutdown()
+        ctx = bmt.init_distributed()  # again, with the launcher's store
+        ctx.world.all_reduce(x)
+        bmt.print_rank(x[0].item(), rank=1)
+        """,
+        processes=2,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4.0\n", "")
+
+
+def test_a_rank_that_raises_ends_the_job(tmp_path):
+    done = run_script(
+        tmp_path,
+        """
+        import torch
+        import bmt_comm as bmt
+
+        ctx = bmt.init_distributed()
+        if ctx.rank == 1:
+            raise ValueError("on purpose")
+        ctx.world.all_reduce(torch.ones(50_000))
+        """,
+        processes=2,
+    )
+    assert done.returncode != 0
+    assert "ValueError: on purpose" in done.stderr

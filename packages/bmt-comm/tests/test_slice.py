@@ -1,0 +1,193 @@
+"""Slices: their geometry, and that what ``slice_of`` says of a tensor is what the tensor holds."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bmt_comm import SLICE_ATTRIBUTE, Slice, local_tensor, slice_of, whole
+from bmt_comm.slice import _chunk_range
+
+
+def rectangle(full, piece):
+    """The part of the full tensor that ``piece`` names by its offset and shape."""
+    if not full.dim():
+        return full if piece.row_stop > piece.row_start else full.new_empty(0)
+    return full[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local_shape))]
+
+
+def numbered(*shape):
+    return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+@st.composite
+def cut_shapes(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=4)))
+    tp_dim = draw(st.none() | st.integers(0, len(shape) - 1))
+    return shape, tp_dim, draw(st.integers(1, 4)), draw(st.integers(1, 4))
+
+
+def cut(shape, tp_dim, tp, tp_parts, rows, row_parts):
+    extra = {}
+    if tp_dim is not None:
+        start, stop = _chunk_range(shape[tp_dim], tp_parts, tp)
+        extra = {"tp_dim": tp_dim, "tp_offset": start, "tp_extent": stop - start}
+    piece_rows = extra["tp_extent"] if tp_dim == 0 else shape[0]
+    return Slice(shape, *_chunk_range(piece_rows, row_parts, rows), **extra)
+
+
+@given(cut_shapes())
+def test_the_slices_of_all_ranks_cover_every_element_once(case):
+    shape, tp_dim, tp_parts, row_parts = case
+    full = numbered(*shape)
+    seen = []
+    for tp in range(tp_parts if tp_dim is not None else 1):
+        for rows in range(row_parts):
+            piece = cut(shape, tp_dim, tp, tp_parts, rows, row_parts)
+            part = rectangle(full, piece)
+            assert tuple(part.shape) == piece.local_shape
+            assert part.numel() == piece.numel == (piece.row_stop - piece.row_start) * piece.row_numel
+            # the definition: first the tensor-parallel piece, then its rows
+            held = full if tp_dim is None else full.narrow(tp_dim, piece.tp_offset, piece.tp_extent)
+            assert tuple(held.shape) == piece.piece_shape
+            assert len(held) == piece.piece_rows
+            assert torch.equal(part, held[piece.row_start : piece.row_stop])
+            seen += part.flatten().tolist()
+    assert sorted(seen) == full.flatten().tolist()
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_ranges_are_those_of_torch_chunk(length, parts):
+    chunks = [c.tolist() for c in torch.arange(length).chunk(parts)] if length else []
+    chunks += [[]] * (parts - len(chunks))
+    assert [list(range(*_chunk_range(length, parts, i))) for i in range(parts)] == chunks
+
+
+def test_tensors_of_no_dimension_are_one_row():
+    scalar = torch.tensor(3.0)
+    assert slice_of(scalar) == whole(scalar) == Slice((), 0, 1)
+    held, elsewhere = Slice((), 0, 1), Slice((), 0, 0)
+    assert (held.local_shape, held.numel, held.offset, held.row_numel) == ((), 1, (), 1)
+    assert (elsewhere.local_shape, elsewhere.numel) == ((0,), 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((4, 2), 0, 5), r"rows \[0, 5\) are not a range of 4 rows"),
+        (((4, 2), 3, 2), r"rows \[3, 2\)"),
+        (((4, 2), -1, 2), r"rows \[-1, 2\)"),
+        (((4, 2), 0, 3, None, 0, 2, 2), "are not a range of 2 rows"),
+        (((4, 2), 0, 4, None, 2, 0, 1), r"tp_dim=2 is not a dimension of shape \(4, 2\)"),
+        (((4, 2), 0, 4, None, 1, 1, 2), r"\[1, 3\) is not a range of dimension 1 of shape \(4, 2\)"),
+        (((), 0, 2), "not a range of 1 rows"),
+    ],
+)
+def test_impossible_slices_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Slice(*arguments)
+
+
+def test_plain_tensors_are_whole_and_carried_slices_win():
+    x = numbered(5, 3)
+    assert slice_of(x) == Slice((5, 3), 0, 5)
+    assert slice_of(x).comms == ()
+    assert local_tensor(x) is x
+    part = x[1:3]
+    setattr(part, SLICE_ATTRIBUTE, Slice((5, 3), 1, 3))
+    assert slice_of(part).local_shape == (2, 3)
+    assert torch.equal(rectangle(x, slice_of(part)), part)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        slice_of(part).row_start = 0
+
+
+def check(x, full):
+    """The slice of a DTensor names just what the DTensor holds here, and over whom the rest is spread."""
+    from torch import distributed as dist
+
+    piece = slice_of(x)
+    local = local_tensor(x).detach()
+    assert piece.shape == tuple(full.shape)
+    assert piece.local_shape == tuple(local.shape)
+    torch.testing.assert_close(local.cpu(), rectangle(full, piece), rtol=0, atol=0)
+    assert slice_of(x) == piece  # the same communicators, not others on the same ranks
+    # Summed over its communicators, the numbers of elements are that of the logical tensor.
+    count = torch.tensor([float(piece.numel)], device=local.device)
+    for comm in piece.comms:
+        comm.all_reduce(count)
+    assert count.item() == full.numel()
+    dist.barrier()
+    return piece
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_dtensors_on_one_mesh_dimension(ctx):
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    mesh = ctx.mesh["data"]
+    for shape in [(7, 3), (8, 2), (2, 5), (1, 4), (9,), (5, 4, 3)]:
+        full = numbered(*shape)
+        for placement in (Shard(0), Replicate(), Shard(len(shape) - 1)):
+            x = distribute_tensor(full.to(ctx.device), mesh, [placement])
+            piece = check(x, full)
+            if placement == Shard(0):
+                assert piece.row_comm.size == ctx.world_size
+                assert piece.tp_comm is None
+            elif placement == Replicate():
+                assert piece.comms == ()
+            elif len(shape) > 1:
+                assert (piece.row_comm, piece.tp_dim, piece.tp_comm.size) == (None, len(shape) - 1, ctx.world_size)
+    from torch.distributed.tensor import DTensor
+
+    partial = DTensor.from_local(torch.ones(4, device=ctx.device), mesh, [Partial()], run_check=False)
+    with pytest.raises(ValueError, match=r"of a DTensor of shape \(4,\) is not a slice; redistribute it"):
+        slice_of(partial)
+
+
+@pytest.mark.ranks(4, tp_size=2)
+def test_dtensors_on_two_mesh_dimensions(ctx):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = ctx.mesh["data", "tensor"]
+    for shape in [(8, 6), (7, 5), (3, 3), (5, 4, 3)]:
+        full = numbered(*shape)
+        for placements in (
+            [Shard(0), Shard(1)],
+            [Shard(1), Shard(0)],
+            [Shard(0), Shard(0)],
+            [Replicate(), Shard(0)],
+            [Shard(0), Replicate()],
+            [Replicate(), Shard(1)],
+            [Replicate(), Replicate()],
+        ):
+            check(distribute_tensor(full.to(ctx.device), mesh, placements), full)
+    cube = distribute_tensor(numbered(4, 4, 4).to(ctx.device), mesh, [Shard(1), Shard(2)])
+    with pytest.raises(ValueError, match="are not one slice"):
+        slice_of(cube)
+
+
+@pytest.mark.ranks(4, tp_size=2)
+def test_fsdp2_over_tensor_parallel_modules(ctx):
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6)).to(ctx.device)
+    full = {}
+    for name, p in model.named_parameters():
+        p.data.copy_(numbered(*p.shape))
+        full[name] = p.detach().cpu().clone()
+    parallelize_module(model, ctx.mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=ctx.mesh["data"])
+    pieces = {name: check(p, full[name]) for name, p in model.named_parameters()}
+    # Rows of the tensor-parallel rows: 5 of 10 on this tensor rank, of which 3 or 2 on this data rank.
+    assert type(model[0].weight.placements[0]).__name__ == "_StridedShard"
+    first = pieces["0.weight"]
+    assert (first.tp_dim, first.tp_offset, first.tp_extent) == (0, 5 * ctx.tp_rank, 5)
+    assert (first.row_start, first.row_stop) == ((0, 3) if ctx.data_rank == 0 else (3, 5))
+    assert (first.row_comm.ranks, first.tp_comm.ranks) == (ctx.tp_zero.ranks, ctx.tp.ranks)
+    second = pieces["1.weight"]
+    assert (second.tp_dim, second.tp_offset, second.piece_shape) == (1, 5 * ctx.tp_rank, (6, 5))
+    assert pieces["1.bias"].tp_comm is None

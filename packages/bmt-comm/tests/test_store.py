@@ -1,0 +1,23 @@
+"""Objects between ranks."""
+
+import pytest
+
+from bmt_comm import allgather_objects, broadcast_object, store
+
+
+@pytest.mark.ranks(1, 3)
+def test_objects_of_the_world(ctx):
+    n, rank = ctx.world_size, ctx.rank
+    assert allgather_objects({"rank": rank, "text": "x" * rank * 1000}) == [
+        {"rank": r, "text": "x" * r * 1000} for r in range(n)
+    ]
+    assert broadcast_object(("from", rank)) == ("from", 0)
+    assert store.broadcast_object([rank] if rank == n - 1 else None, ctx.world, src=n - 1) == [n - 1]
+
+
+@pytest.mark.ranks(4, tp_size=2)
+def test_objects_of_a_part_of_it(ctx):
+    assert store.allgather_objects(ctx.rank, ctx.tp_zero) == list(ctx.tp_zero.ranks)
+    assert store.broadcast_object(ctx.rank, ctx.tp, src=1) == ctx.tp.ranks[1]
+    with pytest.raises(ValueError, match="root=2 is not a rank"):
+        store.broadcast_object(0, ctx.tp, src=2)
