@@ -4,7 +4,7 @@ Environment:
     BMT_TORCH       the torch version of the test environments (2.8.0, say) instead of the pin in constraints.txt
     PIP_FIND_LINKS  folders or pages with further wheels, such as another build of torch; uv gets them, too
 
-``nox --no-venv -s tests`` (lint, train, bench, docs) uses what is installed and installs nothing.
+``nox --no-venv -s tests`` (lint, docs, train, bench) uses what is installed and installs nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.10.14"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -90,18 +91,21 @@ def tests_alone(session: nox.Session) -> None:
         shutil.copy(ROOT / "packages" / name / "README.md", folder)
         with session.chdir(folder):
             settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "-p", "no:cacheprovider"]
-            passed = session.run("python", "-m", "pytest", *settings, "tests", success_codes=[0, 1], silent=False)
-            if not passed:
+            try:
+                session.run("python", "-m", "pytest", *settings, "tests")
+            except CommandFailed:
                 failed.append(name)
     if failed:
         session.error(f"tests fail in {', '.join(failed)}")
 
 
-@nox.session
+@nox.session(requires=["build"])
 def docs(session: nox.Session) -> None:
     """Links of the Markdown files resolve, and their Python examples run."""
-    install(session, "torch", "numpy", *TEST_NEEDS)
-    install_ours(session)
+    install(session, "torch", *TEST_NEEDS)
+    if has_own_environment(session):
+        uninstall_ours(session)
+        install_wheels(session, *PACKAGES)
     session.run("python", ".ci/check_docs.py", *session.posargs)
 
 
@@ -209,8 +213,8 @@ def uninstall_ours(session: nox.Session) -> None:
 
 
 def install_wheels(session: nox.Session, *packages: str) -> None:
-    """Install packages of ours from dist/ alone, with whatever of ours they require."""
-    session.install("--no-index", "--find-links", str(DIST), "--force-reinstall", *packages)
+    """Install packages of ours, and whatever of ours they require, from dist/; nothing else may be missing."""
+    session.install("--no-index", "--find-links", str(DIST), *packages)
 
 
 if __name__ == "__main__":
