@@ -148,6 +148,9 @@ SIGNATURES = {
     "utils.tp_split_tensor": {"tensor": REQUIRED, "split_dim": REQUIRED},
     "utils.AverageRecorder": {"alpha": 0.9, "start_value": 0},
     "utils.AverageRecorder.record": {"v": REQUIRED},
+    "benchmark.all_gather": {},
+    "benchmark.reduce_scatter": {},
+    "benchmark.send_recv": {},
     "store.broadcast_object": {"obj": REQUIRED, "comm": None, "src": 0},
     "store.allgather_objects": {"obj": REQUIRED},
 }
@@ -158,7 +161,7 @@ CONFIG_KEYS = [
     *("tp_zero_comm", "pp_zero_comm", "pp_tp_zero_comm", "load_stream", "calc_stream"),
 ]
 
-MODULES = ["debug", "distributed", "init", "loss", "lr_scheduler", "nccl", "nn", "optim", "store", "utils"]
+MODULES = ["benchmark", "debug", "distributed", "init", "loss", "lr_scheduler", "nccl", "nn", "optim", "store", "utils"]
 
 
 def find(name):

@@ -33,7 +33,7 @@ from bmt_zero import (
     save,
 )
 
-from . import debug, distributed, init, loss, lr_scheduler, nccl, nn, optim, store, utils
+from . import benchmark, debug, distributed, init, loss, lr_scheduler, nccl, nn, optim, store, utils
 from ._version import __version__
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "ParameterInitializer",
     "TransformerBlockList",
     "__version__",
+    "benchmark",
     "config",
     "debug",
     "distributed",

@@ -15,15 +15,22 @@ PACKAGES = ("bmtrain", "bmt-comm", "bmt-kernels", "bmt-optim", "bmt-pipe", "bmt-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments`` (by default the command line's); returns the exit status."""
-    options = _parser().parse_args(arguments)
-    run: Any = options.run
-    run(options)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "benchmark":
+        from bmt_comm.benchmark import main as run_benchmark
+
+        run_benchmark(rest)
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    else:
+        _print_info(options.json)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bmtrain", description="Look at an installation of bmtrain.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser(
         "info",
         help="print versions, devices, and which compiled kernels are in use",
@@ -31,7 +38,12 @@ def _parser() -> argparse.ArgumentParser:
         "kernels are in use: what to put into a report of a problem.",
     )
     info.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    info.set_defaults(run=_info)
+    # Its arguments, --help included, are those of bmt_comm.benchmark.
+    commands.add_parser(
+        "benchmark",
+        help="measure the collectives; start it with torchrun -m bmtrain benchmark",
+        add_help=False,
+    )
     return parser
 
 
@@ -57,9 +69,9 @@ def collect_info() -> dict[str, dict[str, Any]]:
     }
 
 
-def _info(options: argparse.Namespace) -> None:
+def _print_info(as_json: bool) -> None:
     sections = collect_info()
-    if options.json:
+    if as_json:
         print(json.dumps(sections, indent=2))
         return
     for index, (title, values) in enumerate(sections.items()):
