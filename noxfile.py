@@ -37,7 +37,7 @@ EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, types, and that the packages' versions and imports fit together."""
-    install(session, "torch", "ruff", "mypy", *TOOL_NEEDS)
+    install(session, "torch", "numpy", "safetensors", "ruff", "mypy", *TOOL_NEEDS)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", *[str(path) for path in sorted(ROOT.glob("packages/*/src/*"))])
