@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bmt_comm.testing import pool
+
 PREAMBLE = """
 import os, time, warnings
 import pytest
@@ -42,8 +44,11 @@ class Run:
 
 
 @pytest.fixture
-def pytest_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+def pytest_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Run]:
     """Run pytest in this process (so that it finds the rank processes warm) on a file with the given text."""
+    monkeypatch.setattr(pool, "GRACE", 1.0)
 
     def run(text: str, *args: str) -> Run:
         path = tmp_path / f"test_inner_{tmp_path.name}.py"
