@@ -26,8 +26,9 @@ import bmtrain as bmt
 from errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
-SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
-FORMAT = 1  # of the cache; another number makes it be built anew
+SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
+SKIPPED_IN_LIBRARY = {"test", "tests", "idle_test", "encodings", "pydoc_data"}  # much of it tables
+FORMAT = 2  # of the cache; another number makes it be built anew
 
 
 # --- documents ------------------------------------------------------------------------------------
@@ -44,13 +45,14 @@ def find_documents(source: Path | None, max_bytes: int) -> list[Path]:
         UsageError: there is nothing.
     """
     root = Path(sysconfig.get_path("stdlib")) if source is None else source
+    skipped = SKIPPED_FOLDERS | SKIPPED_IN_LIBRARY if source is None else SKIPPED_FOLDERS
     if not root.exists():
         raise UsageError(f"--data {root}: there is no such file or folder")
     if root.is_file():
         return [root]
     found: dict[str, Path] = {}
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
             wanted = path.suffix == ".py" if source is None else not name.startswith(".")

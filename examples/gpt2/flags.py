@@ -34,7 +34,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("data")
     group.add_argument("--data", type=Path, default=hidden, help="a text file or a folder; default: Python's library")
     group.add_argument("--max-bytes", type=int, default=6_000_000, help="use so much of the data; 0: all")
-    group.add_argument("--held-out", type=float, default=0.02, help="share of the data that is not trained on")
+    group.add_argument("--held-out", type=float, default=0.05, help="share of the data that is not trained on")
     group.add_argument("--cache", type=Path, default=Path("runs/cache"), help="folder for tokenizers and encoded data")
 
     group = parser.add_argument_group("training")

@@ -91,7 +91,7 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """The mean loss over the first sequences that are not trained on, shared out over the ranks."""
+        """The mean loss over some of the sequences that are not trained on, shared out over the ranks."""
         self.model.eval()
         count = min(self.args.eval_sequences, len(self.eval_set))
         batch_size, ranks = self.args.batch_size, bmt.world_size()
@@ -99,7 +99,8 @@ class Trainer:
         for start in range(0, count, batch_size * ranks):
             # All ranks call the model equally often; one for which nothing is left does so for nothing.
             mine = range(start + bmt.rank(), min(start + batch_size * ranks, count), ranks)
-            total += self.loss(take(self.eval_set, mine or range(1)).to(self.device)) * len(mine)
+            spread = [i * len(self.eval_set) // count for i in mine]
+            total += self.loss(take(self.eval_set, spread or [0]).to(self.device)) * len(mine)
         self.model.train()
         return bmt.sum_loss(total).item() * ranks / count
 
@@ -143,7 +144,7 @@ def parameter_groups(model: GPT, weight_decay: float) -> list[dict]:
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def take(sequences: Sequences, indices: range) -> Tensor:
+def take(sequences: Sequences, indices: list[int]) -> Tensor:
     """Some sequences as a batch."""
     return torch.stack([sequences[i] for i in indices])
 

@@ -1,0 +1,338 @@
+"""The GPT-2 example: its model, its data, its checkpoints, and a whole run."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bmtrain as bmt
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt2"
+sys.path.insert(0, str(EXAMPLE))
+
+import data  # noqa: E402
+from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
+from errors import UsageError  # noqa: E402
+from flags import parse_flags  # noqa: E402
+from generate import generate  # noqa: E402
+from metrics import Metrics, plot  # noqa: E402
+from models import GPT, PRESETS, GPTConfig  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+TINY = GPTConfig(vocab_size=67, seq_len=12, num_layers=3, num_heads=2, hidden_size=14)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class PlainLayer(nn.Module):
+    def __init__(self, hidden, heads):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.attention = nn.ModuleDict(
+            {"query_key_value": nn.Linear(hidden, 3 * hidden), "out": nn.Linear(hidden, hidden)}
+        )
+        self.feedforward_norm = nn.LayerNorm(hidden)
+        self.feedforward = nn.ModuleDict({"up": nn.Linear(hidden, 4 * hidden), "down": nn.Linear(4 * hidden, hidden)})
+
+    def attend(self, x):
+        length, size = x.shape[1], x.shape[2] // self.heads
+        query, key, value = self.attention["query_key_value"](x).chunk(3, dim=-1)
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        outputs = []
+        for head in range(self.heads):
+            part = slice(head * size, (head + 1) * size)
+            scores = query[..., part] @ key[..., part].transpose(1, 2) / size**0.5
+            outputs.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ value[..., part])
+        return self.attention["out"](torch.cat(outputs, -1))
+
+    def forward(self, x):
+        x = x + self.attend(self.attention_norm(x))
+        inner = self.feedforward["up"](self.feedforward_norm(x))
+        inner = 0.5 * inner * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (inner + 0.044715 * inner**3)))
+        return x + self.feedforward["down"](inner)
+
+
+class PlainGPT(nn.Module):
+    """GPT-2 in plain PyTorch, with the same names."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding = nn.Embedding(config.seq_len, config.hidden_size)
+        self.layers = nn.ModuleList(PlainLayer(config.hidden_size, config.num_heads) for _ in range(config.num_layers))
+        self.final_norm = nn.LayerNorm(config.hidden_size)
+        if not config.tied:
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, ids):
+        x = self.token_embedding(ids) + self.position_embedding.weight[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.final_norm(x) @ (self.head if hasattr(self, "head") else self.token_embedding).weight.T
+
+
+def loss_of(model, sequences):
+    return F.cross_entropy(model(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten())
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_model_equals_plain_gpt(ctx, tied, use_checkpoint):
+    config = dataclasses.replace(TINY, tied=tied)
+    model = GPT(config, use_checkpoint)
+    bmt.init_parameters(model)
+    plain = PlainGPT(config).to(ctx.device)
+    plain.load_state_dict(model.state_dict())
+    assert sum(p.numel() for p in plain.parameters()) == config.num_parameters
+
+    generator = torch.Generator().manual_seed(1)
+    sequences = torch.randint(0, config.vocab_size, (4, config.seq_len + 1), generator=generator).to(ctx.device)
+    mine = sequences.chunk(ctx.world_size)[ctx.rank]
+    torch.testing.assert_close(model(mine[:, :-1]), plain(mine[:, :-1]), rtol=1e-5, atol=1e-6)
+
+    loss_of(plain, sequences).backward()
+    bmt.optim.OptimManager().backward(loss_of(model, mine))
+    wanted = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        rows = param.bmt_slice
+        expected = wanted[name].grad[rows.row_start : rows.row_stop]
+        torch.testing.assert_close(param.grad, expected, rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.ranks(1)
+def test_initial_values_are_those_of_gpt2():
+    config = GPTConfig(vocab_size=500, seq_len=100, num_layers=2, num_heads=2, hidden_size=128)
+    model = GPT(config)
+    bmt.init_parameters(model)
+    for name, value in model.state_dict().items():
+        if name.endswith("bias"):
+            assert not value.any(), name
+        elif "norm" in name:
+            assert (value == 1).all(), name
+        else:
+            std = 0.02
+            if name == "position_embedding.weight":
+                std = 0.01
+            elif name.endswith(("out.weight", "down.weight")):
+                std = 0.02 / 4**0.5
+            assert value.std().item() == pytest.approx(std, rel=0.05), name
+
+
+@pytest.mark.ranks(1)
+def test_dropout_is_for_training_only(ctx):
+    model = GPT(dataclasses.replace(TINY, dropout=0.5))
+    bmt.init_parameters(model)
+    ids = torch.arange(12, device=ctx.device)[None]
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
+    assert torch.equal(model(ids), model(ids))
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"), [("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774), ("gpt2-xl", 1558)]
+)
+def test_presets_have_the_published_sizes(preset, millions):
+    assert round(PRESETS[preset].num_parameters / 1e6) == millions
+
+
+# --- the data -------------------------------------------------------------------------------------
+
+
+def test_splits_share_no_token_and_cover_all():
+    ids = np.arange(1003, dtype=np.uint16)
+    train, held_out = data.split(ids, seq_len=9, held_out=0.1)
+    assert (len(train), len(held_out)) == (90, 10)
+    seen = torch.cat([train[i] for i in range(90)] + [held_out[i] for i in range(10)])
+    assert seen.tolist() == list(range(1000))
+
+
+def test_too_little_data_is_an_error():
+    with pytest.raises(UsageError, match="19 tokens: too few for --seq-len 9, which needs 20"):
+        data.split(np.zeros(19, np.uint16), 9, 0.1)
+
+
+def first_tokens(batches, steps):
+    """Which sequences the next batches hold: (steps, batch_size)."""
+    return torch.stack([batches.next()[:, 0] // 5 for _ in range(steps)])
+
+
+def make_batches(rank=0, world_size=1, batch_size=2, seed=0):
+    sequences = data.Sequences(np.arange(120, dtype=np.uint16), seq_len=4)  # 24 of them
+    return data.Batches(sequences, batch_size, seed, rank, world_size)
+
+
+def test_an_epoch_sees_each_sequence_once_whatever_the_number_of_ranks():
+    orders = []
+    for world_size, batch_size in ((1, 6), (2, 3), (3, 2)):
+        parts = [first_tokens(make_batches(rank, world_size, batch_size), 8) for rank in range(world_size)]
+        orders.append(torch.stack(parts, 1).flatten().tolist())  # steps, then ranks, then places in the batch
+    assert orders[0] == orders[1] == orders[2]
+    first, second = orders[0][:24], orders[0][24:]
+    assert sorted(first) == sorted(second) == list(range(24))
+    assert first != second
+
+
+def test_order_depends_on_the_seed():
+    assert not torch.equal(first_tokens(make_batches(seed=0), 12), first_tokens(make_batches(seed=1), 12))
+
+
+def test_batches_go_on_from_a_position():
+    whole = make_batches(rank=1, world_size=2)
+    first_tokens(whole, 5)
+    resumed = make_batches(rank=1, world_size=2)
+    resumed.position = whole.position
+    assert torch.equal(first_tokens(resumed, 10), first_tokens(whole, 10))
+
+
+@pytest.mark.ranks(2)
+def test_corpus_is_built_once_and_encodes_all_text(tmp_path):
+    folder = tmp_path / "text"
+    if bmt.rank() == 0:
+        folder.mkdir()
+        for i in range(4):
+            (folder / f"{i}.txt").write_text(f"text number {i}: größer, 数\n" * 20)
+        (folder / "picture.png").write_bytes(b"\x89PNG\0\0")
+    bmt.synchronize()
+    corpus = data.load_corpus(folder, 0, 300, tmp_path / "cache")
+    texts = corpus.tokenizer.decode(corpus.ids.tolist(), skip_special_tokens=False).split(data.END_OF_TEXT)
+    assert sorted(texts) == ["", *(f"text number {i}: größer, 数\n" * 20 for i in range(4))]
+    bmt.synchronize()
+    built = [path.name for path in (tmp_path / "cache").iterdir()]
+    assert built == [corpus.key]
+    stamp = (tmp_path / "cache" / corpus.key / "ids.bin").stat().st_mtime_ns
+    assert data.load_corpus(folder, 0, 300, tmp_path / "cache").key == corpus.key
+    assert data.load_corpus(folder, 0, 301, tmp_path / "cache").key != corpus.key
+    assert (tmp_path / "cache" / corpus.key / "ids.bin").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.ranks(2)
+def test_bad_data_is_an_error_on_every_rank(tmp_path):
+    with pytest.raises(UsageError, match="holds no files"):
+        data.load_corpus(tmp_path, 0, 300, tmp_path / "cache")
+    with pytest.raises(UsageError, match="there is no such file or folder"):
+        data.load_corpus(tmp_path / "nothing", 0, 300, tmp_path / "cache")
+
+
+# --- checkpoints, samples, records ----------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_checkpoint_of_another_model_or_data_is_refused(tmp_path):
+    corpus = data.Corpus("key", np.zeros(1000, np.uint16), data.train_tokenizer(iter(["a b"]), 257))
+
+    def build(config):
+        model = GPT(config)
+        bmt.init_parameters(model)
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
+        return model, manager
+
+    model, manager = build(TINY)
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path / "checkpoints", step, model, manager, make_batches(), corpus, keep=2)
+    bmt.synchronize()
+    folder = find_checkpoint(tmp_path)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["step-000002", "step-000003"]
+    assert load_checkpoint(folder, model, manager, make_batches(), corpus) == 3
+    with pytest.raises(UsageError, match="different model: num_layers 3 there and 2 here"):
+        load_checkpoint(folder, *build(dataclasses.replace(TINY, num_layers=2)), make_batches(), corpus)
+    with pytest.raises(UsageError, match="other data"):
+        load_checkpoint(folder, model, manager, make_batches(), dataclasses.replace(corpus, key="other"))
+    with pytest.raises(UsageError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path / "checkpoints" / "nothing")
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_write_the_same_sample():
+    tokenizer: Tokenizer = data.train_tokenizer(iter(["a b c " * 9]), 260)
+    model = GPT(dataclasses.replace(TINY, vocab_size=300))
+    bmt.init_parameters(model)
+    texts = bmt.store.allgather_objects(generate(model, tokenizer, "a b", num_tokens=20, seed=3))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("a b")
+    assert model.training
+    greedy = [generate(model, tokenizer, "", 5, top_k=1, seed=seed) for seed in (0, 1)]
+    assert greedy[0] == greedy[1]
+
+
+@pytest.mark.ranks(1)
+def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "eval_loss": 1.0}) + "\n" for step in (0, 5, 10)))
+    metrics = Metrics(path, step=5, steps=20)
+    metrics.write({"step": 10, "eval_loss": 0.5})
+    metrics.close()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(record["step"], record["eval_loss"]) for record in records] == [(0, 1.0), (5, 1.0), (10, 0.5)]
+    plot(records, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--hidden", "30"], "hidden_size=30 is no multiple of num_heads=8"),
+        (["--held-out", "1"], "--held-out 1.0 must be between 0 and 1"),
+        (["--resume", "--overwrite"], "choose one"),
+    ],
+)
+def test_bad_flags_are_errors(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        parse_flags(argv)
+    assert message in capsys.readouterr().err
+
+
+# --- a whole run ----------------------------------------------------------------------------------
+
+
+def run_training(folder, *flags):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLE / "train.py"), "--data", "text", "--vocab-size", "300", "--layers", "2", "--hidden", "32"]
+    command += ["--heads", "2", "--seq-len", "32", "--dropout", "0.1", "--steps", "24", "--save-interval", "16"]
+    command += ["--warmup", "4", "--lr", "1e-2", "--accumulation", "2", "--log-interval", "1", "--eval-interval", "8"]
+    command += ["--sample-tokens", "8", "--device", "cpu", *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=folder, env=env, timeout=120, capture_output=True, text=True)
+    return result.returncode, result.stdout + result.stderr
+
+
+def losses(folder):
+    """(step, loss) of every record of a run in ``folder``."""
+    records = [json.loads(line) for line in (folder / "runs/gpt2/metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record.get("loss", record.get("eval_loss"))) for record in records]
+
+
+def test_training_learns_and_resumes_exactly(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(10):
+        (tmp_path / "text" / f"{i}.txt").write_text("".join(f"line {j} of file {i}\n" for j in range(200)))
+    code, output = run_training(tmp_path)
+    assert code == 0, output
+    out = tmp_path / "runs" / "gpt2"
+    names = {path.name for path in out.iterdir()}
+    assert names == {"checkpoints", "metrics.jsonl", "loss.png", "sample.txt"}
+    assert (out / "sample.txt").read_text().startswith("def ")
+    uninterrupted = losses(tmp_path)
+    assert uninterrupted[0][1] == pytest.approx(np.log(300), abs=0.1)
+    assert uninterrupted[-1][1] < 4
+
+    # As if the run had been cut short after its first checkpoint.
+    shutil.rmtree(out / "checkpoints" / "step-000024")
+    code, output = run_training(tmp_path, "--resume")
+    assert code == 0, output
+    assert "step 17/24" in output
+    assert "step 16/24" not in output
+    assert losses(tmp_path) == uninterrupted
