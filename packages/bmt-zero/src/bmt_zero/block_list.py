@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .block import Block
+from .state import load_state_dict
 from .unit import link
 
 
@@ -22,6 +23,8 @@ class TransformerBlockList(nn.Module):
         modules: Blocks, or modules, which become Blocks.
         num_hidden: how many hidden states the Blocks take and return.
     """
+
+    handles_shards = True  # its saving and loading serve sharded parameters
 
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
         super().__init__()
@@ -40,6 +43,10 @@ class TransformerBlockList(nn.Module):
 
     def __getitem__(self, index: int) -> Block:
         return list(self)[index]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole tensors under plain names; see :func:`bmt_zero.load_state_dict`."""
+        return load_state_dict(self, state_dict, strict, assign)
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
         """Run all Blocks.

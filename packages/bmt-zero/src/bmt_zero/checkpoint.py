@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import copy
+import importlib.util
+import logging
 import os
 import pickle
 from collections.abc import Mapping
@@ -13,11 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import check_agreement, current_context
+from bmt_comm import ParallelContext, check_agreement, current_context
 
 from .parameter import DistributedParameter
-from .state import check_entries, local_entries, whole_tensor, write_whole
+from .state import (
+    check_entries,
+    has_own_code,
+    is_extra_state,
+    load_state_dict,
+    local_entries,
+    unwrapped,
+    whole_tensor,
+    write_whole,
+)
 
+_log = logging.getLogger(__name__)
 _writer: ThreadPoolExecutor | None = None
 
 
@@ -25,9 +38,10 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     """Write the model's plain state dict to one file, which a plain PyTorch model loads.
 
     All ranks must call it; rank 0 writes. Parameters are gathered one at a time, and rank 0 alone keeps them
-    (in host memory). The file appears under its name only when it is complete. A name that ends in
-    ``.safetensors`` is written in that format (tensors only; needs the safetensors package), any other as by
-    ``torch.save``.
+    (in host memory); where a module has saving code of its own (hooks, ``_save_to_state_dict``), all of them
+    at once, for that code to see. The file appears under its name only when it is complete. A name that ends
+    in ``.safetensors`` is written in that format (tensors only; needs the safetensors package), any other as
+    by ``torch.save``.
 
     Args:
         model: any module, sharded or not.
@@ -39,48 +53,54 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
         always on ranks other than 0.
 
     Raises:
-        RuntimeError: ranks have different models; rank 0 cannot write (on every rank).
+        ImportError: the safetensors package is missing (on every rank).
+        ValueError: the model has entries that are no tensors, which safetensors cannot hold.
+        RuntimeError: ranks have different models; rank 0 cannot write (on every rank; a failure in the
+            background is the future's exception, and logged).
     """
     context = current_context()
     path = Path(file_name)
     entries = local_entries(model)
     check_agreement(context.world, "save", _facts(entries))
-    kept: dict[str, Any] = {}
-    copies: dict[int, Any] = {}
-    for name, value in entries.items():
-        if id(value) not in copies:
-            whole = whole_tensor(value)
-            if isinstance(whole, Tensor):
-                whole = whole.detach().to("cpu", copy=True).contiguous() if context.rank == 0 else None
-            copies[id(value)] = whole
-        kept[name] = copies[id(value)]
+    if path.suffix == ".safetensors":
+        for name, value in entries.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name!r} is a {type(value).__name__}, and safetensors holds tensors only; use .pt")
+    _raise_alike(context, _find_obstacle(path) if context.rank == 0 else None)
+    if any(has_own_code(unwrapped(module), loading=False) for module in model.modules()):
+        entries = model.state_dict()
+    taken: dict[int, Any] = {}
+    for value in entries.values():
+        if id(value) not in taken:
+            taken[id(value)] = _take(value, context)
+    kept = {name: taken[id(value)] for name, value in entries.items()}
     done: Future[None] = Future()
-    if non_blocking:
-        if context.rank == 0:
-            return _background().submit(_write, kept, path)
-        done.set_result(None)
-        return done
-    problem = None
-    if context.rank == 0:
-        try:
-            _write(kept, path)
-        except Exception as error:  # told to the other ranks, which would wait for ever otherwise
-            problem = error
-    message = context.world.broadcast_object(None if problem is None else f"{type(problem).__name__}: {problem}")
-    if message is not None:
-        raise RuntimeError(f"rank 0 could not write {path}: {message}") from problem
     done.set_result(None)
+    if non_blocking:
+        if context.rank != 0:
+            return done
+        done = _background().submit(_write, kept, path)
+        done.add_done_callback(_log_failure)
+        return done
+    problem: Any = None
+    if context.rank == 0:
+        # Behind what is being written in the background already, perhaps to the same file.
+        problem = _background().submit(_write, kept, path).exception()
+    _raise_alike(context, problem and RuntimeError(f"rank 0 could not write {path}: {_one_line(problem)}"), problem)
     return done
 
 
 def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = True) -> None:
     """Fill a model from a file with a plain state dict (:func:`save`, ``torch.save`` or safetensors).
 
-    All ranks must call it; rank 0 reads, one tensor at a time, and the others get theirs from it. Nothing in
-    the file is executed (``weights_only``). The file is checked as a whole before anything is changed.
+    All ranks must call it; rank 0 reads, one tensor at a time, and the others get theirs from it; where a
+    module has loading code of its own (hooks, ``_load_from_state_dict``), all of them at once, for that code
+    to see. Nothing in the file is executed (``weights_only``). The file is checked as a whole before anything
+    is changed.
 
     Raises:
         FileNotFoundError: on every rank.
+        ImportError: the safetensors package is missing (on every rank).
         ValueError: on every rank: the file is damaged, holds other things than tensors and plain values, or
             has missing or surplus (under ``strict``) or misshapen entries. The model is as it was then.
         RuntimeError: ranks have different models.
@@ -90,43 +110,93 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     entries = local_entries(model)
     check_agreement(context.world, "load", _facts(entries))
     state: Mapping[str, Any] = {}
-    problem: BaseException | None = None
+    problem: Exception | None = None
     if context.rank == 0:
         try:
             state = _read(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             problem = error
-    header = None if problem else [(k, _shape(v), _dtype(v)) for k, v in state.items()]
-    found, report = context.world.broadcast_object((header, _describe(problem)))
-    if report is not None:
-        kind, message = report
-        raise (FileNotFoundError if kind == "FileNotFoundError" else ValueError)(message) from problem
+    _raise_alike(context, problem, problem)
+    found = context.world.broadcast_object([(k, _shape(v), _dtype(v)) for k, v in state.items()])
+    if any(has_own_code(unwrapped(module), loading=True) for module in model.modules()):
+        load_state_dict(model, {f[0]: _receive(context, state, *f) for f in found}, strict)
+        return
     check_entries(entries, {name: shape for name, shape, _ in found}, strict)
-    others: dict[str, Any] = {}
+    extra_state: dict[str, Any] = {}
     for name, shape, dtype in found:
         if name not in entries:
             continue
-        if shape is None:
-            others[name] = context.world.broadcast_object(state.get(name))
-            continue
-        if context.rank == 0:
-            whole = state[name].to(context.device).contiguous()
-        else:
-            whole = torch.empty(shape, dtype=dtype, device=context.device)
-        context.world.broadcast(whole, 0)
+        value = _receive(context, state, name, shape, dtype)
         target = entries[name]
-        if isinstance(target, DistributedParameter):
-            write_whole(target, whole)
+        if is_extra_state(name):
+            extra_state[name] = value
+        elif isinstance(target, DistributedParameter):
+            write_whole(target, value)
         else:
             with torch.no_grad():
-                target.copy_(whole)
-    if others:  # what modules keep by get_extra_state
-        nn.Module.load_state_dict(model, others, strict=False)
+                target.copy_(value)
+    if extra_state:
+        nn.Module.load_state_dict(model, extra_state, strict=False)
+
+
+def _take(value: Any, context: ParallelContext) -> Any:
+    """A copy of an entry, in host memory, on rank 0; None elsewhere."""
+    whole = whole_tensor(value)  # every rank takes part
+    if context.rank != 0:
+        return None
+    if not isinstance(whole, Tensor):
+        return copy.deepcopy(whole)
+    return torch.empty(whole.shape, dtype=whole.dtype).copy_(whole)
+
+
+def _receive(
+    context: ParallelContext,
+    state: Mapping[str, Any],
+    name: str,
+    shape: tuple[int, ...] | None,
+    dtype: torch.dtype | None,
+) -> Any:
+    """An entry of rank 0's ``state`` on every rank."""
+    if shape is None:
+        return context.world.broadcast_object(state.get(name))
+    if context.rank == 0:
+        whole = state[name].detach().to(context.device).contiguous()
+    else:
+        whole = torch.empty(shape, dtype=dtype, device=context.device)
+    context.world.broadcast(whole, 0)
+    return whole
+
+
+def _raise_alike(context: ParallelContext, problem: Exception | None, cause: BaseException | None = None) -> None:
+    """Raise rank 0's problem on every rank."""
+    report = context.world.broadcast_object(None if problem is None else (type(problem).__name__, str(problem)))
+    if report is None:
+        return
+    kinds = {kind.__name__: kind for kind in (FileNotFoundError, ImportError, ValueError, RuntimeError)}
+    name, message = report
+    raise kinds.get(name, ValueError)(message) from (None if cause is problem else cause)
+
+
+def _find_obstacle(path: Path) -> Exception | None:
+    """Why a file cannot be written, as far as that can be told before the model is gathered."""
+    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
+        return _no_safetensors(path)
+    if not path.parent.is_dir():
+        return RuntimeError(f"rank 0 could not write {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        return RuntimeError(f"rank 0 could not write {path}: it is a folder")
+    return None
+
+
+def _no_safetensors(path: Path) -> ImportError:
+    return ImportError(f"{path}: the safetensors package is needed for this; pip install 'bmt-zero[safetensors]'")
 
 
 def _read(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint file {path}")
+        raise FileNotFoundError(f"there is no checkpoint file {path}" + " (it is a folder)" * path.is_dir())
+    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise _no_safetensors(path)
     state: Any
     try:
         if path.suffix == ".safetensors":
@@ -143,12 +213,19 @@ def _read(path: Path) -> Mapping[str, Any]:
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} is damaged, or holds objects whose loading would run code; only tensors and plain values "
-            f"are read: {str(error).splitlines()[0]}"
+            f"are read: {_one_line(error)}"
         ) from error
     except Exception as error:  # a damaged file can fail anywhere in the reader
-        raise ValueError(f"{path} cannot be read; it may be truncated or no checkpoint: {error}") from error
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise ValueError(f"{path} cannot be read; it may be truncated or no checkpoint: {_one_line(error)}") from error
+    if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict")
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path} holds no state dict: {name!r} is not a name")
+        if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_quantized or value.is_meta):
+            raise ValueError(
+                f"{path} holds no plain tensor under {name!r}, but one of {value.layout} on {value.device}"
+            )
     return state
 
 
@@ -158,11 +235,14 @@ def _write(state: dict[str, Any], path: Path) -> None:
         if path.suffix == ".safetensors":
             from safetensors.torch import save_file
 
-            # The format has no two names for one tensor.
-            save_file({k: v.clone() for k, v in state.items() if isinstance(v, Tensor)}, part)
+            distinct: dict[int, str] = {}
+            for name, tensor in state.items():  # the format has no two names for one tensor
+                if distinct.setdefault(id(tensor), name) != name:
+                    state[name] = tensor.clone()
+            save_file(state, part, metadata={"format": "pt"})
         else:
             torch.save(state, part)
-        with open(part, "rb") as written:
+        with open(part, "rb+") as written:
             os.fsync(written.fileno())
         os.replace(part, path)
     finally:
@@ -178,8 +258,19 @@ def _background() -> ThreadPoolExecutor:
     return _writer
 
 
+def _log_failure(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        _log.error("a checkpoint could not be written: %s", _one_line(error))
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
 def _facts(entries: Mapping[str, Any]) -> list[str]:
-    return [f"{name}: {_shape(value)}" for name, value in entries.items()]
+    return [f"{name}: {_shape(value)} {_dtype(value)}" for name, value in entries.items()]
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -190,7 +281,3 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 def _dtype(value: Any) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
-
-
-def _describe(problem: BaseException | None) -> tuple[str, str] | None:
-    return None if problem is None else (type(problem).__name__, str(problem))

@@ -27,6 +27,10 @@ def check_parameter(name: str, param: nn.Parameter, context: ParallelContext) ->
             f"parameter {name!r} (shape {param.bmt_slice.shape}) belongs to another Block already; put the modules "
             f"that share it into one Block, or keep it outside of both"
         )
+    if torch.nn.parameter.is_lazy(param):
+        raise ValueError(
+            f"parameter {name!r} has no shape yet; run the module once, so that it gets one, and then wrap"
+        )
     if hasattr(param, "placements"):
         raise ValueError(f"parameter {name!r} is a DTensor; pass the module before it is sharded by something else")
     if param.device not in (context.device, torch.device("cpu"), torch.device("meta")):

@@ -2,91 +2,152 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bmt_comm import check_agreement, current_context
+from bmt_comm import ParallelContext, check_agreement, current_context
 
 from .block import Block
 from .parameter import DistributedParameter
-from .state import write_whole
+from .state import unwrapped, write_whole
 
 
 def init_parameters(model: nn.Module) -> None:
     """Run the initialiser of every sharded parameter of ``model``.
 
     Parameters with an ``init_method`` are filled by it. Parameters that were built on the meta device are
-    filled by their module's ``reset_parameters``. All others are left alone, and so are Blocks that were built
-    with ``initialized=True``.
+    filled by their module's ``reset_parameters`` (or ``_reset_parameters``; in a Hugging Face model by the
+    model's ``_init_weights``). All others are left alone, and so are Blocks that were built with
+    ``initialized=True``.
 
     Each parameter has a random stream of its own, seeded by the context's seed and the parameter's name, and
     is filled as a whole, of which a rank keeps its rows: every element is the same for every number of
-    ranks, ZeRO level and tensor-parallel size. One parameter at a time is whole.
+    ranks, ZeRO level and tensor-parallel size. One parameter at a time is whole; for ``reset_parameters``,
+    those of one module and the modules in it. The global generators are left as they were.
 
     Raises:
+        TypeError: ``model`` is not a module.
         RuntimeError: ranks have different models.
-        ValueError: a parameter on the meta device whose module has no ``reset_parameters``.
+        ValueError: a parameter on the meta device whose module has none of these. The model is as it was then.
     """
     context = current_context()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     settled = {id(p) for m in model.modules() if isinstance(m, Block) and m.initialized for p in m.unit.params}
-    named = {n: p for n, p in model.named_parameters() if isinstance(p, DistributedParameter)}
-    facts = [f"{name}: {p.bmt_slice.shape} {p.dtype}" for name, p in named.items()]
-    check_agreement(context.world, "init_parameters", facts)
-    waiting: dict[nn.Module, list[tuple[str, str, DistributedParameter]]] = {}
-    for module_name, module in _every_module(model):
-        for name, param in module._parameters.items():
-            if isinstance(param, DistributedParameter) and param.awaits_values and param.init_method is None:
-                if not hasattr(module, "reset_parameters"):
-                    raise ValueError(
-                        f"parameter {f'{module_name}.{name}'!r} was built on the meta device, and its module "
-                        f"{type(module).__name__} has no reset_parameters; load a state dict instead"
-                    )
-                waiting.setdefault(module, []).append((f"{module_name}.{name}", name, param))
+    named = {
+        name: param
+        for name, param in model.named_parameters()
+        if isinstance(param, DistributedParameter) and id(param) not in settled
+    }
+    check_agreement(context.zero, "init_parameters", [f"{n}: {p.bmt_slice.shape} {p.dtype}" for n, p in named.items()])
+    waiting = {id(p): n for n, p in named.items() if p.awaits_values and p.init_method is None}
+    resets = _find_resets(model, waiting)
     for name, param in named.items():
-        if param.init_method is None or id(param) in settled:
+        if param.init_method is None:
             continue
         whole = torch.empty(param.bmt_slice.shape, dtype=param.dtype, device=context.device)
-        with torch.no_grad(), _seeded(context.seed, name, context.device):
+        with torch.no_grad(), _seeded(context, name):
             param.init_method(whole)
         write_whole(param, whole)
-    for module, members in waiting.items():
-        _reset(module, members, context.seed, context.device)
+    for reset in resets:
+        _run_reset(reset, context)
 
 
-def _reset(
-    module: nn.Module, members: list[tuple[str, str, DistributedParameter]], seed: int, device: torch.device
-) -> None:
-    """Let ``reset_parameters`` fill whole tensors in the place of the module's own parameters."""
-    own = dict(module._parameters)
-    whole: dict[str, Tensor] = {}
+class _Reset(NamedTuple):
+    """What fills the parameters of a module."""
+
+    module: nn.Module
+    name: str  # of the first of them
+    function: Callable[[], Any]
+    may_write: set[int]  # the identities of those it fills, and those that were filled for modules inside
+
+
+def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
+    """What to call for the parameters in ``waiting`` (identity to name), inner modules before outer ones: as
+    in construction, where a module may overwrite what its parts have set."""
+    found: list[_Reset] = []
+    claimed: dict[int, nn.Module] = {}  # a tied parameter belongs to the first module that has it
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, family: nn.Module | None) -> None:
+        module = unwrapped(module)
+        if module in seen:
+            return
+        seen.add(module)
+        if hasattr(module, "_init_weights"):
+            family = module
+        for child in module._modules.values():
+            if child is not None:
+                visit(child, family)
+        own = [id(p) for p in module._parameters.values() if id(p) in waiting and id(p) not in claimed]
+        if not own:
+            return
+        claimed.update(dict.fromkeys(own, module))
+        names = [waiting[i] for i in own]
+        inside = set(map(unwrapped, module.modules()))
+        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if family is not None:
+            reset = functools.partial(cast(Any, family)._init_weights, module)
+        if reset is None:
+            raise ValueError(
+                f"parameter {names[0]!r} was built on the meta device, and its module {type(module).__name__} has "
+                f"no reset_parameters; give it one, or load a state dict instead"
+            )
+        found.append(_Reset(module, names[0], reset, {i for i, owner in claimed.items() if owner in inside}))
+
+    visit(model, None)
+    return found
+
+
+def _run_reset(reset: _Reset, context: ParallelContext) -> None:
+    """Let it fill whole tensors in the places of the parameters of its module and the modules inside."""
+    modules = map(unwrapped, reset.module.modules())
+    places = [(m, n, p) for m in modules for n, p in m._parameters.items() if p is not None]
+    wholes: dict[int, nn.Parameter] = {}
+    for _, _, param in places:
+        if id(param) in wholes:
+            continue
+        if not isinstance(param, DistributedParameter):
+            whole = param.detach().clone()
+        elif param.awaits_values:
+            whole = torch.empty(param.bmt_slice.shape, dtype=param.dtype, device=context.device)
+        else:
+            whole = param.gather_all().clone()
+        wholes[id(param)] = nn.Parameter(whole, requires_grad=False)
     try:
-        for _, name, param in members:
-            whole[name] = torch.empty(param.bmt_slice.shape, dtype=param.dtype, device=device)
-            module._parameters[name] = nn.Parameter(whole[name], requires_grad=False)
-        with torch.no_grad(), _seeded(seed, members[0][0], device):
-            module.reset_parameters()  # type: ignore[operator]
-            whole = {name: module._parameters[name].data for name in whole}  # type: ignore[union-attr]
+        for m, n, param in places:
+            m._parameters[n] = wholes[id(param)]
+        with torch.no_grad(), _seeded(context, reset.name):
+            reset.function()
+        # A reset may also put new parameters in place of the old ones.
+        filled = [(param, m._parameters[n]) for m, n, param in places]
     finally:
-        module._parameters.update(own)
-    for _, name, param in members:
-        write_whole(param, whole[name])
-
-
-def _every_module(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules by name, the inner module of a Block in its place."""
-    for name, module in model.named_modules():
-        yield name, module.inner_module if isinstance(module, Block) else module
+        for m, n, param in places:
+            m._parameters[n] = param
+    for param, result in filled:
+        if id(param) in reset.may_write and isinstance(param, DistributedParameter) and result is not None:
+            write_whole(param, result.detach())
 
 
 @contextmanager
-def _seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
+def _seeded(context: ParallelContext, name: str) -> Iterator[None]:
     """Seed torch's generators for one parameter, and put them back after."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    digest = hashlib.sha256(f"{context.seed}:{name}".encode()).digest()
+    generators = [torch.default_generator]
+    if context.device.type == "cuda":
+        index = torch.cuda.current_device() if context.device.index is None else context.device.index
+        generators.append(torch.cuda.default_generators[index])
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -23,6 +23,8 @@ class ParameterInitializer:
     """
 
     def __init__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if not callable(func):
+            raise TypeError(f"func must be a function that fills a tensor, not {type(func).__name__}")
         self.func = func
         self.args = args
         self.kwargs = kwargs
@@ -32,7 +34,7 @@ class ParameterInitializer:
 
     def __repr__(self) -> str:
         arguments = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
-        return f"ParameterInitializer({getattr(self.func, '__name__', self.func)}, {', '.join(arguments)})"
+        return f"ParameterInitializer({', '.join([getattr(self.func, '__name__', repr(self.func)), *arguments])})"
 
 
 class DistributedParameter(nn.Parameter):
@@ -53,6 +55,8 @@ class DistributedParameter(nn.Parameter):
 
     Raises:
         RuntimeError: before ``init_distributed``.
+        TypeError: ``data`` is no tensor, or a ``DistributedParameter``; ``init_method`` cannot be called.
+        ValueError: ``tp_split_dim`` is no dimension of ``data``.
     """
 
     bmt_slice: Slice
@@ -76,6 +80,10 @@ class DistributedParameter(nn.Parameter):
         context = current_context()
         if not isinstance(data, Tensor):
             raise TypeError(f"data must be a tensor, not {type(data).__name__}")
+        if isinstance(data, DistributedParameter):
+            raise TypeError("data is a DistributedParameter, of which this rank has some rows; pass data.gather()")
+        if init_method is not None and not callable(init_method):
+            raise TypeError(f"init_method must be a function that fills a tensor, not {type(init_method).__name__}")
         if tp_mode and tp_split_dim != -1 and not 0 <= tp_split_dim < data.dim():
             raise ValueError(f"tp_split_dim={tp_split_dim} is not a dimension of data of shape {tuple(data.shape)}")
         empty = torch.empty(0, dtype=data.dtype, device=context.device)
@@ -113,6 +121,12 @@ class DistributedParameter(nn.Parameter):
         if id(self) not in memo:
             copy.deepcopy(self.unit, memo)  # copies all parameters that share its storage
         return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a DistributedParameter cannot be pickled: it is one rank's part of a parameter, bound to the process "
+            "groups of this run; save state_dict(), or the model with bmt_zero.save"
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         found = self.bmt_slice

@@ -1,9 +1,20 @@
-"""State dicts with plain names and whole tensors, in and out of sharded modules."""
+"""State dicts with plain names and whole tensors, in and out of sharded modules.
+
+[Note: stand-ins]
+    A module's own code for saving and loading (hooks, ``_save_to_state_dict``, ``_load_from_state_dict``) was
+    written for whole parameters. So while it runs, whole tensors stand in the places of the sharded ones:
+
+    saving   gathered tensors.
+    loading  tensors without storage. torch's ``assign=True`` replaces them by the entries of the state dict,
+             without a copy; when all has gone well, the model's own tensors take their rows from those. So a
+             state dict that does not fit changes nothing. Modules with loading code of their own, which may
+             write in place, get gathered tensors.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -12,27 +23,24 @@ import torch
 from torch import Tensor, nn
 
 from .parameter import DistributedParameter, cut_piece
+from .unit import refresh_flat_weights
 
 if TYPE_CHECKING:
     from .unit import Unit
+
+EXTRA_STATE = "_extra_state"  # what torch calls the entry of get_extra_state()
 
 # Whether state_dict() of sharded modules gathers. Off while this module asks for the parameters themselves.
 _gathers: ContextVar[bool] = ContextVar("bmt_zero_state_dict_gathers", default=True)
 
 
-@contextmanager
-def _ungathered() -> Iterator[None]:
-    token = _gathers.set(False)
-    try:
-        yield
-    finally:
-        _gathers.reset(token)
-
-
 def local_entries(model: nn.Module) -> dict[str, Any]:
     """The entries of ``model.state_dict()`` with the model's own (sharded) parameters in place of whole tensors."""
-    with _ungathered():
+    token = _gathers.set(False)
+    try:
         return dict(model.state_dict(keep_vars=True))
+    finally:
+        _gathers.reset(token)
 
 
 def whole_tensor(value: Any) -> Any:
@@ -44,49 +52,76 @@ def whole_tensor(value: Any) -> Any:
 
 def write_whole(param: DistributedParameter, whole: Tensor) -> None:
     """Set a parameter, of which this rank has some rows, from its whole tensor."""
-    found = param.bmt_slice
     with torch.no_grad():
-        piece = cut_piece(whole, found)
-        rows = piece.reshape(1) if not found.shape else piece
-        param.copy_(rows[found.row_start : found.row_stop].reshape(param.shape))
+        param.copy_(_rows(param, whole))
     param.awaits_values = False
 
 
+def _rows(param: DistributedParameter, whole: Tensor) -> Tensor:
+    """This rank's rows of a parameter's whole tensor."""
+    found = param.bmt_slice
+    piece = cut_piece(whole, found) if found.shape else whole.reshape(1)
+    return piece[found.row_start : found.row_stop].reshape(param.shape)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that a Block stands for; any other as it is."""
+    return module.inner_module if isinstance(module, BlockState) else module  # type: ignore[return-value]
+
+
+@contextmanager
+def whole_parameters(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Within, modules have copies of their whole parameters; see [Note: stand-ins]. Tied ones stay tied.
+
+    Args:
+        places: (module, name) of sharded parameters.
+    """
+    if not _gathers.get():
+        yield
+        return
+    places = list(places)
+    own = [module._parameters[name] for module, name in places]
+    copies: dict[int, nn.Parameter] = {}
+    try:
+        for (module, name), param in zip(places, own, strict=True):
+            if id(param) not in copies:
+                copies[id(param)] = nn.Parameter(_copy_of_whole(param), requires_grad=False)
+            module._parameters[name] = copies[id(param)]
+        yield
+    finally:
+        for (module, name), param in zip(places, own, strict=True):
+            module._parameters[name] = param
+
+
+def _copy_of_whole(param: Any) -> Tensor:
+    """Contiguous, in storage of its own size: a gathered tensor may lie in a padded buffer, or be the shard."""
+    return whole_tensor(param).clone(memory_format=torch.contiguous_format)
+
+
 class BlockState:
-    """State dict of a Block: of all parameters in it, those of its children included."""
+    """State dict of a Block: that of the inner module, by its own code, with whole tensors."""
 
     unit: Unit
 
     def register_state_hooks(self) -> None:
-        """Gather after saving, cut before loading; the module's own hooks come first."""
-        assert isinstance(self, nn.Module)
-        inner: Any = self.inner_module
-        self.__dict__["_state_dict_hooks"] = OrderedDict(inner._state_dict_hooks)
-        self.__dict__["_load_state_dict_pre_hooks"] = OrderedDict(inner._load_state_dict_pre_hooks)
-        self._register_state_dict_hook(_gather_entries)
-        self.register_load_state_dict_pre_hook(_cut_entries)
+        """Have the inner module's hooks, and cut whole tensors after they have run."""
+        inner: Any = self.inner_module  # type: ignore[attr-defined]
+        for kind in ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+            self.__dict__[kind] = getattr(inner, kind)
+        self.__dict__["_load_state_dict_pre_hooks"] = inner._load_state_dict_pre_hooks
+        self.register_load_state_dict_pre_hook(_cut_entries)  # type: ignore[attr-defined]
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.inner_module._save_to_state_dict(*args, **kwargs)  # type: ignore[attr-defined]
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole tensors under plain names. Every rank must call it."""
+        with whole_parameters((slot.module, slot.name) for slot in self.unit.slots):
+            return self.inner_module.state_dict(*args, **kwargs)  # type: ignore[attr-defined]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.inner_module._load_from_state_dict(*args, **kwargs)  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors under plain names; see :func:`load_state_dict`."""
+        """Load whole tensors under plain names; see :func:`bmt_zero.load_state_dict`."""
         return load_state_dict(self, state_dict, strict, assign)  # type: ignore[arg-type]
-
-
-def _gather_entries(block: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    if not _gathers.get():
-        return
-    whole: dict[int, Tensor] = {}
-    for slot in block.unit.slots:
-        param = slot.module._parameters[slot.name]
-        if prefix + slot.path in state_dict:
-            if id(param) not in whole:
-                whole[id(param)] = _owned(whole_tensor(param))
-            state_dict[prefix + slot.path] = whole[id(param)]
 
 
 def _cut_entries(
@@ -100,37 +135,50 @@ def _cut_entries(
     errors: list[str],
 ) -> None:
     for slot in block.unit.slots:
-        param = slot.module._parameters[slot.name]
-        cut_entry(param, state_dict, prefix + slot.path, errors)
+        cut_entry(slot.module._parameters[slot.name], state_dict, prefix + slot.path, errors)
 
 
-def cut_entry(param: DistributedParameter, state_dict: dict[str, Any], name: str, errors: list[str]) -> None:
-    """Replace a whole tensor by this rank's rows of it, so that the module's own loading finds what fits."""
+def cut_entry(param: nn.Parameter | None, state_dict: dict[str, Any], name: str, errors: list[str]) -> None:
+    """Replace a whole tensor by this rank's rows of it, so that torch's own loading finds what fits.
+
+    This serves ``load_state_dict`` of a plain module with sharded ones in it.
+    """
     whole = state_dict.get(name)
-    if not isinstance(whole, Tensor):
+    if not isinstance(param, DistributedParameter) or not isinstance(whole, Tensor):
         return
-    found = param.bmt_slice
-    if tuple(whole.shape) != found.shape:
-        errors.append(f"size mismatch for {name}: the entry has shape {tuple(whole.shape)}, the model {found.shape}")
-        del state_dict[name]
+    wanted = param.bmt_slice.shape
+    if tuple(whole.shape) != wanted:
+        errors.append(f"size mismatch for {name}: the entry has shape {tuple(whole.shape)}, the model {wanted}")
+        state_dict[name] = param.detach()  # what it holds already
         return
-    piece = cut_piece(whole, found)
-    rows = piece if found.shape else piece.reshape(1)
-    state_dict[name] = rows[found.row_start : found.row_stop].reshape(param.shape)
+    state_dict[name] = _rows(param, whole.detach())
     param.awaits_values = False
 
 
-def _owned(tensor: Tensor) -> Tensor:
-    """``tensor`` in contiguous storage of its own size: a gathered one may lie in a padded buffer, or be the shard."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+def has_own_code(module: nn.Module, loading: bool) -> bool:
+    """Whether a module has code of its own for saving, or for loading, its entries."""
+    methods = ("_load_from_state_dict", "load_state_dict") if loading else ("_save_to_state_dict", "state_dict")
+    for cls in type(module).__mro__:
+        if cls is nn.Module or issubclass(cls, BlockState) or "handles_shards" in vars(cls):
+            continue
+        if any(name in vars(cls) for name in methods):
+            return True
+    if loading:
+        hooks = {k: h for k, h in module._load_state_dict_pre_hooks.items() if _hook_of(h) is not _cut_entries}
+        return bool(hooks or module._load_state_dict_post_hooks)
+    return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
 
 
-class Problems(ValueError):
+def _hook_of(registered: Any) -> Any:
+    return getattr(registered, "hook", registered)
+
+
+class StateDictError(ValueError):
     """Entries of a state dict do not fit a model."""
 
 
 def check_entries(expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...] | None], strict: bool) -> None:
-    """Raise :class:`Problems` unless the entries (name to shape, None for what is no tensor) fit the model's."""
+    """Raise unless the entries (name to shape, None for what is no tensor) fit the model's."""
     problems = []
     missing = [name for name in expected if name not in shapes]
     surplus = [name for name in shapes if name not in expected]
@@ -140,34 +188,133 @@ def check_entries(expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
         problems.append(f"entries the model does not have: {_some(surplus)}")
     for name, shape in shapes.items():
         value = expected.get(name)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not is_extra_state(name):
             wanted = value.bmt_slice.shape if isinstance(value, DistributedParameter) else tuple(value.shape)
             if shape != wanted:
                 what = "no tensor" if shape is None else f"shape {tuple(shape)}"
                 problems.append(f"{name!r} has {what}, the model's has shape {wanted}")
     if problems:
-        raise Problems("the state dict does not fit the model; nothing was loaded: " + "; ".join(problems))
+        raise StateDictError("the state dict does not fit the model; nothing was loaded: " + "; ".join(problems))
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an entry is what a module's ``get_extra_state`` returned."""
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """Load a plain state dict (whole tensors) into a model with sharded parameters.
+    """Load a plain state dict (whole tensors) into a model with sharded parameters. Every rank must call it.
+
+    Returns:
+        what ``torch.nn.Module.load_state_dict`` does: the missing and the surplus names.
 
     Raises:
+        TypeError: ``state_dict`` is no mapping.
         ValueError: entries are missing or surplus (under ``strict``) or of another shape, or ``assign`` is set.
             The model is as it was then.
     """
     if assign:
         raise ValueError("assign=True would replace sharded parameters; load with assign=False")
-    shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in state_dict.items()}
-    check_entries(local_entries(model), shapes, strict)
-    return nn.Module.load_state_dict(model, state_dict, strict)
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a mapping of names to tensors, not {type(state_dict).__name__}")
+    # Not the caller's parameters: assigning changes their requires_grad.
+    entries = OrderedDict((k, v.detach() if isinstance(v, Tensor) else v) for k, v in state_dict.items())
+    if hasattr(state_dict, "_metadata"):
+        entries._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    places = _stand_in(model)
+    try:
+        result = nn.Module.load_state_dict(model, entries, strict, assign=True)
+    except RuntimeError as error:
+        raise StateDictError(f"the state dict does not fit the model; nothing was loaded: {error}") from error
+    finally:
+        for place in places:
+            place.close()
+    for place in places:
+        place.commit()
+    return result
+
+
+def _stand_in(model: nn.Module) -> list[_Place]:
+    """Put stand-ins, where whatever the state dict brings is caught before it reaches the model."""
+    places: dict[nn.Module, _Place] = {}
+
+    def visit(module: nn.Module, has_code: bool) -> None:
+        module = unwrapped(module)
+        if module not in places:
+            has_code = has_code or has_own_code(module, loading=True)
+            places[module] = _Place(module, has_code)
+            for child in module._modules.values():
+                if child is not None:
+                    visit(child, has_code)
+
+    wholes: dict[int, Tensor] = {}
+    visit(model, False)
+    for place in places.values():  # gathers: in one order on every rank, and before anything is replaced
+        place.gather(wholes)
+    for place in places.values():
+        place.open()
+    return list(places.values())
+
+
+class _Place:
+    """A module while it is being loaded; see [Note: stand-ins]."""
+
+    def __init__(self, module: nn.Module, has_code: bool) -> None:
+        self.module = module
+        self.has_code = has_code
+        self.params = dict(module._parameters)
+        self.buffers = dict(module._buffers)
+        self.stand_ins: dict[str, nn.Parameter | None] = {}
+        self.loaded: list[tuple[Tensor, Tensor]] = []
+        self.extra_state: list[Any] = []
+
+    def gather(self, wholes: dict[int, Tensor]) -> None:
+        for name, param in self.params.items():
+            stand_in = param
+            if isinstance(param, DistributedParameter) and self.has_code:
+                if id(param) not in wholes:
+                    wholes[id(param)] = _copy_of_whole(param)
+                stand_in = nn.Parameter(wholes[id(param)], requires_grad=False)
+            elif param is not None and not self.has_code:
+                shape = param.bmt_slice.shape if isinstance(param, DistributedParameter) else param.shape
+                stand_in = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=False)
+            self.stand_ins[name] = stand_in
+
+    def open(self) -> None:
+        self.module._parameters.update(self.stand_ins)
+        self.module.__dict__["set_extra_state"] = self.extra_state.append
+
+    def close(self) -> None:
+        """Put the module's own tensors back."""
+        module = self.module
+        del module.__dict__["set_extra_state"]
+        kinds: list[Any] = [
+            (self.params, self.stand_ins, module._parameters),
+            (self.buffers, self.buffers, module._buffers),
+        ]
+        for own, stand_ins, now in kinds:
+            for name, tensor in own.items():
+                found = now.get(name)
+                gathered = self.has_code and isinstance(tensor, DistributedParameter)
+                if tensor is not None and found is not None and (found is not stand_ins[name] or gathered):
+                    self.loaded.append((tensor, found))
+                now[name] = tensor
+        if isinstance(module, nn.RNNBase):
+            refresh_flat_weights(module)
+
+    def commit(self) -> None:
+        """Take over what has been loaded."""
+        for own, found in self.loaded:
+            if isinstance(own, DistributedParameter):
+                if not (own.awaits_values and self.has_code and not found.any()):  # was not touched: still zeros
+                    write_whole(own, found)
+            else:
+                with torch.no_grad():
+                    own.copy_(found)
+        for state in self.extra_state:
+            self.module.set_extra_state(state)
 
 
 def _some(names: list[str], limit: int = 5) -> str:
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
-
-
-def gathers_state() -> bool:
-    """Whether ``state_dict()`` is to gather."""
-    return _gathers.get()

@@ -48,11 +48,15 @@ def BMTrainModelWrapper(
     layers = {site.layer: None for site in sites}
     rest = _parameters_outside(model, layers)
     _check(model, layers, rest, context)
+    everything = list(model.modules())
     blocks: dict[nn.Module, Block] = {}
     for site in sites:
         if site.layer not in blocks:
             blocks[site.layer] = Block(site.layer, use_checkpoint, zero_level, precision=precision)
-        site.parent._modules[site.name] = blocks[site.layer]
+    for module in everything:
+        for name, child in module._modules.items():
+            if child in blocks:  # in its list, and wherever else the model has it
+                module._modules[name] = blocks[child]
     for parent in dict.fromkeys(site.parent for site in sites):
         link([b.unit for b in dict.fromkeys(parent.children()) if isinstance(b, Block)])
     level = context.zero_level if zero_level is None else zero_level
@@ -71,26 +75,29 @@ class _Site(NamedTuple):
     """Where a layer that is to become a Block hangs."""
 
     parent: nn.Module
-    name: str
     layer: nn.Module
 
 
 def _sites(model: nn.Module) -> list[_Site]:
     """The elements of the outermost ModuleLists, and recurrent modules, which cannot be gathered where they
-    are read because they keep lists of their weights."""
+    are read because they keep lists of their weights.
+
+    An element that is itself but a container, with no forward to run as a Block, is looked into instead.
+    """
     found: list[_Site] = []
 
     def visit(module: nn.Module) -> None:
-        for name, child in module._modules.items():
+        for child in module._modules.values():
             if child is None or isinstance(child, Block):
                 continue
-            if isinstance(module, nn.ModuleList) or isinstance(child, nn.RNNBase):
-                if any(True for _ in child.parameters()):
-                    found.append(_Site(module, name, child))
-            else:
+            is_layer = isinstance(module, nn.ModuleList) and type(child).forward is not nn.Module.forward
+            if not is_layer and not isinstance(child, nn.RNNBase):
                 visit(child)
+            elif any(True for _ in child.parameters()):
+                found.append(_Site(module, child))
 
-    visit(model)
+    if not isinstance(model, Block):
+        visit(model)
     return found
 
 
