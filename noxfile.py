@@ -67,7 +67,7 @@ def build(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{name}")
     session.run("python", ".ci/check_dist.py", str(DIST))
     install_wheels(session, *PACKAGES)
-    session.chdir(session.create_tmp())  # away from the sources
+    session.chdir(temporary_folder(session))  # away from the sources
     session.run("python", "-W", "error", "-c", f"import {', '.join(import_name(name) for name in PACKAGES)}")
     session.run("bmtrain", "info")
 
@@ -85,7 +85,7 @@ def tests_alone(session: nox.Session) -> None:
     for name in session.posargs or PACKAGES:
         uninstall_ours(session)
         install_wheels(session, name)
-        folder = Path(session.create_tmp()) / name
+        folder = temporary_folder(session) / name
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(ROOT / "packages" / name / "tests", folder / "tests")
         shutil.copy(ROOT / "packages" / name / "README.md", folder)
@@ -140,6 +140,10 @@ def is_script(path: Path) -> bool:
     return '__name__ == "__main__"' in path.read_text()
 
 
+def temporary_folder(session: nox.Session) -> Path:
+    return Path(session.create_tmp()).resolve()
+
+
 def import_name(package: str) -> str:
     return package.replace("-", "_")
 
@@ -164,7 +168,7 @@ def constraints(session: nox.Session) -> Path:
     text = (ROOT / "constraints.txt").read_text()
     if version := os.environ.get("BMT_TORCH"):
         text = re.sub(r"^torch==.*$", f"torch=={version}", text, flags=re.MULTILINE)
-    path = Path(session.create_tmp()) / "constraints.txt"
+    path = temporary_folder(session) / "constraints.txt"
     path.write_text(text)
     return path
 
