@@ -30,6 +30,7 @@ class BackwardTracker:
     def __init__(self) -> None:
         self._passes: dict[int, dict[Unit, None]] = {}
         self._reducing: list[Unit] = []
+        self._prefetched: Unit | None = None
 
     def enter(self, unit: Unit) -> None:
         """``unit`` takes part in the backward pass that is running."""
@@ -44,9 +45,22 @@ class BackwardTracker:
 
     def _finish(self, task: int) -> None:
         self.finish_reductions()
+        self.expect(None)
         for unit in self._passes.pop(task, {}):
             if not any(unit in others for others in self._passes.values()):
                 unit.end_backward()
+
+    def prefetch(self, unit: Unit) -> None:
+        """Start to gather ``unit``, whose forward is likely to come next."""
+        self._prefetched = unit
+        unit.outdate()
+        unit.start_gather()
+
+    def expect(self, unit: Unit | None) -> None:
+        """``unit`` runs now: if another one was gathered ahead (somebody left a list early), free that."""
+        guess, self._prefetched = self._prefetched, None
+        if guess is not None and guess is not unit:
+            guess.free()
 
     def note_reducing(self, unit: Unit) -> None:
         self._reducing.append(unit)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from bmt_comm import Communicator, ParallelContext, check_agreement, current_context, slice_of
@@ -18,6 +19,7 @@ from .backward import in_backward
 from .bucket import Bucket
 from .conversion import check_buffer, check_parameter, convert, move_buffers, whole_values
 from .layout import FlatLayout, plan_layouts
+from .parameter import DistributedParameter
 from .precision import MixedPrecision
 from .state import BlockState
 from .unit import Call, Slot, Unit, grad_scale_of, narrow_slices, shard_comms, write_rows
@@ -33,7 +35,9 @@ class Block(BlockState, nn.Module):
     ``init_parameters`` or a checkpoint. Other parameters take the values of rank 0.
 
     Outputs may be nested containers and dataclasses of tensors. A tensor that reaches the loss by another way
-    than the Block's output (kept in an attribute, say) is not seen; return it instead.
+    than the Block's output (kept in an attribute, say) is not seen; return it instead. A parameter that is
+    part of the output is returned as a copy. Parameters may be frozen and unfrozen at any time; those that
+    are frozen before the module becomes a Block cost no reduction.
 
     Args:
         inner_module: the module.
@@ -88,6 +92,7 @@ class Block(BlockState, nn.Module):
         self.precision = precision or MixedPrecision()
         self._comms = None if shard_comm is None or replicate_comm is None else (shard_comm, replicate_comm)
         self._level = level
+        self._buffered = [module for module in inner_module.modules() if module._buffers]
         self.unit = self._build_unit(context, slots)
         move_buffers(inner_module, context.device)
         self.register_state_hooks()
@@ -105,7 +110,8 @@ class Block(BlockState, nn.Module):
             paths.setdefault(id(param), slot.path)
             params.setdefault(id(param), param)
         facts = [
-            f"{paths[i]}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}" for i, p in params.items()
+            f"{paths[i]}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}{' on meta' * p.is_meta}"
+            for i, p in params.items()
         ]
         for comm in self._comms or (context.outer_zero,):
             check_agreement(comm, f"the parameters of {name} at level {self._level}", facts)
@@ -145,44 +151,33 @@ class Block(BlockState, nn.Module):
             slot.index = position[id(slot.module._parameters[slot.name])]
         return Unit(name, buckets, context, slots)
 
-    def _regroup(self) -> None:
-        """Parameters were frozen or unfrozen since: sort them into buckets anew."""
-        old = self.unit
-        old.tracker.finish_reductions()
-        self.unit = self._build_unit(old.context, old.slots)
-        self.unit.chain, self.unit.position = old.chain, old.position
-        self.unit.chain[self.unit.position] = self.unit
-
     # --- forward ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The inner module's forward."""
         unit = self.unit
-        for bucket in unit.buckets:
-            for param in bucket.params:
-                if param.requires_grad != bucket.requires_grad:
-                    self._regroup()
-                    return self.forward(*args, **kwargs)
+        tracker = unit.tracker
         following = None
         if in_backward() is None:
-            unit.tracker.recover()
+            tracker.recover()
+            tracker.expect(unit)
+            unit.outdate()
             following = unit.next
         try:
             unit.gather()
             if following is not None:
-                following.start_gather(prefetch=True)
+                tracker.prefetch(following)
             call, args, kwargs, views = self._enter(args, kwargs)
-            run = functools.partial(self._run, views)
             if call is not None and self.use_checkpoint:
-                output = checkpoint(functools.partial(run, **kwargs), *args, use_reentrant=False)
+                run = functools.partial(self._run_twice, _Buffers(self._buffered), views, kwargs)
+                output = checkpoint(run, *args, use_reentrant=False)
             else:
-                output = run(*args, **kwargs)
+                output = self._run(views, args, kwargs)
+            output = self._leave(call, views, output, (args, kwargs))
         except BaseException:
+            tracker.expect(None)
             unit.free()
-            if following is not None:
-                following.free()
             raise
-        self._leave(call, output)
         return output
 
     def _enter(
@@ -192,7 +187,7 @@ class Block(BlockState, nn.Module):
         dtype = self.precision.param_dtype
         if dtype is not None:
             args, kwargs = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
-        if not (unit.has_frozen and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled() or all(p.requires_grad for p in unit.params):
             call, _, views = unit.enter(())
             return call, args, kwargs, views
         leaves, spec = tree_flatten((args, kwargs))
@@ -203,12 +198,9 @@ class Block(BlockState, nn.Module):
         args, kwargs = tree_unflatten(leaves, spec)
         return call, args, kwargs, views
 
-    def _run(self, views: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Compute with the full parameters: in forward, and again in backward under checkpointing."""
+    def _run(self, views: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute with the full parameters."""
         unit = self.unit
-        if in_backward() is not None:
-            unit.tracker.enter(unit)
-            unit.gather()
         was_installed = unit.installed
         unit.install(views)
         try:
@@ -217,35 +209,75 @@ class Block(BlockState, nn.Module):
             if not was_installed:
                 unit.uninstall()
 
-    def _leave(self, call: Call | None, output: Any) -> None:
+    def _run_twice(self, buffers: _Buffers, views: list[Tensor], kwargs: dict[str, Any], /, *args: Any) -> Any:
+        """Under checkpointing: compute in forward, and again in backward."""
+        if in_backward() is not None:
+            self.unit.tracker.enter(self.unit)
+            self.unit.gather()
+        with buffers.run():
+            return self._run(views, args, kwargs)
+
+    def _leave(self, call: Call | None, views: list[Tensor], output: Any, inputs: Any) -> Any:
         """Ask to be told of the output's gradients; free what is not needed until then."""
         unit = self.unit
+        output = self._without_parameters(output)
         differentiable = False
         unknown = False
         if call is not None:
             tensors, unknown = _find_tensors(output)
+            # What only passes through gets its gradient from elsewhere, at another time.
+            passed = {id(leaf) for leaf in tree_leaves(inputs)}
             for tensor in tensors:
-                if tensor.requires_grad:
-                    tensor.register_hook(call.pre_backward)
+                if tensor.requires_grad and id(tensor) not in passed:
+                    tensor.register_hook(functools.partial(unit.pre_backward, call, views))
                     differentiable = True
         if not (differentiable or unknown) or (unit.level == 3 and not unknown and not unit.begins_backward):
             unit.free()
+        return output
+
+    def _without_parameters(self, output: Any) -> Any:
+        """The output with copies of those tensors that lie in the space of the parameters."""
+        spaces = {b.full.untyped_storage().data_ptr() for b in self.unit.buckets if b.frees}
+
+        def is_parameter(tensor: Tensor) -> bool:
+            return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in spaces
+
+        tensors, _ = _find_tensors(output)
+        if not any(is_parameter(tensor) for tensor in tensors):
+            return output
+        output = tree_map_only(Tensor, lambda x: x.clone() if is_parameter(x) else x, output)
+        if any(is_parameter(tensor) for tensor in _find_tensors(output)[0]):
+            raise ValueError(
+                f"the output of {self.unit.name}, a {type(output).__name__}, contains a parameter, which is freed when "
+                f"the Block is left; return a clone of it"
+            )
+        return output
 
     # --- standing in for the module ---------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Block:
-        super().train(mode)
-        self.inner_module.training = mode
+        self.inner_module.train(mode)
+        self.training = self.inner_module.training
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What the module has of its own and the Block has not is the module's to keep.
+        attributes = self.__dict__
+        if "unit" in attributes and name not in attributes and name in attributes["inner_module"].__dict__:
+            setattr(attributes["inner_module"], name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            value = super().__getattr__(name)
         except AttributeError:
             inner = self.__dict__.get("inner_module")
             if inner is None:
                 raise
             return getattr(inner, name)
+        # Read from outside of the Block's forward, which sees the gathered parameters by itself.
+        return value.gather() if isinstance(value, DistributedParameter) else value
 
     def extra_repr(self) -> str:
         return f"{type(self.inner_module).__name__}, zero_level={self._level}, use_checkpoint={self.use_checkpoint}"
@@ -257,7 +289,7 @@ CheckpointBlock = Block
 def find_slots(inner: nn.Module, context: ParallelContext) -> list[Slot]:
     """Where the module and its children have parameters, after checking that all can be sharded."""
     slots = []
-    for module_path, module in inner.named_modules():
+    for module_path, module in inner.named_modules(remove_duplicate=False):  # a shared one has several names
         if isinstance(module, Block):
             where = f"its part {module_path!r}" if module_path else "itself"
             raise ValueError(f"inner_module has {where} in a Block already; wrap each module once, and only one level")
@@ -269,6 +301,43 @@ def find_slots(inner: nn.Module, context: ParallelContext) -> list[Slot]:
         for name, buffer in module._buffers.items():
             check_buffer(prefix + name, buffer, context)
     return slots
+
+
+class _Buffers:
+    """What a checkpointed forward does to buffers, such as running averages: done once, not again when it is
+    computed again."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self.changed: list[nn.Module] | None = None  # modules that write to their buffers; None: not run yet
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        before = [(module, dict(module._buffers)) for module in self.modules]
+        if self.changed is None:
+            versions = [[_version(b) for b in buffers.values()] for _, buffers in before]
+            yield
+            self.changed = [
+                module
+                for (module, buffers), old in zip(before, versions, strict=True)
+                # The kernel of batch normalisation writes without counting a version.
+                if isinstance(module, nn.modules.batchnorm._NormBase)
+                or any(module._buffers.get(name) is not b for name, b in buffers.items())
+                or [_version(b) for b in buffers.values()] != old
+            ]
+            return
+        for module in self.changed:
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.clone()
+        try:
+            yield
+        finally:
+            for module, buffers in before:
+                module._buffers.update(buffers)
+
+
+def _version(buffer: Tensor | None) -> int:
+    return -1 if buffer is None or buffer.is_inference() else buffer._version
 
 
 def _renumber(layout: FlatLayout) -> FlatLayout:

@@ -13,10 +13,17 @@
     that point of backward the parameters have done their duty.
 
 [Note: streams]
-    On CUDA, all collectives of a communicator, and the storage of ``full``, belong to its side stream. A
-    gather on demand makes that stream wait for everything the compute stream has been given, which includes
-    the optimizer's writes; a prefetch waits only for the last time that a buffer was freed. So a buffer is
-    never refilled before its readers are done, and the host waits for nothing.
+    On CUDA, the collectives of a bucket, what follows them, and the storage of ``full`` belong to one side
+    stream. Before anything is written there, that stream waits for all that the compute stream has been given
+    so far: the optimizer's writes, and the readers of whatever memory is used again. So no buffer is refilled
+    before its readers are done. (A prefetch loses nothing by it: it could not start before the buffer of the
+    unit before was freed.) The compute stream waits for the event behind the one collective it needs, not for
+    the whole side stream, where the next gather may be queued already. The host waits for nothing.
+
+[Note: frozen parameters]
+    Parameters are sorted into buckets by ``requires_grad`` once, when they are sharded; their layout never
+    changes after that, because optimizers keep their shapes. In a bucket of which some parameters were frozen
+    since, these count as zeros in the reduction and get no gradient.
 """
 
 from __future__ import annotations
@@ -102,17 +109,20 @@ class Bucket:
         self.params = list(params)
         for index, param in enumerate(self.params):
             param.bucket, param.bucket_index = self, index
-        self.requires_grad = self.params[0].requires_grad
+        self.stream = (shard_comm if shard_comm.size > 1 else replicate_comm).stream
         self.state = State.SHARDED
         self.no_sync = False
         self._gather_work: Work | None = None
+        self._gathered: torch.cuda.Event | None = None  # behind the gather in the side stream
         self._reduce_work: _Reduction | None = None
         self._local_grad: Tensor | None = None  # unreduced gradients of levels 0 and 1 under no_sync
+        self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _local_grad began
         self._gathered_version = -1
         self._stale = True
         self.placements: list[Placement] = sorted(layout.placements, key=lambda p: p.index)
         self._full_geometry = [(p.shape, _strides(p.shape), p.offset) for p in self.placements]
         self._local_geometry = [self._local(p) for p in self.placements]
+        self._gaps = _gaps(layout)
         self.use_storage(shard)
 
     # --- storage ----------------------------------------------------------------------------------
@@ -136,7 +146,7 @@ class Bucket:
             shard = part
         else:
             self.frees = self.level >= 2 or self.standalone
-            with on_stream(comm.stream):
+            with on_stream(self.stream):
                 self.full = torch.empty(layout.numel, dtype=compute_dtype, device=shard.device)
         self.shard = shard
         self.aliased = self.full.data_ptr() == shard.data_ptr() and comm.size == 1
@@ -164,6 +174,12 @@ class Bucket:
         self.finish_reduce()
         self.finish_gather()
         first = self.params[0]
+        if any(p.dtype != first.dtype for p in self.params):
+            found = sorted({str(p.dtype) for p in self.params})
+            raise RuntimeError(
+                f"parameters that are sharded together were given different dtypes ({', '.join(found)}); convert "
+                f"all parameters of a Block, or some of them before the Block is made"
+            )
         shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
         for param, view in zip(self.params, self.local_views(shard), strict=True):
             if param.shape != view.shape:
@@ -209,6 +225,11 @@ class Bucket:
     # --- gathering --------------------------------------------------------------------------------
 
     @property
+    def requires_grad(self) -> bool:
+        """Whether any parameter does."""
+        return any(p.requires_grad for p in self.params)
+
+    @property
     def version(self) -> int:
         """Changes whenever a parameter is written in place."""
         return sum(p._version for p in self.params)
@@ -220,30 +241,35 @@ class Bucket:
             return True
         return self.state is not State.SHARDED and not self._stale and self._gathered_version == self.version
 
-    def start_gather(self, prefetch: bool = False) -> None:
+    def outdate(self) -> None:
+        """Do not trust what an earlier computation has gathered: not every write to a parameter can be seen.
+
+        While gradients are accumulated at level 1, parameters stay gathered from one micro-step to the next.
+        """
+        accumulating = self.level <= 1 and (self.no_sync or self._local_grad is not None)
+        if self.state is State.GATHERED and not accumulating:
+            self._stale = True
+
+    def start_gather(self) -> None:
         """Start to gather, unless ``full`` is fresh already."""
         if self.fresh:
             return
-        if self.aliased:
-            return
         self.finish_reduce()  # it may still read from the space of full
         self.finish_gather()
-        if self.frees:
-            with on_stream(self.shard_comm.stream):
-                storage = self.full.untyped_storage()
-                if storage.nbytes() != self._bytes:
-                    storage.resize_(self._bytes)
-        stream = self.shard_comm.stream
-        if stream is not None and not prefetch:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
         # Another alias of the storage: to autograd, nothing it knows is written.
         full = self.full.data
-        size = self.layout.shard_numel
-        mine = full[self.shard_comm.rank * size : (self.shard_comm.rank + 1) * size]
-        with on_stream(self.shard_comm.stream):
+        self._let_side_stream_wait()
+        with on_stream(self.stream):
+            if self.frees:
+                storage = full.untyped_storage()
+                if storage.nbytes() != self._bytes:
+                    storage.resize_(self._bytes)
+            size = self.layout.shard_numel
+            mine = full[self.shard_comm.rank * size : (self.shard_comm.rank + 1) * size]
             if mine.data_ptr() != self.shard.data_ptr():
                 mine.copy_(self.shard.data)
-            self._gather_work = self.shard_comm.all_gather(full, mine, async_op=stream is None)
+            self._gather_work = self.shard_comm.all_gather(full, mine, async_op=self.stream is None)
+            self._gathered = _record(self.stream)
         self.state = State.GATHERING
         self._gathered_version = self.version
         self._stale = False
@@ -254,10 +280,8 @@ class Bucket:
             return
         assert self._gather_work is not None
         self._gather_work.wait()
-        self._gather_work = None
-        stream = self.shard_comm.stream
-        if stream is not None:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        _wait(self.stream, self._gathered)
+        self._gather_work = self._gathered = None
         self.state = State.GATHERED
 
     def free(self) -> None:
@@ -270,10 +294,12 @@ class Bucket:
             self.state = State.SHARDED
 
     def gather_fresh(self, index: int) -> Tensor:
-        """Parameter ``index``, whole, in storage of its own."""
+        """Parameter ``index``, whole, in storage of its own, in the dtype that is computed in."""
         self.follow_params()
         if self.aliased:
             return self._templates[index].data
+        if len(self.params) > 1:
+            return self.gather_stored(index).to(self.full.dtype)
         full = torch.empty(self.layout.numel, dtype=self.full.dtype, device=self.full.device)
         size = self.layout.shard_numel
         mine = full[self.shard_comm.rank * size : (self.shard_comm.rank + 1) * size]
@@ -281,18 +307,33 @@ class Bucket:
         self.shard_comm.all_gather(full, mine)
         return _strided_views(full, self._full_geometry[index : index + 1])[0]
 
+    def gather_stored(self, index: int) -> Tensor:
+        """Parameter ``index`` alone, whole, in the dtype that it is stored in; not differentiable."""
+        self.follow_params()
+        comm, placement = self.shard_comm, self.placements[index]
+        whole = torch.empty(placement.shape, dtype=self.shard.dtype, device=self.shard.device)
+        rows = whole.view(placement.rows, *placement.shape[1:])
+        for rank in range(comm.size):
+            start, stop = self.layout.rows_of(placement, rank)
+            if start == stop:
+                continue
+            if rank == comm.rank:
+                rows[start:stop].copy_(self.params[index].detach())
+            comm.broadcast(rows[start:stop], rank)
+        return whole
+
     @property
     def reducing_in_full(self) -> bool:
         """Whether a reduction in flight uses the space of ``full``."""
         return self._reduce_work is not None and self._reduce_work.in_full
 
     def _let_side_stream_wait(self) -> None:
-        stream = self.shard_comm.stream
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
     # --- gradients --------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def reduce(self, grads: Sequence[Tensor | None], done: bool = True) -> None:
         """Start to sum gradients of the full parameters over the ranks.
 
@@ -300,6 +341,7 @@ class Bucket:
         full parameters are not needed any more in this backward.
         """
         self.finish_reduce()
+        self._forget_zeroed()
         local = self.no_sync and self.level <= 1
         if self._local_grad is None and not local and self._reduces_nothing:
             self._accumulate_whole(grads)
@@ -313,12 +355,31 @@ class Bucket:
             self._copy_into(flat, grads)
         else:
             present = [(v, g) for v, g in zip(self._views(flat), grads, strict=True) if g is not None]
-            torch._foreach_add_([v for v, _ in present], [g for _, g in present])
+            if present:
+                torch._foreach_add_([v for v, _ in present], [g for _, g in present])
         if local:
-            self._local_grad = flat
+            if self._local_grad is None:
+                self._local_grad = flat
+                self._watch_gradients()
             return
         self._local_grad = None
         self._reduce_work = _Reduction(self, flat)
+
+    def _watch_gradients(self) -> None:
+        """See to it that zeroing gradients can be noticed while some wait to be reduced."""
+        if all(p.grad is None for p in self.params):
+            self.add_gradient(torch.zeros_like(self.shard))
+        self._grads_then = [(p.grad, p.grad._version) for p in self.params if p.grad is not None]
+
+    def _forget_zeroed(self) -> None:
+        """Where gradients were zeroed since, those that wait to be reduced are meant, too."""
+        if self._local_grad is None:
+            return
+        present = {id(p.grad) for p in self.params if p.grad is not None}
+        gone = not any(id(grad) in present for grad, _ in self._grads_then)
+        written = any(grad._version != version for grad, version in self._grads_then)
+        if gone or (written and not any(bool(grad.any()) for grad, _ in self._grads_then)):
+            self._local_grad = None
 
     def _is_flat(self, grad: Tensor | None) -> bool:
         """Whether a gradient is, as it stands, the flat gradient of the bucket: that of its only parameter."""
@@ -347,6 +408,8 @@ class Bucket:
         return torch.empty(self.layout.numel, dtype=dtype, device=self.full.device)
 
     def _copy_into(self, flat: Tensor, grads: Sequence[Tensor | None]) -> None:
+        for start, stop in self._gaps:  # what is reduced may be used as a whole
+            flat[start:stop].zero_()
         views = self._views(flat)
         if all(g is not None for g in grads):
             torch._foreach_copy_(views, list(grads))  # type: ignore[arg-type]
@@ -362,7 +425,7 @@ class Bucket:
             self.add_gradient(flat)
             return
         for param, grad in zip(self.params, grads, strict=True):
-            if grad is None:
+            if grad is None or not param.requires_grad:
                 continue
             if param.grad is None:
                 param.grad = grad.clone()
@@ -371,19 +434,24 @@ class Bucket:
 
     def add_gradient(self, reduced: Tensor) -> None:
         """Add a flat, reduced gradient of this rank's shard to the parameters' ``.grad``."""
-        if all(p.grad is None for p in self.params):
-            self.grads = reduced
-            self._grad_views = self.local_views(reduced)
-            for param, view in zip(self.params, self._grad_views, strict=True):
+        views = self.local_views(reduced)
+        pairs = [(p, view) for p, view in zip(self.params, views, strict=True) if p.requires_grad]
+        if all(p.grad is None for p, _ in pairs):
+            self.grads, self._grad_views = reduced, views
+            for param, view in pairs:
                 param.grad = view
-        elif self.grads is not None and all(p.grad is v for p, v in zip(self.params, self._grad_views, strict=True)):
+        elif self.grads is not None and self._has_own_gradients():
             self.grads.add_(reduced)
-        else:  # somebody has set or removed single gradients
-            for param, view in zip(self.params, self.local_views(reduced), strict=True):
+        else:  # somebody has set or removed single gradients, or frozen parameters
+            for param, view in pairs:
                 if param.grad is None:
                     param.grad = view.clone()
                 else:
                     param.grad.add_(view)
+
+    def _has_own_gradients(self) -> bool:
+        pairs = zip(self.params, self._grad_views, strict=True)
+        return all(p.grad is view for p, view in pairs if p.requires_grad)
 
     def finish_reduce(self) -> None:
         """Complete a started reduction: after this the parameters' ``.grad`` include it."""
@@ -418,6 +486,7 @@ class Bucket:
         work, self._reduce_work = self._reduce_work, None
         if work is not None:
             work.drop()
+        self._local_grad = None
         self.free()
 
 
@@ -425,50 +494,79 @@ class _Reduction:
     """The sum of a bucket's gradients over the ranks, in flight.
 
     ``flat`` is held until the collective has read it; where it lies in the space of the full parameters,
-    that space is given back then.
+    that space is given back then. On CUDA everything is queued at once in the bucket's side stream.
     """
 
     def __init__(self, bucket: Bucket, flat: Tensor) -> None:
         self.bucket = bucket
-        self.flat: Tensor | None = flat
+        self.flat: Tensor | None = flat  # read by the side stream until ``done``
         self.in_full = flat.data_ptr() == bucket.full.data_ptr() and bucket.frees
-        comm = bucket.shard_comm
-        self.stream = bucket.replicate_comm.stream if comm.size == 1 else comm.stream
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with on_stream(self.stream):
+        self.done: torch.cuda.Event | None = None
+        comm, wait_later = bucket.shard_comm, bucket.stream is None
+        bucket._let_side_stream_wait()
+        with on_stream(bucket.stream):
             if comm.size == 1:
                 self.reduced = flat
-                self.work = bucket.replicate_comm.all_reduce(flat, async_op=self.stream is None)
+                self.work = bucket.replicate_comm.all_reduce(flat, async_op=wait_later)
             else:
                 self.reduced = torch.empty(bucket.layout.shard_numel, dtype=flat.dtype, device=flat.device)
-                self.work = comm.reduce_scatter(self.reduced, flat, async_op=self.stream is None)
-        if self.stream is not None and self.in_full:
-            # The space belongs to the side stream, which has all that reads it in its queue already.
-            bucket.full.untyped_storage().resize_(0)
-            bucket.state = State.SHARDED
+                self.work = comm.reduce_scatter(self.reduced, flat, async_op=wait_later)
+            if not wait_later:
+                self._complete()
+                self.done = _record(bucket.stream)
+        if not wait_later:
+            self._give_back()  # the space belongs to the side stream, in whose queue its last reader is
 
     def finish(self) -> None:
         bucket = self.bucket
         self.work.wait()
-        with on_stream(self.stream):
-            if bucket.shard_comm.size > 1 and bucket.replicate_comm.size > 1:
-                bucket.replicate_comm.all_reduce(self.reduced)
-            if bucket.grad_scale != 1.0:
-                self.reduced.mul_(bucket.grad_scale)
-            reduced = self.reduced.to(bucket.shard.dtype)
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-        self._release()
-        bucket.add_gradient(reduced)
+        if bucket.stream is None:
+            self._complete()
+            self._give_back()
+        _wait(bucket.stream, self.done)
+        self.flat = None
+        bucket.add_gradient(self.reduced)
 
     def drop(self) -> None:
         self.work.wait()
-        self._release()
-
-    def _release(self) -> None:
+        _wait(self.bucket.stream, self.done)
         self.flat = None
+        if self.bucket.stream is None:
+            self._give_back()
+
+    def _complete(self) -> None:
+        bucket = self.bucket
+        if bucket.shard_comm.size > 1:
+            bucket.replicate_comm.all_reduce(self.reduced)
+        if bucket.grad_scale != 1.0:
+            self.reduced.mul_(bucket.grad_scale)
+        self.reduced = self.reduced.to(bucket.shard.dtype)
+
+    def _give_back(self) -> None:
         bucket = self.bucket
         if self.in_full and bucket.state is State.GATHERED:
             bucket.full.untyped_storage().resize_(0)
             bucket.state = State.SHARDED
+
+
+def _record(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """An event behind what ``stream`` has been given."""
+    return None if stream is None else stream.record_event()
+
+
+def _wait(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
+    """Let the compute stream wait for an event of the side stream ``stream``."""
+    if stream is not None and event is not None:
+        torch.cuda.current_stream(stream.device).wait_event(event)
+
+
+def _gaps(layout: FlatLayout) -> list[tuple[int, int]]:
+    """The ranges of a flat buffer that belong to no parameter."""
+    gaps, cursor = [], 0
+    for placement in sorted(layout.placements, key=lambda p: (p.offset, p.numel)):
+        if placement.offset > cursor:
+            gaps.append((cursor, placement.offset))
+        cursor = max(cursor, placement.offset + placement.numel)
+    if cursor < layout.numel:
+        gaps.append((cursor, layout.numel))
+    return gaps

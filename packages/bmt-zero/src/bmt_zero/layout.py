@@ -66,9 +66,9 @@ class FlatLayout:
         return min(max(begin, 0), placement.rows), min(max(end, 0), placement.rows)
 
     def offset_in_shard(self, placement: Placement, rank: int) -> int:
-        """Where in shard ``rank`` this parameter's rows begin (0 where it holds none)."""
+        """Where in shard ``rank`` this parameter's rows begin (0 where it holds no elements)."""
         start, stop = self.rows_of(placement, rank)
-        if start == stop:
+        if start == stop or placement.row_numel == 0:
             return 0
         return placement.offset + start * placement.row_numel - rank * self.shard_numel
 

@@ -9,11 +9,15 @@
 
     A hook on the call's outputs gathers the parameters again when backward arrives. Calls of one unit that
     are in backward at the same time are counted, and the last one frees.
+
+    The hooks, not the call, hold the views of the parameters: the node holds the call and the views hold the
+    node, and what goes round through autograd's nodes is never collected.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,15 +38,11 @@ from .precision import MixedPrecision
 class Call:
     """One use of a unit's full parameters in a computation that may be differentiated."""
 
-    __slots__ = ("unit", "views")
+    __slots__ = ("trainable", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.views: Sequence[Tensor] = ()
-
-    def pre_backward(self, _grad: Tensor) -> None:
-        """The first gradient of the call's outputs has arrived."""
-        self.unit.pre_backward(self)
+        self.trainable = [p.requires_grad for p in unit.params]
 
 
 class _Enter(torch.autograd.Function):
@@ -52,11 +52,13 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, call: Call, _anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.num_inputs = call, len(inputs)
-        return (*inputs, *call.unit.trainable_views())
+        views = (view for bucket in call.unit.buckets for view in bucket.full_views())
+        return (*inputs, *itertools.compress(views, call.trainable))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.call.unit.post_backward(ctx.call, grads[ctx.num_inputs :])
+        call = ctx.call
+        call.unit.post_backward(call, grads[ctx.num_inputs :])
         return (None, None, *grads[: ctx.num_inputs])
 
 
@@ -91,17 +93,21 @@ class Unit:
         self.buckets = list(buckets)
         self.context = context
         self.slots = list(slots)
-        self.trainable = [b for b in self.buckets if b.requires_grad]
-        self.has_frozen = len(self.trainable) < len(self.buckets)
         self.params = [p for b in self.buckets for p in b.params]
+        self._ranges: dict[Bucket, range] = {}
+        for bucket in self.buckets:
+            start = sum(map(len, self._ranges.values()))
+            self._ranges[bucket] = range(start, start + len(bucket.params))
         self.tracker: BackwardTracker = tracker_of(context)
-        self.chain: list[Unit] = [self]  # units in the order of forward, for prefetching
+        self.chain: dict[int, Unit] = {0: self}  # position to unit, in the order of forward, for prefetching
         self.position = 0
         self.installed = False
         self._anchor = torch.zeros((), requires_grad=True)
+        # Runs in those backward passes, and only those, that accumulate gradients of all leaves.
+        self._accumulates: Any = self._anchor.view_as(self._anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._in_backward: set[Call] = set()
         self._cached: tuple[int, TensorWeakRef] | None = None
-        self._agreed = False
+        self._agreed: list[bool] | None = None
         self._recurrent = {s.module: None for s in self.slots if isinstance(s.module, nn.RNNBase)}
         for param in self.params:
             param.unit = self
@@ -117,20 +123,25 @@ class Unit:
 
     @property
     def previous(self) -> Unit | None:
-        return self.chain[self.position - 1] if self.position > 0 else None
+        return self.chain.get(self.position - 1)
 
     @property
     def next(self) -> Unit | None:
-        return self.chain[self.position + 1] if self.position + 1 < len(self.chain) else None
+        return self.chain.get(self.position + 1)
 
     # --- gathering --------------------------------------------------------------------------------
 
-    def start_gather(self, prefetch: bool = False) -> None:
+    def outdate(self) -> None:
+        """A computation begins: see :meth:`Bucket.outdate`."""
+        for bucket in self.buckets:
+            bucket.outdate()
+
+    def start_gather(self) -> None:
         """Start to gather what is not at hand."""
         self.check_agreement()
         for bucket in self.buckets:
             bucket.follow_params()
-            bucket.start_gather(prefetch)
+            bucket.start_gather()
 
     def gather(self) -> None:
         """Gather what is not at hand, for the computation that comes next."""
@@ -146,10 +157,12 @@ class Unit:
                     bucket.free()
 
     def check_agreement(self) -> None:
-        """Once, before the first collective: the ranks hold parts of the same thing."""
-        if self._agreed:
+        """Before the first collective, and when parameters were frozen or unfrozen: the ranks hold parts of
+        the same thing."""
+        trains = [p.requires_grad for p in self.params]
+        if self._agreed == trains:
             return
-        self._agreed = True
+        self._agreed = trains
         comms: list[Communicator] = []
         for bucket in self.buckets:
             comms += [c for c in (bucket.shard_comm, bucket.replicate_comm) if c.size > 1 and c not in comms]
@@ -159,26 +172,21 @@ class Unit:
 
     # --- forward ----------------------------------------------------------------------------------
 
-    def trainable_views(self) -> list[Tensor]:
-        return [view for bucket in self.trainable for view in bucket.full_views()]
-
     def enter(self, inputs: Sequence[Tensor]) -> tuple[Call | None, Sequence[Tensor], list[Tensor]]:
         """Bring the gathered parameters into the computation.
 
         Returns the call (None where nothing will be differentiated), the inputs to use in place of
         ``inputs``, and the full parameters in the order of ``params``.
         """
-        if not torch.is_grad_enabled() or not (self.trainable or inputs):
-            return None, inputs, [view for bucket in self.buckets for view in bucket.full_views()]
-        call = Call(self)
-        outputs = _Enter.apply(call, self._anchor, *inputs)
-        inputs, entered = outputs[: len(inputs)], iter(outputs[len(inputs) :])
-        views = []
-        for bucket in self.buckets:
-            for view in bucket.full_views() if not bucket.requires_grad else bucket.params:
-                views.append(next(entered) if bucket.requires_grad else view)
-        call.views = views
-        return call, inputs, views
+        if torch.is_grad_enabled():
+            call = Call(self)
+            if inputs or any(call.trainable):
+                outputs = _Enter.apply(call, self._anchor, *inputs)
+                inputs, entered = outputs[: len(inputs)], iter(outputs[len(inputs) :])
+                whole = (view for bucket in self.buckets for view in bucket.full_views())
+                views = [next(entered) if t else view for t, view in zip(call.trainable, whole, strict=True)]
+                return call, inputs, views
+        return None, inputs, [view for bucket in self.buckets for view in bucket.full_views()]
 
     def install(self, views: Sequence[Tensor]) -> None:
         """Let the modules see full parameters.
@@ -189,7 +197,7 @@ class Unit:
         for slot in self.slots:
             slot.module.__dict__[slot.name] = views[slot.index]
         for module in self._recurrent:
-            _refresh_flat_weights(module)
+            refresh_flat_weights(module)
 
     def uninstall(self) -> None:
         """Let the modules see the shards again."""
@@ -199,43 +207,62 @@ class Unit:
         for slot in self.slots:
             slot.module.__dict__.pop(slot.name, None)
         for module in self._recurrent:
-            _refresh_flat_weights(module)
+            refresh_flat_weights(module)
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def pre_backward(self, call: Call) -> None:
-        """Make the full parameters ready for ``call``'s backward, and start on those of the unit before."""
+    def pre_backward(self, call: Call, views: Sequence[Tensor], _grad: Tensor) -> None:
+        """The first gradient of ``call``'s outputs has arrived: make the full parameters ready, and start on
+        those of the unit before.
+
+        Raises:
+            RuntimeError: this backward is to be differentiated (``create_graph=True``), which would use
+                parameters after they were freed.
+        """
         if call in self._in_backward:
             return
+        if torch.is_grad_enabled() and any(b.frees for b in self.buckets):
+            raise RuntimeError(
+                f"create_graph=True: {self.name} frees its parameters after backward (ZeRO level {self.level}), and "
+                f"the backward of backward would need them; use zero_level=1 for it"
+            )
         self._in_backward.add(call)
         self.tracker.enter(self)
         self.gather()
-        self.install(call.views)
+        self.install(views)
         previous = self.previous
         if previous is not None and previous.level == 3:
             self.tracker.enter(previous)
-            previous.start_gather(prefetch=True)
+            previous.start_gather()
 
     def post_backward(self, call: Call, grads: Sequence[Tensor | None]) -> None:
         """``call`` is through with its backward: reduce its gradients and free the full parameters."""
         self._in_backward.discard(call)
-        self.uninstall()
-        self._reduce(self.trainable, grads)
-        if not any(b.no_sync and b.level <= 1 for b in self.buckets):  # there, they stay until the step
+        if not self._in_backward:
+            self.uninstall()
+        if torch._C._will_engine_execute_node(self._accumulates):  # not in torch.autograd.grad(loss, inputs)
+            arrived = iter(grads)
+            by_param = [next(arrived) if trains else None for trains in call.trainable]
+            reached = [b for b in self.buckets if any(call.trainable[i] for i in self._ranges[b])]
+            self._reduce([(b, [by_param[i] for i in self._ranges[b]]) for b in reached])
+        if not self._kept:
             self.free()
 
-    def _reduce(self, buckets: Sequence[Bucket], grads: Sequence[Tensor | None]) -> None:
+    @property
+    def _kept(self) -> bool:
+        """Whether parameters stay gathered until the step: from one micro-step to the next."""
+        return any(b.no_sync and b.level <= 1 for b in self.buckets)
+
+    def _reduce(self, work: Sequence[tuple[Bucket, Sequence[Tensor | None]]]) -> None:
         self.tracker.enter(self)
         self.tracker.finish_reductions()
-        start = 0
-        for bucket in buckets:
-            stop = start + len(bucket.params)
-            bucket.reduce(grads[start:stop], done=not self._in_backward)
-            start = stop
+        for bucket, grads in work:
+            dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+            bucket.reduce(dense, done=not self._in_backward)
         self.tracker.note_reducing(self)
 
     def finish_reduce(self) -> None:
-        for bucket in self.trainable:
+        for bucket in self.buckets:
             bucket.finish_reduce()
 
     def end_backward(self) -> None:
@@ -245,7 +272,7 @@ class Unit:
             self._in_backward.clear()
             self.uninstall()
         self._cached = None
-        if not any(b.no_sync and b.level <= 1 for b in self.buckets):
+        if not self._kept:
             self.free()
 
     def abandon_backward(self) -> None:
@@ -264,7 +291,9 @@ class Unit:
         if in_backward() is None:
             self.tracker.recover()
         if not (torch.is_grad_enabled() and param.requires_grad):
-            return param.bucket.gather_fresh(param.bucket_index)
+            bucket = param.bucket
+            gather = bucket.gather_fresh if bucket.standalone else bucket.gather_stored
+            return gather(param.bucket_index)
         if self._cached is not None and len(self.params) == 1:
             version, reference = self._cached
             found = reference()
@@ -279,7 +308,7 @@ class Unit:
         self._cached = None
         grads: list[Tensor | None] = [None] * len(param.bucket.params)
         grads[param.bucket_index] = grad
-        self._reduce([param.bucket], grads)
+        self._reduce([(param.bucket, grads)])
 
     # --- copying ----------------------------------------------------------------------------------
 
@@ -290,7 +319,9 @@ class Unit:
         # The modules are copied after, and find their parameters in memo.
         slots = copy.deepcopy(self.slots, memo)
         twin.__init__(self.name, buckets, self.context, slots)  # type: ignore[misc]
-        twin.chain, twin.position = copy.deepcopy(self.chain, memo), self.position
+        # Of a chain, those prefetch each other again that are copied together.
+        twin.chain, twin.position = memo.setdefault(id(self.chain), {}), self.position
+        twin.chain[twin.position] = twin
         return twin
 
 
@@ -307,7 +338,7 @@ class Slot:
     path: str
 
 
-def _refresh_flat_weights(module: nn.Module) -> None:
+def refresh_flat_weights(module: nn.Module) -> None:
     """Recurrent modules keep a list of their weights beside the attributes."""
     names: list[str] = module._flat_weights_names  # type: ignore[assignment]
     module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
@@ -315,8 +346,8 @@ def _refresh_flat_weights(module: nn.Module) -> None:
 
 def link(units: Sequence[Unit]) -> None:
     """Let ``units`` prefetch each other in this order."""
-    chain = list(units)
-    for position, unit in enumerate(chain):
+    chain = dict(enumerate(units))
+    for position, unit in chain.items():
         unit.chain, unit.position = chain, position
 
 

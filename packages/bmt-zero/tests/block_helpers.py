@@ -1,0 +1,74 @@
+"""Comparing a Block with the plain module it was made of, on the whole batch in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bmt_comm import slice_of
+from bmt_zero import Block, DistributedParameter
+
+
+def seeded(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, Block]:
+    """A plain module and a Block of an equal one."""
+    torch.manual_seed(3)
+    plain = make()
+    return plain, Block(copy.deepcopy(plain), **options)
+
+
+def rows_of(tensor: Tensor, param: Tensor) -> Tensor:
+    found = slice_of(param)
+    rows = tensor if found.shape else tensor.reshape(1)
+    return rows[found.row_start : found.row_stop].reshape(param.shape)
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module, tolerance: float = 1e-5) -> None:
+    """This rank's rows of every gradient are those of the plain model, whose loss was that of all ranks."""
+    expected = dict(plain.named_parameters())
+    found = dict(model.named_parameters())
+    assert list(found) == list(expected)
+    for name, param in found.items():
+        grad = expected[name].grad
+        if grad is None:
+            assert param.grad is None or not param.grad.any(), name
+            continue
+        assert param.grad is not None, name
+        assert param.grad.shape == param.shape
+        difference = (param.grad - rows_of(grad, param)).norm()
+        assert difference <= tolerance * grad.norm().clamp_min(1e-3), f"{name}: {difference} of {grad.norm()}"
+
+
+def assert_same_parameters(model: nn.Module, plain: nn.Module, tolerance: float = 1e-6) -> None:
+    expected = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.detach(), rows_of(expected[name].detach(), param), atol=tolerance, rtol=1e-5)
+
+
+def total(loss: Tensor) -> float:
+    """The sum over ranks of a loss."""
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return loss.item()
+
+
+def space(block: Block) -> int:
+    """Bytes of gathered parameters that a Block holds."""
+    return sum(b.full.untyped_storage().nbytes() for b in block.unit.buckets if not b.aliased)
+
+
+def write_data(model: nn.Module, plain: nn.Module, seed: int) -> None:
+    """Change weights in both in a way that no version counter sees."""
+    for index, (param, expected) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
+        value = seeded(seed + index, *expected.shape) * 0.3
+        expected.data.copy_(value)
+        assert isinstance(param, DistributedParameter)
+        param.data.copy_(rows_of(value, param))

@@ -1,0 +1,119 @@
+"""The planner that lays parameters out in flat buffers: pure arithmetic, checked for any shapes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bmt_zero import FlatLayout, plan_layouts
+
+sizes = st.one_of(st.integers(0, 9), st.sampled_from([13, 31, 64, 97, 127, 251, 1009]))
+shapes = st.lists(st.lists(sizes, max_size=4).map(tuple), max_size=12)
+worlds = st.one_of(st.integers(1, 9), st.integers(10, 64))
+
+
+def flat_range(layout: FlatLayout, rank: int) -> tuple[int, int]:
+    return rank * layout.shard_numel, (rank + 1) * layout.shard_numel
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, worlds)
+def test_every_shape_is_placed_once_and_nothing_overlaps(shapes, world):
+    layouts = plan_layouts(shapes, world)
+    placed = sorted(p.index for layout in layouts for p in layout.placements)
+    assert placed == list(range(len(shapes)))
+    for layout in layouts:
+        assert layout.world_size == world
+        cursor = 0
+        for placement in sorted(layout.placements, key=lambda p: (p.offset, p.numel)):
+            assert placement.shape == shapes[placement.index]
+            assert placement.numel == math.prod(placement.shape)
+            if placement.numel:
+                assert placement.offset >= cursor
+                cursor = placement.offset + placement.numel
+        assert cursor <= layout.numel == world * layout.shard_numel
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, worlds)
+def test_cuts_fall_between_rows_and_ranks_hold_all_rows_once(shapes, world):
+    for layout in plan_layouts(shapes, world):
+        for placement in layout.placements:
+            for cut in range(0, layout.numel, layout.shard_numel or 1):
+                inside = placement.offset < cut < placement.offset + placement.numel
+                assert not inside or (cut - placement.offset) % placement.row_numel == 0
+            ranges = [layout.rows_of(placement, rank) for rank in range(world)]
+            held = [row for start, stop in ranges for row in range(start, stop)]
+            assert held == list(range(placement.rows))
+            for rank, (start, stop) in enumerate(ranges):
+                offset = layout.offset_in_shard(placement, rank)
+                assert 0 <= offset
+                assert offset + (stop - start) * placement.row_numel <= layout.shard_numel
+                if start < stop and placement.numel:
+                    begin = flat_range(layout, rank)[0] + offset
+                    assert begin == placement.offset + start * placement.row_numel
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, worlds)
+def test_padding_is_at_most_one_longest_row_per_rank(shapes, world):
+    for layout in plan_layouts(shapes, world):
+        longest = max((p.row_numel for p in layout.placements if p.numel), default=0)
+        assert 0 <= layout.padding <= world * longest
+
+
+@settings(max_examples=50, deadline=None)
+@given(shapes, worlds)
+def test_the_plan_depends_on_shapes_and_world_size_alone(shapes, world):
+    assert plan_layouts(shapes, world) == plan_layouts([tuple(s) for s in shapes], world)
+
+
+@settings(max_examples=50, deadline=None)
+@given(shapes)
+def test_one_rank_needs_no_padding(shapes):
+    layouts = plan_layouts(shapes, 1)
+    assert len(layouts) <= 1
+    assert sum(layout.padding for layout in layouts) == 0
+
+
+def transformer_shapes(hidden: int, inner: int, kv: int) -> list[tuple[int, ...]]:
+    attention = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
+    feed_forward = [(inner, hidden), (inner, hidden), (hidden, inner)]
+    return [(hidden,), *attention, (hidden,), *feed_forward]
+
+
+@pytest.mark.parametrize("world", [2, 8, 64])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "kv"), [(768, 3072, 768), (1024, 4096, 256), (4096, 11008, 4096), (4096, 14336, 1024)]
+)
+def test_transformer_layers_fit_in_one_buffer_with_next_to_no_padding(hidden, inner, kv, world):
+    shapes = transformer_shapes(hidden, inner, kv)
+    layouts = plan_layouts(shapes, world)
+    total = sum(math.prod(s) for s in shapes)
+    assert sum(layout.padding for layout in layouts) <= (0.01 if world < 64 else 0.025) * total
+    assert len(layouts) == 1
+
+
+def test_fewer_rows_than_ranks_leave_some_ranks_without_any():
+    [layout] = plan_layouts([(3, 5)], 4)
+    held = [layout.rows_of(layout.placements[0], rank) for rank in range(4)]
+    assert sorted(stop - start for start, stop in held) == [0, 1, 1, 1]
+
+
+def test_a_number_is_one_row_on_one_rank():
+    [layout] = plan_layouts([()], 3)
+    assert layout.shard_numel == 1
+    assert sum(stop - start for start, stop in (layout.rows_of(layout.placements[0], r) for r in range(3))) == 1
+
+
+def test_no_shapes_need_no_buffer():
+    assert plan_layouts([], 4) == []
+
+
+@pytest.mark.parametrize("world", [0, -2])
+def test_a_world_without_ranks_is_refused(world):
+    with pytest.raises(ValueError, match=f"world_size={world}"):
+        plan_layouts([(2, 2)], world)
