@@ -121,27 +121,19 @@ def train(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Run a script of benchmarks/: its name, then its arguments. Without arguments, list them."""
-    scripts = {
-        p.stem: p for p in sorted((ROOT / "benchmarks").glob("*.py")) if '__name__ == "__main__"' in p.read_text()
-    }
-    if not session.posargs:
-        session.log("choose one (nox -s bench -- NAME [ARGUMENTS]): %s", ", ".join(scripts))
-        return
-    name, *arguments = session.posargs
-    if name not in scripts:
+    """Run the scripts of benchmarks/, or the one that is named, with its arguments."""
+    scripts = {path.stem: path for path in sorted((ROOT / "benchmarks").glob("*.py")) if is_script(path)}
+    name, *arguments = session.posargs or [""]
+    if name and name not in scripts:
         session.error(f"there is no benchmark {name!r}; choose one of {', '.join(scripts)}")
     install(session, "torch", *EXAMPLE_NEEDS)
     install_ours(session)
-    session.run("python", str(scripts[name]), *arguments)
+    for script in [scripts[name]] if name else scripts.values():
+        session.run("python", "-W", "ignore", str(script), *arguments)
 
 
 def is_script(path: Path) -> bool:
     return '__name__ == "__main__"' in path.read_text()
-
-
-def temporary_folder(session: nox.Session) -> Path:
-    return Path(session.create_tmp()).resolve()
 
 
 def import_name(package: str) -> str:
