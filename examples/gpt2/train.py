@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import math
 import shutil
+import signal
 import sys
 import time
 
@@ -47,6 +48,7 @@ class Trainer:
         if args.epochs is not None:
             self.steps = math.ceil(args.epochs * len(self.train_set) / self.sequences_per_step)
         self.step = 0
+        self.interrupted = False  # Ctrl-C was pressed; ranks agree to stop where they measure
 
         self.model = GPT(args.config, use_checkpoint=args.checkpointing)
         bmt.init_parameters(self.model)
@@ -104,8 +106,8 @@ class Trainer:
         self.model.train()
         return bmt.sum_loss(total).item() * ranks / count
 
-    def run(self, metrics: Metrics) -> None:
-        """Take all steps that are left."""
+    def run(self, metrics: Metrics) -> bool:
+        """Take all steps that are left; or, after Ctrl-C, stop and return False."""
         args = self.args
         if self.step == 0:
             metrics.write({"step": 0, "eval_loss": self.held_out_loss()})
@@ -116,18 +118,27 @@ class Trainer:
             metrics.advance()
             is_last = self.step == self.steps
             if self.step % args.log_interval == 0 or is_last:
-                record = {"step": self.step, "loss": bmt.sum_loss(loss).item(), "lr": lr, "grad_norm": norm.item()}
+                mean_loss, interrupted = bmt.sum_loss(torch.stack([loss, torch.full_like(loss, self.interrupted)]))
+                record = {"step": self.step, "loss": mean_loss.item(), "lr": lr, "grad_norm": norm.item()}
                 tokens = (self.step - clock_step) * self.sequences_per_step * args.config.seq_len
                 record["tokens_per_second"] = tokens / (time.perf_counter() - clock)
                 record["memory"] = peak_memory(self.device)
                 metrics.write(record)
                 clock, clock_step = time.perf_counter(), self.step
+                if interrupted > 0 and not is_last:
+                    self.save()
+                    return False
             pause = time.perf_counter()
             if (args.eval_interval and self.step % args.eval_interval == 0) or is_last:
                 metrics.write({"step": self.step, "eval_loss": self.held_out_loss()})
             if (args.save_interval and self.step % args.save_interval == 0) or is_last:
                 self.save()
             clock += time.perf_counter() - pause
+        return True
+
+    def interrupt(self, *_: object) -> None:
+        """Ask to stop: ranks that leave one by one would leave the others waiting."""
+        self.interrupted = True
 
     def sample(self) -> str:
         """A text that the model writes."""
@@ -168,38 +179,44 @@ def prepare_output(args: argparse.Namespace) -> None:
         raise UsageError(problem)
 
 
-def main() -> None:
-    args = parse_flags()
+def train(args: argparse.Namespace) -> None:
+    """The whole run."""
     bmt.init_distributed(seed=args.seed, zero_level=args.zero_level, device=args.device)
-    try:
-        prepare_output(args)
-        trainer = Trainer(args)
-        if args.resume:
-            trainer.resume()
-    except UsageError as error:
-        bmt.print_rank(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
+    prepare_output(args)
+    trainer = Trainer(args)
+    if args.resume:
+        trainer.resume()
     bmt.print_rank(
         f"{args.config.num_parameters / 1e6:.1f} million parameters, {bmt.world_size()} rank(s) on "
         f"{trainer.device.type}; {len(trainer.train_set):,} sequences to train on, {len(trainer.eval_set):,} held out",
         flush=True,
     )
     metrics = Metrics(args.out / "metrics.jsonl", trainer.step, trainer.steps)
-    try:
-        trainer.run(metrics)
-        text = trainer.sample() if args.sample_tokens else ""
-    except KeyboardInterrupt:
-        bmt.print_rank(f"\nInterrupted after step {trainer.step}; --resume goes on from the newest checkpoint.")
-        sys.exit(130)
-    finally:
-        metrics.close()
+    default = signal.signal(signal.SIGINT, trainer.interrupt)
+    finished = trainer.run(metrics)
+    signal.signal(signal.SIGINT, default if finished else signal.SIG_IGN)
+    metrics.close()
+    if not finished:
+        bmt.print_rank(f"Interrupted and saved after step {trainer.step}; go on with --resume.", flush=True)
+        return
+    text = trainer.sample() if args.sample_tokens else ""
     if bmt.rank() == 0:
         plot(metrics.records, args.out / "loss.png")
         if text:
             (args.out / "sample.txt").write_text(text + "\n")
             print(f"--- a sample ---\n{text}\n----------------")
-        print(f"Wrote {args.out}: metrics.jsonl, loss.png, sample.txt, checkpoints/")
+        print(f"Wrote metrics.jsonl, loss.png, checkpoints/{' and sample.txt' if text else ''} to {args.out}")
+
+
+def main() -> None:
+    args = parse_flags()
+    try:
+        train(args)
+    except UsageError as error:
+        bmt.print_rank(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
