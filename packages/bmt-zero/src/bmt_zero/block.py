@@ -17,7 +17,7 @@ from bmt_comm import Communicator, ParallelContext, check_agreement, current_con
 
 from .backward import in_backward
 from .bucket import Bucket
-from .conversion import check_buffer, check_parameter, convert, move_buffers, whole_values
+from .conversion import check_buffer, check_parameter, convert, drop_weak_references, move_buffers, whole_values
 from .layout import FlatLayout, plan_layouts
 from .parameter import DistributedParameter
 from .precision import MixedPrecision
@@ -93,6 +93,7 @@ class Block(BlockState, nn.Module):
         self._comms = None if shard_comm is None or replicate_comm is None else (shard_comm, replicate_comm)
         self._level = level
         self._buffered = [module for module in inner_module.modules() if module._buffers]
+        drop_weak_references(inner_module)
         self.unit = self._build_unit(context, slots)
         move_buffers(inner_module, context.device)
         self.register_state_hooks()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import importlib.util
 import logging
 import os
 import pickle
@@ -60,15 +59,14 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     """
     context = current_context()
     path = Path(file_name)
-    entries = local_entries(model)
-    check_agreement(context.world, "save", _facts(entries))
+    has_code = _has_own_code(model, loading=False)
+    check_agreement(context.world, "save", _facts(model, has_code))
+    entries = model.state_dict() if has_code else local_entries(model)
     if path.suffix == ".safetensors":
         for name, value in entries.items():
             if not isinstance(value, Tensor):
                 raise ValueError(f"{name!r} is a {type(value).__name__}, and safetensors holds tensors only; use .pt")
     _raise_alike(context, _find_obstacle(path) if context.rank == 0 else None)
-    if any(has_own_code(unwrapped(module), loading=False) for module in model.modules()):
-        entries = model.state_dict()
     taken: dict[int, Any] = {}
     for value in entries.values():
         if id(value) not in taken:
@@ -107,8 +105,8 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     """
     context = current_context()
     path = Path(file_name)
-    entries = local_entries(model)
-    check_agreement(context.world, "load", _facts(entries))
+    has_code = _has_own_code(model, loading=True) or _has_own_code(model, loading=False)
+    check_agreement(context.world, "load", _facts(model, has_code))
     state: Mapping[str, Any] = {}
     problem: Exception | None = None
     if context.rank == 0:
@@ -118,9 +116,10 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
             problem = error
     _raise_alike(context, problem, problem)
     found = context.world.broadcast_object([(k, _shape(v), _dtype(v)) for k, v in state.items()])
-    if any(has_own_code(unwrapped(module), loading=True) for module in model.modules()):
+    if has_code:
         load_state_dict(model, {f[0]: _receive(context, state, *f) for f in found}, strict)
         return
+    entries = local_entries(model)
     check_entries(entries, {name: shape for name, shape, _ in found}, strict)
     extra_state: dict[str, Any] = {}
     for name, shape, dtype in found:
@@ -135,6 +134,7 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
         else:
             with torch.no_grad():
                 target.copy_(value)
+        del value  # before there is the next
     if extra_state:
         nn.Module.load_state_dict(model, extra_state, strict=False)
 
@@ -179,8 +179,11 @@ def _raise_alike(context: ParallelContext, problem: Exception | None, cause: Bas
 
 def _find_obstacle(path: Path) -> Exception | None:
     """Why a file cannot be written, as far as that can be told before the model is gathered."""
-    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
-        return _no_safetensors(path)
+    if path.suffix == ".safetensors":
+        try:
+            import safetensors.torch  # noqa: F401
+        except ImportError:
+            return _no_safetensors(path)
     if not path.parent.is_dir():
         return RuntimeError(f"rank 0 could not write {path}: there is no folder {path.parent}")
     if path.is_dir():
@@ -195,13 +198,13 @@ def _no_safetensors(path: Path) -> ImportError:
 def _read(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint file {path}" + " (it is a folder)" * path.is_dir())
-    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
-        raise _no_safetensors(path)
     state: Any
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
+            try:
+                from safetensors.torch import load_file
+            except ImportError as error:
+                raise _no_safetensors(path) from error
             state = load_file(path)
         else:
             try:
@@ -210,6 +213,8 @@ def _read(path: Path) -> Mapping[str, Any]:
                 if "mmap" not in str(error):
                     raise
                 state = torch.load(path, map_location="cpu", weights_only=True)  # torch's format before 1.6
+    except ImportError:
+        raise
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} is damaged, or holds objects whose loading would run code; only tensors and plain values "
@@ -269,7 +274,13 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _facts(entries: Mapping[str, Any]) -> list[str]:
+def _has_own_code(model: nn.Module, loading: bool) -> bool:
+    return any(has_own_code(unwrapped(module), loading) for module in model.modules())
+
+
+def _facts(model: nn.Module, has_code: bool) -> list[str]:
+    """What ranks must agree on."""
+    entries = dict(model.named_parameters(remove_duplicate=False)) if has_code else local_entries(model)
     return [f"{name}: {_shape(value)} {_dtype(value)}" for name, value in entries.items()]
 
 

@@ -81,6 +81,13 @@ def convert(param: nn.Parameter, context: ParallelContext) -> DistributedParamet
     return param  # type: ignore[return-value]
 
 
+def drop_weak_references(module: nn.Module) -> None:
+    """Recurrent modules keep weak references to their weights, with which :func:`convert` cannot swap them."""
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part._flat_weight_refs = []
+
+
 def move_buffers(module: nn.Module, device: torch.device) -> None:
     for part in module.modules():
         for name, buffer in part._buffers.items():

@@ -1,0 +1,417 @@
+"""One-file checkpoints: what plain PyTorch reads, and what bad files do."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import bmt_zero
+from bmt_zero import checkpoint
+
+SUFFIX = pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(2)])
+        self.norm = nn.LayerNorm(width)
+        self.scale = nn.Parameter(torch.randn(()))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = torch.relu(layer(h))
+        return self.head(self.norm(h) * self.scale)
+
+
+def plain(seed: int = 1) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def sharded(seed: int = 1, dtype: torch.dtype = torch.float32) -> Model:
+    return bmt_zero.BMTrainModelWrapper(plain(seed).to(dtype))
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert list(found) == list(wanted)
+    for name in wanted:
+        assert found[name].dtype == wanted[name].dtype, name
+        assert torch.equal(found[name], wanted[name]), name
+
+
+def read_plain(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        found = load_file(path)
+        return {name: found[name] for name in plain().state_dict()}
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@SUFFIX
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_pytorch_reads_what_is_saved(ctx: Any, tmp_path: Path, suffix: str, dtype: torch.dtype) -> None:
+    path = tmp_path / f"model{suffix}"
+    model = sharded(dtype=dtype)
+    done = bmt_zero.save(model, str(path))
+    assert done.done()
+    assert done.result() is None
+    wanted = plain().to(dtype)
+    found = read_plain(path)
+    same(found, wanted.state_dict())
+    plain(2).to(dtype).load_state_dict(found, strict=True)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    if suffix == ".pt":
+        assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()  # once in the file
+    other = sharded(2, dtype)
+    identities = [id(p) for p in other.parameters()]
+    bmt_zero.load(other, str(path))
+    same(other.state_dict(), wanted.state_dict())
+    assert [id(p) for p in other.parameters()] == identities
+    assert other._modules["head"]._parameters["weight"] is other._modules["embed"]._parameters["weight"]
+
+
+@pytest.mark.ranks(3)
+@SUFFIX
+def test_any_number_of_ranks_reads_what_another_wrote(ctx: Any, tmp_path: Path, suffix: str) -> None:
+    """The same file for every number of ranks is the plain one, so any pair may exchange it."""
+    path = tmp_path / f"plain{suffix}"
+    if ctx.rank == 0:
+        state = {k: v.clone() for k, v in plain(4).state_dict().items()}
+        if suffix == ".pt":
+            torch.save(state, path)
+        else:
+            from safetensors.torch import save_file
+
+            save_file(state, path)
+    ctx.world.barrier()
+    model = sharded()
+    bmt_zero.load(model, path)
+    same(model.state_dict(), plain(4).state_dict())
+
+
+@pytest.mark.ranks(4, tp_size=2)
+def test_tensor_parallel_pieces_are_joined(ctx: Any, tmp_path: Path) -> None:
+    class Split(bmt_zero.DistributedModule):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            gen = torch.Generator().manual_seed(seed)
+            for dim in (0, 1):
+                whole = torch.randn(6, 10, generator=gen)
+                piece = whole.chunk(2, dim)[ctx.tp_rank]
+                self.register_parameter(f"w{dim}", bmt_zero.DistributedParameter(piece, tp_mode=True, tp_split_dim=dim))
+                setattr(self, f"_whole{dim}", whole)
+
+    path = tmp_path / "m.pt"
+    for kind in (lambda seed: Split(seed), lambda seed: bmt_zero.Block(Split(seed))):
+        model = kind(1)
+        bmt_zero.save(model, path)
+        found = torch.load(path, weights_only=True)
+        assert torch.equal(found["w0"], model._whole0)
+        assert torch.equal(found["w1"], model._whole1)
+        other = kind(2)
+        bmt_zero.load(other, path)
+        same(other.state_dict(), found)
+        ctx.world.barrier()
+
+
+@pytest.mark.ranks(2)
+@SUFFIX
+def test_saving_in_the_background_keeps_the_values_of_the_call(ctx: Any, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"model{suffix}"
+    model = sharded()
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    hold = threading.Event()
+    checkpoint._background().submit(hold.wait)  # the writer is busy
+    done = bmt_zero.save(model, path, non_blocking=True)
+    assert done.done() == (ctx.rank != 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.arange(5)).sum().backward()
+    optimizer.step()
+    model.steps.add_(1)
+    assert not path.exists()
+    ctx.world.barrier()
+    hold.set()
+    done.result(timeout=30)
+    ctx.world.barrier()
+    same(read_plain(path), wanted)
+    assert not torch.equal(model.state_dict()["norm.weight"], wanted["norm.weight"])
+    # A file that is written at once comes after those that wait.
+    hold.clear()
+    checkpoint._background().submit(hold.wait)
+    first = bmt_zero.save(sharded(7), path, non_blocking=True)
+    threading.Timer(0.2, hold.set).start()
+    bmt_zero.save(model, path)
+    assert first.done()
+    same(read_plain(path), model.state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_a_failure_in_the_background_is_the_futures(ctx: Any, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    torch_save, torch.save = torch.save, fail
+    try:
+        done = bmt_zero.save(sharded(), tmp_path / "m.pt", non_blocking=True)
+        if ctx.rank == 0:
+            assert isinstance(done.exception(timeout=30), OSError)
+    finally:
+        torch.save = torch_save
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_failed_write_is_told_to_every_rank_and_leaves_the_old_file(ctx: Any, tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    bmt_zero.save(sharded(1), path)
+
+    def fail(state: object, part: Path) -> None:
+        Path(part).write_bytes(b"half of it")
+        raise OSError("no space left")
+
+    torch_save, torch.save = torch.save, fail
+    try:
+        with pytest.raises(RuntimeError, match="no space left"):
+            bmt_zero.save(sharded(2), path)
+    finally:
+        torch.save = torch_save
+    ctx.world.barrier()
+    same(read_plain(path), plain(1).state_dict())
+    assert [p.name for p in tmp_path.iterdir()] == ["m.pt"]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_where_nothing_can_be_written(tmp_path: Path, non_blocking: bool) -> None:
+    model = sharded()
+    with pytest.raises(RuntimeError, match="there is no folder"):
+        bmt_zero.save(model, tmp_path / "missing" / "m.pt", non_blocking)
+    with pytest.raises(RuntimeError, match="it is a folder"):
+        bmt_zero.save(model, tmp_path, non_blocking)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_models(ctx: Any, tmp_path: Path) -> None:
+    model = nn.Linear(3, 3 + ctx.rank)
+    with pytest.raises(RuntimeError, match="disagree"):
+        bmt_zero.save(model, tmp_path / "m.pt")
+    with pytest.raises(RuntimeError, match="disagree"):
+        bmt_zero.load(model, tmp_path / "m.pt")
+    assert not list(tmp_path.iterdir())
+
+
+class Bomb:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def bad_files(tmp_path: Path) -> dict[str, str]:
+    """Path of a bad file → what the message must say."""
+    files: dict[str, str] = {}
+
+    def add(name: str, data: bytes, message: str) -> None:
+        (tmp_path / name).write_bytes(data)
+        files[str(tmp_path / name)] = message
+
+    def add_torch(name: str, value: Any, message: str) -> None:
+        torch.save(value, tmp_path / name)
+        files[str(tmp_path / name)] = message
+
+    from safetensors.torch import save
+
+    state = {k: v.clone() for k, v in plain(2).state_dict().items()}
+    torch.save(state, tmp_path / "whole.pt")
+    for suffix, data in ((".pt", (tmp_path / "whole.pt").read_bytes()), (".safetensors", save(state))):
+        for cut in (1, 9, 100, len(data) // 2, len(data) - 100, len(data) - 1):
+            add(f"cut{cut}{suffix}", data[:cut], "damaged|cannot be read")
+        add(f"empty{suffix}", b"", "damaged|cannot be read")
+        add(f"text{suffix}", b"these are no tensors" * 20, "damaged|cannot be read")
+        (tmp_path / f"folder{suffix}").mkdir()
+        files[str(tmp_path / f"folder{suffix}")] = "it is a folder"
+        files[str(tmp_path / f"missing{suffix}")] = "no checkpoint file"
+    marker = tmp_path / "executed"
+    add("bomb.pkl", pickle.dumps({"embed.weight": Bomb(marker)}, protocol=2), "run code")
+    add_torch("bomb.pt", {"embed.weight": Bomb(marker)}, "run code")
+    add_torch("model.pt", nn.Linear(2, 2), "run code")
+    add_torch("list.pt", [1, 2], "not a state dict")
+    add_torch("tensor.pt", torch.zeros(3), "not a state dict")
+    add_torch("keys.pt", {**state, 1: torch.zeros(3)}, "1 is not a name")
+    add_torch("nested.pt", {"state_dict": state}, "missing entries.*'embed.weight'.*does not have: 'state_dict'")
+    add_torch("number.pt", {**state, "norm.bias": 3}, "'norm.bias' has no tensor")
+    add_torch("shape.pt", {**state, "layers.1.bias": torch.zeros(8)}, "'layers.1.bias' has shape")
+    add_torch("surplus.pt", {**state, "extra": torch.zeros(8)}, "does not have: 'extra'")
+    add_torch("sparse.pt", {**state, "norm.bias": torch.zeros(7).to_sparse()}, "'norm.bias'")
+    return files
+
+
+@pytest.mark.ranks(1, 2)
+def test_bad_files_raise_on_every_rank_and_change_nothing(ctx: Any, bad_files: dict[str, str], tmp_path: Path) -> None:
+    model = sharded()
+    before = model.state_dict()
+    for path, message in bad_files.items():
+        kind = FileNotFoundError if "folder" in message or "no checkpoint file" in message else ValueError
+        with pytest.raises(kind, match=message):
+            bmt_zero.load(model, path)
+    same(model.state_dict(), before)
+    assert not (tmp_path / "executed").exists()
+    model(torch.arange(3)).sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_lenient_loading(ctx: Any, tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    if ctx.rank == 0:
+        torch.save({"norm.bias": torch.arange(7.0), "other": torch.zeros(2)}, path)
+    ctx.world.barrier()
+    model = sharded()
+    before = model.state_dict()
+    bmt_zero.load(model, path, strict=False)
+    same(model.state_dict(), {**before, "norm.bias": torch.arange(7.0)})
+
+
+@pytest.mark.ranks(2)
+def test_without_the_safetensors_package(ctx: Any, tmp_path: Path) -> None:
+    model = sharded()
+    path = tmp_path / "m.safetensors"
+    bmt_zero.save(model, path)
+    found = {k: v for k, v in sys.modules.items() if k.partition(".")[0] == "safetensors"}
+
+    class Missing:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.partition(".")[0] == "safetensors":
+                raise ModuleNotFoundError(name)
+
+    finder = Missing()
+    if ctx.rank == 0:  # the others need none
+        for name in found:
+            del sys.modules[name]
+        sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(ImportError, match=r"bmt-zero\[safetensors\]"):
+            bmt_zero.save(model, path)
+        with pytest.raises(ImportError, match=r"bmt-zero\[safetensors\]"):
+            bmt_zero.load(model, path)
+    finally:
+        if ctx.rank == 0:
+            sys.meta_path.remove(finder)  # type: ignore[arg-type]
+            sys.modules.update(found)
+
+
+class WithState(nn.Linear):
+    """Keeps a tensor, or something else, by get_extra_state."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(3, 5)
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("block", [True, False])
+def test_extra_state(tmp_path: Path, block: bool) -> None:
+    wrap: Any = bmt_zero.Block if block else bmt_zero.BMTrainModelWrapper
+    path = tmp_path / "m.pt"
+    for state in ({"steps": 4}, torch.arange(3.0)):
+        bmt_zero.save(wrap(WithState(state)), path)
+        model = wrap(WithState(torch.zeros(2)))
+        bmt_zero.load(model, path)
+        if isinstance(state, Tensor):
+            assert torch.equal(model.state, state)
+        else:
+            assert model.state == state
+    with pytest.raises(ValueError, match="tensors only"):
+        bmt_zero.save(wrap(WithState({"steps": 4})), tmp_path / "m.safetensors")
+
+
+class Doubling(nn.Linear):
+    """Saves its parameters doubled."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._parameters:
+            destination[prefix + name] = destination[prefix + name].detach() * 2
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        for name in self._parameters:
+            state_dict[prefix + name] = state_dict[prefix + name] / 2
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("block", [True, False])
+def test_the_modules_own_code_takes_part(tmp_path: Path, block: bool) -> None:
+    wrap: Any = bmt_zero.Block if block else bmt_zero.BMTrainModelWrapper
+    path = tmp_path / "m.pt"
+    torch.manual_seed(0)
+    reference = Doubling(3, 5)
+    torch.manual_seed(0)
+    bmt_zero.save(wrap(Doubling(3, 5)), path)
+    same(torch.load(path, weights_only=True), reference.state_dict())
+    model = wrap(Doubling(3, 5))
+    bmt_zero.load(model, path)
+    same(model.state_dict(), reference.state_dict())
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that were in storages made within, at any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, Any] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        mine = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in mine:
+                self.storages[tensor.untyped_storage()._cdata] = (
+                    torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage()),
+                    tensor.untyped_storage().nbytes(),
+                )
+        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.storages.values()))
+        return out
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_does_not_write_holds_one_whole_parameter(ctx: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = bmt_zero.TransformerBlockList([nn.Linear(64, 64, bias=False) for _ in range(6)])
+    one = 64 * 64 * 4
+    with Held() as saving:
+        bmt_zero.save(model, tmp_path / "m.pt")
+    with Held() as loading:
+        bmt_zero.load(model, tmp_path / "m.pt")
+    if ctx.rank != 0:
+        assert one <= saving.most < 2 * one
+        assert one <= loading.most < 2 * one
+    else:
+        assert saving.most >= 6 * one  # the measure measures

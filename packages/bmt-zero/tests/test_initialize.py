@@ -1,0 +1,294 @@
+"""Initial values that do not depend on the layout."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bmt_zero
+from bmt_zero import DistributedParameter, ParameterInitializer
+
+NORMAL = ParameterInitializer(torch.nn.init.normal_, mean=0.5, std=2.0)
+
+
+class Layer(bmt_zero.DistributedModule):
+    """Ragged parameters; ``split_*`` are pieces under tensor parallelism."""
+
+    def __init__(self, tp_size: int = 1) -> None:
+        super().__init__()
+        self.weight = DistributedParameter(torch.zeros(5, 3), init_method=NORMAL)
+        self.bias = DistributedParameter(torch.zeros(7), init_method=torch.nn.init.uniform_)
+        self.scalar = DistributedParameter(torch.zeros(()), init_method=NORMAL)
+        self.split_0 = DistributedParameter(
+            torch.zeros(6 // tp_size, 5), init_method=NORMAL, tp_mode=True, tp_split_dim=0
+        )
+        self.split_1 = DistributedParameter(
+            torch.zeros(3, 4 // tp_size), init_method=NORMAL, tp_mode=True, tp_split_dim=1
+        )
+        self.low = DistributedParameter(torch.zeros(3, 3, dtype=torch.bfloat16), init_method=NORMAL)
+        self.kept = DistributedParameter(torch.full((3,), 4.0))
+
+
+class Model(bmt_zero.DistributedModule):
+    def __init__(self, tp_size: int, level: int) -> None:
+        super().__init__()
+        self.block = bmt_zero.Block(Layer(tp_size), zero_level=level)
+        self.layers = bmt_zero.TransformerBlockList(
+            [bmt_zero.Block(Layer(tp_size), zero_level=level) for _ in range(2)]
+        )
+        self.single = Layer(tp_size)
+
+
+def stream(name: str, seed: int) -> torch.Generator:
+    """The generator of a parameter's stream: the documented rule, written again."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def expected(name: str, seed: int) -> Tensor:
+    kind = name.rpartition(".")[2]
+    gen = stream(name, seed)
+    shape = {"weight": (5, 3), "bias": (7,), "scalar": (), "split_0": (6, 5), "split_1": (3, 4), "low": (3, 3)}
+    if kind == "kept":
+        return torch.full((3,), 4.0)
+    if kind == "bias":
+        return torch.empty(7).uniform_(generator=gen)
+    dtype = torch.bfloat16 if kind == "low" else torch.float32
+    return torch.empty(shape[kind], dtype=dtype).normal_(0.5, 2.0, generator=gen)
+
+
+def check(model: nn.Module, seed: int) -> None:
+    state = model.state_dict()
+    assert len(state) == 4 * 7
+    values: set[float] = set()
+    for name, value in state.items():
+        wanted = expected(name, seed)
+        assert value.dtype == wanted.dtype
+        assert torch.equal(value, wanted), name
+        values.add(float(value.flatten()[0]))
+    assert len(values) == 4 * 6 + 1  # every parameter has a stream of its own; "kept" is the same everywhere
+
+
+@pytest.mark.ranks(1, 2, 3, 4, seed=3)
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_values_are_those_of_one_process(level: int) -> None:
+    model = Model(1, level)
+    bmt_zero.init_parameters(model)
+    check(model, seed=3)
+
+
+@pytest.mark.ranks(2, 4, tp_size=2, seed=3)
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_tensor_parallel_values_are_those_of_one_process(level: int) -> None:
+    model = Model(2, level)
+    bmt_zero.init_parameters(model)
+    check(model, seed=3)
+
+
+@pytest.mark.ranks(2)
+def test_the_seed_matters_and_global_generators_do_not(ctx: Any) -> None:
+    torch.manual_seed(ctx.rank)
+    random.seed(5)
+    before = torch.get_rng_state(), random.getstate()
+    model = Model(1, 3)
+    bmt_zero.init_parameters(model)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    check(model, seed=0)
+
+
+@pytest.mark.ranks(2)
+def test_initialized_blocks_are_left_alone() -> None:
+    filled = bmt_zero.Block(Layer(), initialized=True)
+    with torch.device("meta"):
+        linear = nn.Linear(3, 5)
+    empty = bmt_zero.Block(linear, initialized=True)
+    bmt_zero.init_parameters(nn.ModuleList([filled, empty]))
+    assert all(not v.any() for k, v in filled.state_dict().items() if k != "kept")
+    assert all(not v.any() for v in empty.state_dict().values())
+
+
+class Lists(nn.Module):
+    """Parameters of its own and of a part, which it overwrites, as nn.MultiheadAttention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 3))
+        self.part = nn.Linear(3, 5)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        nn.init.constant_(self.part.bias, 7.0)
+
+
+class Family(nn.Module):
+    """Initialises as Hugging Face models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.scale = nn.Parameter(torch.empty(5))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(mean=100.0, std=0.1)
+            module.bias.data.zero_()
+        if module is self:
+            module.scale.data.fill_(2.0)  # type: ignore[union-attr]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(5, 7)
+
+
+def norm() -> nn.Module:
+    return nn.LayerNorm(7)
+
+
+def embedding() -> nn.Module:
+    return nn.Embedding(11, 3, padding_idx=2)
+
+
+def attention() -> nn.Module:
+    return nn.MultiheadAttention(6, 2)
+
+
+def recurrent() -> nn.Module:
+    return nn.GRU(3, 5)
+
+
+def nested() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 2)))
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("make", [linear, norm, embedding, attention, recurrent, nested, Lists, Family])
+@pytest.mark.parametrize("block", [True, False])
+def test_modules_built_on_meta_get_the_values_of_their_class(
+    ctx: Any, make: Callable[[], nn.Module], block: bool
+) -> None:
+    with torch.device("meta"):
+        module = make()
+    if not block:
+        module = nn.Sequential(module)
+    model = bmt_zero.Block(module) if block else bmt_zero.BMTrainModelWrapper(module)
+    bmt_zero.init_parameters(model)
+    found = {name if block else name[2:]: value for name, value in model.state_dict().items()}
+    everywhere = ctx.world.all_gather_object({k: v.tolist() for k, v in found.items()})
+    assert all(values == everywhere[0] for values in everywhere)
+    torch.manual_seed(1)
+    wanted = make().state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        assert value.isfinite().all()
+        if make is Family:
+            assert abs(value.mean() - {"weight": 100.0, "bias": 0.0, "scale": 2.0}[name.rpartition(".")[2]]) < 0.5
+        elif wanted[name].unique().numel() == 1:  # a constant
+            assert torch.equal(value, wanted[name]), name
+        else:
+            assert value.unique().numel() > 1
+            assert value.std() == pytest.approx(wanted[name].std(), rel=1.5)
+    if make is embedding:
+        assert not found["weight"][2].any()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_values_from_reset_parameters_do_not_depend_on_the_layout() -> None:
+    with torch.device("meta"):
+        model = bmt_zero.BMTrainModelWrapper(nn.Sequential(nn.ModuleList([nn.Linear(3, 5)]), nn.Linear(5, 3)))
+    bmt_zero.init_parameters(model)
+    with torch.random.fork_rng(devices=[]):
+        for name, shape in (("0.0", (5, 3)), ("1", (3, 5))):
+            torch.set_rng_state(stream(f"{name}.weight", 0).get_state())
+            plain = nn.Linear(shape[1], shape[0])
+            assert torch.equal(model.state_dict()[f"{name}.weight"], plain.weight)
+            assert torch.equal(model.state_dict()[f"{name}.bias"], plain.bias)
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.gamma = nn.Parameter(torch.empty(3))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("block", [True, False])
+def test_nothing_to_fill_a_parameter_with(block: bool) -> None:
+    with torch.device("meta"):
+        inner = NoReset()
+    model = bmt_zero.Block(inner) if block else bmt_zero.BMTrainModelWrapper(inner)
+    with pytest.raises(ValueError, match=r"'gamma'.*NoReset"):
+        bmt_zero.init_parameters(model)
+    assert all(not v.any() for v in model.state_dict().values())
+    state = {k: torch.ones(v.shape) for k, v in model.state_dict().items()}
+    bmt_zero.load_state_dict(model, state)
+    bmt_zero.init_parameters(model)  # all have values now
+    assert all(v.all() for v in model.state_dict().values())
+
+
+@pytest.mark.ranks(2)
+def test_what_has_values_keeps_them() -> None:
+    """A module with one parameter on meta: its reset_parameters writes both, and one is taken."""
+    for tied in (False, True):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        weight = model[0].weight.detach().clone()
+        model[0].bias = nn.Parameter(torch.empty(3, device="meta"))
+        if tied:
+            model[1].weight = model[0].weight
+        bmt_zero.BMTrainModelWrapper(model)
+        bmt_zero.init_parameters(model)
+        assert torch.equal(model.state_dict()["0.weight"], weight)
+        assert model.state_dict()["0.bias"].any()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_tied_parameter_is_that_of_the_first_module() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(5, 3, padding_idx=1), nn.Linear(3, 5))
+        model[1].weight = model[0].weight
+    bmt_zero.BMTrainModelWrapper(model)
+    bmt_zero.init_parameters(model)
+    weight = model.state_dict()["1.weight"]
+    assert not weight[1].any()  # an Embedding's
+    assert weight[0].all()
+    assert model.state_dict()["1.bias"].all()
+
+
+@pytest.mark.ranks(2)
+def test_one_parameter_at_a_time_is_whole() -> None:
+    sizes: list[int] = []
+    alive: list[Any] = []
+
+    def fill(whole: Tensor) -> None:
+        sizes.append(whole.numel())
+        assert all(ref.expired() for ref in alive)
+        alive.append(torch.multiprocessing.reductions.StorageWeakRef(whole.untyped_storage()))
+        whole.fill_(1)
+
+    parts = nn.ModuleList()
+    for _ in range(4):
+        part = bmt_zero.DistributedModule()
+        part.weight = DistributedParameter(torch.empty(64, 64, device="meta"), init_method=fill)
+        parts.append(part)
+    model = bmt_zero.Block(parts)
+    bmt_zero.init_parameters(model)
+    assert sizes == [64 * 64] * 4
+    assert all(v.all() for v in model.state_dict().values())
+
+
+@pytest.mark.ranks(2)
+def test_wrong_calls(ctx: Any) -> None:
+    with pytest.raises(TypeError, match="list"):
+        bmt_zero.init_parameters([])  # type: ignore[arg-type]
+    model = bmt_zero.DistributedModule()
+    model.register_parameter(f"weight{ctx.rank}", DistributedParameter(torch.zeros(3, 3), init_method=NORMAL))
+    with pytest.raises(RuntimeError, match=r"weight0.*weight1"):
+        bmt_zero.init_parameters(model)
