@@ -15,7 +15,7 @@ from bmt_zero import Block, DistributedParameter
 
 
 def seeded(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, Block]:

@@ -50,7 +50,7 @@ def test_cuts_fall_between_rows_and_ranks_hold_all_rows_once(shapes, world):
             assert held == list(range(placement.rows))
             for rank, (start, stop) in enumerate(ranges):
                 offset = layout.offset_in_shard(placement, rank)
-                assert 0 <= offset
+                assert offset >= 0
                 assert offset + (stop - start) * placement.row_numel <= layout.shard_numel
                 if start < stop and placement.numel:
                     begin = flat_range(layout, rank)[0] + offset

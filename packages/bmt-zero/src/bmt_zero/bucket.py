@@ -460,13 +460,13 @@ class Bucket:
             work.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
+        """A copy; without gradients, as copies of parameters are."""
         self.finish_reduce()
         twins = []
         for param in self.params:
             data = param.data.clone()  # replaced by a view of the twin's storage below
             twin = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
             twin.__dict__.update({k: v for k, v in param.__dict__.items() if k not in ("unit", "bucket")})
-            twin.grad = None if param.grad is None else param.grad.clone()
             memo[id(param)] = twin
             twins.append(twin)
         return Bucket(

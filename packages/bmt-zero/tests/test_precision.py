@@ -1,0 +1,53 @@
+"""MixedPrecision: dtypes of shards, computation and reduction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from block_helpers import seeded
+from torch import nn
+
+from bmt_zero import Block, MixedPrecision
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
+@pytest.mark.parametrize("value", [torch.int8, "bf16", 16])
+def test_what_is_no_floating_point_dtype_is_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        MixedPrecision(**{name: value})
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_shards_and_gradients_keep_their_dtype_and_computation_has_another(ctx, level):
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+            self.steps = nn.Parameter(torch.tensor([3]), requires_grad=False)
+
+        def forward(self, x, index, *, scale):
+            seen.append((self.linear.weight.dtype, x.dtype, index.dtype, scale.dtype, self.steps.dtype))
+            return self.linear(x) * scale
+
+    seen: list = []
+    block = Block(Module(), zero_level=level, precision=MixedPrecision(torch.bfloat16, torch.float32))
+    y = block(seeded(0, 3, 5), torch.tensor([1]), scale=torch.ones(()))
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    half = torch.bfloat16
+    assert set(seen) == {(half, half, torch.int64, half, torch.int64)}
+    for name, param in block.named_parameters():
+        if name != "steps":
+            assert (param.dtype, param.grad.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 3])
+def test_reduction_in_fp32_keeps_what_half_precision_would_lose(ctx, level):
+    for reduce_dtype, expected in [(torch.float32, 257.0), (None, 256.0)]:
+        # 256 and 1 cannot be added in bf16; in fp32 they can, and stay in the fp32 gradient.
+        block = Block(nn.Linear(1, 1, bias=False), False, level, precision=MixedPrecision(torch.bfloat16, reduce_dtype))
+        block(torch.tensor([[256.0 if ctx.rank == 0 else 1.0]])).sum().backward()
+        [param] = block.parameters()
+        assert param.grad.sum().item() in ((expected,) if param.numel() else (0.0,))
