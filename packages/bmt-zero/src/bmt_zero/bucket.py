@@ -305,7 +305,8 @@ class Bucket:
         mine = full[self.shard_comm.rank * size : (self.shard_comm.rank + 1) * size]
         mine.copy_(self.shard.data)
         self.shard_comm.all_gather(full, mine)
-        return _strided_views(full, self._full_geometry[index : index + 1])[0]
+        # Not a view: what is computed with it would keep ``full`` in its place, and it could not be found again.
+        return _strided_views(full, self._full_geometry[index : index + 1])[0].data
 
     def gather_stored(self, index: int) -> Tensor:
         """Parameter ``index`` alone, whole, in the dtype that it is stored in; not differentiable."""
