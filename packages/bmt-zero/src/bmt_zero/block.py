@@ -269,6 +269,15 @@ class Block(BlockState, nn.Module):
         else:
             super().__setattr__(name, value)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """For ``isinstance``: the inner module's class, as which others look for layers; ``type`` says Block."""
+        inner = self.__dict__.get("inner_module")
+        return Block if inner is None else type(inner)
+
+    def _get_name(self) -> str:
+        return "Block"
+
     def __getattr__(self, name: str) -> Any:
         try:
             value = super().__getattr__(name)

@@ -85,7 +85,7 @@ def drop_weak_references(module: nn.Module) -> None:
     """Recurrent modules keep weak references to their weights, with which :func:`convert` cannot swap them."""
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
-            part._flat_weight_refs = []
+            part._flat_weight_refs = [None] * len(part._flat_weights_names)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

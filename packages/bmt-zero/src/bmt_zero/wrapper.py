@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import nn
 
-from bmt_comm import ParallelContext, check_agreement, current_context
+from bmt_comm import ParallelContext, check_agreement, current_context, slice_of
 
 from .block import Block, find_slots
 from .conversion import check_buffer, check_parameter, convert, move_buffers, whole_values
@@ -143,7 +143,7 @@ def _check(
         check_parameter(name, param, context)
     for name, buffer in model.named_buffers():
         check_buffer(name, buffer, context)
-    facts = [f"{n}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+    facts = [f"{n}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
     check_agreement(context.outer_zero, f"the parameters of {type(model).__name__}", facts)
 
 

@@ -1,0 +1,157 @@
+"""Hugging Face models, with random weights, under BMTrainModelWrapper: nothing but speed and memory changes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+import bmt_zero
+
+VOCABULARY = 37
+
+
+def build(kind: str) -> PreTrainedModel:
+    torch.manual_seed(3)
+    if kind == "gpt2":
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=3, n_head=2,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2,
+            bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config)
+    if kind == "llama":
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=12, intermediate_size=20, num_hidden_layers=3,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16, initializer_range=0.2,
+            bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=12, intermediate_size=20, num_hidden_layers=3, num_attention_heads=2,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        initializer_range=0.2,
+    )  # fmt: skip
+    return BertForMaskedLM(config)
+
+
+def train(model: nn.Module, batches: list[Tensor], replicas: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(input_ids=batch, labels=batch).loss
+        (loss / replicas).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_trains_as_the_plain_model_does(ctx: Any, kind: str, use_checkpoint: bool) -> None:
+    plain = build(kind)
+    start = copy.deepcopy(plain.state_dict())
+    inner = build(kind)
+    model = bmt_zero.BMTrainModelWrapper(inner, use_checkpoint=use_checkpoint)
+    blocks = [m for m in model.modules() if isinstance(m, bmt_zero.Block)]
+    assert len(blocks) == 3
+    assert isinstance(model, type(plain))
+    plain.train(), model.train()
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(1, VOCABULARY, (2 * ctx.world_size, 9), generator=generator) for _ in range(10)]
+    wanted = train(plain, batches, 1)
+    losses = torch.tensor(train(model, [b.chunk(ctx.world_size)[ctx.rank] for b in batches], ctx.world_size))
+    ctx.world.all_reduce(losses)
+    torch.testing.assert_close(losses / ctx.world_size, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+    found = model.state_dict()
+    assert list(found) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        change = (value - start[name]).norm()
+        # The bias of attention keys has no effect, and a gradient of rounding errors.
+        assert (found[name] - value).norm() <= 1e-5 * change + 1e-6, name
+        assert change > 1e-4 or "key" in name or "pooler" in name, name
+    plain.load_state_dict(found, strict=True)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("cache", [True, False])
+def test_generates_what_the_plain_model_does(kind: str, cache: bool) -> None:
+    plain = build(kind).eval()
+    model = bmt_zero.BMTrainModelWrapper(build(kind)).eval()
+    prompt = torch.tensor([[5, 9, 2], [7, 1, 3]])
+    arguments = {"max_new_tokens": 6, "do_sample": False, "use_cache": cache, "attention_mask": torch.ones_like(prompt)}
+    assert torch.equal(model.generate(prompt, **arguments), plain.generate(prompt, **arguments))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_everything_a_model_returns(kind: str) -> None:
+    """Hidden states and attentions, as attributes and as a tuple."""
+    models = [build(kind), bmt_zero.BMTrainModelWrapper(build(kind))]
+    prompt = torch.tensor([[5, 9, 2], [7, 1, 3]])
+    results = []
+    for model in models:
+        model.set_attn_implementation("eager")
+        model.eval()
+        results.append(model(prompt, output_hidden_states=True, output_attentions=True))
+    plain, found = results
+    assert list(found) == list(plain)
+    torch.testing.assert_close(found.logits, plain.logits)
+    torch.testing.assert_close(found.hidden_states, plain.hidden_states)
+    torch.testing.assert_close(found.attentions, plain.attentions)
+    assert len(found.hidden_states) == 4
+    assert len(found.attentions) == 3
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_checkpoint_is_read_by_the_plain_model(kind: str, tmp_path: Any) -> None:
+    model = bmt_zero.BMTrainModelWrapper(build(kind))
+    bmt_zero.save(model, tmp_path / "model.pt")
+    other = build(kind)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(1)
+    other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=True)
+    for name, value in build(kind).state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_layers_built_on_meta_are_initialised_as_the_family_does(ctx: Any, kind: str) -> None:
+    model = build(kind)
+    stack = model.transformer.h if kind == "gpt2" else model.model.layers
+    for index in range(len(stack)):
+        stack[index].to("meta")
+    bmt_zero.BMTrainModelWrapper(model)
+    bmt_zero.init_parameters(model)
+    state = model.state_dict()
+    gathered = ctx.world.all_gather_object({k: v.tolist() for k, v in state.items()})
+    assert gathered[0] == gathered[-1]
+    plain = build(kind).state_dict()
+    for name, value in state.items():
+        if plain[name].unique().numel() == 1:
+            assert torch.equal(value, plain[name]), name
+        elif "c_proj" not in name:  # those GPT-2 scales down as a whole model, not as a module
+            assert 0.5 < value.std() / plain[name].std() < 2.5, name
+    assert not torch.equal(*(state[n] for n in list(state) if n.endswith(("0.mlp.c_fc.weight", "1.mlp.c_fc.weight",
+        "0.mlp.up_proj.weight", "1.mlp.up_proj.weight"))))  # fmt: skip
