@@ -116,6 +116,8 @@ class Bucket:
         self._gathered: torch.cuda.Event | None = None  # behind the gather in the side stream
         self._reduce_work: _Reduction | None = None
         self._local_grad: Tensor | None = None  # unreduced gradients of levels 0 and 1 under no_sync
+        self._reached = [False] * len(self.params)  # by a gradient, on this rank, since the last reduction
+        self._used: list[bool] | None = None  # by any rank; None: not known yet
         self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _local_grad began
         self._gathered_version = -1
         self._stale = True
@@ -343,6 +345,7 @@ class Bucket:
         """
         self.finish_reduce()
         self._forget_zeroed()
+        self._reached = [r or g is not None for r, g in zip(self._reached, grads, strict=True)]
         local = self.no_sync and self.level <= 1
         if self._local_grad is None and not local and self._reduces_nothing:
             self._accumulate_whole(grads)
@@ -364,7 +367,23 @@ class Bucket:
                 self._watch_gradients()
             return
         self._local_grad = None
+        self._agree_on_use()
         self._reduce_work = _Reduction(self, flat)
+
+    def _agree_on_use(self) -> None:
+        """Parameters that no rank uses get no gradient, as in plain PyTorch: optimizers leave them alone.
+
+        The ranks tell each other once, at the first reduction. A parameter whose use begins later is expected
+        to be used by all ranks.
+        """
+        if self._used is None:
+            flags = torch.tensor(self._reached, dtype=torch.uint8, device=self.shard.device)
+            for comm in (self.shard_comm, self.replicate_comm):
+                comm.all_reduce(flags, "max")
+            self._used = [bool(flag) for flag in flags.tolist()]
+        else:
+            self._used = [u or r for u, r in zip(self._used, self._reached, strict=True)]
+        self._reached = [False] * len(self.params)
 
     def _watch_gradients(self) -> None:
         """See to it that zeroing gradients can be noticed while some wait to be reduced."""
@@ -420,6 +439,7 @@ class Bucket:
 
     def _accumulate_whole(self, grads: Sequence[Tensor | None]) -> None:
         """One rank, one dtype: what backward computed is the gradient."""
+        self._used, self._reached = self._reached, [False] * len(self.params)
         if all(p.grad is None for p in self.params):
             flat = torch.empty_like(self.shard)
             self._copy_into(flat, grads)
@@ -436,7 +456,7 @@ class Bucket:
     def add_gradient(self, reduced: Tensor) -> None:
         """Add a flat, reduced gradient of this rank's shard to the parameters' ``.grad``."""
         views = self.local_views(reduced)
-        pairs = [(p, view) for p, view in zip(self.params, views, strict=True) if p.requires_grad]
+        pairs = [(p, view) for p, view in zip(self.params, views, strict=True) if self._gets_gradient(p)]
         if all(p.grad is None for p, _ in pairs):
             self.grads, self._grad_views = reduced, views
             for param, view in pairs:
@@ -452,7 +472,11 @@ class Bucket:
 
     def _has_own_gradients(self) -> bool:
         pairs = zip(self.params, self._grad_views, strict=True)
-        return all(p.grad is view for p, view in pairs if p.requires_grad)
+        return all(p.grad is view for p, view in pairs if self._gets_gradient(p))
+
+    def _gets_gradient(self, param: DistributedParameter) -> bool:
+        used = self._reached if self._used is None else self._used
+        return param.requires_grad and used[param.bucket_index]
 
     def finish_reduce(self) -> None:
         """Complete a started reduction: after this the parameters' ``.grad`` include it."""
