@@ -280,9 +280,13 @@ class Custom(nn.Module):
             if name in state_dict:
                 value = state_dict.pop(name).t() / 2
                 state_dict[prefix + "weight"] = value
-                if self.in_place:
+                if self.in_place and value.shape == self.weight.shape:
+                    del state_dict[prefix + "weight"]
                     self.weight.data.copy_(value)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        missing = args[2]
+        if self.in_place and prefix + "weight" in missing:
+            missing.remove(prefix + "weight")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + (x @ self.weight.t()).sum()

@@ -78,14 +78,14 @@ class Odd(nn.Module):
         self.parameters_dict = nn.ParameterDict({"shift": torch.randn(6)})
         self.normed = parametrizations.weight_norm(nn.Linear(6, 5))
         self.inner = nn.ModuleList([parametrizations.weight_norm(nn.Linear(5, 6))])
-        self.first = self.list[0]
+        self.again = nn.Sequential(self.list[0])
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
         h = h + self.attention(h, h, h, need_weights=False)[0]
         h = h + self.recurrent(h)[0]
         h = F.linear(h, self.list[0].weight, self.list[0].bias)
-        h = self.first(self.list[1](h))
+        h = self.again(self.list[1](h))
         for scale in self.parameters_list:
             h = h * scale
         h = h + self.parameters_dict["shift"]
@@ -165,12 +165,13 @@ def test_lists_become_one_level_of_blocks() -> None:
     model = bmt_zero.BMTrainModelWrapper(build(Nested))
     blocks = [n for n, m in model.named_modules() if isinstance(m, bmt_zero.Block)]
     assert blocks == ["layers.0", "layers.1", "layers.2"]
+    assert all(isinstance(layer, nn.Sequential) for layer in model.layers)  # what others look for
     assert model.embed._parameters["weight"] is model.head._parameters["weight"]
     stages = bmt_zero.BMTrainModelWrapper(build(Stages))
     blocks = [n for n, m in stages.named_modules() if isinstance(m, bmt_zero.Block)]
     assert blocks == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
     odd = bmt_zero.BMTrainModelWrapper(build(Odd))
-    assert odd.first is odd.list[0]
+    assert odd.again[0] is odd.list[0]
 
 
 @pytest.mark.ranks(2)
