@@ -527,10 +527,10 @@ def test_an_unused_parameter_has_no_gradient_so_that_weight_decay_leaves_it_alon
 @every_option
 def test_a_parameter_that_one_rank_uses_has_a_gradient_on_all(ctx, options):
     plain, block = pair(PartlyUsed, **options)
-    for _ in range(2):
+    for step in range(3):  # unused at first, then by one rank
         for rank in range(2):
-            plain(seeded(rank, 3, 5), also=rank == 1).square().sum().backward()
-        block(seeded(ctx.rank, 3, 5), also=ctx.rank == 1).square().sum().backward()
+            plain(seeded(rank, 3, 5), also=rank == step == 1).square().sum().backward()
+        block(seeded(ctx.rank, 3, 5), also=ctx.rank == step == 1).square().sum().backward()
     for (name, param), wanted in zip(block.named_parameters(), plain.parameters(), strict=True):
         found = param.bmt_slice
         torch.testing.assert_close(param.grad, wanted.grad[found.row_start : found.row_stop], msg=name)

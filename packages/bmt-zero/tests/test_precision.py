@@ -7,7 +7,7 @@ import torch
 from block_helpers import seeded
 from torch import nn
 
-from bmt_zero import Block, MixedPrecision
+from bmt_zero import BMTrainModelWrapper, Block, MixedPrecision
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
@@ -51,3 +51,13 @@ def test_reduction_in_fp32_keeps_what_half_precision_would_lose(ctx, level):
         block(torch.tensor([[256.0 if ctx.rank == 0 else 1.0]])).sum().backward()
         [param] = block.parameters()
         assert param.grad.sum().item() in ((expected,) if param.numel() else (0.0,))
+
+
+@pytest.mark.ranks(1, 2)
+def test_state_dicts_hold_what_is_stored_and_not_what_is_computed_in(ctx):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = BMTrainModelWrapper(plain, precision=MixedPrecision(param_dtype=torch.bfloat16))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name

@@ -235,7 +235,14 @@ class Communicator:
         self._check_contiguous(tensor=tensor)
         if self.size == 1 or tensor.numel() == 0:
             return DONE
-        work = dist.broadcast(_wire(_flat(tensor)), self.ranks[root], group=self.group, async_op=async_op)
+        flat = _flat(tensor)
+        if not tensor.is_cuda:
+            nothing = flat[:0]
+            sends = [flat if self.rank == root else nothing] * self.size
+            recvs = [flat if r == root else nothing for r in range(self.size)]
+            works = self._exchange(sends, recvs, self._next_tag())
+            return self._finish_now(_Pending(works, None, flat), async_op)
+        work = dist.broadcast(_wire(flat), self.ranks[root], group=self.group, async_op=async_op)
         return self._finish_now(work, async_op)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:

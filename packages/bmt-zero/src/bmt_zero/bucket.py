@@ -316,13 +316,14 @@ class Bucket:
         comm, placement = self.shard_comm, self.placements[index]
         whole = torch.empty(placement.shape, dtype=self.shard.dtype, device=self.shard.device)
         rows = whole.view(placement.rows, *placement.shape[1:])
-        for rank in range(comm.size):
-            start, stop = self.layout.rows_of(placement, rank)
-            if start == stop:
-                continue
-            if rank == comm.rank:
-                rows[start:stop].copy_(self.params[index].detach())
-            comm.broadcast(rows[start:stop], rank)
+        parts = [rows[slice(*self.layout.rows_of(placement, rank))] for rank in range(comm.size)]
+        mine = parts[comm.rank]
+        mine.copy_(self.params[index].detach().view_as(mine))
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        comm.send_recv(
+            [(mine, rank) for rank in others if mine.numel()],
+            [(parts[rank], rank) for rank in others if parts[rank].numel()],
+        )
         return whole
 
     @property
@@ -371,18 +372,18 @@ class Bucket:
         self._reduce_work = _Reduction(self, flat)
 
     def _agree_on_use(self) -> None:
-        """Parameters that no rank uses get no gradient, as in plain PyTorch: optimizers leave them alone.
+        """Parameters that no rank has used yet get no gradient, as in plain PyTorch: optimizers leave them alone.
 
-        The ranks tell each other once, at the first reduction. A parameter whose use begins later is expected
-        to be used by all ranks.
+        The ranks tell each other at the first reduction, and then only while there are such parameters: in a
+        model that uses all it has, nothing is exchanged and the host does not wait.
         """
-        if self._used is None:
-            flags = torch.tensor(self._reached, dtype=torch.uint8, device=self.shard.device)
+        if self._used is None or not all(self._used):
+            before = self._used or self._reached
+            flags = [u or r for u, r in zip(before, self._reached, strict=True)]
+            used = torch.tensor(flags, dtype=torch.uint8, device=self.shard.device)
             for comm in (self.shard_comm, self.replicate_comm):
-                comm.all_reduce(flags, "max")
-            self._used = [bool(flag) for flag in flags.tolist()]
-        else:
-            self._used = [u or r for u, r in zip(self._used, self._reached, strict=True)]
+                comm.all_reduce(used, "max")
+            self._used = [bool(flag) for flag in used.tolist()]
         self._reached = [False] * len(self.params)
 
     def _watch_gradients(self) -> None:
@@ -512,6 +513,7 @@ class Bucket:
         if work is not None:
             work.drop()
         self._local_grad = None
+        self._reached = [False] * len(self.params)
         self.free()
 
 

@@ -50,7 +50,7 @@ def whole_values(
     """A parameter's values before it is sharded: rank 0's, or None where it has none yet."""
     with torch.no_grad():
         if isinstance(param, DistributedParameter):
-            return param.gather()
+            return None if param.awaits_values else param.bucket.gather_stored(param.bucket_index)
         if param.is_meta:
             return None
         if shard_comm.size == replicate_comm.size == 1:

@@ -113,9 +113,10 @@ class DistributedParameter(nn.Parameter):
         return join_pieces(self.data, found.tp_dim, found.tp_comm)
 
     def gather_all(self) -> Tensor:
-        """The whole parameter, joined over tensor-parallel ranks too; not differentiable."""
+        """The whole parameter as it is stored, joined over tensor-parallel ranks too; not differentiable."""
         with torch.no_grad():
-            return join_pieces(self.gather(), self.bmt_slice.tp_dim, self.bmt_slice.tp_comm)
+            piece = self.bucket.gather_stored(self.bucket_index)
+            return join_pieces(piece, self.bmt_slice.tp_dim, self.bmt_slice.tp_comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
