@@ -109,8 +109,8 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
-    parser.add_argument("--steps", type=int, default=2, help="steps per round and candidate (default: 2)")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default: 7)")
+    parser.add_argument("--steps", type=int, default=1, help="steps per round and candidate (default: 1)")
     parser.add_argument("--warm-up", type=int, default=2, help="untimed rounds (default: 2)")
     parser.add_argument(
         "--candidates",

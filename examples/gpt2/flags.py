@@ -42,7 +42,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--epochs", type=float, default=hidden, help="passes over the data, instead of --steps")
     group.add_argument("--batch-size", type=int, default=4, help="sequences per rank and micro-batch")
     group.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
-    group.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    group.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
     group.add_argument("--schedule", choices=SCHEDULES, default="cosine", help="how the learning rate falls")
     group.add_argument("--warmup", type=int, default=20, help="steps in which the learning rate rises")
     group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices; biases and norms have none")

@@ -7,7 +7,7 @@ import torch
 from block_helpers import seeded
 from torch import nn
 
-from bmt_zero import BMTrainModelWrapper, Block, MixedPrecision
+from bmt_zero import Block, BMTrainModelWrapper, MixedPrecision
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
