@@ -136,6 +136,10 @@ def is_script(path: Path) -> bool:
     return '__name__ == "__main__"' in path.read_text()
 
 
+def temporary_folder(session: nox.Session) -> Path:
+    return Path(session.create_tmp()).resolve()
+
+
 def import_name(package: str) -> str:
     return package.replace("-", "_")
 
