@@ -21,10 +21,11 @@ from nox.command import CommandFailed
 nox.needs_version = ">=2025.10.14"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["lint", "tests", "build", "tests_alone", "docs"]
+nox.options.sessions = ["lint", "build", "tests_alone", "tests_across", "docs"]
 
 ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
+WHEELS_ENVIRONMENT = str(ROOT / ".nox" / "wheels")  # shared by the sessions that test what build has built
 # In an order in which each needs only those before it.
 PACKAGES = ["bmt-kernels", "bmt-comm", "bmt-zero", "bmt-tp", "bmt-pipe", "bmt-optim", "bmtrain"]
 
@@ -46,9 +47,9 @@ def lint(session: nox.Session) -> None:
     )
 
 
-@nox.session
+@nox.session(default=False)
 def tests(session: nox.Session) -> None:
-    """All tests, in one environment with all packages; arguments go to pytest."""
+    """All tests, in one environment with all packages in place; arguments go to pytest."""
     install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     arguments = session.posargs or ["tests", *[f"packages/{name}/tests" for name in PACKAGES]]
@@ -72,7 +73,7 @@ def build(session: nox.Session) -> None:
     session.run("bmtrain", "info")
 
 
-@nox.session(requires=["build"])
+@nox.session(requires=["build"], venv_location=WHEELS_ENVIRONMENT)
 def tests_alone(session: nox.Session) -> None:
     """Each package's tests with nothing of ours but what it requires; arguments are package names.
 
@@ -99,7 +100,17 @@ def tests_alone(session: nox.Session) -> None:
         session.error(f"tests fail in {', '.join(failed)}")
 
 
-@nox.session(requires=["build"])
+@nox.session(requires=["build"], venv_location=WHEELS_ENVIRONMENT)
+def tests_across(session: nox.Session) -> None:
+    """The tests of several packages together and of the example, with the wheels of all; arguments go to pytest."""
+    needs_environment(session)
+    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    uninstall_ours(session)
+    install_wheels(session, *PACKAGES)
+    session.run("python", "-m", "pytest", *(session.posargs or ["tests"]))
+
+
+@nox.session(requires=["build"], venv_location=WHEELS_ENVIRONMENT)
 def docs(session: nox.Session) -> None:
     """Links of the Markdown files resolve, and their Python examples run."""
     install(session, "torch", *TEST_NEEDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import itertools
 import os
 import random
 import sys
@@ -92,6 +93,7 @@ class ParallelContext:
 
 
 _current: ParallelContext | None = None
+_starts = itertools.count()  # process groups that this process has joined; ranks count alike
 
 
 def is_initialized() -> bool:
@@ -177,7 +179,11 @@ def init_distributed(
         if launched or init_method != "env://":
             # -1: init_method says so itself.
             rank, size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
-            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timeout)
+            store, rank, size = next(dist.rendezvous(init_method, rank, size, timeout=timeout))
+            store.set_timeout(timeout)
+            # torchrun's store outlives a process group, and still holds the addresses of the one before.
+            store = dist.PrefixStore(f"bmt_comm/{next(_starts)}", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     context = _lay_out(
