@@ -25,7 +25,6 @@ nox.options.sessions = ["lint", "build", "tests_alone", "tests_across", "docs"]
 
 ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
-WHEELS_ENVIRONMENT = str(ROOT / ".nox" / "wheels")  # shared by the sessions that test what build has built
 # In an order in which each needs only those before it.
 PACKAGES = ["bmt-kernels", "bmt-comm", "bmt-zero", "bmt-tp", "bmt-pipe", "bmt-optim", "bmtrain"]
 
@@ -73,7 +72,7 @@ def build(session: nox.Session) -> None:
     session.run("bmtrain", "info")
 
 
-@nox.session(requires=["build"], venv_location=WHEELS_ENVIRONMENT)
+@nox.session(requires=["build"])
 def tests_alone(session: nox.Session) -> None:
     """Each package's tests with nothing of ours but what it requires; arguments are package names.
 
@@ -100,7 +99,7 @@ def tests_alone(session: nox.Session) -> None:
         session.error(f"tests fail in {', '.join(failed)}")
 
 
-@nox.session(requires=["build"], venv_location=WHEELS_ENVIRONMENT)
+@nox.session(requires=["build"])
 def tests_across(session: nox.Session) -> None:
     """The tests of several packages together and of the example, with the wheels of all; arguments go to pytest."""
     needs_environment(session)
@@ -110,7 +109,7 @@ def tests_across(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *(session.posargs or ["tests"]))
 
 
-@nox.session(requires=["build"], venv_location=WHEELS_ENVIRONMENT)
+@nox.session(requires=["build"])
 def docs(session: nox.Session) -> None:
     """Links of the Markdown files resolve, and their Python examples run."""
     install(session, "torch", *TEST_NEEDS)
