@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import itertools
 import os
 import random
 import sys
@@ -93,7 +92,6 @@ class ParallelContext:
 
 
 _current: ParallelContext | None = None
-_starts = itertools.count()  # process groups that this process has joined; ranks count alike
 
 
 def is_initialized() -> bool:
@@ -181,8 +179,10 @@ def init_distributed(
             rank, size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
             store, rank, size = next(dist.rendezvous(init_method, rank, size, timeout=timeout))
             store.set_timeout(timeout)
-            # torchrun's store outlives a process group, and still holds the addresses of the one before.
-            store = dist.PrefixStore(f"bmt_comm/{next(_starts)}", store)
+            # torchrun's store outlives a process group, and still holds the addresses of the one before. Every
+            # rank counts, in that store, how often it has come.
+            times = store.add(f"bmt_comm/starts/{rank}", 1)
+            store = dist.PrefixStore(f"bmt_comm/{times}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
