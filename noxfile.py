@@ -21,7 +21,7 @@ from nox.command import CommandFailed
 nox.needs_version = ">=2025.10.14"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["lint", "build", "tests_alone", "tests_across", "docs"]
+nox.options.sessions = ["lint", "build", "tests_alone", "tests_across"]
 
 ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
@@ -101,15 +101,16 @@ def tests_alone(session: nox.Session) -> None:
 
 @nox.session(requires=["build"])
 def tests_across(session: nox.Session) -> None:
-    """The tests of several packages together and of the example, with the wheels of all; arguments go to pytest."""
+    """The tests of packages together, of the example and of the documentation, with all wheels installed."""
     needs_environment(session)
     install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     uninstall_ours(session)
     install_wheels(session, *PACKAGES)
     session.run("python", "-m", "pytest", *(session.posargs or ["tests"]))
+    session.run("python", ".ci/check_docs.py")
 
 
-@nox.session(requires=["build"])
+@nox.session(requires=["build"], default=False)
 def docs(session: nox.Session) -> None:
     """Links of the Markdown files resolve, and their Python examples run."""
     install(session, "torch", *TEST_NEEDS)
