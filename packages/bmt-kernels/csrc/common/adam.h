@@ -13,8 +13,32 @@
 #endif
 
 #include "common/inline.h"
+#include "common/table.h"
 
 namespace bmt {
+
+// The master weight is `weight` and the half-precision parameter `copy`; without a master, the parameter
+// itself is `weight` and `copy` is 0.
+struct AdamRow {
+  int64_t weight;
+  int64_t copy;
+  int64_t grad;
+  int64_t exp_avg;
+  int64_t exp_avg_sq;
+  int64_t numel;
+  int64_t kinds;  // dtype of weight | dtype of copy << 8 | dtype of grad << 16
+};
+static_assert(sizeof(AdamRow) == 7 * sizeof(int64_t), "rows are read from a packed table");
+
+// How a row's parameter is stored: which arrays are read and written. One kernel is compiled for each.
+enum WeightKind { kFp32, kBf16, kFp16, kFp32CopyBf16, kFp32CopyFp16, kWeightKinds };
+
+inline int weight_kind(const AdamRow& row) {
+  if (row.copy == 0) return static_cast<int>(row.kinds & 0xff);
+  return static_cast<DType>((row.kinds >> 8) & 0xff) == DType::kBFloat16 ? kFp32CopyBf16 : kFp32CopyFp16;
+}
+
+inline int grad_kind(const AdamRow& row) { return static_cast<int>((row.kinds >> 16) & 0xff); }
 
 struct AdamScalars {
   float grad_factor;      // 1 / grad_scale, negative to maximize
@@ -30,6 +54,15 @@ struct AdamScalars {
   bool decoupled;
   bool update;            // false: the moments move, the weights stay
 };
+
+// In the order of _scalars in adam.py.
+inline AdamScalars adam_scalars(double grad_factor, double beta1, double one_minus_beta1, double beta2,
+                                double one_minus_beta2, double decay_factor, double l2, double denom_factor, double eps,
+                                double step_size, bool decoupled, bool update) {
+  const auto f = [](double x) { return static_cast<float>(x); };
+  return {f(grad_factor),  f(beta1), f(one_minus_beta1), f(beta2),  f(one_minus_beta2), f(decay_factor), f(l2),
+          f(denom_factor), f(eps),   f(step_size),       decoupled, update};
+}
 
 BMT_INLINE float square_root(float x) { return sqrtf(x); }
 

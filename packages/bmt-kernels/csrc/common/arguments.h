@@ -1,13 +1,12 @@
-// Turning the arguments that Python passes into the structs that the kernels take.
+// Reading what Python passes to the compiled modules.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "common/adam.h"
-#include "common/table.h"
 
 namespace bmt {
 
@@ -21,15 +20,6 @@ std::vector<Row> unpack_rows(const pybind11::bytes& table) {
   std::vector<Row> rows(static_cast<size_t>(size) / sizeof(Row));
   if (size != 0) std::memcpy(rows.data(), data, static_cast<size_t>(size));
   return rows;
-}
-
-// In the order of _scalars in adam.py.
-inline AdamScalars adam_scalars(double grad_factor, double beta1, double one_minus_beta1, double beta2,
-                                double one_minus_beta2, double decay_factor, double l2, double denom_factor, double eps,
-                                double step_size, bool decoupled, bool update) {
-  const auto f = [](double x) { return static_cast<float>(x); };
-  return {f(grad_factor),  f(beta1), f(one_minus_beta1), f(beta2),  f(one_minus_beta2), f(decay_factor), f(l2),
-          f(denom_factor), f(eps),   f(step_size),       decoupled, update};
 }
 
 }  // namespace bmt

@@ -1,19 +1,15 @@
 // The table of kernels that each instruction-set variant fills in.
 #pragma once
 
-#include <cstdint>
-
-#include "common/adam.h"
-#include "common/table.h"
+#include "cpu/adam.h"
+#include "cpu/overflow.h"
 
 namespace bmt {
 
 struct Kernels {
   const char* name;
-  // One Adam step on elements [begin, end) of a row.
-  void (*adam[kWeightKinds][kDTypes])(const AdamRow& row, int64_t begin, int64_t end, const AdamScalars& scalars);
-  // Whether any of n elements is infinite or NaN.
-  bool (*has_nonfinite[kDTypes])(const void* data, int64_t n);
+  AdamKernels adam;
+  OverflowKernels overflow;
 };
 
 extern const Kernels kPortableKernels;

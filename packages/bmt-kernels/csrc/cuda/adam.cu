@@ -1,4 +1,6 @@
 // The fused Adam step on CUDA: adam_element of common/adam.h over many tensors in one launch.
+#include "cuda/adam.h"
+
 #include "common/half.h"
 #include "cuda/batch.cuh"
 
@@ -29,11 +31,6 @@ constexpr bool kSame<A, A> = true;
 
 using AdamBatch = Batch<AdamRow>;
 static_assert(sizeof(AdamBatch) + sizeof(AdamScalars) + sizeof(void*) <= 4096, "kernel arguments hold 4 KB");
-
-template <class T>
-__device__ __forceinline__ T* address(int64_t value) {
-  return reinterpret_cast<T*>(static_cast<uintptr_t>(value));
-}
 
 template <class Weight, class Copy, class Grad, int N>
 __device__ __forceinline__ void adam_pack(const AdamRow& row, int64_t i, const AdamFactors<float>& factors,

@@ -2,9 +2,9 @@
 // copied to the device, and each thread block finds its row and its chunk of it by its index.
 #pragma once
 
-#include <cstdint>
+#include <cuda_runtime_api.h>
 
-#include "cuda/launch.h"
+#include <cstdint>
 
 namespace bmt {
 

@@ -1,4 +1,6 @@
 // The overflow check on CUDA: is any exponent all ones?
+#include "cuda/overflow.h"
+
 #include "cuda/batch.cuh"
 
 namespace bmt {
@@ -31,13 +33,12 @@ __global__ void __launch_bounds__(kThreads) overflow_kernel(const __grid_constan
   int n;
   chunk_of_block(batch, row_index, begin, n);
   const bool aligned = batch.aligned >> row_index & 1;
-  const auto address = static_cast<uintptr_t>(row.data);
   bool found;
   if (static_cast<DType>(row.dtype) == DType::kFloat32) {
-    found = chunk_has_nonfinite<uint32_t>(reinterpret_cast<const uint32_t*>(address) + begin, n, aligned, 0x7f800000u);
+    found = chunk_has_nonfinite<uint32_t>(address<const uint32_t>(row.data) + begin, n, aligned, 0x7f800000u);
   } else {
     const uint16_t exponent = static_cast<DType>(row.dtype) == DType::kBFloat16 ? 0x7f80 : 0x7c00;
-    found = chunk_has_nonfinite<uint16_t>(reinterpret_cast<const uint16_t*>(address) + begin, n, aligned, exponent);
+    found = chunk_has_nonfinite<uint16_t>(address<const uint16_t>(row.data) + begin, n, aligned, exponent);
   }
   // Whoever writes, writes the same value, so the race is harmless. A NaN in out stays.
   if (found && *out < 1.0f) *out = 1.0f;

@@ -11,6 +11,7 @@ from torch import Tensor
 from bmt_kernels import _native, reference
 from bmt_kernels._compat import increment_version
 from bmt_kernels._tables import adam_table, check_flag
+from bmt_kernels.reference.adam import adam_scalars
 
 
 def adam_step(
@@ -76,7 +77,7 @@ def adam_step(
     Source: Kingma & Ba, arXiv:1412.6980, algorithm 1; Loshchilov & Hutter, arXiv:1711.05101, algorithm 2.
     """
     beta1, beta2 = _checked_betas(betas)
-    scalars = reference.adam_scalars(
+    scalars = adam_scalars(
         _checked("lr", lr, 0.0),
         beta1,
         beta2,

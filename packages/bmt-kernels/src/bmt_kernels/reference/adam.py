@@ -1,8 +1,4 @@
-"""The operations in plain PyTorch: the specification of the compiled kernels, and what serves without them.
-
-They take the same arguments as the public functions and check none of them. The compiled kernels do the same
-fp32 operations in the same order, so that their results have the same bits.
-"""
+"""The Adam step in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -112,14 +108,3 @@ def adam_step(
         if master is not None:
             assign(master, weight)
         assign(param, weight)
-
-
-@torch.no_grad()
-def has_inf_or_nan(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """See `bmt_kernels.has_inf_or_nan`."""
-    if out is None:
-        out = torch.zeros((), dtype=torch.float32, device=tensors[0].device if tensors else "cpu")
-    for tensor in tensors:
-        found = tensor.isfinite().all().logical_not()
-        out.copy_(torch.maximum(out, found.to(torch.float32)))
-    return out

@@ -1,0 +1,16 @@
+// What the operations add to the Python module _cpu.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "cpu/kernels.h"
+
+namespace bmt {
+
+// The kernels of the variant that Python names by its place among those built; throws ValueError.
+const Kernels& kernels_at(int variant);
+
+void bind_adam(pybind11::module_& m);
+void bind_overflow(pybind11::module_& m);
+
+}  // namespace bmt

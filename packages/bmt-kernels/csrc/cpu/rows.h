@@ -1,0 +1,47 @@
+// Splitting the elements of many rows over threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace bmt {
+
+// Below this many elements per thread, waking another thread costs more than it saves.
+constexpr int64_t kGrain = 32768;
+
+template <class Row>
+int64_t total_elements(const Row* rows, int64_t count) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) total += rows[i].numel;
+  return total;
+}
+
+inline int useful_threads(int64_t total, int threads) {
+  return static_cast<int>(std::clamp<int64_t>(total / kGrain, 1, std::max(threads, 1)));
+}
+
+// All rows laid end to end are cut into `parts` nearly equal pieces; visit(row, begin, end) is called for what
+// lies in piece `part` of each row. Cuts fall on multiples of 64 elements within a row, so that no two threads
+// write to one cache line of an aligned tensor. A row is cut at most where a piece ends, so every thread
+// streams through long contiguous stretches.
+template <class Row, class Visit>
+void visit_part(const Row* rows, int64_t count, int64_t total, int part, int parts, Visit visit) {
+  const auto cut = [&](int p) { return static_cast<int64_t>(static_cast<double>(total) * p / parts); };
+  const int64_t first = cut(part);
+  const int64_t last = part + 1 == parts ? total : cut(part + 1);
+  int64_t start = 0;
+  for (int64_t i = 0; i < count && start < last; ++i) {
+    const int64_t numel = rows[i].numel;
+    const auto within = [&](int64_t position) {
+      if (position <= start) return int64_t{0};
+      if (position >= start + numel) return numel;
+      return (position - start) / 64 * 64;
+    };
+    const int64_t begin = within(first);
+    const int64_t end = within(last);
+    if (begin < end) visit(rows[i], begin, end);
+    start += numel;
+  }
+}
+
+}  // namespace bmt
