@@ -2,10 +2,10 @@
 //
 // V is float, or a SIMD vector with the operators + - * / and a function square_root. The order of the
 // operations is fixed and nothing is contracted into a fused multiply-add, so every variant, the CUDA
-// kernels and reference.py give the same bits.
+// kernels and the reference give the same bits.
 //
 // Maths: Kingma & Ba, "Adam", arXiv:1412.6980, algorithm 1; decoupled decay: Loshchilov & Hutter,
-// arXiv:1711.05101. adam.py computes the scalars in double precision.
+// arXiv:1711.05101. The same formulas in PyTorch: reference/adam.py.
 #pragma once
 
 #if !defined(__CUDACC__)
@@ -40,6 +40,21 @@ inline int weight_kind(const AdamRow& row) {
 
 inline int grad_kind(const AdamRow& row) { return static_cast<int>((row.kinds >> 16) & 0xff); }
 
+// What the caller of a step sets.
+struct AdamSettings {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double step;        // counted from 1
+  double grad_scale;
+  double hold_steps;  // up to this step the moments move and the weights stay
+  bool decoupled;
+  bool maximize;
+};
+
+// What an element is multiplied with: computed in double precision, used in single precision.
 struct AdamScalars {
   float grad_factor;      // 1 / grad_scale, negative to maximize
   float beta1;
@@ -51,17 +66,32 @@ struct AdamScalars {
   float denom_factor;     // 1 / sqrt(1 - beta2^step)
   float eps;
   float step_size;        // lr / (1 - beta1^step)
+  float direction_factor; // 1 / (1 - beta1^step)
   bool decoupled;
   bool update;            // false: the moments move, the weights stay
 };
 
-// In the order of _scalars in adam.py.
-inline AdamScalars adam_scalars(double grad_factor, double beta1, double one_minus_beta1, double beta2,
-                                double one_minus_beta2, double decay_factor, double l2, double denom_factor, double eps,
-                                double step_size, bool decoupled, bool update) {
-  const auto f = [](double x) { return static_cast<float>(x); };
-  return {f(grad_factor),  f(beta1), f(one_minus_beta1), f(beta2),  f(one_minus_beta2), f(decay_factor), f(l2),
-          f(denom_factor), f(eps),   f(step_size),       decoupled, update};
+// Without decay, 0 * weight must not turn an infinite weight to NaN.
+BMT_INLINE bool decays_weights(const AdamSettings& s) { return s.decoupled || s.weight_decay == 0.0; }
+
+BMT_INLINE AdamScalars adam_scalars(const AdamSettings& s) {
+  const double bias_correction1 = 1.0 - pow(s.beta1, s.step);
+  const double bias_correction2 = 1.0 - pow(s.beta2, s.step);
+  AdamScalars r;
+  r.grad_factor = static_cast<float>((s.maximize ? -1.0 : 1.0) / s.grad_scale);
+  r.beta1 = static_cast<float>(s.beta1);
+  r.one_minus_beta1 = static_cast<float>(1.0 - s.beta1);
+  r.beta2 = static_cast<float>(s.beta2);
+  r.one_minus_beta2 = static_cast<float>(1.0 - s.beta2);
+  r.decay_factor = static_cast<float>(1.0 - s.lr * s.weight_decay);
+  r.l2 = static_cast<float>(s.weight_decay);
+  r.denom_factor = static_cast<float>(1.0 / sqrt(bias_correction2));
+  r.eps = static_cast<float>(s.eps);
+  r.step_size = static_cast<float>(s.lr / bias_correction1);
+  r.direction_factor = static_cast<float>(1.0 / bias_correction1);
+  r.decoupled = decays_weights(s);
+  r.update = s.step > s.hold_steps;
+  return r;
 }
 
 BMT_INLINE float square_root(float x) { return sqrtf(x); }
@@ -69,27 +99,32 @@ BMT_INLINE float square_root(float x) { return sqrtf(x); }
 // The scalars, spread over the lanes of V.
 template <class V>
 struct AdamFactors {
-  V grad_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, decay_factor, l2, denom_factor, eps, step_size;
+  V grad_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, decay_factor, l2, denom_factor, eps, step_size,
+      direction_factor;
 };
 
 template <class V, class Spread>
 BMT_INLINE AdamFactors<V> spread_factors(const AdamScalars& s, Spread spread) {
   return {spread(s.grad_factor),     spread(s.beta1),        spread(s.one_minus_beta1), spread(s.beta2),
           spread(s.one_minus_beta2), spread(s.decay_factor), spread(s.l2),              spread(s.denom_factor),
-          spread(s.eps),             spread(s.step_size)};
+          spread(s.eps),             spread(s.step_size),    spread(s.direction_factor)};
 }
 
+// Returns the direction of the step, m / (1 - beta1^step) / (sqrt(v) / sqrt(1 - beta2^step) + eps), for statistics;
+// where nobody looks at it, and with a constant update of false, the compiler leaves its computation out.
 template <class V>
-BMT_INLINE void adam_element(V& weight, V& exp_avg, V& exp_avg_sq, V grad, const AdamFactors<V>& f, bool decoupled,
-                             bool update) {
+BMT_INLINE V adam_element(V& weight, V& exp_avg, V& exp_avg_sq, V grad, const AdamFactors<V>& f, bool decoupled,
+                          bool update) {
   grad = grad * f.grad_factor;
   if (!decoupled) grad = grad + weight * f.l2;
   exp_avg = exp_avg * f.beta1 + grad * f.one_minus_beta1;
   exp_avg_sq = exp_avg_sq * f.beta2 + (grad * f.one_minus_beta2) * grad;
-  if (!update) return;
-  if (decoupled) weight = weight * f.decay_factor;
-  const V denominator = square_root(exp_avg_sq) * f.denom_factor + f.eps;
-  weight = weight - (exp_avg / denominator) * f.step_size;
+  const V quotient = exp_avg / (square_root(exp_avg_sq) * f.denom_factor + f.eps);
+  if (update) {
+    if (decoupled) weight = weight * f.decay_factor;
+    weight = weight - quotient * f.step_size;
+  }
+  return quotient * f.direction_factor;
 }
 
 }  // namespace bmt

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/adam.h"
 
 namespace bmt {
 
@@ -20,6 +21,14 @@ std::vector<Row> unpack_rows(const pybind11::bytes& table) {
   std::vector<Row> rows(static_cast<size_t>(size) / sizeof(Row));
   if (size != 0) std::memcpy(rows.data(), data, static_cast<size_t>(size));
   return rows;
+}
+
+// A tuple in the order of AdamSettings.
+inline AdamSettings adam_settings(const pybind11::tuple& values) {
+  if (values.size() != 10) throw pybind11::value_error("an Adam step has 10 settings");
+  const auto number = [&](size_t i) { return values[i].cast<double>(); };
+  return {number(0), number(1), number(2), number(3), number(4),
+          number(5), number(6), number(7), values[8].cast<bool>(), values[9].cast<bool>()};
 }
 
 }  // namespace bmt

@@ -1,4 +1,8 @@
 // The Adam step over a table of rows: packing, threads, Python.
+#if __has_include(<unistd.h>)
+#include <unistd.h>
+#endif
+
 #include <vector>
 
 #include "common/arguments.h"
@@ -55,6 +59,15 @@ py::object pack_adam(py::handle params, py::handle grads, py::handle exp_avgs, p
   return to_bytes(rows);
 }
 
+// Beyond this many bytes a step's arrays push each other out of the caches.
+int64_t last_level_cache() {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  static const long size = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (size > 0) return size;
+#endif
+  return int64_t{32} << 20;
+}
+
 void adam_rows(const Kernels& kernels, const AdamRow* rows, int64_t count, const AdamScalars& scalars, int threads) {
   struct Context {
     const Kernels& kernels;
@@ -62,28 +75,70 @@ void adam_rows(const Kernels& kernels, const AdamRow* rows, int64_t count, const
     int64_t count;
     int64_t total;
     const AdamScalars& scalars;
-  } context{kernels, rows, count, total_elements(rows, count), scalars};
+    bool stream_copy;
+  } context{kernels, rows, count, total_elements(rows, count), scalars, false};
+  // The half-precision copy is the one array that is only written. Stored past the caches, its lines are not read
+  // first: 28 bytes per element to move rather than 30. The other arrays have been read, and stores past the caches
+  // make the step half as slow again.
+  constexpr int64_t kBytesPerElement = 28;
+  context.stream_copy = context.total * kBytesPerElement > last_level_cache();
   run_parts(
       useful_threads(context.total, threads),
       [](void* pointer, int part, int parts) {
         const Context& c = *static_cast<const Context*>(pointer);
         visit_part(c.rows, c.count, c.total, part, parts, [&](const AdamRow& row, int64_t begin, int64_t end) {
-          c.kernels.adam.step[weight_kind(row)][grad_kind(row)](row, begin, end, c.scalars);
+          c.kernels.adam.step[weight_kind(row)][grad_kind(row)](row, begin, end, c.scalars, c.stream_copy);
         });
       },
       &context);
 }
 
-void adam_step(int variant, const py::bytes& table, double grad_factor, double beta1, double one_minus_beta1,
-               double beta2, double one_minus_beta2, double decay_factor, double l2, double denom_factor, double eps,
-               double step_size, bool decoupled, bool update, int64_t found_inf, int threads) {
+DirectionSums adam_rows_and_sums(const Kernels& kernels, const AdamRow* rows, int64_t count,
+                                 const AdamScalars& scalars, int threads) {
+  std::vector<DirectionSums> sums(static_cast<size_t>(total_blocks(rows, count)));
+  struct Context {
+    const Kernels& kernels;
+    const AdamRow* rows;
+    int64_t count;
+    const AdamScalars& scalars;
+    std::vector<DirectionSums>& sums;
+  } context{kernels, rows, count, scalars, sums};
+  run_parts(
+      useful_threads(total_elements(rows, count), threads),
+      [](void* pointer, int part, int parts) {
+        const Context& c = *static_cast<const Context*>(pointer);
+        const auto step = [&](const AdamRow& row, int64_t begin, int64_t end, int64_t block) {
+          c.sums[static_cast<size_t>(block)] =
+              c.kernels.adam.step_and_sums[weight_kind(row)][grad_kind(row)](row, begin, end, c.scalars);
+        };
+        visit_blocks(c.rows, c.count, static_cast<int64_t>(c.sums.size()), part, parts, step);
+      },
+      &context);
+  DirectionSums total{0.0, 0.0};
+  for (const DirectionSums& block : sums) {
+    total.sum += block.sum;
+    total.squares += block.squares;
+  }
+  return total;
+}
+
+// found_inf, grad_factor: addresses of a float each, or 0. delta_stats: the address of two doubles, or 0.
+void adam_step(int variant, const py::bytes& table, const py::tuple& settings, int64_t found_inf, int64_t grad_factor,
+               int64_t delta_stats, int threads) {
   if (found_inf != 0 && *address<const float>(found_inf) != 0.0f) return;
   const Kernels& kernels = kernels_at(variant);
   const auto rows = unpack_rows<AdamRow>(table);
-  const auto scalars = adam_scalars(grad_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, decay_factor, l2,
-                                    denom_factor, eps, step_size, decoupled, update);
+  const auto count = static_cast<int64_t>(rows.size());
+  auto scalars = adam_scalars(adam_settings(settings));
+  if (grad_factor != 0) scalars.grad_factor *= *address<const float>(grad_factor);
   py::gil_scoped_release release;
-  adam_rows(kernels, rows.data(), static_cast<int64_t>(rows.size()), scalars, threads);
+  if (delta_stats == 0) {
+    adam_rows(kernels, rows.data(), count, scalars, threads);
+    return;
+  }
+  const DirectionSums sums = adam_rows_and_sums(kernels, rows.data(), count, scalars, threads);
+  address<double>(delta_stats)[0] += sums.sum;
+  address<double>(delta_stats)[1] += sums.squares;
 }
 
 }  // namespace

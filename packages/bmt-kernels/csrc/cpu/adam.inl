@@ -3,66 +3,149 @@
 using bmt::AdamFactors;
 using bmt::AdamRow;
 using bmt::AdamScalars;
+using bmt::DirectionSums;
 using bmt::address;
 
-template <class Weight, class Copy, class Grad, bool kDecoupled, bool kUpdate>
-BMT_INLINE void adam_loop(const AdamRow& row, int64_t begin, int64_t end, const AdamScalars& scalars) {
-  auto* __restrict weight = address<typename Weight::Storage>(row.weight);
-  auto* __restrict copy = address<typename Copy::Storage>(row.copy);
-  const auto* __restrict grad = address<const typename Grad::Storage>(row.grad);
-  auto* __restrict exp_avg = address<float>(row.exp_avg);
-  auto* __restrict exp_avg_sq = address<float>(row.exp_avg_sq);
-  int64_t i = begin;
-#if BMT_VECTOR
-  const auto vector_factors = bmt::spread_factors<Vec>(scalars, [](float x) __attribute__((always_inline)) { return spread(x); });
-  for (; i + kWidth <= end; i += kWidth) {
-    Vec w = load(Weight(), weight + i);
-    Vec m = load_f32(exp_avg + i);
-    Vec v = load_f32(exp_avg_sq + i);
-    bmt::adam_element(w, m, v, load(Grad(), grad + i), vector_factors, kDecoupled, kUpdate);
-    store_f32(exp_avg + i, m);
-    store_f32(exp_avg_sq + i, v);
-    if (kUpdate) {
-      store(Weight(), weight + i, w);
-      store(Copy(), copy + i, w);
-    }
-  }
-#endif
-  const auto factors = bmt::spread_factors<float>(scalars, [](float x) { return x; });
-  for (; i < end; ++i) {
+// The arrays of a row, and the step on one element or one vector of them; each returns the direction of the step.
+template <class Weight, class Copy, class Grad>
+struct AdamArrays {
+  typename Weight::Storage* __restrict weight;
+  typename Copy::Storage* __restrict copy;
+  const typename Grad::Storage* __restrict grad;
+  float* __restrict exp_avg;
+  float* __restrict exp_avg_sq;
+
+  BMT_INLINE_MEMBER explicit AdamArrays(const AdamRow& row)
+      : weight(address<typename Weight::Storage>(row.weight)),
+        copy(address<typename Copy::Storage>(row.copy)),
+        grad(address<const typename Grad::Storage>(row.grad)),
+        exp_avg(address<float>(row.exp_avg)),
+        exp_avg_sq(address<float>(row.exp_avg_sq)) {}
+
+  BMT_INLINE_MEMBER float step_one(int64_t i, const AdamFactors<float>& factors, bool decoupled, bool update) const {
     float w = load_one(Weight(), weight + i);
     float m = exp_avg[i];
     float v = exp_avg_sq[i];
-    bmt::adam_element(w, m, v, load_one(Grad(), grad + i), factors, kDecoupled, kUpdate);
+    const float direction = bmt::adam_element(w, m, v, load_one(Grad(), grad + i), factors, decoupled, update);
     exp_avg[i] = m;
     exp_avg_sq[i] = v;
-    if (kUpdate) {
+    if (update) {
       store_one(Weight(), weight + i, w);
       store_one(Copy(), copy + i, w);
     }
+    return direction;
   }
+
+#if BMT_VECTOR
+  BMT_INLINE_MEMBER Vec step_vector(int64_t i, const AdamFactors<Vec>& factors, bool decoupled, bool update,
+                                    bool stream_copy) const {
+    // The processor's own prefetching follows each array only to the end of a page: where the arrays are in a
+    // cache, a few vectors of warning take up to a third off the time. Reading beyond the end is harmless here.
+    constexpr int64_t kAhead = 64;
+    __builtin_prefetch(weight + i + kAhead);
+    __builtin_prefetch(exp_avg + i + kAhead);
+    __builtin_prefetch(exp_avg_sq + i + kAhead);
+    __builtin_prefetch(grad + i + kAhead);
+    Vec w = load(Weight(), weight + i);
+    Vec m = load_f32(exp_avg + i);
+    Vec v = load_f32(exp_avg_sq + i);
+    const Vec direction = bmt::adam_element(w, m, v, load(Grad(), grad + i), factors, decoupled, update);
+    store_f32(exp_avg + i, m);
+    store_f32(exp_avg_sq + i, v);
+    if (update) {
+      store(Weight(), weight + i, w);
+      if (stream_copy) {
+        stream(Copy(), copy + i, w);
+      } else {
+        store(Copy(), copy + i, w);
+      }
+    }
+    return direction;
+  }
+#endif
+};
+
+BMT_INLINE AdamFactors<float> one_factors(const AdamScalars& scalars) {
+  return bmt::spread_factors<float>(scalars, [](float x) { return x; });
+}
+
+#if BMT_VECTOR
+BMT_INLINE AdamFactors<Vec> vector_factors(const AdamScalars& scalars) {
+  return bmt::spread_factors<Vec>(scalars, [](float x) __attribute__((always_inline)) { return spread(x); });
+}
+#endif
+
+template <class Weight, class Copy, class Grad, bool kDecoupled, bool kUpdate>
+BMT_INLINE void adam_loop(const AdamRow& row, int64_t begin, int64_t end, const AdamScalars& scalars, bool stream_copy) {
+  const AdamArrays<Weight, Copy, Grad> arrays(row);
+  const auto factors = one_factors(scalars);
+  int64_t i = begin;
+#if BMT_VECTOR
+  if (stream_copy) {  // past the caches only whole, aligned vectors are stored
+    constexpr uintptr_t kAlignment = kWidth * sizeof(typename Copy::Storage);
+    for (; i < end && reinterpret_cast<uintptr_t>(arrays.copy + i) % kAlignment != 0; ++i) {
+      arrays.step_one(i, factors, kDecoupled, kUpdate);
+    }
+  }
+  const auto spread_out = vector_factors(scalars);
+  for (; i + kWidth <= end; i += kWidth) arrays.step_vector(i, spread_out, kDecoupled, kUpdate, stream_copy);
+  if (stream_copy) finish_streams();
+#endif
+  for (; i < end; ++i) arrays.step_one(i, factors, kDecoupled, kUpdate);
 }
 
 template <class Weight, class Copy, class Grad>
-static void adam(const AdamRow& row, int64_t begin, int64_t end, const AdamScalars& scalars) {
+static void adam(const AdamRow& row, int64_t begin, int64_t end, const AdamScalars& scalars, bool stream_copy) {
+  if (row.copy == 0) stream_copy = false;
   if (scalars.update) {
     if (scalars.decoupled) {
-      adam_loop<Weight, Copy, Grad, true, true>(row, begin, end, scalars);
+      adam_loop<Weight, Copy, Grad, true, true>(row, begin, end, scalars, stream_copy);
     } else {
-      adam_loop<Weight, Copy, Grad, false, true>(row, begin, end, scalars);
+      adam_loop<Weight, Copy, Grad, false, true>(row, begin, end, scalars, stream_copy);
     }
   } else if (scalars.decoupled) {
-    adam_loop<Weight, Copy, Grad, true, false>(row, begin, end, scalars);
+    adam_loop<Weight, Copy, Grad, true, false>(row, begin, end, scalars, false);
   } else {
-    adam_loop<Weight, Copy, Grad, false, false>(row, begin, end, scalars);
+    adam_loop<Weight, Copy, Grad, false, false>(row, begin, end, scalars, false);
   }
 }
 
-#define BMT_ADAM_ROW(weight, copy) {adam<weight, copy, F32>, adam<weight, copy, BF16>, adam<weight, copy, F16>}
-#define BMT_ADAM_KERNELS                                                                  \
-  {                                                                                       \
-    {                                                                                     \
-      BMT_ADAM_ROW(F32, NoCopy), BMT_ADAM_ROW(BF16, NoCopy), BMT_ADAM_ROW(F16, NoCopy),   \
-          BMT_ADAM_ROW(F32, BF16), BMT_ADAM_ROW(F32, F16)                                 \
-    }                                                                                     \
+// The same, and the sums of the directions and of their squares over the block.
+template <class Weight, class Copy, class Grad>
+static DirectionSums adam_and_sums(const AdamRow& row, int64_t begin, int64_t end, const AdamScalars& scalars) {
+  const AdamArrays<Weight, Copy, Grad> arrays(row);
+  int64_t i = begin;
+#if BMT_VECTOR
+  const auto spread_out = vector_factors(scalars);
+  Lanes sum_lanes = no_lanes();
+  Lanes square_lanes = no_lanes();
+  for (; i + kLanes <= end; i += kLanes) {
+    for (int j = 0; j < kVectors; ++j) {
+      const Wide d =
+          widen(arrays.step_vector(i + j * kWidth, spread_out, scalars.decoupled, scalars.update, false));
+      sum_lanes.at[j] = sum_lanes.at[j] + d;
+      square_lanes.at[j] = square_lanes.at[j] + d * d;
+    }
   }
+  LaneSums sums = lane_sums(sum_lanes);
+  LaneSums squares = lane_sums(square_lanes);
+#else
+  LaneSums sums = no_sums();
+  LaneSums squares = no_sums();
+#endif
+  const auto factors = one_factors(scalars);
+  for (; i < end; ++i) {
+    const double d = arrays.step_one(i, factors, scalars.decoupled, scalars.update);
+    sums.at[(i - begin) % kLanes] += d;
+    squares.at[(i - begin) % kLanes] += d * d;
+  }
+  return {total(sums), total(squares)};
+}
+
+#define BMT_ADAM_ROW(f, weight, copy) {f<weight, copy, F32>, f<weight, copy, BF16>, f<weight, copy, F16>}
+#define BMT_ADAM_TABLE(f)                                                                             \
+  {                                                                                                   \
+    BMT_ADAM_ROW(f, F32, NoCopy), BMT_ADAM_ROW(f, BF16, NoCopy), BMT_ADAM_ROW(f, F16, NoCopy),        \
+        BMT_ADAM_ROW(f, F32, BF16), BMT_ADAM_ROW(f, F32, F16)                                         \
+  }
+#define BMT_ADAM_KERNELS {BMT_ADAM_TABLE(adam), BMT_ADAM_TABLE(adam_and_sums)}

@@ -11,6 +11,7 @@ namespace bmt {
 const Kernels& kernels_at(int variant);
 
 void bind_adam(pybind11::module_& m);
+void bind_norms(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);
 
 }  // namespace bmt

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/adam.h"
+#include "cpu/norms.h"
 #include "cpu/overflow.h"
 
 namespace bmt {
@@ -9,6 +10,7 @@ namespace bmt {
 struct Kernels {
   const char* name;
   AdamKernels adam;
+  NormKernels norms;
   OverflowKernels overflow;
 };
 

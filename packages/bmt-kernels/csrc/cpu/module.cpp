@@ -58,5 +58,6 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("threading_name", &threading_name);
   m.def("set_tensor_type", &set_tensor_type);
   bind_adam(m);
+  bind_norms(m);
   bind_overflow(m);
 }

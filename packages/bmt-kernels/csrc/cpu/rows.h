@@ -44,4 +44,34 @@ void visit_part(const Row* rows, int64_t count, int64_t total, int part, int par
   }
 }
 
+// Sums over many elements are made per block of a row and then over the blocks in order, so that they do not depend
+// on the number of threads.
+constexpr int64_t kBlock = 16384;
+
+inline int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
+
+template <class Row>
+int64_t total_blocks(const Row* rows, int64_t count) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) total += blocks_of(rows[i].numel);
+  return total;
+}
+
+// Calls visit(row, begin, end, block) for the blocks of all rows that are in piece `part`; `block` counts through
+// all rows.
+template <class Row, class Visit>
+void visit_blocks(const Row* rows, int64_t count, int64_t blocks, int part, int parts, Visit visit) {
+  const int64_t first = blocks * part / parts;
+  const int64_t last = blocks * (part + 1) / parts;
+  int64_t start = 0;
+  for (int64_t i = 0; i < count && start < last; ++i) {
+    const int64_t here = blocks_of(rows[i].numel);
+    for (int64_t block = std::max(first, start); block < std::min(last, start + here); ++block) {
+      const int64_t begin = (block - start) * kBlock;
+      visit(rows[i], begin, std::min(begin + kBlock, rows[i].numel), block);
+    }
+    start += here;
+  }
+}
+
 }  // namespace bmt

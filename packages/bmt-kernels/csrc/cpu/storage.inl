@@ -21,4 +21,10 @@ BMT_INLINE void store(F32, float* p, Vec x) { store_f32(p, x); }
 BMT_INLINE void store(BF16, uint16_t* p, Vec x) { store_bf16(p, x); }
 BMT_INLINE void store(F16, uint16_t* p, Vec x) { store_f16(p, x); }
 BMT_INLINE void store(NoCopy, uint16_t*, Vec) {}
+
+// Past the caches, to addresses that are multiples of the vector's size; finish_streams() orders them before what
+// follows.
+BMT_INLINE void stream(BF16, uint16_t* p, Vec x) { stream_bf16(p, x); }
+BMT_INLINE void stream(F16, uint16_t* p, Vec x) { stream_f16(p, x); }
+BMT_INLINE void stream(NoCopy, uint16_t*, Vec) {}
 #endif

@@ -19,6 +19,7 @@ BMT_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.x, b.x)}; }
 BMT_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.x, b.x)}; }
 BMT_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.x, b.x)}; }
 BMT_INLINE Vec square_root(Vec a) { return {_mm256_sqrt_ps(a.x)}; }
+BMT_INLINE Vec magnitude(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.x)}; }
 BMT_INLINE Vec spread(float a) { return {_mm256_set1_ps(a)}; }
 
 BMT_INLINE Vec load_f32(const float* p) { return {_mm256_loadu_ps(p)}; }
@@ -30,7 +31,7 @@ BMT_INLINE Vec load_bf16(const uint16_t* p) {
 }
 
 // float_to_bf16 of half.h, eight at a time.
-BMT_INLINE void store_bf16(uint16_t* p, Vec a) {
+BMT_INLINE __m128i round_bf16(Vec a) {
   const __m256i bits = _mm256_castps_si256(a.x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i rounded =
@@ -38,14 +39,33 @@ BMT_INLINE void store_bf16(uint16_t* p, Vec a) {
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.x, a.x, _CMP_UNORD_Q));
   const __m256i words = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+  return _mm256_castsi256_si128(packed);
 }
+BMT_INLINE void store_bf16(uint16_t* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), round_bf16(a)); }
+BMT_INLINE void stream_bf16(uint16_t* p, Vec a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), round_bf16(a)); }
 
 BMT_INLINE Vec load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-BMT_INLINE void store_f16(uint16_t* p, Vec a) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.x, _MM_FROUND_TO_NEAREST_INT));
+BMT_INLINE __m128i round_f16(Vec a) { return _mm256_cvtps_ph(a.x, _MM_FROUND_TO_NEAREST_INT); }
+BMT_INLINE void store_f16(uint16_t* p, Vec a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), round_f16(a)); }
+BMT_INLINE void stream_f16(uint16_t* p, Vec a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), round_f16(a)); }
+BMT_INLINE void finish_streams() { _mm_sfence(); }
+
+// A vector in double precision.
+struct Wide {
+  __m256d low, high;
+};
+
+BMT_INLINE Wide wide_zero() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
+BMT_INLINE Wide widen(Vec a) {
+  return {_mm256_cvtps_pd(_mm256_castps256_ps128(a.x)), _mm256_cvtps_pd(_mm256_extractf128_ps(a.x, 1))};
+}
+BMT_INLINE Wide operator+(Wide a, Wide b) { return {_mm256_add_pd(a.low, b.low), _mm256_add_pd(a.high, b.high)}; }
+BMT_INLINE Wide operator*(Wide a, Wide b) { return {_mm256_mul_pd(a.low, b.low), _mm256_mul_pd(a.high, b.high)}; }
+BMT_INLINE void store_wide(double* p, Wide a) {
+  _mm256_storeu_pd(p, a.low);
+  _mm256_storeu_pd(p + 4, a.high);
 }
 
 #include "cpu/kernels.inl"

@@ -19,6 +19,7 @@ BMT_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.x, b.x)}; }
 BMT_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.x, b.x)}; }
 BMT_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.x, b.x)}; }
 BMT_INLINE Vec square_root(Vec a) { return {_mm512_sqrt_ps(a.x)}; }
+BMT_INLINE Vec magnitude(Vec a) { return {_mm512_abs_ps(a.x)}; }
 BMT_INLINE Vec spread(float a) { return {_mm512_set1_ps(a)}; }
 
 BMT_INLINE Vec load_f32(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -30,21 +31,40 @@ BMT_INLINE Vec load_bf16(const uint16_t* p) {
 }
 
 // float_to_bf16 of half.h, sixteen at a time. The processor's own conversion flushes subnormals to zero.
-BMT_INLINE void store_bf16(uint16_t* p, Vec a) {
+BMT_INLINE __m256i round_bf16(Vec a) {
   const __m512i bits = _mm512_castps_si512(a.x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded =
       _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
   const __mmask16 nan = _mm512_cmp_ps_mask(a.x, a.x, _CMP_UNORD_Q);
   const __m512i words = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(words));
+  return _mm512_cvtepi32_epi16(words);
 }
+BMT_INLINE void store_bf16(uint16_t* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(a)); }
+BMT_INLINE void stream_bf16(uint16_t* p, Vec a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), round_bf16(a)); }
 
 BMT_INLINE Vec load_f16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-BMT_INLINE void store_f16(uint16_t* p, Vec a) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.x, _MM_FROUND_TO_NEAREST_INT));
+BMT_INLINE __m256i round_f16(Vec a) { return _mm512_cvtps_ph(a.x, _MM_FROUND_TO_NEAREST_INT); }
+BMT_INLINE void store_f16(uint16_t* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_f16(a)); }
+BMT_INLINE void stream_f16(uint16_t* p, Vec a) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), round_f16(a)); }
+BMT_INLINE void finish_streams() { _mm_sfence(); }
+
+// A vector in double precision.
+struct Wide {
+  __m512d low, high;
+};
+
+BMT_INLINE Wide wide_zero() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+BMT_INLINE Wide widen(Vec a) {
+  return {_mm512_cvtps_pd(_mm512_castps512_ps256(a.x)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.x, 1))};
+}
+BMT_INLINE Wide operator+(Wide a, Wide b) { return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)}; }
+BMT_INLINE Wide operator*(Wide a, Wide b) { return {_mm512_mul_pd(a.low, b.low), _mm512_mul_pd(a.high, b.high)}; }
+BMT_INLINE void store_wide(double* p, Wide a) {
+  _mm512_storeu_pd(p, a.low);
+  _mm512_storeu_pd(p + 8, a.high);
 }
 
 #include "cpu/kernels.inl"

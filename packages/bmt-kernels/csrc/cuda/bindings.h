@@ -40,6 +40,7 @@ class DeviceGuard {
 };
 
 void bind_adam(pybind11::module_& m);
+void bind_norms(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);
 
 }  // namespace bmt

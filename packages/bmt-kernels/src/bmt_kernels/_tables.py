@@ -86,16 +86,31 @@ def check_data(tensors: Sequence[Tensor], device: torch.device) -> None:
             raise ValueError(f"{name} is on {tensor.device}; it must be on {device} like the rest")
 
 
-def check_flag(name: str, flag: Tensor, device: torch.device) -> None:
-    """Raise unless `flag` is a float32 tensor of one element on `device`."""
+def check_flag(
+    name: str, flag: Tensor, device: torch.device | None, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+) -> None:
+    """Raise unless `flag` is a tensor of one element in one of `dtypes`, on `device` (None: on any)."""
+    wanted = " or ".join(str(dtype) for dtype in dtypes)
     if not isinstance(flag, Tensor):
-        raise TypeError(f"{name} is a {type(flag).__name__}; it must be a float32 tensor with one element")
-    if flag.dtype is not torch.float32:
-        raise TypeError(f"{name} has dtype {flag.dtype}; it must be torch.float32")
+        raise TypeError(f"{name} is a {type(flag).__name__}; it must be a {wanted} tensor with one element")
+    if flag.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {flag.dtype}; it must be {wanted}")
     if flag.numel() != 1:
         raise ValueError(f"{name} has shape {tuple(flag.shape)}; it must have exactly one element")
-    if flag.device != device:
+    if device is not None and flag.device != device:
         raise ValueError(f"{name} is on {flag.device}; it must be on {device} like the tensors")
+
+
+def check_stats(name: str, stats: Tensor, device: torch.device | None) -> None:
+    """Raise unless `stats` is a contiguous float64 tensor of shape (2,) on `device` (None: on any)."""
+    if not isinstance(stats, Tensor):
+        raise TypeError(f"{name} is a {type(stats).__name__}; it must be a torch.float64 tensor of shape (2,)")
+    if stats.dtype is not torch.float64:
+        raise TypeError(f"{name} has dtype {stats.dtype}; it must be torch.float64")
+    if stats.shape != (2,) or not stats.is_contiguous():
+        raise ValueError(f"{name} has shape {tuple(stats.shape)}; it must be contiguous and of shape (2,)")
+    if device is not None and stats.device != device:
+        raise ValueError(f"{name} is on {stats.device}; it must be on {device} like the tensors")
 
 
 def check_sequence(name: str, value: object) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from bmt_kernels import _native, reference
+from bmt_kernels import _library, _native, reference
 from bmt_kernels._compat import increment_version
-from bmt_kernels._tables import adam_table, check_flag
-from bmt_kernels.reference.adam import adam_scalars
+from bmt_kernels._tables import adam_table, check_flag, check_stats
+
+_FLOATS = (torch.float32, torch.float64)
+_NUMBERS = (*_FLOATS, torch.int64)
+"""The dtypes of numbers on the device, in the order of NumberType in csrc/cuda/adam.h."""
+_LR, _STEP = 0, 5
+"""Where among the settings the two are that may be on the device."""
 
 
 def adam_step(
@@ -20,51 +26,61 @@ def adam_step(
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     *,
-    lr: float,
+    lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    step: int,
+    step: int | Tensor,
     masters: Sequence[Tensor | None] | None = None,
     grad_scale: float = 1.0,
+    grad_factor: Tensor | None = None,
     decoupled: bool = True,
     maximize: bool = False,
-    update_params: bool = True,
+    hold_steps: int = 0,
     found_inf: Tensor | None = None,
+    delta_stats: Tensor | None = None,
 ) -> None:
     """Update parameters and moments in place, as ``torch.optim.AdamW`` (or ``Adam``) would.
 
-    For each i, in fp32, with g = grad / grad_scale (negated to maximize) and t = step::
+    For each i, in fp32, with g = grad / grad_scale * grad_factor (negated to maximize) and t = step::
 
         g  = g + weight_decay * p                   if not decoupled
         m  = beta1 * m + (1 - beta1) * g            exp_avgs[i]
         v  = beta2 * v + (1 - beta2) * g * g        exp_avg_sqs[i]
-        p  = p * (1 - lr * weight_decay)            if decoupled
-        p  = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        d  = m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        p  = p * (1 - lr * weight_decay)            if decoupled, and t > hold_steps
+        p  = p - lr * d                             if t > hold_steps
 
     Infinities and NaN propagate as in IEEE arithmetic, and subnormal numbers are kept. All the tensors of index i
     have one shape and are on one device, the same for all i; they are contiguous, or dense with equal strides.
     Empty lists and empty tensors are fine.
 
+    Numbers that may be tensors have one element and are on that device. On CUDA they are read there when the step
+    runs, without the host waiting and without a check of their range, so that a step captured in a CUDA graph
+    follows them from replay to replay. On CPU they are checked like numbers.
+
     Args:
-        params: float32, bfloat16 or float16. Written, unless ``update_params`` is false.
+        params: float32, bfloat16 or float16. Written, unless held.
         grads: float32, bfloat16 or float16, not necessarily their parameters' dtype. Only read.
         exp_avgs: float32, first moments. Written.
         exp_avg_sqs: float32, second moments. Written.
-        lr: learning rate, not negative.
+        lr: learning rate, not negative; or a float32 or float64 tensor.
         betas: decay rates of the two moments, each in [0, 1).
         eps: added to the denominator, not negative.
         weight_decay: not negative.
-        step: the number of this step, counted from 1.
+        step: the number of this step, counted from 1; or a float32, float64 or int64 tensor.
         masters: float32 master weights of bfloat16 and float16 parameters: the update is applied to them, and the
             parameters get copies rounded to nearest, ties to even. None for a float32 parameter. Without a master,
             a half-precision parameter is itself updated, in fp32, and rounded.
         grad_scale: what the gradients were multiplied by (the loss scale), positive.
+        grad_factor: a float32 tensor by which the gradients are multiplied besides, such as a clip coefficient.
         decoupled: decay the weights (AdamW) rather than add an L2 term to the gradients (Adam).
         maximize: ascend rather than descend.
-        update_params: false to move the moments and hold the weights where they are.
-        found_inf: a float32 tensor of one element on the same device. If it is not zero, nothing changes. It is
-            read where it is: on CUDA the host does not wait for it.
+        hold_steps: up to this step only the moments move, and the weights stay where they are.
+        found_inf: a float32 tensor. If it is not zero, nothing changes.
+        delta_stats: a float64 tensor of shape (2,), to which the sum of d over all elements of all tensors and the
+            sum of d * d are added, held weights included. The sums do not depend on the number of threads; between
+            CPU, GPU and the reference they may differ in rounding.
 
     Raises:
         TypeError: an argument or an entry has a wrong type, dtype or layout.
@@ -76,32 +92,73 @@ def adam_step(
 
     Source: Kingma & Ba, arXiv:1412.6980, algorithm 1; Loshchilov & Hutter, arXiv:1711.05101, algorithm 2.
     """
+    if _library.tracing():
+        mastered = [] if masters is None else [i for i, master in enumerate(masters) if master is not None]
+        with torch.no_grad():
+            _operation(
+                params,
+                grads,
+                exp_avgs,
+                exp_avg_sqs,
+                [] if masters is None else [masters[i] for i in mastered],
+                mastered,
+                lr if isinstance(lr, Tensor) else None,
+                step if isinstance(step, Tensor) else None,
+                grad_factor,
+                found_inf,
+                delta_stats,
+                0.0 if isinstance(lr, Tensor) else lr,
+                betas,
+                eps,
+                weight_decay,
+                1 if isinstance(step, Tensor) else step,
+                grad_scale,
+                decoupled,
+                maximize,
+                hold_steps,
+            )
+        return
+
     beta1, beta2 = _checked_betas(betas)
-    scalars = adam_scalars(
-        _checked("lr", lr, 0.0),
-        beta1,
-        beta2,
-        _checked("eps", eps, 0.0),
-        _checked("weight_decay", weight_decay, 0.0),
-        _checked_step(step),
-        _checked("grad_scale", grad_scale, math.ulp(0.0)),
-        decoupled,
-        maximize,
-        update_params,
-    )
+    eps = _checked("eps", eps, 0.0)
+    weight_decay = _checked("weight_decay", weight_decay, 0.0)
+    grad_scale = _checked("grad_scale", grad_scale, math.ulp(0.0))
+    _checked_count("hold_steps", hold_steps, 0)
     rows, device = adam_table(params, grads, exp_avgs, exp_avg_sqs, masters)
+    needed = device if len(params) else None
     if found_inf is not None:
-        check_flag("found_inf", found_inf, device if len(params) else found_inf.device)
+        check_flag("found_inf", found_inf, needed)
+    if grad_factor is not None:
+        check_flag("grad_factor", grad_factor, needed)
+    if delta_stats is not None:
+        check_stats("delta_stats", delta_stats, needed)
+    if isinstance(lr, Tensor):
+        check_flag("lr", lr, needed, _FLOATS)
+        lr = lr.item() if lr.device.type == "cpu" else lr
+    if not isinstance(lr, Tensor):
+        lr = _checked("lr", lr, 0.0)
+    if isinstance(step, Tensor):
+        check_flag("step", step, needed, _NUMBERS)
+        step = _whole(step.item()) if step.device.type == "cpu" else step
+    if not isinstance(step, Tensor):
+        _checked_count("step", step, 1)
     if not rows:
         return
 
+    # In the order of AdamSettings in csrc/common/adam.h.
+    settings = (lr, beta1, beta2, eps, weight_decay, step, grad_scale, hold_steps, bool(decoupled), bool(maximize))
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
-        flag = 0 if found_inf is None else found_inf.data_ptr()
-        cpu.module.adam_step(cpu.variant, rows, *scalars, flag, torch.get_num_threads())
+        cpu.module.adam_step(
+            cpu.variant,
+            rows,
+            settings,
+            _address(found_inf),
+            _address(grad_factor),
+            _address(delta_stats),
+            torch.get_num_threads(),
+        )
     elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
-        flag = 0 if found_inf is None else found_inf.data_ptr()
-        stream = torch.cuda.current_stream(device).cuda_stream
-        cuda.adam_step(device.index, stream, rows, *scalars, flag)
+        _step_on_cuda(cuda, device, rows, settings, found_inf, grad_factor, delta_stats)
     else:
         reference.adam_step(
             params,
@@ -115,17 +172,56 @@ def adam_step(
             step=step,
             masters=masters,
             grad_scale=grad_scale,
+            grad_factor=grad_factor,
             decoupled=decoupled,
             maximize=maximize,
-            update_params=update_params,
+            hold_steps=hold_steps,
             found_inf=found_inf,
+            delta_stats=delta_stats,
         )
         return  # PyTorch has counted its own writes
     # The moments are nobody's leaves: only weights can have been saved for a backward.
-    if update_params:
+    if isinstance(step, Tensor) or step > hold_steps:
         increment_version(params)
         if masters is not None:
             increment_version([master for master in masters if master is not None])
+    if delta_stats is not None:
+        increment_version((delta_stats,))
+
+
+def _step_on_cuda(
+    cuda: ModuleType,
+    device: torch.device,
+    rows: bytes,
+    settings: tuple[object, ...],
+    found_inf: Tensor | None,
+    grad_factor: Tensor | None,
+    delta_stats: Tensor | None,
+) -> None:
+    """Queue a step. Workspaces come from PyTorch, so that its allocator and CUDA graphs know of them."""
+    numbers = [value if isinstance(value, Tensor) else None for value in (settings[_LR], settings[_STEP])]
+    scalars = partials = None
+    if any(number is not None for number in numbers):
+        settings = tuple(1.0 if isinstance(value, Tensor) else value for value in settings)
+        scalars = torch.empty(cuda.ADAM_SCALARS_BYTES, dtype=torch.uint8, device=device)
+    if delta_stats is not None:
+        partials = torch.empty(2 * cuda.adam_blocks(rows), dtype=torch.float64, device=device)
+    cuda.adam_step(
+        device.index,
+        torch.cuda.current_stream(device).cuda_stream,
+        rows,
+        settings,
+        *((_address(number), 0 if number is None else _NUMBERS.index(number.dtype)) for number in numbers),
+        _address(scalars),
+        _address(found_inf),
+        _address(grad_factor),
+        _address(delta_stats),
+        _address(partials),
+    )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _checked(name: str, value: float, least: float) -> float:
@@ -139,12 +235,17 @@ def _checked(name: str, value: float, least: float) -> float:
     return value
 
 
-def _checked_step(step: int) -> int:
-    if type(step) is not int:
-        raise TypeError(f"step is a {type(step).__name__}; it must be an int (use int(step))")
-    if step < 1:
-        raise ValueError(f"step is {step}; steps count from 1")
-    return step
+def _checked_count(name: str, value: int, least: int) -> None:
+    if type(value) is not int:
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be an int (use int({name}))")
+    if value < least:
+        raise ValueError(f"{name} is {value}; {'steps count from 1' if least else 'it must not be negative'}")
+
+
+def _whole(value: float) -> int:
+    if not float(value).is_integer():
+        raise ValueError(f"step is {value}; it must be a whole number")
+    return int(value)
 
 
 def _checked_betas(betas: tuple[float, float]) -> tuple[float, float]:
@@ -156,3 +257,58 @@ def _checked_betas(betas: tuple[float, float]) -> tuple[float, float]:
         if beta >= 1.0:
             raise ValueError(f"betas[{i}] is {beta}; it must be less than 1")
     return beta1, beta2
+
+
+# For torch.compile: a number is in one of two arguments, and masters come without the gaps between them.
+def _run_operation(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    masters: list[Tensor],
+    mastered: list[int],
+    lr_tensor: Tensor | None,
+    step_tensor: Tensor | None,
+    grad_factor: Tensor | None,
+    found_inf: Tensor | None,
+    delta_stats: Tensor | None,
+    lr: float,
+    betas: list[float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float,
+    decoupled: bool,
+    maximize: bool,
+    hold_steps: int,
+) -> None:
+    by_index = dict(zip(mastered, masters))
+    adam_step(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        lr=lr if lr_tensor is None else lr_tensor,
+        betas=(betas[0], betas[1]),
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step if step_tensor is None else step_tensor,
+        masters=[by_index.get(i) for i in range(len(params))] if masters else None,
+        grad_scale=grad_scale,
+        grad_factor=grad_factor,
+        decoupled=decoupled,
+        maximize=maximize,
+        hold_steps=hold_steps,
+        found_inf=found_inf,
+        delta_stats=delta_stats,
+    )
+
+
+_operation = _library.register(
+    "adam_step(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] masters, int[] mastered, Tensor? lr_tensor, Tensor? step_tensor, Tensor? grad_factor, "
+    "Tensor? found_inf, Tensor(e!)? delta_stats, float lr, float[] betas, float eps, float weight_decay, "
+    "SymInt step, float grad_scale, bool decoupled, bool maximize, SymInt hold_steps) -> ()",
+    _run_operation,
+    lambda *arguments: None,
+)

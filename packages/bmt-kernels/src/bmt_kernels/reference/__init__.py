@@ -5,6 +5,7 @@ fp32 operations in the same order, so that their results have the same bits.
 """
 
 from bmt_kernels.reference.adam import adam_step
+from bmt_kernels.reference.norms import power_sum
 from bmt_kernels.reference.overflow import has_inf_or_nan
 
-__all__ = ["adam_step", "has_inf_or_nan"]
+__all__ = ["adam_step", "has_inf_or_nan", "power_sum"]
