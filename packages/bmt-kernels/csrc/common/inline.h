@@ -5,10 +5,9 @@
 #pragma once
 
 #if defined(__CUDACC__)
-#define BMT_INLINE_MEMBER __host__ __device__ __forceinline__
+#define BMT_INLINE static __host__ __device__ __forceinline__
 #elif defined(_MSC_VER)
-#define BMT_INLINE_MEMBER __forceinline
+#define BMT_INLINE static __forceinline
 #else
-#define BMT_INLINE_MEMBER inline __attribute__((always_inline))
+#define BMT_INLINE static inline __attribute__((always_inline))
 #endif
-#define BMT_INLINE static BMT_INLINE_MEMBER

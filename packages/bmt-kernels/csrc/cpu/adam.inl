@@ -6,64 +6,53 @@ using bmt::AdamScalars;
 using bmt::DirectionSums;
 using bmt::address;
 
-// The arrays of a row, and the step on one element or one vector of them; each returns the direction of the step.
+// The step on one element or on one vector of them, at the given addresses. Returns the direction of the step.
 template <class Weight, class Copy, class Grad>
-struct AdamArrays {
-  typename Weight::Storage* __restrict weight;
-  typename Copy::Storage* __restrict copy;
-  const typename Grad::Storage* __restrict grad;
-  float* __restrict exp_avg;
-  float* __restrict exp_avg_sq;
-
-  BMT_INLINE_MEMBER explicit AdamArrays(const AdamRow& row)
-      : weight(address<typename Weight::Storage>(row.weight)),
-        copy(address<typename Copy::Storage>(row.copy)),
-        grad(address<const typename Grad::Storage>(row.grad)),
-        exp_avg(address<float>(row.exp_avg)),
-        exp_avg_sq(address<float>(row.exp_avg_sq)) {}
-
-  BMT_INLINE_MEMBER float step_one(int64_t i, const AdamFactors<float>& factors, bool decoupled, bool update) const {
-    float w = load_one(Weight(), weight + i);
-    float m = exp_avg[i];
-    float v = exp_avg_sq[i];
-    const float direction = bmt::adam_element(w, m, v, load_one(Grad(), grad + i), factors, decoupled, update);
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    if (update) {
-      store_one(Weight(), weight + i, w);
-      store_one(Copy(), copy + i, w);
-    }
-    return direction;
+BMT_INLINE float adam_one(typename Weight::Storage* weight, typename Copy::Storage* copy,
+                          const typename Grad::Storage* grad, float* exp_avg, float* exp_avg_sq,
+                          const AdamFactors<float>& factors, bool decoupled, bool update) {
+  float w = load_one(Weight(), weight);
+  float m = *exp_avg;
+  float v = *exp_avg_sq;
+  const float direction = bmt::adam_element(w, m, v, load_one(Grad(), grad), factors, decoupled, update);
+  *exp_avg = m;
+  *exp_avg_sq = v;
+  if (update) {
+    store_one(Weight(), weight, w);
+    store_one(Copy(), copy, w);
   }
+  return direction;
+}
 
 #if BMT_VECTOR
-  BMT_INLINE_MEMBER Vec step_vector(int64_t i, const AdamFactors<Vec>& factors, bool decoupled, bool update,
-                                    bool stream_copy) const {
-    // The processor's own prefetching follows each array only to the end of a page: where the arrays are in a
-    // cache, a few vectors of warning take up to a third off the time. Reading beyond the end is harmless here.
-    constexpr int64_t kAhead = 64;
-    __builtin_prefetch(weight + i + kAhead);
-    __builtin_prefetch(exp_avg + i + kAhead);
-    __builtin_prefetch(exp_avg_sq + i + kAhead);
-    __builtin_prefetch(grad + i + kAhead);
-    Vec w = load(Weight(), weight + i);
-    Vec m = load_f32(exp_avg + i);
-    Vec v = load_f32(exp_avg_sq + i);
-    const Vec direction = bmt::adam_element(w, m, v, load(Grad(), grad + i), factors, decoupled, update);
-    store_f32(exp_avg + i, m);
-    store_f32(exp_avg_sq + i, v);
-    if (update) {
-      store(Weight(), weight + i, w);
-      if (stream_copy) {
-        stream(Copy(), copy + i, w);
-      } else {
-        store(Copy(), copy + i, w);
-      }
+template <class Weight, class Copy, class Grad>
+BMT_INLINE Vec adam_vector(typename Weight::Storage* weight, typename Copy::Storage* copy,
+                           const typename Grad::Storage* grad, float* exp_avg, float* exp_avg_sq,
+                           const AdamFactors<Vec>& factors, bool decoupled, bool update, bool stream_copy) {
+  // The processor's own prefetching follows each array only to the end of a page: where the arrays are in a cache,
+  // a few vectors of warning take up to a third off the time. Reading beyond the end is harmless here.
+  constexpr int64_t kAhead = 64;
+  __builtin_prefetch(weight + kAhead);
+  __builtin_prefetch(exp_avg + kAhead);
+  __builtin_prefetch(exp_avg_sq + kAhead);
+  __builtin_prefetch(grad + kAhead);
+  Vec w = load(Weight(), weight);
+  Vec m = load_f32(exp_avg);
+  Vec v = load_f32(exp_avg_sq);
+  const Vec direction = bmt::adam_element(w, m, v, load(Grad(), grad), factors, decoupled, update);
+  store_f32(exp_avg, m);
+  store_f32(exp_avg_sq, v);
+  if (update) {
+    store(Weight(), weight, w);
+    if (stream_copy) {
+      stream(Copy(), copy, w);
+    } else {
+      store(Copy(), copy, w);
     }
-    return direction;
   }
+  return direction;
+}
 #endif
-};
 
 BMT_INLINE AdamFactors<float> one_factors(const AdamScalars& scalars) {
   return bmt::spread_factors<float>(scalars, [](float x) { return x; });
@@ -77,21 +66,30 @@ BMT_INLINE AdamFactors<Vec> vector_factors(const AdamScalars& scalars) {
 
 template <class Weight, class Copy, class Grad, bool kDecoupled, bool kUpdate>
 BMT_INLINE void adam_loop(const AdamRow& row, int64_t begin, int64_t end, const AdamScalars& scalars, bool stream_copy) {
-  const AdamArrays<Weight, Copy, Grad> arrays(row);
+  auto* __restrict weight = address<typename Weight::Storage>(row.weight);
+  auto* __restrict copy = address<typename Copy::Storage>(row.copy);
+  const auto* __restrict grad = address<const typename Grad::Storage>(row.grad);
+  auto* __restrict exp_avg = address<float>(row.exp_avg);
+  auto* __restrict exp_avg_sq = address<float>(row.exp_avg_sq);
   const auto factors = one_factors(scalars);
+  const auto one = [&](int64_t i) {
+    adam_one<Weight, Copy, Grad>(weight + i, copy + i, grad + i, exp_avg + i, exp_avg_sq + i, factors, kDecoupled,
+                                 kUpdate);
+  };
   int64_t i = begin;
 #if BMT_VECTOR
   if (stream_copy) {  // past the caches only whole, aligned vectors are stored
     constexpr uintptr_t kAlignment = kWidth * sizeof(typename Copy::Storage);
-    for (; i < end && reinterpret_cast<uintptr_t>(arrays.copy + i) % kAlignment != 0; ++i) {
-      arrays.step_one(i, factors, kDecoupled, kUpdate);
-    }
+    for (; i < end && reinterpret_cast<uintptr_t>(copy + i) % kAlignment != 0; ++i) one(i);
   }
   const auto spread_out = vector_factors(scalars);
-  for (; i + kWidth <= end; i += kWidth) arrays.step_vector(i, spread_out, kDecoupled, kUpdate, stream_copy);
+  for (; i + kWidth <= end; i += kWidth) {
+    adam_vector<Weight, Copy, Grad>(weight + i, copy + i, grad + i, exp_avg + i, exp_avg_sq + i, spread_out, kDecoupled,
+                                    kUpdate, stream_copy);
+  }
   if (stream_copy) finish_streams();
 #endif
-  for (; i < end; ++i) arrays.step_one(i, factors, kDecoupled, kUpdate);
+  for (; i < end; ++i) one(i);
 }
 
 template <class Weight, class Copy, class Grad>
@@ -113,7 +111,11 @@ static void adam(const AdamRow& row, int64_t begin, int64_t end, const AdamScala
 // The same, and the sums of the directions and of their squares over the block.
 template <class Weight, class Copy, class Grad>
 static DirectionSums adam_and_sums(const AdamRow& row, int64_t begin, int64_t end, const AdamScalars& scalars) {
-  const AdamArrays<Weight, Copy, Grad> arrays(row);
+  auto* __restrict weight = address<typename Weight::Storage>(row.weight);
+  auto* __restrict copy = address<typename Copy::Storage>(row.copy);
+  const auto* __restrict grad = address<const typename Grad::Storage>(row.grad);
+  auto* __restrict exp_avg = address<float>(row.exp_avg);
+  auto* __restrict exp_avg_sq = address<float>(row.exp_avg_sq);
   int64_t i = begin;
 #if BMT_VECTOR
   const auto spread_out = vector_factors(scalars);
@@ -121,8 +123,10 @@ static DirectionSums adam_and_sums(const AdamRow& row, int64_t begin, int64_t en
   Lanes square_lanes = no_lanes();
   for (; i + kLanes <= end; i += kLanes) {
     for (int j = 0; j < kVectors; ++j) {
-      const Wide d =
-          widen(arrays.step_vector(i + j * kWidth, spread_out, scalars.decoupled, scalars.update, false));
+      const int64_t at = i + j * kWidth;
+      const Wide d = widen(adam_vector<Weight, Copy, Grad>(weight + at, copy + at, grad + at, exp_avg + at,
+                                                           exp_avg_sq + at, spread_out, scalars.decoupled,
+                                                           scalars.update, false));
       sum_lanes.at[j] = sum_lanes.at[j] + d;
       square_lanes.at[j] = square_lanes.at[j] + d * d;
     }
@@ -135,7 +139,8 @@ static DirectionSums adam_and_sums(const AdamRow& row, int64_t begin, int64_t en
 #endif
   const auto factors = one_factors(scalars);
   for (; i < end; ++i) {
-    const double d = arrays.step_one(i, factors, scalars.decoupled, scalars.update);
+    const double d = adam_one<Weight, Copy, Grad>(weight + i, copy + i, grad + i, exp_avg + i, exp_avg_sq + i, factors,
+                                                  scalars.decoupled, scalars.update);
     sums.at[(i - begin) % kLanes] += d;
     squares.at[(i - begin) % kLanes] += d * d;
   }
