@@ -7,20 +7,35 @@ namespace {
 
 namespace py = pybind11;
 
-void adam_step(int device, int64_t stream, const py::bytes& table, double grad_factor, double beta1,
-               double one_minus_beta1, double beta2, double one_minus_beta2, double decay_factor, double l2,
-               double denom_factor, double eps, double step_size, bool decoupled, bool update, int64_t found_inf) {
+int64_t blocks(const py::bytes& table) {
   const auto rows = unpack_rows<AdamRow>(table);
-  const auto scalars = adam_scalars(grad_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, decay_factor, l2,
-                                    denom_factor, eps, step_size, decoupled, update);
+  return adam_blocks(rows.data(), static_cast<int64_t>(rows.size()));
+}
+
+DeviceNumber device_number(const py::tuple& address_and_type) {
+  return {address<const void>(address_and_type[0].cast<int64_t>()),
+          static_cast<NumberType>(address_and_type[1].cast<int>())};
+}
+
+void adam_step(int device, int64_t stream, const py::bytes& table, const py::tuple& settings, const py::tuple& lr,
+               const py::tuple& step, int64_t scalars, int64_t found_inf, int64_t grad_factor, int64_t delta_stats,
+               int64_t partials) {
+  const auto rows = unpack_rows<AdamRow>(table);
+  const AdamExtras extras{address<const float>(found_inf), address<const float>(grad_factor), device_number(lr),
+                          device_number(step),             address<AdamScalars>(scalars),     address<double>(delta_stats),
+                          address<double>(partials)};
   const DeviceGuard guard(device);
-  check(adam_rows_cuda(rows.data(), static_cast<int64_t>(rows.size()), scalars, address<const float>(found_inf),
+  check(adam_rows_cuda(rows.data(), static_cast<int64_t>(rows.size()), adam_settings(settings), extras,
                        address<CUstream_st>(stream)),
         "launching the Adam step");
 }
 
 }  // namespace
 
-void bind_adam(py::module_& m) { m.def("adam_step", &adam_step); }
+void bind_adam(py::module_& m) {
+  m.attr("ADAM_SCALARS_BYTES") = sizeof(AdamScalars);
+  m.def("adam_blocks", &blocks);
+  m.def("adam_step", &adam_step);
+}
 
 }  // namespace bmt

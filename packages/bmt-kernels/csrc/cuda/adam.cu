@@ -3,6 +3,7 @@
 
 #include "common/half.h"
 #include "cuda/batch.cuh"
+#include "cuda/reduce.cuh"
 
 namespace bmt {
 namespace {
@@ -30,11 +31,43 @@ template <class A>
 constexpr bool kSame<A, A> = true;
 
 using AdamBatch = Batch<AdamRow>;
-static_assert(sizeof(AdamBatch) + sizeof(AdamScalars) + sizeof(void*) <= 4096, "kernel arguments hold 4 KB");
 
-template <class Weight, class Copy, class Grad, int N>
+struct Sums {
+  double sum;
+  double squares;
+};
+
+// What the kernel takes besides rows and scalars; AdamExtras says what each is.
+struct KernelExtras {
+  const float* found_inf;
+  const float* grad_factor;
+  const AdamScalars* scalars;  // null: the scalars in the kernel's arguments count
+  double* sums;                // one for each block of the launch
+  double* squares;
+};
+static_assert(sizeof(AdamBatch) + sizeof(AdamScalars) + sizeof(KernelExtras) <= 4096, "kernel arguments hold 4 KB");
+
+__device__ double read_number(const DeviceNumber& number, double otherwise) {
+  if (number.address == nullptr) return otherwise;
+  switch (number.type) {
+    case NumberType::kFloat32:
+      return *static_cast<const float*>(number.address);
+    case NumberType::kFloat64:
+      return *static_cast<const double*>(number.address);
+    default:
+      return static_cast<double>(*static_cast<const int64_t*>(number.address));
+  }
+}
+
+__global__ void scalars_kernel(AdamSettings settings, DeviceNumber lr, DeviceNumber step, AdamScalars* out) {
+  settings.lr = read_number(lr, settings.lr);
+  settings.step = read_number(step, settings.step);
+  *out = adam_scalars(settings);
+}
+
+template <class Weight, class Copy, class Grad, int N, bool kSums>
 __device__ __forceinline__ void adam_pack(const AdamRow& row, int64_t i, const AdamFactors<float>& factors,
-                                          bool decoupled, bool update) {
+                                          bool decoupled, bool update, Sums& sums) {
   auto* weight = address<typename Weight::Storage>(row.weight) + i;
   auto* exp_avg = address<float>(row.exp_avg) + i;
   auto* exp_avg_sq = address<float>(row.exp_avg_sq) + i;
@@ -46,7 +79,12 @@ __device__ __forceinline__ void adam_pack(const AdamRow& row, int64_t i, const A
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     float x = Weight::load(w.at[j]);
-    adam_element(x, m.at[j], v.at[j], Grad::load(grad.at[j]), factors, decoupled, update);
+    const double direction =
+        adam_element(x, m.at[j], v.at[j], Grad::load(grad.at[j]), factors, decoupled, update);
+    if (kSums) {
+      sums.sum += direction;
+      sums.squares = fma(direction, direction, sums.squares);
+    }
     w.at[j] = Weight::store(x);
     copy.at[j] = Copy::store(x);
   }
@@ -58,36 +96,51 @@ __device__ __forceinline__ void adam_pack(const AdamRow& row, int64_t i, const A
   }
 }
 
-template <class Weight, class Copy, class Grad>
+template <class Weight, class Copy, class Grad, bool kSums>
 __global__ void __launch_bounds__(kThreads)
-    adam_kernel(const __grid_constant__ AdamBatch batch, const __grid_constant__ AdamScalars scalars,
-                const float* found_inf) {
-  if (found_inf != nullptr && *found_inf != 0.0f) return;
+    adam_kernel(const __grid_constant__ AdamBatch batch, const __grid_constant__ AdamScalars given,
+                const __grid_constant__ KernelExtras extras) {
+  if (extras.found_inf != nullptr && *extras.found_inf != 0.0f) return;
   const int row_index = row_of_block(batch);
   const AdamRow& row = batch.rows[row_index];
   int64_t begin;
   int n;
   chunk_of_block(batch, row_index, begin, n);
+  AdamScalars scalars = extras.scalars == nullptr ? given : *extras.scalars;
+  if (extras.grad_factor != nullptr) scalars.grad_factor *= *extras.grad_factor;
   const auto factors = spread_factors<float>(scalars, [](float x) { return x; });
+  Sums sums{0.0, 0.0};
   // Four fp32 values fill a 128-bit access; half-precision arrays take eight for it.
   constexpr int kPack = kSame<Weight, F32> && kSame<Copy, NoCopy> && kSame<Grad, F32> ? 4 : 8;
   int done = 0;
   if (batch.aligned >> row_index & 1) {
     done = n / kPack * kPack;
     for (int i = threadIdx.x * kPack; i < done; i += kThreads * kPack) {
-      adam_pack<Weight, Copy, Grad, kPack>(row, begin + i, factors, scalars.decoupled, scalars.update);
+      adam_pack<Weight, Copy, Grad, kPack, kSums>(row, begin + i, factors, scalars.decoupled, scalars.update, sums);
     }
   }
   for (int i = done + threadIdx.x; i < n; i += kThreads) {
-    adam_pack<Weight, Copy, Grad, 1>(row, begin + i, factors, scalars.decoupled, scalars.update);
+    adam_pack<Weight, Copy, Grad, 1, kSums>(row, begin + i, factors, scalars.decoupled, scalars.update, sums);
+  }
+  if (kSums) {
+    const double sum = combine_block<kMagnitudes>(sums.sum);
+    const double squares = combine_block<kMagnitudes>(sums.squares);
+    if (threadIdx.x == 0) {
+      extras.sums[blockIdx.x] = sum;
+      extras.squares[blockIdx.x] = squares;
+    }
   }
 }
 
-template <class Weight, class Copy, class Grad>
-cudaError_t launch_kind(const AdamRow* rows, int64_t count, int kind, const AdamScalars& scalars,
-                        const float* found_inf, cudaStream_t stream) {
+template <class Weight, class Copy, class Grad, bool kSums>
+cudaError_t launch_kind(const AdamRow* rows, int64_t count, int kind, const AdamScalars& scalars, KernelExtras& extras,
+                        cudaStream_t stream) {
   const auto launch = [&](const AdamBatch& batch, unsigned blocks) {
-    adam_kernel<Weight, Copy, Grad><<<blocks, kThreads, 0, stream>>>(batch, scalars, found_inf);
+    adam_kernel<Weight, Copy, Grad, kSums><<<blocks, kThreads, 0, stream>>>(batch, scalars, extras);
+    if (kSums) {
+      extras.sums += blocks;
+      extras.squares += blocks;
+    }
   };
   Batcher<AdamRow, decltype(launch)> batcher(launch);
   for (int64_t i = 0; i < count; ++i) {
@@ -101,32 +154,49 @@ cudaError_t launch_kind(const AdamRow* rows, int64_t count, int kind, const Adam
   return batcher.flush();
 }
 
-using LaunchKind = cudaError_t (*)(const AdamRow*, int64_t, int, const AdamScalars&, const float*, cudaStream_t);
+using LaunchKind = cudaError_t (*)(const AdamRow*, int64_t, int, const AdamScalars&, KernelExtras&, cudaStream_t);
 
-#define BMT_LAUNCH_ROW(weight, copy) \
-  launch_kind<weight, copy, F32>, launch_kind<weight, copy, BF16>, launch_kind<weight, copy, F16>
-constexpr LaunchKind kLaunch[kWeightKinds * kDTypes] = {
-    BMT_LAUNCH_ROW(F32, NoCopy), BMT_LAUNCH_ROW(BF16, NoCopy), BMT_LAUNCH_ROW(F16, NoCopy),
-    BMT_LAUNCH_ROW(F32, BF16),   BMT_LAUNCH_ROW(F32, F16),
-};
+#define BMT_LAUNCH_ROW(weight, copy, sums) \
+  launch_kind<weight, copy, F32, sums>, launch_kind<weight, copy, BF16, sums>, launch_kind<weight, copy, F16, sums>
+#define BMT_LAUNCH_TABLE(sums)                                                                          \
+  {                                                                                                     \
+    BMT_LAUNCH_ROW(F32, NoCopy, sums), BMT_LAUNCH_ROW(BF16, NoCopy, sums), BMT_LAUNCH_ROW(F16, NoCopy, sums), \
+        BMT_LAUNCH_ROW(F32, BF16, sums), BMT_LAUNCH_ROW(F32, F16, sums)                                 \
+  }
+constexpr LaunchKind kLaunch[2][kWeightKinds * kDTypes] = {BMT_LAUNCH_TABLE(false), BMT_LAUNCH_TABLE(true)};
 
 }  // namespace
 
-cudaError_t adam_rows_cuda(const AdamRow* rows, int64_t count, const AdamScalars& scalars, const float* found_inf,
+int64_t adam_blocks(const AdamRow* rows, int64_t count) { return chunks_of_rows(rows, count); }
+
+cudaError_t adam_rows_cuda(const AdamRow* rows, int64_t count, const AdamSettings& settings, const AdamExtras& extras,
                            cudaStream_t stream) {
+  const bool sums = extras.delta_stats != nullptr;
+  const int64_t blocks = adam_blocks(rows, count);
+  KernelExtras rest{extras.found_inf, extras.grad_factor, extras.scalars, extras.partials,
+                    sums ? extras.partials + blocks : nullptr};
+  if (extras.scalars != nullptr) {
+    scalars_kernel<<<1, 1, 0, stream>>>(settings, extras.lr, extras.step, extras.scalars);
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  const AdamScalars scalars = adam_scalars(settings);
   bool present[kWeightKinds * kDTypes] = {};
   for (int64_t i = 0; i < count; ++i) present[weight_kind(rows[i]) * kDTypes + grad_kind(rows[i])] = true;
   for (int kind = 0; kind < kWeightKinds * kDTypes; ++kind) {
     if (!present[kind]) continue;
-    const cudaError_t error = kLaunch[kind](rows, count, kind, scalars, found_inf, stream);
+    const cudaError_t error = kLaunch[sums][kind](rows, count, kind, scalars, rest, stream);
     if (error != cudaSuccess) return error;
   }
-  return cudaSuccess;
+  if (!sums) return cudaSuccess;
+  combine_partials<kMagnitudes><<<2, kThreads, 0, stream>>>(extras.partials, blocks, extras.delta_stats,
+                                                            extras.found_inf);
+  return cudaGetLastError();
 }
 
 bool device_is_supported() {
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, adam_kernel<F32, NoCopy, F32>);
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, adam_kernel<F32, NoCopy, F32, false>);
   if (error != cudaSuccess) cudaGetLastError();  // the question is answered; leave no error behind
   return error == cudaSuccess;
 }

@@ -12,6 +12,14 @@ constexpr int kThreads = 256;
 constexpr int64_t kChunk = 8192;  // elements per thread block
 constexpr int kMaxRows = 60;
 
+// Thread blocks that all rows take together, over however many launches.
+template <class Row>
+int64_t chunks_of_rows(const Row* rows, int64_t count) {
+  int64_t chunks = 0;
+  for (int64_t i = 0; i < count; ++i) chunks += (rows[i].numel + kChunk - 1) / kChunk;
+  return chunks;
+}
+
 template <class Row>
 struct Batch {
   Row rows[kMaxRows];

@@ -102,7 +102,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             launches: dict[Any, _Launch] = {}
             for run in plan.runs:
                 run.collect(self.state, launches)
-            options = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+            options = {name: group[name] for name in ("betas", "eps", "weight_decay", "hold_steps")}
             for (step, *_), launch in launches.items():
                 bmt_kernels.adam_step(
                     launch.params,
@@ -113,7 +113,6 @@ class AdamOptimizer(torch.optim.Optimizer):
                     step=step,
                     masters=launch.masters or None,
                     grad_scale=float(scale),
-                    update_params=step > group["hold_steps"],
                     **options,
                 )
                 for copied, param in launch.copies:

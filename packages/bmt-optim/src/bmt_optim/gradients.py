@@ -50,9 +50,10 @@ def found_overflow(grads: Sequence[Tensor], context: ParallelContext, flags: Seq
 def global_norm(params: Sequence[Tensor], norm_type: float, context: ParallelContext) -> tuple[Tensor, list[Tensor]]:
     """The p-norm over the gradients of all logical parameters, and this rank's gradients in flat tensors.
 
-    The norm is 0-dim fp64 on the context's device. Each logical element counts once. Sums over the ranks
-    that share a parameter are packed: one all-reduce for each communicator of each distinct set, and one
-    over the pipeline where there is one. A NaN gives NaN, or inf where ``norm_type`` is inf.
+    The norm is 0-dim fp64 on the context's device, and infinite where fp32 could not hold it. Each logical
+    element counts once. Sums over the ranks that share a parameter are packed: one all-reduce for each
+    communicator of each distinct set, and one over the pipeline where there is one. A NaN gives NaN, or inf
+    where ``norm_type`` is inf.
     """
     infinite = math.isinf(norm_type)
     op = "max" if infinite else "sum"
@@ -71,9 +72,8 @@ def global_norm(params: Sequence[Tensor], norm_type: float, context: ParallelCon
         total = torch.maximum(total, values) if infinite else total + values
     everywhere, own_stage = total[0], total[1].clone()
     context.pipe.all_reduce(own_stage, op)
-    if infinite:
-        return torch.maximum(everywhere, own_stage), grads
-    return (everywhere + own_stage) ** (1 / norm_type), grads
+    norm = torch.maximum(everywhere, own_stage) if infinite else (everywhere + own_stage) ** (1 / norm_type)
+    return norm.float().double(), grads
 
 
 def scale_grads(grads: Sequence[Tensor], factor: Tensor) -> None:
@@ -90,18 +90,14 @@ def scale_grads(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 def _local_power(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Σ|g|ᵖ (for inf: max|g|, with NaN as inf) of this rank's gradients, 0-dim fp64 on ``device``."""
-    if not grads:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    # In fp32 the powers other than 1 and 2 of a scaled gradient are out of range.
-    least = torch.float32 if norm_type in (1, 2, math.inf) else torch.float64
-    parts = []
-    for (_, dtype), group in _by_device_and_dtype(grads):
-        each = torch._foreach_norm(group, norm_type, dtype=torch.promote_types(dtype, least))
-        parts.append(torch.stack(each).to(device=device, dtype=torch.float64))
-    norms = torch.cat(parts)
-    if math.isinf(norm_type):
-        return torch.nan_to_num(norms, nan=math.inf, posinf=math.inf).amax()  # NaN does not survive every max
-    return (norms**norm_type).sum()
+    infinite = math.isinf(norm_type)
+    power = torch.zeros((), dtype=torch.float64, device=device)
+    for where in {grad.device for grad in grads}:
+        here = [grad for grad in grads if grad.device == where]
+        found = bmt_kernels.power_sum(here, norm_type).total.to(device)
+        power = torch.maximum(power, found) if infinite else power + found
+    # NaN does not survive every max.
+    return torch.nan_to_num(power, nan=math.inf, posinf=math.inf) if infinite else power
 
 
 def _by_device_and_dtype(grads: Sequence[Tensor]) -> Iterable[tuple[tuple[torch.device, torch.dtype], list[Tensor]]]:
