@@ -101,7 +101,9 @@ WRONG = {
     "moments one element into each other": (overlap_partly, ValueError, r"exp_avg_sqs\[1\] overlaps exp_avgs\[1\]"),
     "a negative lr": (put("lr", -0.1), ValueError, r"lr is -0.1; it must be finite and not negative"),
     "a NaN lr": (put("lr", math.nan), ValueError, r"lr is nan"),
-    "a tensor lr": (put("lr", torch.tensor(0.1)), TypeError, r"lr is a Tensor; it must be a float"),
+    "an integer lr": (put("lr", torch.tensor(1)), TypeError, r"lr has dtype torch.int64; it must be torch.float32 or"),
+    "two lrs": (put("lr", torch.ones(2)), ValueError, r"lr has shape \(2,\)"),
+    "an lr elsewhere": (put("lr", torch.ones((), device="meta")), ValueError, r"lr is on meta; it must be on"),
     "an infinite eps": (put("eps", math.inf), ValueError, r"eps is inf"),
     "a negative decay": (put("weight_decay", -1), ValueError, r"weight_decay is -1.0"),
     "beta of one": (put("betas", (0.9, 1.0)), ValueError, r"betas\[1\] is 1.0; it must be less than 1"),
@@ -109,6 +111,20 @@ WRONG = {
     "one beta": (put("betas", 0.9), TypeError, r"betas is 0.9; it must be a pair"),
     "step zero": (put("step", 0), ValueError, r"step is 0; steps count from 1"),
     "a float step": (put("step", 1.0), TypeError, r"step is a float; it must be an int"),
+    "a bfloat16 step": (put("step", torch.ones(1).bfloat16()), TypeError, r"step has dtype torch.bfloat16"),
+    "a step elsewhere": (put("step", torch.ones((), device="meta")), ValueError, r"step is on meta; it must be on"),
+    "a negative hold": (put("hold_steps", -1), ValueError, r"hold_steps is -1; it must not be negative"),
+    "a float hold": (put("hold_steps", 1.0), TypeError, r"hold_steps is a float; it must be an int"),
+    "a number for a factor": (put("grad_factor", 0.5), TypeError, r"grad_factor is a float; it must be a torch.float32"),
+    "an fp64 factor": (put("grad_factor", torch.ones(()).double()), TypeError, r"grad_factor has dtype torch.float64"),
+    "a list of statistics": (put("delta_stats", [0.0, 0.0]), TypeError, r"delta_stats is a list"),
+    "fp32 statistics": (put("delta_stats", torch.zeros(2)), TypeError, r"delta_stats has dtype torch.float32"),
+    "three statistics": (put("delta_stats", torch.zeros(3).double()), ValueError, r"delta_stats has shape \(3,\)"),
+    "statistics elsewhere": (
+        put("delta_stats", torch.zeros(2, dtype=torch.float64, device="meta")),
+        ValueError,
+        r"delta_stats is on meta; it must be on",
+    ),
     "a zero scale": (put("grad_scale", 0.0), ValueError, r"grad_scale is 0.0; it must be finite and positive"),
     "an infinite scale": (put("grad_scale", math.inf), ValueError, r"grad_scale is inf"),
     "a boolean flag": (put("found_inf", True), TypeError, r"found_inf is a bool"),
@@ -148,6 +164,24 @@ def test_wrong_call_is_named_and_changes_nothing(arguments, case):
     with pytest.raises(error, match=message):
         bmt_kernels.adam_step(**arguments)
     assert all(torch.equal(now, then) for now, then in zip(tensors, before))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lr", torch.tensor(-0.5), r"lr is -0.5; it must be finite and not negative"),
+        ("lr", torch.tensor(math.nan), r"lr is nan"),
+        ("step", torch.tensor(0), r"step is 0; steps count from 1"),
+        ("step", torch.tensor(1.5), r"step is 1.5; it must be a whole number"),
+        ("step", torch.tensor(math.inf), r"step is inf; it must be a whole number"),
+    ],
+)
+def test_numbers_in_cpu_tensors_are_checked_like_numbers(name, value, message):
+    lists = [[torch.full((3,), 0.5)] for _ in range(4)]
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "step": 1, name: value}
+    with pytest.raises(ValueError, match=message):
+        bmt_kernels.adam_step(*lists, **options)
+    assert all((tensors[0] == 0.5).all() for tensors in lists)
 
 
 def test_the_unchanged_call_is_right(arguments):

@@ -61,9 +61,11 @@ def test_cuda_module_loads_without_a_driver_and_says_when_a_launch_fails():
         row = (0, 0, 0, 0, 0, 1, 0)
         table = b"".join(value.to_bytes(8, sys.byteorder) for value in row)
         with pytest.raises(RuntimeError, match=r"bmt_kernels: .* failed: .*\(cudaError"):
-            module.adam_step(0, 0, table, *[0.0] * 10, True, True, 0)
+            module.adam_step(0, 0, table, (*[0.5] * 8, True, False), (0, 0), (0, 0), 0, 0, 0, 0, 0)
         with pytest.raises(RuntimeError, match=r"bmt_kernels: .* failed: .*\(cudaError"):
             module.overflow_check(0, 0, table[:24], 0)
+        with pytest.raises(RuntimeError, match=r"bmt_kernels: .* failed: .*\(cudaError"):
+            module.power_sum(0, 0, table[:24], 2.0, 0, 0, 0)
 
 
 LOAD_ALONE = """
@@ -96,6 +98,7 @@ lists = [[torch.full((3,), 0.5)] for _ in range(4)]
 bmt_kernels.adam_step(*lists, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, step=1)
 assert (lists[0][0] < 0.5).all()
 assert bmt_kernels.has_inf_or_nan(lists[0]) == 0
+assert bmt_kernels.power_sum(lists[1]).total == 0.75
 print("served")
 """
 
