@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -56,7 +57,9 @@ def deepspeed_adam() -> object | str:
     return DeepSpeedCPUAdam
 
 
-def candidates(count: int, numel: int, device: torch.device, pool: ThreadPoolExecutor) -> dict[str, Callable[[], object]]:
+def candidates(
+    count: int, numel: int, device: torch.device, pool: ThreadPoolExecutor
+) -> dict[str, Callable[[], object]]:
     """Steps over ``count`` tensors of ``numel`` elements each."""
 
     def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -77,7 +80,7 @@ def candidates(count: int, numel: int, device: torch.device, pool: ThreadPoolExe
         quads = [
             [t[begin:end].data_ptr() for t in quad] + [end - begin]
             for quad in zip(p, g, m, v, strict=True)
-            for begin, end in zip(cuts, cuts[1:])
+            for begin, end in pairwise(cuts)
         ]
 
         def side_by_side() -> None:

@@ -115,7 +115,11 @@ WRONG = {
     "a step elsewhere": (put("step", torch.ones((), device="meta")), ValueError, r"step is on meta; it must be on"),
     "a negative hold": (put("hold_steps", -1), ValueError, r"hold_steps is -1; it must not be negative"),
     "a float hold": (put("hold_steps", 1.0), TypeError, r"hold_steps is a float; it must be an int"),
-    "a number for a factor": (put("grad_factor", 0.5), TypeError, r"grad_factor is a float; it must be a torch.float32"),
+    "a number for a factor": (
+        put("grad_factor", 0.5),
+        TypeError,
+        r"grad_factor is a float; it must be a torch",
+    ),
     "an fp64 factor": (put("grad_factor", torch.ones(()).double()), TypeError, r"grad_factor has dtype torch.float64"),
     "a list of statistics": (put("delta_stats", [0.0, 0.0]), TypeError, r"delta_stats is a list"),
     "fp32 statistics": (put("delta_stats", torch.zeros(2)), TypeError, r"delta_stats has dtype torch.float32"),

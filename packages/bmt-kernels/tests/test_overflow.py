@@ -109,6 +109,20 @@ def test_strided_and_expanded_tensors_are_searched_too(device):
     assert has_inf_or_nan([values[3, 4].expand(5)]) == 1.0
 
 
+def test_a_compiled_graph_takes_it_as_one_node(device):
+    def search(tensors, out):
+        return has_inf_or_nan(tensors) + has_inf_or_nan(tensors[1:], out)
+
+    tensors = [torch.full((5,), math.inf, device=device), torch.zeros(7, device=device)]
+    out = torch.zeros((), device=device)
+    compiled = torch.compile(search, fullgraph=True, backend="aot_eager")
+    assert compiled(tensors, out) == 1.0
+    assert out == 0.0
+    assert compiled(tensors[::-1], out) == 2.0
+    assert out == 1.0
+    torch.library.opcheck(torch.ops.bmt_kernels.has_inf_or_nan.default, (tensors, out))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

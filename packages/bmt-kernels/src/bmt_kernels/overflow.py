@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bmt_kernels import _native, reference
+from bmt_kernels import _library, _native, reference
 from bmt_kernels._compat import increment_version
 from bmt_kernels._tables import check_data, check_flag, check_sequence, data_table, fast_data_table
 
@@ -38,19 +38,32 @@ def has_inf_or_nan(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tens
         device = out.device if isinstance(out, Tensor) else torch.device("cpu")
     if out is not None:
         check_flag("out", out, device)
+    if out is None:
+        out = torch.zeros((), dtype=torch.float32, device=device)
+    if _library.tracing():
+        _operation(tensors, out)
+    else:
+        _search(tensors, out)
+    return out
+
+
+def _search(tensors: Sequence[Tensor], out: Tensor) -> None:
+    device = out.device
     rows = fast_data_table(tensors, device)
     if rows is None:
         check_data(tensors, device)
         rows = data_table(tensors, device)
-    if out is None:
-        out = torch.zeros((), dtype=torch.float32, device=device)
-
     if rows is not None and device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         cpu.module.overflow_check(cpu.variant, rows, out.data_ptr(), torch.get_num_threads())
     elif rows is not None and device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
         stream = torch.cuda.current_stream(device).cuda_stream
         cuda.overflow_check(device.index, stream, rows, out.data_ptr())
     else:
-        return reference.has_inf_or_nan(tensors, out)
+        reference.has_inf_or_nan(tensors, out)
+        return  # PyTorch has counted its own writes
     increment_version((out,))
-    return out
+
+
+_operation = _library.register(
+    "has_inf_or_nan(Tensor[] tensors, Tensor(a!) out) -> ()", _search, lambda *arguments: None
+)

@@ -44,9 +44,9 @@ def adam_scalars(
     maximize: bool,
 ) -> AdamScalars:
     """The scalars of step number `step`, counted from 1."""
-    lr, step = _precise(lr), _precise(step)
-    bias_correction1 = 1.0 - beta1**step
-    bias_correction2 = 1.0 - beta2**step
+    rate, t = _precise(lr), _precise(step)
+    bias_correction1 = 1.0 - beta1**t
+    bias_correction2 = 1.0 - beta2**t
     root = bias_correction2.sqrt() if isinstance(bias_correction2, Tensor) else math.sqrt(bias_correction2)
     return AdamScalars(
         -1.0 / grad_scale if maximize else 1.0 / grad_scale,
@@ -54,14 +54,14 @@ def adam_scalars(
         1.0 - beta1,
         beta2,
         1.0 - beta2,
-        _single(1.0 - lr * weight_decay),
+        _single(1.0 - rate * weight_decay),
         weight_decay,
         _single(1.0 / root),
         eps,
-        _single(lr / bias_correction1),
+        _single(rate / bias_correction1),
         _single(1.0 / bias_correction1),
         decoupled or weight_decay == 0.0,  # without decay, 0 * weight must not turn an infinite weight to NaN
-        step > hold_steps,
+        t > hold_steps,
     )
 
 
