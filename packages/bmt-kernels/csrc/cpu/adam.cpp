@@ -1,8 +1,4 @@
 // The Adam step over a table of rows: packing, threads, Python.
-#if __has_include(<unistd.h>)
-#include <unistd.h>
-#endif
-
 #include <vector>
 
 #include "common/arguments.h"
@@ -59,15 +55,6 @@ py::object pack_adam(py::handle params, py::handle grads, py::handle exp_avgs, p
   return to_bytes(rows);
 }
 
-// Beyond this many bytes a step's arrays push each other out of the caches.
-int64_t last_level_cache() {
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-  static const long size = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (size > 0) return size;
-#endif
-  return int64_t{32} << 20;
-}
-
 void adam_rows(const Kernels& kernels, const AdamRow* rows, int64_t count, const AdamScalars& scalars, int threads) {
   struct Context {
     const Kernels& kernels;
@@ -78,10 +65,12 @@ void adam_rows(const Kernels& kernels, const AdamRow* rows, int64_t count, const
     bool stream_copy;
   } context{kernels, rows, count, total_elements(rows, count), scalars, false};
   // The half-precision copy is the one array that is only written. Stored past the caches, its lines are not read
-  // first: 28 bytes per element to move rather than 30. The other arrays have been read, and stores past the caches
-  // make the step half as slow again.
+  // first: 28 bytes per element to move rather than 30. That is for steps whose arrays push each other out of the
+  // caches; a small copy had better stay there for the next forward. The other arrays have been read, and stores past
+  // the caches would make the step half as slow again.
   constexpr int64_t kBytesPerElement = 28;
-  context.stream_copy = context.total * kBytesPerElement > last_level_cache();
+  constexpr int64_t kStreamFromBytes = int64_t{32} << 20;
+  context.stream_copy = context.total * kBytesPerElement > kStreamFromBytes;
   run_parts(
       useful_threads(context.total, threads),
       [](void* pointer, int part, int parts) {
