@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import SLICE_ATTRIBUTE, Communicator, ParallelContext, Slice, current_context
+from bmt_comm import SLICE_ATTRIBUTE, ParallelContext, Slice, current_context, join_pieces
 
 if TYPE_CHECKING:
     from .bucket import Bucket
@@ -63,6 +63,7 @@ class DistributedParameter(nn.Parameter):
     group: str | None
     init_method: Callable[[Tensor], Any] | None
     tp_mode: bool
+    sequence_parallel: bool  # a tensor-parallel rank's gradient is that of its part of the sequence alone
     awaits_values: bool  # built on the meta device and not filled since
     bucket: Bucket  # what stores it, as the parameter of index bucket_index
     bucket_index: int
@@ -109,14 +110,13 @@ class DistributedParameter(nn.Parameter):
 
     def tp_gather(self) -> Tensor:
         """This rank's rows with the tensor-parallel dimension whole; not differentiable."""
-        found = self.bmt_slice
-        return join_pieces(self.data, found.tp_dim, found.tp_comm)
+        return join_pieces(self.data, self.bmt_slice)
 
     def gather_all(self) -> Tensor:
         """The whole parameter as it is stored, joined over tensor-parallel ranks too; not differentiable."""
         with torch.no_grad():
             piece = self.bucket.gather_stored(self.bucket_index)
-            return join_pieces(piece, self.bmt_slice.tp_dim, self.bmt_slice.tp_comm)
+            return join_pieces(piece, self.bmt_slice)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
@@ -158,20 +158,5 @@ def describe(
     param.init_method = init_method
     param.group = group
     param.tp_mode = tp_mode
+    param.sequence_parallel = False
     param.awaits_values = False
-
-
-def join_pieces(piece: Tensor, tp_dim: int | None, tp_comm: Communicator | None) -> Tensor:
-    """The tensor whose pieces along ``tp_dim`` the ranks of ``tp_comm`` hold."""
-    if tp_dim is None or tp_comm is None or tp_comm.size == 1:
-        return piece
-    pieces = piece.new_empty(tp_comm.size, *piece.shape)
-    tp_comm.all_gather(pieces, piece.detach().contiguous())
-    return torch.cat(tuple(pieces), dim=tp_dim)
-
-
-def cut_piece(whole: Tensor, found: Slice) -> Tensor:
-    """This tensor-parallel rank's piece of a whole tensor (a view)."""
-    if found.tp_dim is None:
-        return whole
-    return whole.narrow(found.tp_dim, found.tp_offset, found.tp_extent)
