@@ -71,12 +71,14 @@ def _mark(param: nn.Parameter, **attributes: Any) -> None:
 
 
 class _SumOverRanks:
-    """A parameter's hook. It does not run once the parameter is sharded: its unit writes the gradient."""
+    """A parameter's hook. Once the parameter is sharded, its unit writes the gradient, and None comes here."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def __call__(self, grad: Tensor) -> Tensor:
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
         total = grad.clone(memory_format=torch.contiguous_format)
         self.comm.all_reduce(total)
         return total
