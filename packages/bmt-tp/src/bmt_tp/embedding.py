@@ -104,6 +104,8 @@ class VPEmbedding(Module):
 
 def lookup(ids: Tensor, rows: Tensor, start: int, vocab_size: int) -> Tensor:
     """The vectors of those ids whose row is among ``rows`` (start, start + 1, ...), and zeros for the others."""
+    if len(rows) == vocab_size:
+        return F.embedding(ids, rows)
     outside = (ids < 0) | (ids >= vocab_size)
     if ids.is_cuda:
         torch._assert_async(~outside.any(), f"an id is not in the vocabulary (0 to {vocab_size - 1})")

@@ -29,11 +29,13 @@ class ColumnParallelLinear(Module):
         gather_input: the input is this rank's part of the sequence, and is gathered; otherwise it is whole.
         async_gather_chunks: into how many pieces that gather is cut, to overlap with the products.
         sequence_dim: the dimension of the input along which the sequence is split.
+        parts: so many outputs of equal length, of each of which a rank has its part (3: query, key and value).
         comm: the tensor-parallel ranks; by default the context's.
 
     Raises:
         TypeError: ``dtype`` is not a floating-point one.
-        ValueError: a size is not a positive integer, or cannot be divided over the ranks.
+        ValueError: a size is not a positive integer, or cannot be divided over the ranks, or ``gather_output`` is
+            asked for several parts.
         RuntimeError: ``init_distributed`` has not run.
     """
 
@@ -51,18 +53,26 @@ class ColumnParallelLinear(Module):
         async_gather_chunks: int = 2,
         *,
         sequence_dim: int = -2,
+        parts: int = 1,
         comm: Communicator | None = None,
     ) -> None:
         super().__init__()
         self.comm = tensor_comm(comm)
         divided("out_features", out_features, self.comm)
+        if not isinstance(parts, int) or parts < 1 or out_features % (parts * self.comm.size):
+            raise ValueError(
+                f"parts={parts!r}: out_features={out_features} cannot be divided into so many parts, each over "
+                f"{self.comm.size} tensor-parallel ranks"
+            )
+        if gather_output and parts > 1:
+            raise ValueError(f"gather_output=True would mix up the parts={parts} outputs; use parts=1")
         self.in_features = in_features
         self.out_features = out_features
         self.gather_output = gather_output
         self.gather_input = gather_input
         self.async_gather_chunks = async_gather_chunks
         self.sequence_dim = sequence_dim
-        self.weight, weight_bias = _linear_parameters(in_features, out_features, bias, dtype, self.comm, 0, 0)
+        self.weight, weight_bias = _linear_parameters(in_features, out_features, bias, dtype, self.comm, 0, 0, parts)
         self.register_parameter("bias", weight_bias)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -184,18 +194,25 @@ def _linear_parameters(
     comm: Communicator,
     weight_dim: int,
     bias_dim: int | None,
+    parts: int = 1,
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Weight and bias with the distribution that ``torch.nn.Linear`` gives them: uniform in ±1/√in."""
     for name, size in (("in_features", in_features), ("out_features", out_features)):
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name}={size!r} must be a positive integer")
     shape = (out_features, in_features)
+    blocks = (out_features // parts,) * parts if parts > 1 else ()
     # Kaiming-uniform with a = √5 is uniform in ±1/√in.
-    weight = make_parameter(shape, dtype, nn.init.kaiming_uniform_, a=math.sqrt(5), comm=comm, tp_dim=weight_dim)
+    weight = make_parameter(
+        shape, dtype, nn.init.kaiming_uniform_, a=math.sqrt(5), comm=comm, tp_dim=weight_dim, tp_blocks=blocks
+    )
     if not bias:
         return weight, None
     bound = 1 / math.sqrt(in_features)
-    return weight, make_parameter((out_features,), dtype, nn.init.uniform_, -bound, bound, comm=comm, tp_dim=bias_dim)
+    shape = (out_features,)
+    return weight, make_parameter(
+        shape, dtype, nn.init.uniform_, -bound, bound, comm=comm, tp_dim=bias_dim, tp_blocks=blocks
+    )
 
 
 def _has_bias(layer: nn.Module) -> bool:

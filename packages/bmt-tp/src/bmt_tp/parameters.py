@@ -91,6 +91,7 @@ def make_parameter(
     *args: Any,
     comm: Communicator | None = None,
     tp_dim: int | None = None,
+    tp_blocks: tuple[int, ...] = (),
     **kwargs: Any,
 ) -> nn.Parameter:
     """A parameter filled by ``init(tensor, *args, **kwargs)``; ``init_parameters`` will fill it again.
@@ -101,6 +102,7 @@ def make_parameter(
     Args:
         shape: of the whole.
         comm, tp_dim: this rank's piece, along dimension ``tp_dim``, is wanted.
+        tp_blocks: lengths of the parts of a fused weight, each of which is cut by itself.
 
     Raises:
         RuntimeError: bmt_zero is installed and ``init_distributed`` has not run.
@@ -111,7 +113,7 @@ def make_parameter(
         raise TypeError(f"dtype={dtype} cannot be trained; choose a floating-point dtype")
     with torch.no_grad():
         init(data, *args, **kwargs)
-    found = None if tp_dim is None or comm is None else piece_of(shape, tp_dim, comm)
+    found = None if tp_dim is None or comm is None else piece_of(shape, tp_dim, comm, tp_blocks)
     if found is not None:
         data = cut_piece(data, found).clone(memory_format=torch.contiguous_format)
     if not _SHARDED:
@@ -124,7 +126,9 @@ def make_parameter(
     initializer = ParameterInitializer(init, *args, **kwargs)
     if found is None:
         return DistributedParameter(data, init_method=initializer)
-    return DistributedParameter(data, init_method=initializer, tp_mode=True, tp_split_dim=found.tp_dim or 0)
+    return DistributedParameter(
+        data, init_method=initializer, tp_mode=True, tp_split_dim=found.tp_dim or 0, tp_blocks=found.tp_blocks
+    )
 
 
 def piece_of(shape: tuple[int, ...], dim: int, comm: Communicator, blocks: tuple[int, ...] = ()) -> Slice:

@@ -52,6 +52,8 @@ class DistributedParameter(nn.Parameter):
         group: a name by which ``grouped_parameters`` collects parameters.
         tp_mode: whether tensor-parallel ranks hold different pieces.
         tp_split_dim: the dimension that is cut over tensor-parallel ranks, or -1.
+        tp_blocks: lengths, along that dimension of the whole, of the blocks of a fused weight; see
+            :class:`bmt_comm.Slice`.
 
     Raises:
         RuntimeError: before ``init_distributed``.
@@ -77,6 +79,8 @@ class DistributedParameter(nn.Parameter):
         group: str | None = None,
         tp_mode: bool = False,
         tp_split_dim: int = -1,
+        *,
+        tp_blocks: tuple[int, ...] = (),
     ) -> DistributedParameter:
         context = current_context()
         if not isinstance(data, Tensor):
@@ -89,7 +93,7 @@ class DistributedParameter(nn.Parameter):
             raise ValueError(f"tp_split_dim={tp_split_dim} is not a dimension of data of shape {tuple(data.shape)}")
         empty = torch.empty(0, dtype=data.dtype, device=context.device)
         self = torch.Tensor._make_subclass(cls, empty, requires_grad)
-        describe(self, context, tuple(data.shape), init_method, group, tp_mode, tp_split_dim)
+        describe(self, context, tuple(data.shape), init_method, group, tp_mode, tp_split_dim, tp_blocks)
         self.awaits_values = data.is_meta
         from .unit import make_standalone  # a unit holds parameters, and a parameter outside blocks its unit
 
@@ -145,13 +149,14 @@ def describe(
     group: str | None = None,
     tp_mode: bool = False,
     tp_split_dim: int = -1,
+    tp_blocks: tuple[int, ...] = (),
 ) -> None:
     """Set the attributes of a parameter that has its whole piece, of ``shape``."""
     rows = shape[0] if shape else 1
     if tp_mode and tp_split_dim >= 0 and context.tp_size > 1:
         extent = shape[tp_split_dim]
         whole = (*shape[:tp_split_dim], extent * context.tp_size, *shape[tp_split_dim + 1 :])
-        found = Slice(whole, 0, rows, None, tp_split_dim, context.tp_rank * extent, extent, context.tp)
+        found = Slice(whole, 0, rows, None, tp_split_dim, context.tp_rank * extent, extent, context.tp, tp_blocks)
     else:
         found = Slice(shape, 0, rows)
     setattr(param, SLICE_ATTRIBUTE, found)

@@ -383,7 +383,7 @@ def _prepared(param: DistributedParameter, grad: Tensor | None) -> Tensor | None
     """A gradient as it goes into the reduction."""
     if grad is not None and grad.is_sparse:
         grad = grad.to_dense()
-    if grad is not None and param.sequence_parallel:
+    if grad is not None and param.sequence_parallel and param.bucket.grad_scale != 1.0:
         # The sum over tensor-parallel ranks is the gradient already; see grad_scale_of.
         grad = grad / param.bucket.grad_scale
     return grad
