@@ -16,6 +16,8 @@
     sequence                   any module that works on a part of the sequence, such as a norm
     sequence_start             the input of this module is split along the sequence
     sequence_end               as ``sequence``, and the output of this module is joined again
+    sequence_gather            the input of this module, which is split, is joined for the ``colwise`` layers in it
+                               (an attention that takes the sequence's length from its input needs this)
     =========================  =============================================================================
 
     ``colwise+sequence``, ``packed_colwise:n+sequence``, ``rowwise+sequence`` and ``vocab+sequence`` stand where
@@ -57,7 +59,7 @@ DIVIDED_ATTRIBUTES = (
 """What an attention module counts its heads by: divided where its projections are cut."""
 
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input", "embedding_rowwise": "vocab"}
-_PLAIN_STYLES = ("sequence", "sequence_start", "sequence_end")
+_PLAIN_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather")
 _CUTTING_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input", "vocab")
 _SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab")
 
@@ -99,7 +101,11 @@ def parallelize(
         if not plan:
             raise ValueError(f"{type(model).__name__} carries no tp_plan; give a plan of module names")
     cuts = _matches(model, plan, given)
-    whole = [_Cut.of(name, module, style, comm, sequence_dim) for name, module, style in cuts]
+    gathered = [name + "." for name, _, style in cuts if style == "sequence_gather"]
+    whole = [
+        _Cut.of(name, module, style, comm, sequence_dim, name.startswith(tuple(gathered)))
+        for name, module, style in cuts
+    ]
     heads = _heads(model, whole, comm, divided_attributes)
     pieces = _pieces(model, whole)
     for param, found in pieces:
@@ -163,11 +169,12 @@ class _Cut:
     in_sequence: bool  # activations outside are split along the sequence
     comm: Communicator
     sequence_dim: int
+    is_gathered: bool  # its input was gathered, and the gradient of that is reduced there
     transposed: bool = False  # the weight is (in, out)
     parts: int = 1
 
     @staticmethod
-    def of(name: str, module: nn.Module, style: str, comm: Communicator, sequence_dim: int) -> _Cut:
+    def of(name: str, module: nn.Module, style: str, comm: Communicator, sequence_dim: int, is_gathered: bool) -> _Cut:
         base, plus, _ = style.partition("+")
         kind, _, count = base.partition(":")
         parts = int(count or 2) if kind == "packed_colwise" else 1
@@ -182,7 +189,7 @@ class _Cut:
             raise TypeError(
                 f"{name!r} is a {type(module).__name__}; {style!r} cuts a torch.nn.Linear or a Conv1D of transformers"
             )
-        cut = _Cut(name, module, kind, bool(plus), comm, sequence_dim, transposed, parts)
+        cut = _Cut(name, module, kind, bool(plus), comm, sequence_dim, is_gathered, transposed, parts)
         for param, dim in cut.dims():
             if getattr(param, "tp_mode", False):
                 raise ValueError(f"a parameter of {name!r} has been cut already; parallelize a model once")
@@ -220,8 +227,9 @@ class _Cut:
         """Let the module compute with its piece; ``shared`` is for the modules beside it."""
         module = self.module
         if self.kind in _PLAIN_STYLES:
-            if self.kind == "sequence_start":
-                module.register_forward_pre_hook(_SplitInput(self.comm, self.sequence_dim), with_kwargs=True)
+            if self.kind in ("sequence_start", "sequence_gather"):
+                change = _ChangeInput(self.comm, self.sequence_dim, self.kind == "sequence_gather")
+                module.register_forward_pre_hook(change, with_kwargs=True)
                 return
             sequence_parallel(module, self.comm)
             if self.kind == "sequence_end":
@@ -237,7 +245,7 @@ class _Cut:
             self.in_sequence,
             self.sequence_dim,
             self.transposed,
-            shared,
+            None if self.is_gathered else shared,
             gather_output=self.kind == "colwise_gather_output",
             split_input=self.kind == "rowwise_split_input",
             vocab_size=getattr(self.module, "num_embeddings", 0),
@@ -329,7 +337,7 @@ class _Settings:
     in_sequence: bool
     sequence_dim: int
     transposed: bool
-    shared: _SharedInput
+    shared: _SharedInput | None  # None: the gradient of the input is reduced elsewhere
     gather_output: bool
     split_input: bool
     vocab_size: int
@@ -345,8 +353,10 @@ class _ColumnLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         how = self.tensor_parallel
+        if not how.in_sequence and how.shared is not None:
+            input = how.shared.enter(input, how.comm)
         (y,) = column_linear(
-            input if how.in_sequence else how.shared.enter(input, how.comm),
+            input,
             [(how.weight(self), self.bias)],
             gather_input=how.in_sequence,
             sequence_dim=how.sequence_dim,
@@ -417,19 +427,24 @@ def _parallel_class(form: type[nn.Module], cls: type[nn.Module]) -> type[nn.Modu
     return _classes[form, cls]
 
 
-class _SplitInput:
-    """Takes this rank's part of a module's first input along the sequence."""
+class _ChangeInput:
+    """Takes this rank's part of a module's first input along the sequence, or joins the ranks' parts of it."""
 
-    def __init__(self, comm: Communicator, dim: int) -> None:
-        self.comm, self.dim = comm, dim
+    def __init__(self, comm: Communicator, dim: int, gather: bool) -> None:
+        self.comm, self.dim, self.gather = comm, dim, gather
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (split_along(args[0], self.dim, self.comm), *args[1:]), kwargs
+            return (self._changed(args[0]), *args[1:]), kwargs
         for name, value in kwargs.items():
             if isinstance(value, Tensor):
-                return args, {**kwargs, name: split_along(value, self.dim, self.comm)}
-        raise TypeError(f"{type(module).__name__} was called without a tensor, and its input is to be split")
+                return args, {**kwargs, name: self._changed(value)}
+        raise TypeError(f"{type(module).__name__} was called without a tensor, which the plan has split or joined")
+
+    def _changed(self, x: Tensor) -> Tensor:
+        if self.gather:
+            return gather_along(x, self.dim, self.comm, partial_grad=True)
+        return split_along(x, self.dim, self.comm)
 
 
 class _GatherOutput:
