@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bmtrain as bmt
+from bmt_comm import cut_piece
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt2"
 sys.path.insert(0, str(EXAMPLE))
@@ -108,6 +109,31 @@ def test_model_equals_plain_gpt(ctx, tied, use_checkpoint):
     for name, param in model.named_parameters():
         rows = param.bmt_slice
         expected = wanted[name].grad[rows.row_start : rows.row_stop]
+        torch.testing.assert_close(param.grad, expected, rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.ranks(4, tp_size=2)
+@pytest.mark.parametrize("tied", [True, False])
+def test_model_on_tensor_parallel_ranks_equals_plain_gpt(ctx, tied):
+    config = dataclasses.replace(TINY, vocab_size=68, tied=tied)
+    model = GPT(config)
+    bmt.init_parameters(model)
+    plain = PlainGPT(config).to(ctx.device)
+    plain.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    sequences = torch.randint(0, config.vocab_size, (4, config.seq_len + 1), generator=generator).to(ctx.device)
+    mine = sequences.chunk(ctx.replicas)[ctx.data_rank]
+    scores = model(mine[:, :-1])
+    columns = slice(ctx.tp_rank * 34, (ctx.tp_rank + 1) * 34)
+    torch.testing.assert_close(scores, plain(mine[:, :-1])[..., columns], rtol=1e-5, atol=1e-6)
+
+    loss_of(plain, sequences).backward()
+    loss = bmt.loss.FusedCrossEntropy(parallel=True)(scores.flatten(0, 1), mine[:, 1:].flatten())
+    bmt.optim.OptimManager().backward(loss)
+    wanted = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        where = param.bmt_slice
+        expected = cut_piece(wanted[name].grad, where)[where.row_start : where.row_stop]
         torch.testing.assert_close(param.grad, expected, rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -285,6 +311,7 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
     [
         (["--steps", "0"], "--steps 0 must be at least 1"),
         (["--hidden", "30"], "hidden_size=30 is no multiple of num_heads=8"),
+        (["--heads", "8", "--tp", "3"], "--heads 8 is no multiple of --tp 3"),
         (["--held-out", "1"], "--held-out 1.0 must be between 0 and 1"),
         (["--resume", "--overwrite"], "choose one"),
     ],
@@ -298,8 +325,8 @@ def test_bad_flags_are_errors(argv, message, capsys):
 # --- a whole run ----------------------------------------------------------------------------------
 
 
-def run_training(folder, *flags):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def run_training(folder, *flags, ranks=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(EXAMPLE / "train.py"), "--data", "text", "--vocab-size", "300", "--layers", "2", "--hidden", "32"]
     command += ["--heads", "2", "--seq-len", "32", "--dropout", "0.1", "--steps", "24", "--save-interval", "16"]
     command += ["--warmup", "4", "--lr", "1e-2", "--accumulation", "2", "--log-interval", "1", "--eval-interval", "8"]
@@ -309,16 +336,20 @@ def run_training(folder, *flags):
     return result.returncode, result.stdout + result.stderr
 
 
-def losses(folder):
+def losses(folder, run="gpt2"):
     """(step, loss) of every record of a run in ``folder``."""
-    records = [json.loads(line) for line in (folder / "runs/gpt2/metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
     return [(record["step"], record.get("loss", record.get("eval_loss"))) for record in records]
 
 
-def test_training_learns_and_resumes_exactly(tmp_path):
-    (tmp_path / "text").mkdir()
+def write_text(folder):
+    (folder / "text").mkdir()
     for i in range(10):
-        (tmp_path / "text" / f"{i}.txt").write_text("".join(f"line {j} of file {i}\n" for j in range(200)))
+        (folder / "text" / f"{i}.txt").write_text("".join(f"line {j} of file {i}\n" for j in range(200)))
+
+
+def test_training_learns_and_resumes_exactly(tmp_path):
+    write_text(tmp_path)
     code, output = run_training(tmp_path)
     assert code == 0, output
     out = tmp_path / "runs" / "gpt2"
@@ -336,3 +367,19 @@ def test_training_learns_and_resumes_exactly(tmp_path):
     assert "step 17/24" in output
     assert "step 16/24" not in output
     assert losses(tmp_path) == uninterrupted
+
+
+def test_losses_do_not_depend_on_the_tensor_parallel_size(tmp_path):
+    write_text(tmp_path)
+    found = {}
+    for ranks, size in ((1, 1), (2, 2), (4, 2)):
+        flags = ["--out", f"runs/{ranks}", "--tp", str(size), "--dropout", "0", "--steps", "8", "--lr", "3e-3"]
+        flags += ["--batch-size", "2" if ranks == 4 else "4"]  # as many sequences per step
+        code, output = run_training(tmp_path, *flags, ranks=ranks)
+        assert code == 0, output
+        found[ranks] = losses(tmp_path, str(ranks))
+    assert found[1][-1][1] < found[1][0][1] - 0.3
+    for ranks in (2, 4):
+        assert [step for step, _ in found[ranks]] == [step for step, _ in found[1]]
+        for (_, loss), (_, expected) in zip(found[ranks], found[1]):
+            assert loss == pytest.approx(expected, rel=1e-5)

@@ -53,6 +53,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--dtype", choices=DTYPES, default="fp32", help="of parameters, which Adam keeps in fp32 too")
     group.add_argument("--loss-scale", type=float, default=2.0**15, help="the first one, for fp16")
     group.add_argument("--zero-level", type=int, choices=range(4), default=3, help="what the ranks share out")
+    group.add_argument("--tp", type=int, default=1, help="ranks that compute every layer together")
     group.add_argument(
         "--checkpointing",
         action=BooleanOptionalAction,
@@ -82,7 +83,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.checkpointing is None:
         args.checkpointing = args.preset != "small-cpu"
-    for name in ("steps", "batch_size", "accumulation", "keep", "log_interval", "eval_sequences", "top_k"):
+    for name in ("tp", "steps", "batch_size", "accumulation", "keep", "log_interval", "eval_sequences", "top_k"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     for name in ("max_bytes", "warmup", "save_interval", "eval_interval", "sample_tokens", "lr", "clip", "seed"):
@@ -100,6 +101,13 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         args.config = model_config(args)
     except ValueError as error:
         parser.error(str(error))
+    for flag, size in (
+        ("heads", args.config.num_heads),
+        ("vocab-size", args.config.vocab_size),
+        ("seq-len", args.config.seq_len),
+    ):
+        if size % args.tp:
+            parser.error(f"--{flag} {size} is no multiple of --tp {args.tp}")
     return args
 
 

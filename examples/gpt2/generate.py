@@ -45,8 +45,11 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     ids = tokenizer.encode(prompt).ids or [tokenizer.token_to_id(END_OF_TEXT)]
     for _ in range(num_tokens):
-        seen = torch.tensor([ids[-model.config.seq_len :]], device=context.device)
-        scores = model(seen)[0, -1, : tokenizer.get_vocab_size()].float()
+        seen = ids[-model.config.seq_len :]
+        # Tensor-parallel ranks share out the sequence evenly; what comes after a position does not matter to it.
+        padded = seen + [0] * (-len(seen) % context.tp_size)
+        scores = model(torch.tensor([padded], device=context.device))[0, len(seen) - 1]
+        scores = bmt.nn.gather_along(scores, 0)[: tokenizer.get_vocab_size()].float()
         best, candidates = scores.topk(min(top_k, len(scores)))
         chosen = torch.multinomial(torch.softmax(best.cpu() / temperature, dim=0), 1, generator=generator)
         token = candidates[chosen.to(context.device)]

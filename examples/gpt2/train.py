@@ -2,6 +2,7 @@
 
 python train.py                                   one process
 torchrun --nproc-per-node 2 train.py              two, which share out the model
+torchrun --nproc-per-node 2 train.py --tp 2       two, which compute every layer together
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ class Trainer:
         self.device: torch.device = bmt.config["device"]
         self.corpus: Corpus = load_corpus(args.data, args.max_bytes, args.config.vocab_size, args.cache)
         self.train_set, self.eval_set = split(self.corpus.ids, args.config.seq_len, args.held_out)
-        self.batches = Batches(self.train_set, args.batch_size, args.seed, bmt.rank(), bmt.world_size())
-        self.sequences_per_step = args.batch_size * args.accumulation * bmt.world_size()
+        # Tensor-parallel ranks are one replica of the model, and see the same data.
+        self.replicas: int = bmt.config["topology"].replicas
+        self.replica: int = bmt.config["data_rank"]
+        self.batches = Batches(self.train_set, args.batch_size, args.seed, self.replica, self.replicas)
+        self.sequences_per_step = args.batch_size * args.accumulation * self.replicas
         self.steps: int = args.steps
         if args.epochs is not None:
             self.steps = math.ceil(args.epochs * len(self.train_set) / self.sequences_per_step)
@@ -52,12 +56,12 @@ class Trainer:
 
         self.model = GPT(args.config, use_checkpoint=args.checkpointing)
         bmt.init_parameters(self.model)
-        self.loss_function = bmt.loss.FusedCrossEntropy()
+        self.loss_function = bmt.loss.FusedCrossEntropy(parallel=True)
         self.optimizer = bmt.optim.AdamOptimizer(parameter_groups(self.model, args.weight_decay), betas=(0.9, 0.95))
         self.scheduler = SCHEDULES[args.schedule](self.optimizer, args.lr, args.warmup, self.steps)
         self.manager = bmt.optim.OptimManager(loss_scale=args.loss_scale if args.dtype == "fp16" else None)
         self.manager.add_optimizer(self.optimizer, self.scheduler)
-        torch.manual_seed(args.seed + 1 + bmt.rank())  # every rank drops other activations
+        torch.manual_seed(args.seed + 1 + self.replica)  # every replica drops other activations
 
     def resume(self) -> None:
         """Go on from the newest checkpoint; the learning rate follows this run's flags."""
@@ -96,15 +100,15 @@ class Trainer:
         """The mean loss over some of the sequences that are not trained on, shared out over the ranks."""
         self.model.eval()
         count = min(self.args.eval_sequences, len(self.eval_set))
-        batch_size, ranks = self.args.batch_size, bmt.world_size()
+        batch_size, replicas = self.args.batch_size, self.replicas
         total = torch.zeros((), device=self.device)
-        for start in range(0, count, batch_size * ranks):
-            # All ranks call the model equally often; one for which nothing is left does so for nothing.
-            mine = range(start + bmt.rank(), min(start + batch_size * ranks, count), ranks)
+        for start in range(0, count, batch_size * replicas):
+            # All replicas call the model equally often; one for which nothing is left does so for nothing.
+            mine = range(start + self.replica, min(start + batch_size * replicas, count), replicas)
             spread = [i * len(self.eval_set) // count for i in mine]
             total += self.loss(take(self.eval_set, spread or [0]).to(self.device)) * len(mine)
         self.model.train()
-        return bmt.sum_loss(total).item() * ranks / count
+        return bmt.sum_loss(total).item() * replicas / count
 
     def run(self, metrics: Metrics) -> bool:
         """Take all steps that are left; or, after Ctrl-C, stop and return False."""
@@ -181,7 +185,7 @@ def prepare_output(args: argparse.Namespace) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """The whole run."""
-    bmt.init_distributed(seed=args.seed, zero_level=args.zero_level, device=args.device)
+    bmt.init_distributed(seed=args.seed, tp_size=args.tp, zero_level=args.zero_level, device=args.device)
     prepare_output(args)
     trainer = Trainer(args)
     if args.resume:

@@ -1,9 +1,19 @@
 """The layers a GPT is made of."""
 
 from .attention import Attention
-from .embedding import Embedding
+from .dropout import dropout
+from .embedding import PositionEmbedding, TokenEmbedding
 from .feedforward import FeedForward
 from .layernorm import LayerNorm
-from .linear import Linear
+from .linear import ColumnLinear, RowLinear
 
-__all__ = ["Attention", "Embedding", "FeedForward", "LayerNorm", "Linear"]
+__all__ = [
+    "Attention",
+    "ColumnLinear",
+    "FeedForward",
+    "LayerNorm",
+    "PositionEmbedding",
+    "RowLinear",
+    "TokenEmbedding",
+    "dropout",
+]

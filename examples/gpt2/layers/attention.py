@@ -6,11 +6,15 @@ from torch import Tensor
 
 import bmtrain as bmt
 
-from .linear import Linear
+from .dropout import dropout
+from .linear import ColumnLinear, RowLinear
 
 
 class Attention(bmt.DistributedModule):
-    """Causal self-attention with several heads: each position looks at itself and those before it."""
+    """Causal self-attention with several heads: each position looks at itself and those before it.
+
+    Tensor-parallel ranks share out the heads.
+    """
 
     def __init__(
         self,
@@ -21,16 +25,16 @@ class Attention(bmt.DistributedModule):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.num_heads = num_heads
-        self.query_key_value = Linear(hidden_size, 3 * hidden_size, dtype=dtype)
-        self.out = Linear(hidden_size, hidden_size, init_std=out_std, dtype=dtype)
+        self.head_size = hidden_size // num_heads
+        self.query_key_value = ColumnLinear(hidden_size, 3 * hidden_size, dtype, parts=3)
+        self.out = RowLinear(hidden_size, hidden_size, out_std, dtype)
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, hidden = x.shape
-        heads = self.query_key_value(x).view(batch, length, 3, self.num_heads, hidden // self.num_heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (B, heads, S, H / heads)
-        dropout = self.dropout if self.training else 0.0
-        x = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        x = self.out(x.transpose(1, 2).reshape(batch, length, hidden))
-        return F.dropout(x, self.dropout, self.training)
+        heads = self.query_key_value(x)  # (B, S, 3 · my heads · head size), also if x is a part of the sequence
+        query, key, value = heads.unflatten(2, (3, -1, self.head_size)).permute(2, 0, 3, 1, 4)
+        probability = self.dropout if self.training else 0.0
+        with bmt.nn.per_rank_random():
+            x = F.scaled_dot_product_attention(query, key, value, dropout_p=probability, is_causal=True)
+        x = self.out(x.transpose(1, 2).flatten(2))
+        return dropout(x, self.dropout, self.training)

@@ -6,18 +6,19 @@ from torch import Tensor
 
 import bmtrain as bmt
 
-from .linear import Linear
+from .dropout import dropout
+from .linear import ColumnLinear, RowLinear
 
 
 class FeedForward(bmt.DistributedModule):
-    """H to 4H, GELU, and back to H; each position by itself."""
+    """H to 4H, GELU, and back to H; each position by itself. Tensor-parallel ranks share out the 4H."""
 
     def __init__(self, hidden_size: int, dropout: float = 0.0, out_std: float = 0.02, dtype: torch.dtype | None = None):
         super().__init__()
-        self.up = Linear(hidden_size, 4 * hidden_size, dtype=dtype)
-        self.down = Linear(4 * hidden_size, hidden_size, init_std=out_std, dtype=dtype)
+        self.up = ColumnLinear(hidden_size, 4 * hidden_size, dtype)
+        self.down = RowLinear(4 * hidden_size, hidden_size, out_std, dtype)
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return F.dropout(x, self.dropout, self.training)
+        return dropout(x, self.dropout, self.training)

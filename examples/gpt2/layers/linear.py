@@ -1,29 +1,35 @@
-"""A linear map."""
+"""Linear maps, which tensor-parallel ranks share out: one by its outputs, the next by its inputs."""
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import bmtrain as bmt
 
 
-class Linear(bmt.DistributedModule):
-    """x Wᵀ + b, for x of shape (..., in_features).
+class ColumnLinear(bmt.nn.ColumnParallelLinear):
+    """x Wᵀ + b for a part of the sequence x, (B, S / ranks, in); each rank computes its part of the outputs.
 
     The weight is built on the meta device: ``bmt.init_parameters`` or ``bmt.load`` fills it, and no rank ever
     holds more of it than its share.
     """
 
-    def __init__(self, in_features: int, out_features: int, init_std: float = 0.02, dtype: torch.dtype | None = None):
-        super().__init__()
-        self.weight = bmt.DistributedParameter(
-            torch.empty(out_features, in_features, dtype=dtype, device="meta"),
-            init_method=bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=init_std),
-        )
-        self.bias = bmt.DistributedParameter(
-            torch.empty(out_features, dtype=dtype, device="meta"),
-            init_method=bmt.ParameterInitializer(torch.nn.init.zeros_),
-        )
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype | None = None, parts: int = 1):
+        with torch.device("meta"):
+            super().__init__(in_features, out_features, dtype=dtype, parts=parts)
+        initialize_as_gpt2(self, 0.02)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+
+class RowLinear(bmt.nn.RowParallelLinear):
+    """x Wᵀ + b for this rank's part of the inputs x, (B, S, in / ranks); a part of the sequence comes out."""
+
+    def __init__(self, in_features: int, out_features: int, init_std: float = 0.02, dtype: torch.dtype | None = None):
+        with torch.device("meta"):
+            super().__init__(in_features, out_features, dtype=dtype)
+        initialize_as_gpt2(self, init_std)
+
+
+def initialize_as_gpt2(layer: torch.nn.Module, std: float) -> None:
+    """Let ``bmt.init_parameters`` draw weights from a normal distribution, and begin with biases of 0."""
+    initializers = {"weight": bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=std)}
+    initializers["bias"] = bmt.ParameterInitializer(torch.nn.init.zeros_)
+    for name, param in layer.named_parameters():
+        param.init_method = initializers[name]

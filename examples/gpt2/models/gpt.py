@@ -1,11 +1,9 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import bmtrain as bmt
-from layers import Attention, Embedding, FeedForward, LayerNorm
+from layers import Attention, FeedForward, LayerNorm, PositionEmbedding, TokenEmbedding, dropout
 
 from .gpt_config import DTYPES, GPTConfig
 
@@ -31,6 +29,9 @@ class GPTLayer(bmt.DistributedModule):
 class GPT(bmt.DistributedModule):
     """Scores of the next token at every position.
 
+    Between the halves of the layers, each tensor-parallel rank has a part of the sequence, in them its part of the
+    heads and of the feed-forward, and of the scores its range of the vocabulary.
+
     Args:
         config: its sizes.
         use_checkpoint: whether a layer keeps only its input for backward, and computes the rest again there.
@@ -40,19 +41,18 @@ class GPT(bmt.DistributedModule):
         super().__init__()
         self.config = config
         hidden, dtype = config.hidden_size, DTYPES[config.dtype]
-        self.token_embedding = Embedding(config.vocab_size, hidden, dtype=dtype)
-        self.position_embedding = Embedding(config.seq_len, hidden, init_std=0.01, dtype=dtype)
+        self.token_embedding = TokenEmbedding(config.vocab_size, hidden, dtype)
+        self.position_embedding = PositionEmbedding(config.seq_len, hidden, dtype)
         self.layers = bmt.TransformerBlockList(
             [bmt.Block(GPTLayer(config), use_checkpoint=use_checkpoint) for _ in range(config.num_layers)]
         )
         self.final_norm = LayerNorm(hidden, dtype=dtype)
         if not config.tied:
-            self.head = Embedding(config.vocab_size, hidden, dtype=dtype)
+            self.head = TokenEmbedding(config.vocab_size, hidden, dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids (B, S) to scores (B, S, V)."""
-        positions = torch.arange(ids.shape[1], device=ids.device)
-        x = self.token_embedding(ids) + self.position_embedding(positions)
-        x = F.dropout(x, self.config.dropout, self.training)
+        """Token ids (B, S) to scores (B, S, V / tensor-parallel ranks)."""
+        x = self.token_embedding(ids) + self.position_embedding(ids.shape[1])  # (B, S / ranks, H)
+        x = dropout(x, self.config.dropout, self.training)
         x = self.final_norm(self.layers(x))
-        return (self.token_embedding if self.config.tied else self.head).scores(x)
+        return (self.token_embedding if self.config.tied else self.head)(x, projection=True)

@@ -319,3 +319,28 @@ def test_communicators_on_one_group_share_its_tags(ctx, device_type):
     for work in works if ctx.rank else works[::-1]:
         work.wait()
     assert [out[:, 0].tolist() for out in outs] == [[10.0 * i, 10.0 * i + 1] for i in range(4)]
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_traffic_counts_what_a_rank_must_send(ctx):
+    n, device = ctx.world_size, ctx.device
+    comm = Communicator(ctx.world.group, device)
+    x, parts = torch.ones(6, device=device), torch.ones(6 * n, dtype=torch.float64, device=device)
+    comm.all_gather(torch.empty(n, 6, device=device), x)
+    comm.all_gather(torch.empty(n, 6, device=device), x)
+    comm.reduce_scatter(torch.empty(6, dtype=torch.float64, device=device), parts)
+    comm.all_reduce(x)
+    comm.broadcast(x, 0)
+    if n > 1:
+        comm.send_recv([(x, (ctx.rank + 1) % n)], [(torch.empty_like(x), (ctx.rank - 1) % n)])
+    found = {op: (count.calls, count.bytes) for op, count in comm.traffic.items()}
+    if n == 1:
+        assert found == {}
+        return
+    assert found == {
+        "all_gather": (2, 2 * (n - 1) * 24),
+        "reduce_scatter": (1, (n - 1) * 48),
+        "all_reduce": (1, 2 * (n - 1) * 24 // n),
+        "broadcast": (1, (n - 1) * 24 if ctx.rank == 0 else 0),
+        "send": (1, 24),
+    }

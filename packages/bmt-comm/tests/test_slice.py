@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmt_comm import SLICE_ATTRIBUTE, Slice, local_tensor, slice_of, whole
+from bmt_comm import SLICE_ATTRIBUTE, Slice, cut_piece, join_pieces, local_tensor, slice_of, whole
 from bmt_comm.slice import _chunk_range
 
 
@@ -191,3 +191,30 @@ def test_fsdp2_over_tensor_parallel_modules(ctx):
     second = pieces["1.weight"]
     assert (second.tp_dim, second.tp_offset, second.piece_shape) == (1, 5 * ctx.tp_rank, (6, 5))
     assert pieces["1.bias"].tp_comm is None
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("blocks", [(), (6, 6, 6), (12, 6)])
+def test_pieces_of_a_fused_weight_are_its_part_of_every_block(ctx, dim, blocks):
+    full = numbered(18, 18).to(ctx.device)
+    n, size, rank = 18 // ctx.world_size, ctx.world_size, ctx.rank
+    where = Slice((18, 18), 0, n if dim == 0 else 18, None, dim, rank * n, n, ctx.world, blocks)
+    expected = [
+        index
+        for start, length in zip(torch.tensor([0, *blocks]).cumsum(0).tolist(), blocks or (18,))
+        for index in range(start + rank * length // size, start + (rank + 1) * length // size)
+    ]
+    piece = cut_piece(full, where)
+    assert torch.equal(piece, full.index_select(dim, torch.tensor(expected, device=ctx.device)))
+    assert piece.shape == where.piece_shape
+    assert torch.equal(join_pieces(piece, where), full)
+    other = 1 - dim
+    assert torch.equal(join_pieces(piece.narrow(other, 2, 3), where), full.narrow(other, 2, 3))
+
+
+@pytest.mark.ranks(2)
+def test_blocks_that_cannot_be_cut_are_refused(ctx):
+    for blocks in [(6, 6), (5, 3)]:
+        with pytest.raises(ValueError, match=r"do not make up dimension 0 of shape .* or cannot each be cut over 2"):
+            Slice((8,), 0, 4, None, 0, 0, 4, ctx.world, blocks)

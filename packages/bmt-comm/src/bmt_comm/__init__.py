@@ -7,12 +7,12 @@ from . import nccl, store
 from ._version import __version__
 from .agreement import check_agreement
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
-from .communicator import REDUCE_OPS, Communicator, Work
+from .communicator import REDUCE_OPS, Communicator, Traffic, Work
 from .config import Config, config, rank, world_size
 from .context import ParallelContext, current_context, init_distributed, is_initialized, shutdown
 from .printing import print_block, print_dict, print_rank, see_memory
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
-from .slice import SLICE_ATTRIBUTE, Slice, local_tensor, slice_of, whole
+from .slice import SLICE_ATTRIBUTE, Slice, cut_piece, join_pieces, local_tensor, slice_of, whole
 from .store import allgather_objects, broadcast_object
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Config",
     "ParallelContext",
     "Slice",
+    "Traffic",
     "Work",
     "__version__",
     "all_gather",
@@ -33,9 +34,11 @@ __all__ = [
     "check_agreement",
     "config",
     "current_context",
+    "cut_piece",
     "gather_result",
     "init_distributed",
     "is_initialized",
+    "join_pieces",
     "local_tensor",
     "nccl",
     "print_block",

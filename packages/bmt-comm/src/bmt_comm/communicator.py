@@ -66,6 +66,18 @@ _TAG_RANGE = 1 << 30
 
 
 @dataclass
+class Traffic:
+    """What a rank has sent by one kind of collective.
+
+    ``bytes`` are those of an algorithm that sends no more than it must: with n ranks, an all-gather of what this
+    rank has sends it to the n - 1 others; a reduce-scatter sends (n - 1) / n of its input; an all-reduce is both.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+
+
+@dataclass
 class _GroupState:
     """What the communicators that stand on one process group have in common."""
 
@@ -123,6 +135,7 @@ class Communicator:
         rank: this process's rank within the communicator.
         size: the number of ranks.
         ranks: the global ranks, in order.
+        traffic: what this rank has sent through this object, by the collective's name.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
@@ -137,6 +150,7 @@ class Communicator:
             nccl = group is not None and "nccl" in dist.get_backend(group)
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self.device = torch.device(device)
+        self.traffic: dict[str, Traffic] = {}
         self._stream: torch.cuda.Stream | None = None
         if group is not None and group not in _states:
             _states[group] = _GroupState()
@@ -154,6 +168,12 @@ class Communicator:
             self._stream = torch.cuda.Stream(self.device, priority=-1)
         return self._stream
 
+    def _count(self, op: str, sent: int) -> None:
+        if self.size > 1:
+            traffic = self.traffic.setdefault(op, Traffic())
+            traffic.calls += 1
+            traffic.bytes += sent
+
     # --- collectives ------------------------------------------------------------------------------
 
     def all_gather(self, out: Tensor, src: Tensor, async_op: bool = False) -> Work:
@@ -169,6 +189,7 @@ class Communicator:
             )
         flat, mine = _flat(out), _flat(src)
         numel = mine.numel()
+        self._count("all_gather", (self.size - 1) * _bytes(mine))
         if self.size == 1:
             _copy_unless_same(flat, mine)
             return DONE
@@ -195,6 +216,7 @@ class Communicator:
             )
         flat, mine = _flat(src), _flat(out)
         numel = mine.numel()
+        self._count("reduce_scatter", (self.size - 1) * _bytes(mine))
         if self.size == 1:
             _copy_unless_same(mine, flat)
             return DONE
@@ -214,6 +236,7 @@ class Communicator:
         """
         _check_op(op, tensor)
         self._check_contiguous(tensor=tensor)
+        self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
         if self.size == 1:
             return DONE
         if tensor.is_cuda:
@@ -233,6 +256,7 @@ class Communicator:
         """Copy rank ``root``'s ``tensor`` (contiguous) to every rank's, in place."""
         self._check_rank("root", root)
         self._check_contiguous(tensor=tensor)
+        self._count("broadcast", (self.size - 1) * _bytes(tensor) if self.rank == root else 0)
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         flat = _flat(tensor)
@@ -248,6 +272,7 @@ class Communicator:
     def send(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
         """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv` with the same tag."""
         data = self._message(tensor, peer, tag)
+        self._count("send", _bytes(tensor))
         work = dist.isend(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(_Pending([work], None, tensor), async_op)
 
@@ -272,6 +297,8 @@ class Communicator:
         ops = [op(dist.irecv, *message) for message in recvs] + [op(dist.isend, *message) for message in sends]
         if not ops:
             return DONE
+        for tensor, _ in sends:
+            self._count("send", _bytes(tensor))
         return self._finish_now(_Pending(dist.batch_isend_irecv(ops), None, (sends, recvs)), async_op)
 
     def barrier(self) -> None:
@@ -419,6 +446,10 @@ def _check_op(op: str, tensor: Tensor) -> None:
 def _check_same_dtype(name: str, out: Tensor, src: Tensor) -> None:
     if out.dtype != src.dtype:
         raise ValueError(f"{name}: out is {out.dtype} and src is {src.dtype}; they must have the same dtype")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _flat(tensor: Tensor) -> Tensor:

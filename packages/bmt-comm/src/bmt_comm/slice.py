@@ -30,6 +30,11 @@ class Slice:
     this rank's piece spans ``[tp_offset, tp_offset + tp_extent)`` of that dimension.  Of the piece, this
     rank holds rows ``[row_start, row_stop)``, counted from the piece's first row.  A 0-dim tensor is one row.
 
+    A fused weight (query, key and value in one, say) has ``tp_blocks``: the lengths of the blocks, along
+    ``tp_dim``, of which each is cut by itself; a piece is its part of every block, one after the other.  The
+    pieces in rank order are then the logical tensor with its rows or columns in another order, which
+    statistics do not mind; :func:`cut_piece` and :func:`join_pieces` restore it.
+
     Attributes:
         shape: the global, unpadded shape.
         row_start, row_stop: the half-open range of rows (dim 0 of the piece) that this rank holds.
@@ -37,6 +42,7 @@ class Slice:
         tp_dim: the dimension cut over tensor-parallel ranks; ``None``: not cut.
         tp_offset, tp_extent: this rank's piece along ``tp_dim``.
         tp_comm: the communicator over which ``tp_dim`` is cut; ``None``: not cut.
+        tp_blocks: the blocks of a fused weight; empty: one block.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +53,7 @@ class Slice:
     tp_offset: int = 0
     tp_extent: int = 0
     tp_comm: Communicator | None = None
+    tp_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tp_dim is not None:
@@ -57,6 +64,13 @@ class Slice:
                     f"[{self.tp_offset}, {self.tp_offset + self.tp_extent}) is not a range of dimension "
                     f"{self.tp_dim} of shape {self.shape}"
                 )
+            if self.tp_blocks:
+                ranks = 1 if self.tp_comm is None else self.tp_comm.size
+                if sum(self.tp_blocks) != self.shape[self.tp_dim] or any(b % ranks for b in self.tp_blocks):
+                    raise ValueError(
+                        f"tp_blocks={self.tp_blocks} do not make up dimension {self.tp_dim} of shape {self.shape}, "
+                        f"or cannot each be cut over {ranks} ranks"
+                    )
         rows = self.piece_rows
         if not 0 <= self.row_start <= self.row_stop <= rows:
             raise ValueError(f"rows [{self.row_start}, {self.row_stop}) are not a range of {rows} rows")
@@ -105,6 +119,36 @@ class Slice:
     def comms(self) -> tuple[Communicator, ...]:
         """The communicators whose ranks hold different elements of this tensor, tensor-parallel ones last."""
         return tuple(c for c in (self.row_comm, self.tp_comm) if c is not None and c.size > 1)
+
+
+def cut_piece(full: Tensor, found: Slice) -> Tensor:
+    """This tensor-parallel rank's piece of a whole tensor: a view, unless ``found`` has blocks."""
+    if found.tp_dim is None:
+        return full
+    if not found.tp_blocks or found.tp_comm is None:
+        return full.narrow(found.tp_dim, found.tp_offset, found.tp_extent)
+    size, rank = found.tp_comm.size, found.tp_comm.rank
+    blocks = full.split(found.tp_blocks, dim=found.tp_dim)
+    parts = [b.narrow(found.tp_dim, n // size * rank, n // size) for b, n in zip(blocks, found.tp_blocks, strict=True)]
+    return torch.cat(parts, dim=found.tp_dim)
+
+
+def join_pieces(piece: Tensor, found: Slice) -> Tensor:
+    """The tensor whose pieces along ``tp_dim`` the tensor-parallel ranks hold, on each of them.
+
+    ``piece`` is this rank's, with all its rows or some: whatever part of the other dimensions the ranks have
+    in common.
+    """
+    dim, comm = found.tp_dim, found.tp_comm
+    if dim is None or comm is None or comm.size == 1:
+        return piece
+    stacked = piece.new_empty(comm.size, *piece.shape)
+    comm.all_gather(stacked, piece.detach().contiguous())
+    pieces = list(stacked)
+    if found.tp_blocks:
+        parts = [p.split([n // comm.size for n in found.tp_blocks], dim=dim) for p in pieces]
+        pieces = [part[block] for block in range(len(found.tp_blocks)) for part in parts]
+    return torch.cat(pieces, dim=dim)
 
 
 def whole(tensor: Tensor) -> Slice:

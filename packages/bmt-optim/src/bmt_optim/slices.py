@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Slice
+from bmt_comm import Communicator, Slice, cut_piece, join_pieces
 
 Comms = tuple[Communicator, ...]
 
@@ -49,15 +49,16 @@ def assemble(local: Tensor, where: Slice) -> Tensor:
     piece = _concatenate(
         local.detach().reshape(rows, *where.piece_shape[1:]), 0, where.row_start, where.piece_rows, where.row_comm
     )
-    if where.tp_dim is not None:
+    if where.tp_blocks and where.tp_comm is not None:
+        piece = join_pieces(piece.to(where.tp_comm.device), where)
+    elif where.tp_dim is not None:
         piece = _concatenate(piece, where.tp_dim, where.tp_offset, where.shape[where.tp_dim], where.tp_comm)
     return piece.reshape(where.shape)
 
 
 def cut(full: Tensor, where: Slice) -> Tensor:
-    """What a rank at ``where`` holds of ``full`` (shape ``where.shape``): a view of shape ``where.local_shape``."""
-    if where.tp_dim is not None:
-        full = full.narrow(where.tp_dim, where.tp_offset, where.tp_extent)
+    """What a rank at ``where`` holds of ``full`` (shape ``where.shape``): shape ``where.local_shape``."""
+    full = cut_piece(full, where)
     if not where.shape:
         return full if where.row_stop > where.row_start else full.reshape(1)[:0]
     return full[where.row_start : where.row_stop]

@@ -23,7 +23,7 @@ class OpLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        _check_shapes(x, weight, bias)
+        check_shapes(x, weight, bias)
         need_x, need_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -34,22 +34,24 @@ class OpLinear(torch.autograd.Function):
         (grad,) = grads
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
-        rows = _as_rows(grad)  # (N, out)
+        rows = as_rows(grad)  # (N, out)
         # Under autocast the output, and so its gradient, has another dtype than what was saved.
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight.to(grad.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = rows.t() @ _as_rows(x).to(grad.dtype)
+            grad_weight = rows.t() @ as_rows(x).to(grad.dtype)
         if len(ctx.needs_input_grad) > 2 and ctx.needs_input_grad[2]:
             grad_bias = rows.sum(dim=0, dtype=ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
+    """(\\*, n) as a matrix (N, n)."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
-def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless x Wᵀ + b can be computed."""
     if weight.dim() != 2:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; a matrix (out, in) is needed")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from bmt_comm import SLICE_ATTRIBUTE, Communicator, Slice, cut_piece
+
 _SHARDED = importlib.util.find_spec("bmt_zero") is not None
 
 if TYPE_CHECKING or not _SHARDED:
@@ -19,12 +21,88 @@ else:
     Module = DistributedModule
 
 
+class TensorParallelParameter(nn.Parameter):
+    """A plain parameter that says what it holds, or how it is used, also when it is copied.
+
+    Attributes:
+        bmt_slice: of what it holds a piece; absent: it is whole.
+        tp_mode: whether it holds a piece.
+        sequence_parallel: whether it is used on parts of the sequence, so that its gradient is summed over the
+            ranks of ``sequence_comm``.
+    """
+
+    tp_mode: bool = False
+    sequence_parallel: bool = False
+    sequence_comm: Communicator
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelParameter:
+        if id(self) not in memo:
+            twin = super().__deepcopy__(memo)
+            if self.tp_mode:
+                mark_piece(twin, getattr(self, SLICE_ATTRIBUTE))
+            if self.sequence_parallel:
+                mark_sequence_parallel(twin, self.sequence_comm)
+        found: TensorParallelParameter = memo[id(self)]
+        return found
+
+
+def mark_piece(param: nn.Parameter, found: Slice) -> None:
+    """Let a plain parameter, which holds the piece, say what of."""
+    _mark(param, tp_mode=True, **{SLICE_ATTRIBUTE: found})
+
+
+def mark_sequence_parallel(param: nn.Parameter, comm: Communicator) -> None:
+    """Let a parameter, plain or sharded, say that it is used on parts of the sequence."""
+    if getattr(param, "sequence_parallel", False):
+        return
+    if hasattr(param, "unit"):  # sharded: reduced by its unit
+        param.sequence_parallel = True  # type: ignore[attr-defined]
+        return
+    _mark(param, sequence_parallel=True, sequence_comm=comm)
+    if comm.size > 1:
+        param.register_hook(_SumOverRanks(comm))
+
+
+def _mark(param: nn.Parameter, **attributes: Any) -> None:
+    if type(param) is nn.Parameter:
+        param.__class__ = TensorParallelParameter
+    for name, value in attributes.items():
+        setattr(param, name, value)
+
+
+class _SumOverRanks:
+    """A parameter's hook. Once the parameter is sharded, its unit writes the gradient, and None comes here."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        total = grad.clone(memory_format=torch.contiguous_format)
+        self.comm.all_reduce(total)
+        return total
+
+
 def make_parameter(
-    shape: tuple[int, ...], dtype: torch.dtype | None, init: Callable[..., Any], *args: Any, **kwargs: Any
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    init: Callable[..., Any],
+    *args: Any,
+    comm: Communicator | None = None,
+    tp_dim: int | None = None,
+    tp_blocks: tuple[int, ...] = (),
+    **kwargs: Any,
 ) -> nn.Parameter:
     """A parameter filled by ``init(tensor, *args, **kwargs)``; ``init_parameters`` will fill it again.
 
-    Under ``torch.device("meta")`` it holds no values until then.
+    Under ``torch.device("meta")`` it holds no values until then. The whole of it is filled, also where this rank
+    keeps a piece, so that ranks with the same random state get pieces of the same tensor.
+
+    Args:
+        shape: of the whole.
+        comm, tp_dim: this rank's piece, along dimension ``tp_dim``, is wanted.
+        tp_blocks: lengths of the parts of a fused weight, each of which is cut by itself.
 
     Raises:
         RuntimeError: bmt_zero is installed and ``init_distributed`` has not run.
@@ -35,8 +113,44 @@ def make_parameter(
         raise TypeError(f"dtype={dtype} cannot be trained; choose a floating-point dtype")
     with torch.no_grad():
         init(data, *args, **kwargs)
+    found = None if tp_dim is None or comm is None else piece_of(shape, tp_dim, comm, tp_blocks)
+    if found is not None:
+        data = cut_piece(data, found).clone(memory_format=torch.contiguous_format)
     if not _SHARDED:
-        return nn.Parameter(data)
+        param = nn.Parameter(data)
+        if found is not None:
+            mark_piece(param, found)
+        return param
     from bmt_zero import DistributedParameter, ParameterInitializer
 
-    return DistributedParameter(data, init_method=ParameterInitializer(init, *args, **kwargs))
+    initializer = ParameterInitializer(init, *args, **kwargs)
+    if found is None:
+        return DistributedParameter(data, init_method=initializer)
+    return DistributedParameter(
+        data, init_method=initializer, tp_mode=True, tp_split_dim=found.tp_dim or 0, tp_blocks=found.tp_blocks
+    )
+
+
+def piece_of(shape: tuple[int, ...], dim: int, comm: Communicator, blocks: tuple[int, ...] = ()) -> Slice:
+    """This rank's piece of a tensor whose ``dim`` the ranks of ``comm``, which divide it, share.
+
+    ``blocks`` are the lengths of the parts of a fused weight, each of which is cut by itself.
+    """
+    extent = shape[dim] // comm.size
+    rows = extent if dim == 0 else shape[0]
+    if comm.size == 1:
+        return Slice(shape, 0, rows)
+    return Slice(shape, 0, rows, None, dim, comm.rank * extent, extent, comm, blocks)
+
+
+def divided(name: str, size: int, comm: Communicator) -> int:
+    """``size`` per rank.
+
+    Raises:
+        ValueError: it is no positive integer, or the ranks do not divide it.
+    """
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name}={size!r} must be a positive integer")
+    if size % comm.size:
+        raise ValueError(f"{name}={size} cannot be divided over {comm.size} tensor-parallel ranks")
+    return size // comm.size

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import Communicator, ParallelContext
+from bmt_comm import Communicator, ParallelContext, slice_of
 
 from .parameter import DistributedParameter, describe
 
@@ -69,6 +69,9 @@ def convert(param: nn.Parameter, context: ParallelContext) -> DistributedParamet
         return param
     param.grad = None
     shape = tuple(param.shape)
+    # What bmt_tp has noted: that it cut the parameter over tensor-parallel ranks, or how it is used.
+    is_piece, piece = getattr(param, "tp_mode", False), slice_of(param)
+    sequence_parallel = getattr(param, "sequence_parallel", False)
     if param.is_meta:
         empty = torch.empty(0, dtype=param.dtype, device=context.device)
         twin = torch.Tensor._make_subclass(DistributedParameter, empty, param.requires_grad)
@@ -78,6 +81,9 @@ def convert(param: nn.Parameter, context: ParallelContext) -> DistributedParamet
     else:
         param.__class__ = DistributedParameter
         describe(param, context, shape)  # type: ignore[arg-type]
+    if is_piece:
+        param.bmt_slice, param.tp_mode = piece, True  # type: ignore[attr-defined]
+    param.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
     return param  # type: ignore[return-value]
 
 

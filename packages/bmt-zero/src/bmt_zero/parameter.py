@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import SLICE_ATTRIBUTE, Communicator, ParallelContext, Slice, current_context
+from bmt_comm import SLICE_ATTRIBUTE, ParallelContext, Slice, current_context, join_pieces
 
 if TYPE_CHECKING:
     from .bucket import Bucket
@@ -52,6 +52,8 @@ class DistributedParameter(nn.Parameter):
         group: a name by which ``grouped_parameters`` collects parameters.
         tp_mode: whether tensor-parallel ranks hold different pieces.
         tp_split_dim: the dimension that is cut over tensor-parallel ranks, or -1.
+        tp_blocks: lengths, along that dimension of the whole, of the blocks of a fused weight; see
+            :class:`bmt_comm.Slice`.
 
     Raises:
         RuntimeError: before ``init_distributed``.
@@ -63,6 +65,7 @@ class DistributedParameter(nn.Parameter):
     group: str | None
     init_method: Callable[[Tensor], Any] | None
     tp_mode: bool
+    sequence_parallel: bool  # a tensor-parallel rank's gradient is that of its part of the sequence alone
     awaits_values: bool  # built on the meta device and not filled since
     bucket: Bucket  # what stores it, as the parameter of index bucket_index
     bucket_index: int
@@ -76,6 +79,8 @@ class DistributedParameter(nn.Parameter):
         group: str | None = None,
         tp_mode: bool = False,
         tp_split_dim: int = -1,
+        *,
+        tp_blocks: tuple[int, ...] = (),
     ) -> DistributedParameter:
         context = current_context()
         if not isinstance(data, Tensor):
@@ -88,7 +93,7 @@ class DistributedParameter(nn.Parameter):
             raise ValueError(f"tp_split_dim={tp_split_dim} is not a dimension of data of shape {tuple(data.shape)}")
         empty = torch.empty(0, dtype=data.dtype, device=context.device)
         self = torch.Tensor._make_subclass(cls, empty, requires_grad)
-        describe(self, context, tuple(data.shape), init_method, group, tp_mode, tp_split_dim)
+        describe(self, context, tuple(data.shape), init_method, group, tp_mode, tp_split_dim, tp_blocks)
         self.awaits_values = data.is_meta
         from .unit import make_standalone  # a unit holds parameters, and a parameter outside blocks its unit
 
@@ -109,14 +114,13 @@ class DistributedParameter(nn.Parameter):
 
     def tp_gather(self) -> Tensor:
         """This rank's rows with the tensor-parallel dimension whole; not differentiable."""
-        found = self.bmt_slice
-        return join_pieces(self.data, found.tp_dim, found.tp_comm)
+        return join_pieces(self.data, self.bmt_slice)
 
     def gather_all(self) -> Tensor:
         """The whole parameter as it is stored, joined over tensor-parallel ranks too; not differentiable."""
         with torch.no_grad():
             piece = self.bucket.gather_stored(self.bucket_index)
-            return join_pieces(piece, self.bmt_slice.tp_dim, self.bmt_slice.tp_comm)
+            return join_pieces(piece, self.bmt_slice)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
@@ -145,33 +149,19 @@ def describe(
     group: str | None = None,
     tp_mode: bool = False,
     tp_split_dim: int = -1,
+    tp_blocks: tuple[int, ...] = (),
 ) -> None:
     """Set the attributes of a parameter that has its whole piece, of ``shape``."""
     rows = shape[0] if shape else 1
     if tp_mode and tp_split_dim >= 0 and context.tp_size > 1:
         extent = shape[tp_split_dim]
         whole = (*shape[:tp_split_dim], extent * context.tp_size, *shape[tp_split_dim + 1 :])
-        found = Slice(whole, 0, rows, None, tp_split_dim, context.tp_rank * extent, extent, context.tp)
+        found = Slice(whole, 0, rows, None, tp_split_dim, context.tp_rank * extent, extent, context.tp, tp_blocks)
     else:
         found = Slice(shape, 0, rows)
     setattr(param, SLICE_ATTRIBUTE, found)
     param.init_method = init_method
     param.group = group
     param.tp_mode = tp_mode
+    param.sequence_parallel = False
     param.awaits_values = False
-
-
-def join_pieces(piece: Tensor, tp_dim: int | None, tp_comm: Communicator | None) -> Tensor:
-    """The tensor whose pieces along ``tp_dim`` the ranks of ``tp_comm`` hold."""
-    if tp_dim is None or tp_comm is None or tp_comm.size == 1:
-        return piece
-    pieces = piece.new_empty(tp_comm.size, *piece.shape)
-    tp_comm.all_gather(pieces, piece.detach().contiguous())
-    return torch.cat(tuple(pieces), dim=tp_dim)
-
-
-def cut_piece(whole: Tensor, found: Slice) -> Tensor:
-    """This tensor-parallel rank's piece of a whole tensor (a view)."""
-    if found.tp_dim is None:
-        return whole
-    return whole.narrow(found.tp_dim, found.tp_offset, found.tp_extent)

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .parameter import DistributedParameter, cut_piece
+from bmt_comm import cut_piece
+
+from .parameter import DistributedParameter
 from .unit import refresh_flat_weights
 
 if TYPE_CHECKING:

@@ -257,8 +257,7 @@ class Unit:
         self.tracker.enter(self)
         self.tracker.finish_reductions()
         for bucket, grads in work:
-            dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
-            bucket.reduce(dense, done=not self._in_backward)
+            bucket.reduce(list(map(_prepared, bucket.params, grads)), done=not self._in_backward)
         self.tracker.note_reducing(self)
 
     def finish_reduce(self) -> None:
@@ -378,6 +377,16 @@ def make_standalone(
     )
     narrow_slices(bucket)
     Unit(f"a parameter of shape {param.bmt_slice.shape}", [bucket], context)
+
+
+def _prepared(param: DistributedParameter, grad: Tensor | None) -> Tensor | None:
+    """A gradient as it goes into the reduction."""
+    if grad is not None and grad.is_sparse:
+        grad = grad.to_dense()
+    if grad is not None and param.sequence_parallel and param.bucket.grad_scale != 1.0:
+        # The sum over tensor-parallel ranks is the gradient already; see grad_scale_of.
+        grad = grad / param.bucket.grad_scale
+    return grad
 
 
 def shard_comms(context: ParallelContext, tp_mode: bool, level: int) -> tuple[Communicator, Communicator]:

@@ -60,8 +60,8 @@ def BMTrainModelWrapper(
     for parent in dict.fromkeys(site.parent for site in sites):
         link([b.unit for b in dict.fromkeys(parent.children()) if isinstance(b, Block)])
     level = context.zero_level if zero_level is None else zero_level
-    comms = shard_comms(context, False, level)
     for param in {id(p): p for _, p in rest.values()}.values():
+        comms = shard_comms(context, getattr(param, "tp_mode", False), level)
         whole = whole_values(param, context.device, *comms)
         make_standalone(convert(param, context), context, whole, level, precision)
     for module, _ in rest.values():

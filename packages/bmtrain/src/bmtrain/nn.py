@@ -1,5 +1,41 @@
-"""Layers."""
+"""Layers, and tensor parallelism."""
 
-from bmt_tp import Linear, OpLinear
+from bmt_tp import (
+    ColumnParallelLinear,
+    Linear,
+    OpLinear,
+    OpParallelLinear,
+    ReduceType,
+    RowParallelLinear,
+    VPEmbedding,
+    check_same_batch,
+    column_parallel,
+    copy_to_ranks,
+    gather_along,
+    parallelize,
+    per_rank_random,
+    reduce_from_ranks,
+    reduce_scatter_along,
+    sequence_parallel,
+    split_along,
+)
 
-__all__ = ["Linear", "OpLinear"]
+__all__ = [
+    "ColumnParallelLinear",
+    "Linear",
+    "OpLinear",
+    "OpParallelLinear",
+    "ReduceType",
+    "RowParallelLinear",
+    "VPEmbedding",
+    "check_same_batch",
+    "column_parallel",
+    "copy_to_ranks",
+    "gather_along",
+    "parallelize",
+    "per_rank_random",
+    "reduce_from_ranks",
+    "reduce_scatter_along",
+    "sequence_parallel",
+    "split_along",
+]

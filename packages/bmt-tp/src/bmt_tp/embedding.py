@@ -1,0 +1,117 @@
+"""The vocabulary-parallel embedding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmt_comm import Communicator
+
+from .batch import check_same_batch
+from .parallel_ops import OpParallelLinear
+from .parameters import Module, divided, make_parameter
+from .regions import reduce_from_ranks, reduce_scatter_along, tensor_comm
+
+
+class VPEmbedding(Module):
+    """An embedding table of which every tensor-parallel rank has a range of the vocabulary.
+
+    As the first layer it looks up the ids in its range and sums over the ranks; as the last (``projection``) it
+    gives the scores of its range, for :func:`bmt_tp.vocab_parallel_cross_entropy`. Both uses of one object tie
+    the two. The whole table is never on one rank.
+
+    Args:
+        vocab_size: rows of the whole table; the ranks divide it.
+        embedding_size: columns.
+        dtype: of the table.
+        init_mean, init_std: of the normal distribution that it is filled from.
+        sequence_parallel: outside of this layer, activations are split along the sequence: the looked-up vectors
+            are scattered, and the input of the projection is gathered.
+        sequence_dim: the dimension of the ids (and of the vectors, when counted from the front) that is split.
+        comm: the tensor-parallel ranks; by default the context's.
+
+    Raises:
+        TypeError: ``dtype`` is not a floating-point one.
+        ValueError: a size is not a positive integer, or the ranks do not divide ``vocab_size``: pad it.
+        RuntimeError: ``init_distributed`` has not run.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        dtype: torch.dtype = torch.half,
+        init_mean: float = 0.0,
+        init_std: float = 1,
+        *,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        comm: Communicator | None = None,
+    ) -> None:
+        super().__init__()
+        self.comm = tensor_comm(comm)
+        self.vocab_size_per_rank = divided("vocab_size", vocab_size, self.comm)
+        if not isinstance(embedding_size, int) or embedding_size < 1:
+            raise ValueError(f"embedding_size={embedding_size!r} must be a positive integer")
+        self.vocab_size = vocab_size
+        self.embedding_size = embedding_size
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = sequence_dim
+        self.weight = make_parameter(
+            (vocab_size, embedding_size), dtype, nn.init.normal_, init_mean, init_std, comm=self.comm, tp_dim=0
+        )
+        self._has_checked = False
+
+    @property
+    def vocab_start(self) -> int:
+        """The first row of this rank."""
+        return self.comm.rank * self.vocab_size_per_rank
+
+    def forward(self, x: Tensor, projection: bool = False) -> Tensor:
+        """Vectors of ids, or scores of vectors.
+
+        Args:
+            x: ids (\\*) of any integer dtype, the same on every tensor-parallel rank (checked on the first call);
+                for the projection vectors (\\*, H), or a part of them under ``sequence_parallel``.
+            projection: compute the scores of this rank's range of the vocabulary.
+
+        Returns:
+            (\\*, H), of which a part under ``sequence_parallel``; or (\\*, vocab_size / ranks), of the whole
+            sequence.
+
+        Raises:
+            IndexError: an id is outside of the vocabulary. On CUDA the device asserts instead.
+            RuntimeError: the ranks have different ids.
+        """
+        if projection:
+            return OpParallelLinear.apply(
+                x, self.weight, None, self.sequence_parallel, sequence_dim=self.sequence_dim, comm=self.comm
+            )
+        if not self._has_checked:
+            self._has_checked = True
+            check_same_batch(x, comm=self.comm)
+        y = lookup(x, self.weight, self.vocab_start, self.vocab_size)
+        if self.sequence_parallel:
+            return reduce_scatter_along(y, self.sequence_dim, self.comm)
+        return reduce_from_ranks(y, self.comm)
+
+    def extra_repr(self) -> str:
+        return f"{self.vocab_size}, {self.embedding_size}, ranks={self.comm.size}"
+
+
+def lookup(ids: Tensor, rows: Tensor, start: int, vocab_size: int) -> Tensor:
+    """The vectors of those ids whose row is among ``rows`` (start, start + 1, ...), and zeros for the others."""
+    if len(rows) == vocab_size:
+        return F.embedding(ids, rows)
+    outside = (ids < 0) | (ids >= vocab_size)
+    if ids.is_cuda:
+        torch._assert_async(~outside.any(), f"an id is not in the vocabulary (0 to {vocab_size - 1})")
+    elif outside.any():
+        raise IndexError(f"id {int(ids[outside][0])} is not in the vocabulary (0 to {vocab_size - 1})")
+    local = ids.long() - start
+    elsewhere = (local < 0) | (local >= len(rows))
+    y = F.embedding(local.masked_fill(elsewhere, 0), rows)
+    return y.masked_fill(elsewhere[..., None], 0)

@@ -1,0 +1,219 @@
+"""Linear layers that are cut over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bmt_comm import Communicator
+
+from .parallel_ops import OpParallelLinear, ReduceType, column_linear
+from .parameters import Module, divided, make_parameter
+from .regions import tensor_comm
+
+
+class ColumnParallelLinear(Module):
+    """``torch.nn.Linear`` of which every tensor-parallel rank computes a part of the output features.
+
+    The state dict is that of ``torch.nn.Linear`` where bmt_zero is installed; otherwise see
+    :func:`bmt_tp.full_state_dict`.
+
+    Args:
+        in_features, out_features: sizes of the whole layer; the ranks divide ``out_features``.
+        bias: whether to add a learnt bias, of which a rank has its part.
+        dtype: of the parameters; by default torch's default dtype.
+        gather_output: give every rank all features, instead of its own.
+        gather_input: the input is this rank's part of the sequence, and is gathered; otherwise it is whole.
+        async_gather_chunks: into how many pieces that gather is cut, to overlap with the products.
+        sequence_dim: the dimension of the input along which the sequence is split.
+        parts: so many outputs of equal length, of each of which a rank has its part (3: query, key and value).
+        comm: the tensor-parallel ranks; by default the context's.
+
+    Raises:
+        TypeError: ``dtype`` is not a floating-point one.
+        ValueError: a size is not a positive integer, or cannot be divided over the ranks, or ``gather_output`` is
+            asked for several parts.
+        RuntimeError: ``init_distributed`` has not run.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        gather_output: bool = False,
+        gather_input: bool = True,
+        async_gather_chunks: int = 2,
+        *,
+        sequence_dim: int = -2,
+        parts: int = 1,
+        comm: Communicator | None = None,
+    ) -> None:
+        super().__init__()
+        self.comm = tensor_comm(comm)
+        divided("out_features", out_features, self.comm)
+        if not isinstance(parts, int) or parts < 1 or out_features % (parts * self.comm.size):
+            raise ValueError(
+                f"parts={parts!r}: out_features={out_features} cannot be divided into so many parts, each over "
+                f"{self.comm.size} tensor-parallel ranks"
+            )
+        if gather_output and parts > 1:
+            raise ValueError(f"gather_output=True would mix up the parts={parts} outputs; use parts=1")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.gather_output = gather_output
+        self.gather_input = gather_input
+        self.async_gather_chunks = async_gather_chunks
+        self.sequence_dim = sequence_dim
+        self.weight, weight_bias = _linear_parameters(in_features, out_features, bias, dtype, self.comm, 0, 0, parts)
+        self.register_parameter("bias", weight_bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(\\*, in_features) → (\\*, out_features / ranks), or (\\*, out_features) with ``gather_output``."""
+        return OpParallelLinear.apply(
+            input,
+            self.weight,
+            self.bias,
+            self.gather_input,
+            self.gather_output,
+            async_gather_chunks=self.async_gather_chunks,
+            sequence_dim=self.sequence_dim,
+            comm=self.comm,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={_has_bias(self)}, "
+            f"gather_output={self.gather_output}, gather_input={self.gather_input}, ranks={self.comm.size}"
+        )
+
+
+class RowParallelLinear(Module):
+    """``torch.nn.Linear`` of which every tensor-parallel rank takes a part of the input features.
+
+    The bias, which all ranks have, is added once; its gradient is whole on every rank.
+
+    Args:
+        in_features, out_features: sizes of the whole layer; the ranks divide ``in_features``.
+        bias: whether to add a learnt bias.
+        dtype: of the parameters; by default torch's default dtype.
+        split_input: the input has all features, of which a rank takes its own; otherwise it has those only.
+        all_reduce_output: give every rank the whole output, instead of its part of the sequence.
+        async_chunks: into how many pieces the reduction is cut, to overlap with the products.
+        sequence_dim: the dimension of the output along which the sequence is split.
+        comm: the tensor-parallel ranks; by default the context's.
+
+    Raises:
+        TypeError: ``dtype`` is not a floating-point one.
+        ValueError: a size is not a positive integer, or cannot be divided over the ranks.
+        RuntimeError: ``init_distributed`` has not run.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        split_input: bool = False,
+        all_reduce_output: bool = False,
+        async_chunks: int = 2,
+        *,
+        sequence_dim: int = -2,
+        comm: Communicator | None = None,
+    ) -> None:
+        super().__init__()
+        self.comm = tensor_comm(comm)
+        divided("in_features", in_features, self.comm)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.split_input = split_input
+        self.all_reduce_output = all_reduce_output
+        self.async_chunks = async_chunks
+        self.sequence_dim = sequence_dim
+        self.weight, weight_bias = _linear_parameters(in_features, out_features, bias, dtype, self.comm, 1, None)
+        self.register_parameter("bias", weight_bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(\\*, in_features / ranks), or (\\*, in_features) with ``split_input``, → (\\*, out_features)."""
+        return OpParallelLinear.apply(
+            input,
+            self.weight,
+            self.bias,
+            split_input=self.split_input,
+            reduce_output_type=ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER,
+            async_gather_chunks=self.async_chunks,
+            sequence_dim=self.sequence_dim,
+            comm=self.comm,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={_has_bias(self)}, "
+            f"split_input={self.split_input}, all_reduce_output={self.all_reduce_output}, ranks={self.comm.size}"
+        )
+
+
+def column_parallel(input: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    """The outputs of several layers (query, key and value; gate and up) on one input, gathered once.
+
+    The first layer's ``gather_input``, ``async_gather_chunks``, ``sequence_dim`` and ranks hold for all, and
+    ``gather_output`` is left aside: each output has this rank's features.
+
+    Raises:
+        ValueError: there is no layer, or a shape does not fit.
+    """
+    if not layers:
+        raise ValueError("layers is empty; give at least one ColumnParallelLinear")
+    first = layers[0]
+    return column_linear(
+        input,
+        [(layer.weight, layer.bias) for layer in layers],
+        gather_input=first.gather_input,
+        sequence_dim=first.sequence_dim,
+        chunks=first.async_gather_chunks,
+        comm=first.comm,
+    )
+
+
+def _linear_parameters(
+    in_features: int,
+    out_features: int,
+    bias: bool,
+    dtype: torch.dtype | None,
+    comm: Communicator,
+    weight_dim: int,
+    bias_dim: int | None,
+    parts: int = 1,
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Weight and bias with the distribution that ``torch.nn.Linear`` gives them: uniform in ±1/√in."""
+    for name, size in (("in_features", in_features), ("out_features", out_features)):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r} must be a positive integer")
+    shape = (out_features, in_features)
+    blocks = (out_features // parts,) * parts if parts > 1 else ()
+    # Kaiming-uniform with a = √5 is uniform in ±1/√in.
+    weight = make_parameter(
+        shape, dtype, nn.init.kaiming_uniform_, a=math.sqrt(5), comm=comm, tp_dim=weight_dim, tp_blocks=blocks
+    )
+    if not bias:
+        return weight, None
+    bound = 1 / math.sqrt(in_features)
+    shape = (out_features,)
+    return weight, make_parameter(
+        shape, dtype, nn.init.uniform_, -bound, bound, comm=comm, tp_dim=bias_dim, tp_blocks=blocks
+    )
+
+
+def _has_bias(layer: nn.Module) -> bool:
+    return layer._parameters["bias"] is not None  # layer.bias would gather it

@@ -1,0 +1,360 @@
+"""Linear maps of which each tensor-parallel rank computes a part.
+
+[Note: column and row]
+    y = x Wᵀ + b, W of shape (out, in).
+
+    column parallel  a rank has rows of W, that is columns of Wᵀ: it computes its part of the features of y. Every
+                     rank needs all of x, and the gradient of x is the sum of what the ranks find.
+    row parallel     a rank has columns of W and its part of the features of x; y is the sum over the ranks.
+
+    A column-parallel map and a row-parallel one after it need no communication between them. Around the pair, x
+    and y are either whole (backward, and forward, all-reduce) or split along the sequence (all-gather before,
+    reduce-scatter after). Kept for backward is the rank's own x, not the gathered one: it is gathered again, while
+    the gradient of x is computed.
+
+What is communicated is cut into chunks, so that the products with one chunk overlap with the transport of the next.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bmt_comm import Communicator
+
+from .ops import as_rows, check_shapes
+from .regions import (
+    Pending,
+    checked_dim,
+    gather_along,
+    split_along,
+    start_all_reduce,
+    start_gather,
+    start_reduce_scatter,
+    tensor_comm,
+)
+
+
+class ReduceType(enum.IntEnum):
+    """How the ranks' partial results of a row-parallel map become one."""
+
+    ALL_REDUCE = 1
+    """Every rank gets the whole sum."""
+    REDUCE_SCATTER = 2
+    """Every rank gets its part of the sequence."""
+
+
+def column_linear(
+    x: Tensor,
+    layers: Sequence[tuple[Tensor, Tensor | None]],
+    *,
+    gather_input: bool,
+    sequence_dim: int = -2,
+    chunks: int = 2,
+    comm: Communicator | None = None,
+    reduce_input_grad: bool = True,
+) -> tuple[Tensor, ...]:
+    """Column-parallel maps of one input, which is gathered once for all of them.
+
+    Args:
+        x: (\\*, in), whole; with ``gather_input`` this rank's part of ``sequence_dim``.
+        layers: weight (out / ranks, in) and bias (out / ranks,) or None of each map: this rank's rows.
+        gather_input: join the ranks' parts of the sequence first.
+        sequence_dim: the dimension of x that is split.
+        chunks: into how many pieces the gather is cut, to overlap with the products.
+        comm: the tensor-parallel ranks; by default the context's.
+        reduce_input_grad: sum the gradient of x over the ranks; otherwise :func:`bmt_tp.copy_to_ranks`, which x
+            came through, does. A gathered input's is always summed.
+
+    Returns:
+        (\\*, out / ranks) for each map: this rank's features, of the whole sequence.
+
+    Raises:
+        ValueError: a shape does not fit, or ``sequence_dim`` is the last or no dimension of x.
+    """
+    comm = tensor_comm(comm)
+    for weight, bias in layers:
+        check_shapes(x, weight, bias)
+    dim = _sequence_dim(x, sequence_dim) if gather_input else 0
+    flat = [tensor for layer in layers for tensor in layer]
+    reduce = reduce_input_grad and comm.size > 1
+    return _ColumnLinear.apply(x, comm, gather_input and comm.size > 1, reduce, dim, _checked_chunks(chunks), *flat)
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduce_output_type: ReduceType = ReduceType.REDUCE_SCATTER,
+    sequence_dim: int = -2,
+    chunks: int = 2,
+    comm: Communicator | None = None,
+) -> Tensor:
+    """The row-parallel map.
+
+    Args:
+        x: (\\*, in / ranks): this rank's features, of the whole sequence.
+        weight: (out, in / ranks): this rank's columns.
+        bias: (out,), the same on every rank; added once. Its gradient is whole on every rank.
+        reduce_output_type: whether y is to be whole or split along the sequence.
+        sequence_dim: the dimension of y that is split.
+        chunks: into how many pieces the reduction is cut, to overlap with the products.
+        comm: the tensor-parallel ranks; by default the context's.
+
+    Returns:
+        (\\*, out); with REDUCE_SCATTER this rank's part of ``sequence_dim``.
+
+    Raises:
+        ValueError: a shape does not fit, or the ranks do not divide the sequence.
+    """
+    comm = tensor_comm(comm)
+    check_shapes(x, weight, bias)
+    scatter = ReduceType(reduce_output_type) is ReduceType.REDUCE_SCATTER
+    dim = checked_dim(x, _sequence_dim(x, sequence_dim), comm, "row_linear") if scatter else 0
+    return _RowLinear.apply(x, weight, bias, comm, scatter, dim, _checked_chunks(chunks))
+
+
+class OpParallelLinear:
+    """A linear map of which each tensor-parallel rank computes a part; see [Note: column and row]."""
+
+    @staticmethod
+    def apply(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        gather_input: bool = False,
+        gather_output: bool = False,
+        split_input: bool = False,
+        reduce_output_type: ReduceType | int | None = None,
+        async_gather_chunks: int = 2,
+        *,
+        sequence_dim: int = -2,
+        comm: Communicator | None = None,
+    ) -> Tensor:
+        """y = x Wᵀ + b.
+
+        Args:
+            input: x. Column parallel: (\\*, in), whole, or a part of the sequence with ``gather_input``. Row
+                parallel: (\\*, in / ranks), or (\\*, in) with ``split_input``, which may be a part of the sequence
+                with ``gather_input``.
+            weight: this rank's rows (out / ranks, in), or columns (out, in / ranks) where row parallel.
+            bias: (out / ranks,), or (out,) where row parallel.
+            gather_input: join the ranks' parts of the sequence first.
+            gather_output: join the ranks' features of y, column parallel.
+            split_input: take this rank's features of x, row parallel.
+            reduce_output_type: None: column parallel. A :class:`ReduceType` (or its number): row parallel, and
+                y is whole (1) or split along the sequence (2).
+            async_gather_chunks: into how many pieces communication is cut, to overlap with the products.
+            sequence_dim: the dimension along which the sequence is split.
+            comm: the tensor-parallel ranks; by default the context's.
+
+        Raises:
+            ValueError: a combination without meaning, or a shape that does not fit.
+        """
+        comm = tensor_comm(comm)
+        if reduce_output_type is None:
+            if split_input:
+                raise ValueError(
+                    "split_input=True without reduce_output_type would leave the ranks' partial sums apart; "
+                    "give a ReduceType"
+                )
+            (y,) = column_linear(
+                input,
+                [(weight, bias)],
+                gather_input=gather_input,
+                sequence_dim=sequence_dim,
+                chunks=async_gather_chunks,
+                comm=comm,
+            )
+            return gather_along(y, -1, comm) if gather_output else y
+        if gather_output:
+            raise ValueError("gather_output=True is for column-parallel maps; the sum over ranks has all features")
+        if gather_input:
+            if not split_input:
+                raise ValueError(
+                    "gather_input=True with reduce_output_type needs split_input=True: ranks that have different "
+                    "features and different parts of the sequence share nothing to gather"
+                )
+            input = gather_along(input, _sequence_dim(input, sequence_dim), comm)
+        if split_input:
+            input = split_along(input, -1, comm)
+        return row_linear(
+            input,
+            weight,
+            bias,
+            reduce_output_type=ReduceType(reduce_output_type),
+            sequence_dim=sequence_dim,
+            chunks=async_gather_chunks,
+            comm=comm,
+        )
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        comm: Communicator,
+        gather: bool,
+        reduce: bool,
+        dim: int,
+        chunks: int,
+        *layers: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        weights, biases = layers[::2], layers[1::2]
+        ctx.comm, ctx.gather, ctx.reduce, ctx.dim = comm, gather, reduce, dim
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        ctx.needs_weight = any(ctx.needs_input_grad[6::2])
+        need_x = ctx.needs_input_grad[0]
+        ctx.save_for_backward(x if ctx.needs_weight else None, *(w if need_x else None for w in weights))
+        if not gather:
+            return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        x = _autocast(x)
+        pieces = [piece for piece in x.tensor_split(chunks, dim) if piece.shape[dim]] or [x]
+        pending = [start_gather(piece, dim, comm) for piece in pieces]
+        if len(pieces) == 1:
+            full = pending[0].wait()
+            return tuple(F.linear(full, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        outputs: list[Tensor] = []
+        start = 0
+        for piece, arriving in zip(pieces, pending, strict=True):
+            length = piece.shape[dim]
+            full = arriving.wait()
+            for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+                y = F.linear(full, weight, bias)  # type: ignore[arg-type]
+                if start == 0:
+                    shape = list(y.shape)
+                    shape[dim] = comm.size * x.shape[dim]
+                    outputs.append(y.new_empty(shape))
+                # Of each rank's part of the sequence, this chunk.
+                place = outputs[i].unflatten(dim, (comm.size, -1)).narrow(dim + 1, start, length)
+                place.copy_(y.unflatten(dim, (comm.size, -1)))
+            start += length
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        comm: Communicator = ctx.comm
+        x, *weights = ctx.saved_tensors
+        gathering: Pending | None = None
+        if ctx.needs_weight and ctx.gather:
+            gathering = start_gather(x.to(grads[0].dtype), ctx.dim, comm)
+        summing: Pending | None = None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grads[0] @ weights[0].to(grads[0].dtype)
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                as_rows(grad_x).addmm_(as_rows(grad), weight.to(grad.dtype))
+            if ctx.gather:
+                summing = start_reduce_scatter(grad_x, ctx.dim, comm)
+            elif ctx.reduce:
+                summing = start_all_reduce(grad_x.contiguous(), comm)
+        full = gathering.wait() if gathering is not None else x
+        results: list[Tensor | None] = []
+        for i, grad in enumerate(grads):
+            grad_weight = grad_bias = None
+            rows = as_rows(grad)
+            if ctx.needs_input_grad[6 + 2 * i]:
+                grad_weight = rows.t() @ as_rows(full).to(grad.dtype)
+            if ctx.needs_input_grad[7 + 2 * i]:
+                grad_bias = rows.sum(dim=0, dtype=ctx.bias_dtypes[i])
+            results += [grad_weight, grad_bias]
+        if summing is not None:
+            grad_x = summing.wait()
+        return (grad_x, None, None, None, None, None, *results)
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        comm: Communicator,
+        scatter: bool,
+        dim: int,
+        chunks: int,
+    ) -> Tensor:
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        ctx.comm, ctx.dim = comm, dim
+        ctx.scatter = scatter and comm.size > 1
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        if comm.size == 1:
+            return F.linear(x, weight, bias)
+        x = _autocast(x)
+        y = _scattered_product(x, weight, comm, dim, chunks) if scatter else _reduced_product(x, weight, comm, chunks)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        if ctx.scatter:
+            grad = start_gather(grad, ctx.dim, ctx.comm).wait()
+        grad_x = grad_weight = grad_bias = None
+        rows = as_rows(grad)
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight.to(grad.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = rows.t() @ as_rows(x).to(grad.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(dim=0, dtype=ctx.bias_dtype)  # of the whole sequence, on every rank
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _scattered_product(x: Tensor, weight: Tensor, comm: Communicator, dim: int, chunks: int) -> Tensor:
+    """x Wᵀ, summed over the ranks; this rank's part of dimension ``dim``."""
+    mine = x.shape[dim] // comm.size
+    chunks = max(1, min(chunks, mine))
+    if chunks == 1:
+        return start_reduce_scatter(F.linear(x, weight), dim, comm).wait()
+    parts = x.unflatten(dim, (comm.size, -1))
+    lengths = [len(piece) for piece in torch.arange(mine).tensor_split(chunks)]
+    pending = []
+    for piece in parts.split(lengths, dim + 1):
+        # Of each rank's part of the sequence this chunk: (..., ranks · length, ..., features).
+        pending.append(start_reduce_scatter(F.linear(piece.flatten(dim, dim + 1), weight), dim, comm))
+    return torch.cat([arriving.wait() for arriving in pending], dim)
+
+
+def _reduced_product(x: Tensor, weight: Tensor, comm: Communicator, chunks: int) -> Tensor:
+    """x Wᵀ, summed over the ranks, on each of them."""
+    rows = as_rows(x)
+    chunks = max(1, min(chunks, len(rows)))
+    if chunks == 1:
+        return start_all_reduce(F.linear(x, weight), comm).wait()
+    pending = [start_all_reduce(F.linear(piece, weight), comm) for piece in rows.tensor_split(chunks)]
+    return torch.cat([arriving.wait() for arriving in pending]).view(*x.shape[:-1], weight.shape[0])
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """``x`` in the dtype in which autocast will have it multiplied, which is what should travel."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def _sequence_dim(x: Tensor, dim: int) -> int:
+    """``dim`` counted from the front; it must not be the features'."""
+    if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
+        raise ValueError(
+            f"sequence_dim={dim} of x of shape {tuple(x.shape)}: it must be a dimension other than the last, "
+            "which holds the features"
+        )
+    return dim % x.dim()
+
+
+def _checked_chunks(chunks: int) -> int:
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"the number of chunks is {chunks!r}; it must be a positive integer")
+    return chunks

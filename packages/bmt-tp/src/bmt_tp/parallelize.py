@@ -1,0 +1,479 @@
+"""Cutting a model that was written for one device over the tensor-parallel ranks.
+
+[Note: plans]
+    A plan maps names of modules to how they are cut. ``*`` in a name stands for one part of it, such as a layer's
+    number. The names are those that Hugging Face models carry (``model.tp_plan``), and a few more:
+
+    =========================  =============================================================================
+    colwise                    a linear layer: a rank computes its part of the output features
+    colwise_gather_output      the same, and every rank gets all of them (also: ``colwise_rep``)
+    packed_colwise:n           a fused linear layer: n outputs of equal length in one, each cut by itself
+    packed_colwise             n = 2 (gate and up)
+    rowwise                    a linear layer: a rank takes its part of the input features; the ranks' results
+                               are summed
+    rowwise_split_input        the same for an input that is whole (also: ``rowwise_rep``)
+    vocab                      an embedding: a rank has a range of the ids (also: ``embedding_rowwise``)
+    sequence                   any module that works on a part of the sequence, such as a norm
+    sequence_start             the input of this module is split along the sequence
+    sequence_end               as ``sequence``, and the output of this module is joined again
+    sequence_gather            the input of this module, which is split, is joined for the ``colwise`` layers in it
+                               (an attention that takes the sequence's length from its input needs this)
+    =========================  =============================================================================
+
+    ``colwise+sequence``, ``packed_colwise:n+sequence``, ``rowwise+sequence`` and ``vocab+sequence`` stand where
+    activations outside of the layer are split along the sequence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from bmt_comm import SLICE_ATTRIBUTE, Communicator, Slice, cut_piece
+
+from .batch import check_same_batch
+from .embedding import lookup
+from .parallel_ops import ReduceType, column_linear, row_linear
+from .parameters import mark_piece, piece_of
+from .regions import copy_to_ranks, gather_along, reduce_from_ranks, reduce_scatter_along, split_along, tensor_comm
+from .sequence import sequence_parallel
+
+M = TypeVar("M", bound=nn.Module)
+
+DIVIDED_ATTRIBUTES = (
+    "num_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head",
+    "n_heads",
+    "split_size",
+    "all_head_size",
+)
+"""What an attention module counts its heads by: divided where its projections are cut."""
+
+_ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input", "embedding_rowwise": "vocab"}
+_PLAIN_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather")
+_CUTTING_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input", "vocab")
+_SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab")
+
+
+def parallelize(
+    model: M,
+    plan: Mapping[str, str] | None = None,
+    comm: Communicator | None = None,
+    *,
+    sequence_dim: int = 1,
+    divided_attributes: tuple[str, ...] = DIVIDED_ATTRIBUTES,
+) -> M:
+    """Cut the modules that ``plan`` names over the tensor-parallel ranks, in place.
+
+    Parameters stay the same objects under the same names, and hold this rank's piece of the values that they have
+    now, which are to be the same on every rank. Tied parameters stay tied. ``bmt_zero`` may wrap the result, or
+    ``DistributedDataParallel`` over the data-parallel ranks.
+
+    Args:
+        model: any module: its ``torch.nn.Linear`` and ``Embedding``, and Hugging Face's ``Conv1D``, can be cut.
+        plan: see [Note: plans]; by default ``model.tp_plan``.
+        comm: the tensor-parallel ranks; by default the context's.
+        sequence_dim: the dimension of activations along which the sequence is split.
+        divided_attributes: integers of a module that are divided by the number of ranks if one of its linear
+            layers is cut by columns: numbers of heads.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: a name in the plan belongs to a module that cannot be cut so.
+        ValueError: an unknown style, a name that no module has, sizes that the ranks do not divide, or parameters
+            tied between modules that are cut differently. The model is as it was then.
+    """
+    comm = tensor_comm(comm)
+    given = plan is not None
+    if plan is None:
+        plan = getattr(model, "tp_plan", None)
+        if not plan:
+            raise ValueError(f"{type(model).__name__} carries no tp_plan; give a plan of module names")
+    cuts = _matches(model, plan, given)
+    gathered = [name + "." for name, _, style in cuts if style == "sequence_gather"]
+    whole = [
+        _Cut.of(name, module, style, comm, sequence_dim, name.startswith(tuple(gathered)))
+        for name, module, style in cuts
+    ]
+    heads = _heads(model, whole, comm, divided_attributes)
+    pieces = _pieces(model, whole)
+    for param, found in pieces:
+        with torch.no_grad():
+            piece = cut_piece(param.detach(), found).clone(memory_format=torch.contiguous_format)
+        param.data = piece
+        param.grad = None
+        mark_piece(param, found)
+    shared: dict[str, _SharedInput] = {}
+    for cut in whole:
+        cut.apply(shared.setdefault(cut.name.rpartition(".")[0], _SharedInput()))
+    for module, attribute, value in heads:
+        setattr(module, attribute, value)
+    model.register_forward_pre_hook(_FirstBatchCheck(comm), with_kwargs=True)
+    return model
+
+
+def _matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> list[tuple[str, nn.Module, str]]:
+    """(name, module, style) of what the plan names, in the model's order; the first matching entry counts."""
+    patterns = [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), p, _style(p, style)) for p, style in plan.items()]
+    found: list[tuple[str, nn.Module, str]] = []
+    used = set()
+    for name, module in model.named_modules():
+        for pattern, source, style in patterns:
+            if pattern.fullmatch(name):
+                used.add(source)
+                found.append((name, module, style))
+                break
+    missing = [source for _, source, _ in patterns if source not in used]
+    if missing and must_match:
+        raise ValueError(f"the plan names {missing[0]!r}, and {type(model).__name__} has no module of that name")
+    if not found:
+        raise ValueError(f"no name in the plan is that of a module of {type(model).__name__}")
+    return found
+
+
+def _style(name: str, style: str) -> str:
+    """The style by its own name; raises ValueError if it is none."""
+    base, plus, suffix = str(style).partition("+")
+    kind, colon, count = base.partition(":")
+    kind = _ALIASES.get(kind, kind)
+    fits = kind in (*_PLAIN_STYLES, *_CUTTING_STYLES)
+    fits &= not plus or (suffix == "sequence" and kind in _SEQUENCE_STYLES)
+    fits &= not colon or (kind == "packed_colwise" and count.isdigit() and int(count) > 0)
+    if not fits:
+        known = ", ".join((*_PLAIN_STYLES, *_CUTTING_STYLES))
+        raise ValueError(
+            f"the plan cuts {name!r} by {style!r}, which is no style; choose one of {known} (packed_colwise:n for n "
+            "parts), or one of the cutting ones with '+sequence'"
+        )
+    return kind + colon + count + plus + suffix
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What becomes of one module."""
+
+    name: str
+    module: nn.Module
+    kind: str
+    in_sequence: bool  # activations outside are split along the sequence
+    comm: Communicator
+    sequence_dim: int
+    is_gathered: bool  # its input was gathered, and the gradient of that is reduced there
+    transposed: bool = False  # the weight is (in, out)
+    parts: int = 1
+
+    @staticmethod
+    def of(name: str, module: nn.Module, style: str, comm: Communicator, sequence_dim: int, is_gathered: bool) -> _Cut:
+        base, plus, _ = style.partition("+")
+        kind, _, count = base.partition(":")
+        parts = int(count or 2) if kind == "packed_colwise" else 1
+        transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+        if kind == "vocab":
+            if not isinstance(module, nn.Embedding):
+                raise TypeError(f"{name!r} is a {type(module).__name__}; 'vocab' cuts a torch.nn.Embedding")
+            for option, harmless in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+                if getattr(module, option) != harmless:
+                    raise ValueError(f"{name!r} has {option}={getattr(module, option)}, which needs the whole table")
+        elif kind in _CUTTING_STYLES and not (isinstance(module, nn.Linear) or transposed):
+            raise TypeError(
+                f"{name!r} is a {type(module).__name__}; {style!r} cuts a torch.nn.Linear or a Conv1D of transformers"
+            )
+        cut = _Cut(name, module, kind, bool(plus), comm, sequence_dim, is_gathered, transposed, parts)
+        for param, dim in cut.dims():
+            if getattr(param, "tp_mode", False):
+                raise ValueError(f"a parameter of {name!r} has been cut already; parallelize a model once")
+            if param.shape[dim] % (comm.size * parts):
+                what = f"{parts} parts over " if parts > 1 else ""
+                raise ValueError(
+                    f"dimension {dim} of {name!r}, of shape {tuple(param.shape)}, cannot be divided into "
+                    f"{what}{comm.size} tensor-parallel ranks"
+                )
+        return cut
+
+    @property
+    def is_column(self) -> bool:
+        return self.kind in ("colwise", "colwise_gather_output", "packed_colwise")
+
+    def dims(self) -> Iterator[tuple[nn.Parameter, int]]:
+        """The parameters that are cut, and along which dimension."""
+        if self.kind not in _CUTTING_STYLES:
+            return
+        weight, bias = self.module.weight, getattr(self.module, "bias", None)
+        if self.kind == "vocab":
+            yield weight, 0  # type: ignore[misc]
+        else:
+            yield weight, 0 if self.is_column != self.transposed else 1  # type: ignore[misc]
+            if self.is_column and bias is not None:
+                yield bias, 0
+
+    def pieces(self) -> Iterator[tuple[nn.Parameter, Slice]]:
+        for param, dim in self.dims():
+            shape = tuple(param.shape)
+            blocks = () if self.parts == 1 else (shape[dim] // self.parts,) * self.parts
+            yield param, piece_of(shape, dim, self.comm, blocks)
+
+    def apply(self, shared: _SharedInput) -> None:
+        """Let the module compute with its piece; ``shared`` is for the modules beside it."""
+        module = self.module
+        if self.kind in _PLAIN_STYLES:
+            if self.kind in ("sequence_start", "sequence_gather"):
+                change = _ChangeInput(self.comm, self.sequence_dim, self.kind == "sequence_gather")
+                module.register_forward_pre_hook(change, with_kwargs=True)
+                return
+            sequence_parallel(module, self.comm)
+            if self.kind == "sequence_end":
+                module.register_forward_hook(_GatherOutput(self.comm, self.sequence_dim))
+            return
+        form = _ParallelEmbedding if self.kind == "vocab" else _ColumnLinear if self.is_column else _RowLinear
+        module.tensor_parallel = self._settings(shared)  # type: ignore[assignment]
+        module.__class__ = _parallel_class(form, type(module))
+
+    def _settings(self, shared: _SharedInput) -> _Settings:
+        return _Settings(
+            self.comm,
+            self.in_sequence,
+            self.sequence_dim,
+            self.transposed,
+            None if self.is_gathered else shared,
+            gather_output=self.kind == "colwise_gather_output",
+            split_input=self.kind == "rowwise_split_input",
+            vocab_size=getattr(self.module, "num_embeddings", 0),
+        )
+
+
+def _pieces(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Parameter, Slice]]:
+    """What is kept of each parameter, once for tied ones; raises ValueError where they would be cut differently."""
+    found: dict[int, tuple[nn.Parameter, Slice]] = {}
+    owners: dict[int, str] = {}
+    for cut in cuts:
+        for param, piece in cut.pieces():
+            other = found.get(id(param))
+            if other is not None and other[1] != piece:
+                raise ValueError(f"{owners[id(param)]!r} and {cut.name!r} share a parameter and are cut differently")
+            found[id(param)] = (param, piece)
+            owners[id(param)] = cut.name
+    cut_modules = {id(cut.module) for cut in cuts if cut.kind in _CUTTING_STYLES}
+    for name, module in model.named_modules():
+        for param in module._parameters.values():
+            if id(param) in found and id(module) not in cut_modules:
+                raise ValueError(
+                    f"{name!r} shares a parameter with {owners[id(param)]!r}, which the plan cuts; "
+                    "put it into the plan, too"
+                )
+    return list(found.values())
+
+
+def _heads(
+    model: nn.Module, cuts: list[_Cut], comm: Communicator, attributes: tuple[str, ...]
+) -> list[tuple[nn.Module, str, int]]:
+    """The attributes that are to be set, with their values."""
+    parents: dict[str, nn.Module] = {}
+    for cut in cuts:
+        if cut.kind not in ("colwise", "packed_colwise"):
+            continue
+        parent_name = cut.name.rpartition(".")[0]
+        parent = parents[parent_name] = model.get_submodule(parent_name)
+        head = getattr(parent, "head_dim", None)
+        features = next(param.shape[dim] for param, dim in cut.dims())
+        heads, rest = divmod(features, head * cut.parts) if isinstance(head, int) and head > 0 else (0, 0)
+        if rest == 0 and heads % comm.size:
+            raise ValueError(
+                f"{cut.name!r} has {heads} heads of {head} features, which cannot be divided over {comm.size} "
+                "tensor-parallel ranks"
+            )
+    found = []
+    for parent_name, parent in parents.items():
+        for attribute in attributes:
+            value = getattr(parent, attribute, None)
+            if not isinstance(value, int) or isinstance(value, bool):
+                continue
+            if value % comm.size:
+                raise ValueError(
+                    f"{attribute}={value} of {parent_name!r} cannot be divided over {comm.size} tensor-parallel ranks"
+                )
+            found.append((parent, attribute, value // comm.size))
+    return found
+
+
+class _SharedInput:
+    """The input of layers beside each other (query, key and value), whose gradient is reduced once for all."""
+
+    def __init__(self) -> None:
+        self._last: tuple[TensorWeakRef, TensorWeakRef] | None = None
+
+    def enter(self, x: Tensor, comm: Communicator) -> Tensor:
+        """``copy_to_ranks(x)``, the same one if ``x`` is the same."""
+        if self._last is not None and self._last[0]() is x:
+            found = self._last[1]()
+            if found is not None and found.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
+                return found
+        result = copy_to_ranks(x, comm)
+        self._last = (TensorWeakRef(x), TensorWeakRef(result))
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedInput:
+        return memo.setdefault(id(self), _SharedInput())
+
+
+# --- what the modules become ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """How a module that was cut computes; its attribute ``tensor_parallel``."""
+
+    comm: Communicator
+    in_sequence: bool
+    sequence_dim: int
+    transposed: bool
+    shared: _SharedInput | None  # None: the gradient of the input is reduced elsewhere
+    gather_output: bool
+    split_input: bool
+    vocab_size: int
+
+    def weight(self, module: nn.Module) -> Tensor:
+        weight: Any = module.weight
+        return weight.t() if self.transposed else weight
+
+
+class _ColumnLinear(nn.Module):
+    tensor_parallel: _Settings
+    bias: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        how = self.tensor_parallel
+        if not how.in_sequence and how.shared is not None:
+            input = how.shared.enter(input, how.comm)
+        (y,) = column_linear(
+            input,
+            [(how.weight(self), self.bias)],
+            gather_input=how.in_sequence,
+            sequence_dim=how.sequence_dim,
+            comm=how.comm,
+            reduce_input_grad=how.in_sequence,
+        )
+        return gather_along(y, -1, how.comm) if how.gather_output else y
+
+
+class _RowLinear(nn.Module):
+    tensor_parallel: _Settings
+    bias: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        how = self.tensor_parallel
+        if how.split_input:
+            input = split_along(input, -1, how.comm)
+        reduce = ReduceType.REDUCE_SCATTER if how.in_sequence else ReduceType.ALL_REDUCE
+        return row_linear(
+            input,
+            how.weight(self),
+            self.bias,
+            reduce_output_type=reduce,
+            sequence_dim=how.sequence_dim,
+            comm=how.comm,
+        )
+
+
+class _ParallelEmbedding(nn.Module):
+    tensor_parallel: _Settings
+    weight: Any
+    padding_idx: int | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        how = self.tensor_parallel
+        weight = self.weight
+        start = how.comm.rank * len(weight)
+        if self.padding_idx is not None and 0 <= self.padding_idx - start < len(weight):
+            weight = _WithoutGradientOfRow.apply(weight, self.padding_idx - start)
+        y = lookup(input, weight, start, how.vocab_size)
+        if how.in_sequence:
+            return reduce_scatter_along(y, how.sequence_dim, how.comm)
+        return reduce_from_ranks(y, how.comm)
+
+
+class _WithoutGradientOfRow(torch.autograd.Function):
+    """A table of which one row (the padding's) gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, row: int) -> Tensor:
+        ctx.row = row
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].clone()
+        grad[ctx.row] = 0
+        return grad, None
+
+
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def _parallel_class(form: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    """``cls`` with the forward of ``form``."""
+    if (form, cls) not in _classes:
+        _classes[form, cls] = type(cls.__name__, (form, cls), {"__module__": cls.__module__})
+    return _classes[form, cls]
+
+
+class _ChangeInput:
+    """Takes this rank's part of a module's first input along the sequence, or joins the ranks' parts of it."""
+
+    def __init__(self, comm: Communicator, dim: int, gather: bool) -> None:
+        self.comm, self.dim, self.gather = comm, dim, gather
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self._changed(args[0]), *args[1:]), kwargs
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                return args, {**kwargs, name: self._changed(value)}
+        raise TypeError(f"{type(module).__name__} was called without a tensor, which the plan has split or joined")
+
+    def _changed(self, x: Tensor) -> Tensor:
+        if self.gather:
+            return gather_along(x, self.dim, self.comm, partial_grad=True)
+        return split_along(x, self.dim, self.comm)
+
+
+class _GatherOutput:
+    """Joins a module's output along the sequence."""
+
+    def __init__(self, comm: Communicator, dim: int) -> None:
+        self.comm, self.dim = comm, dim
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (gather_along(output[0], self.dim, self.comm), *output[1:])
+        return gather_along(output, self.dim, self.comm)
+
+
+class _FirstBatchCheck:
+    """Compares the first batch over the tensor-parallel ranks."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.done = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.done:
+            self.done = True
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            check_same_batch(*tensors, comm=self.comm)
+
+
+def is_piece(param: nn.Parameter) -> bool:
+    """Whether a plain parameter holds one tensor-parallel rank's piece."""
+    found = getattr(param, SLICE_ATTRIBUTE, None)
+    return found is not None and found.tp_dim is not None and not hasattr(param, "unit")

@@ -1,0 +1,205 @@
+"""Plain models, cut by a plan."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bmt_comm import init_distributed, slice_of
+from bmt_tp import full_state_dict, load_full_state_dict, parallelize
+
+VOCAB, HIDDEN, HEADS = 24, 24, 12
+
+
+class Attention(nn.Module):
+    def __init__(self, fused):
+        super().__init__()
+        self.num_heads, self.head_dim, self.fused = HEADS, HIDDEN // HEADS, fused
+        if fused:
+            self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        else:
+            self.q, self.k, self.v = (nn.Linear(HIDDEN, HIDDEN, bias=i == 0) for i in range(3))
+        self.o = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1) if self.fused else (self.q(x), self.k(x), self.v(x))
+        heads = [t.view(*t.shape[:2], self.num_heads, self.head_dim).transpose(1, 2) for t in (q, k, v)]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, fused):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.attention = Attention(fused)
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, fused=False, tied=True):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN, padding_idx=3)
+        self.layers = nn.ModuleList(Layer(fused) for _ in range(2))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def plan_of(fused, sequence):
+    suffix = "+sequence" if sequence else ""
+    plan = {
+        "embed": "vocab",
+        "layers.*.attention.o": "rowwise" + suffix,
+        "layers.*.up": "colwise" + suffix,
+        "layers.*.down": "rowwise" + suffix,
+        "head": "colwise_gather_output",
+    }
+    if fused:
+        plan["layers.*.attention.qkv"] = "packed_colwise:3" + suffix
+    else:
+        plan |= {f"layers.*.attention.{name}": "colwise" + suffix for name in "qkv"}
+    if sequence:
+        plan |= {"layers.0": "sequence_start", "layers.*.norm1": "sequence", "layers.*.norm2": "sequence"}
+        plan |= {"norm": "sequence_end"}
+    return plan
+
+
+def batch(step):
+    return torch.randint(0, VOCAB, (3, 13), generator=torch.Generator().manual_seed(step))
+
+
+def train(model, steps=10):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        ids = batch(step)
+        F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.ranks(1, 2, 3, 4, init=False)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_is_that_of_the_model_on_one_device(fused, sequence, tied):
+    init_distributed(tp_size=int(os.environ["WORLD_SIZE"]))
+    torch.manual_seed(0)
+    plain = Model(fused, tied)
+    model = copy.deepcopy(plain)
+    start = copy.deepcopy(plain.state_dict())
+    assert parallelize(model, plan_of(fused, sequence)) is model
+    assert (model.head.weight is model.embed.weight) == tied
+    model = copy.deepcopy(model)
+    train(plain)
+    train(model)
+    after = full_state_dict(model)
+    assert list(after) == list(start)
+    for name, value in plain.state_dict().items():
+        update, expected = after[name] - start[name], value - start[name]
+        assert (update - expected).norm() <= 1e-5 * expected.norm(), name
+    other = parallelize(Model(fused, tied), plan_of(fused, sequence))
+    load_full_state_dict(other, plain.state_dict())
+    torch.testing.assert_close(other(batch(0)[:, :-1]), plain(batch(0)[:, :-1]))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_rank_holds_its_piece_and_says_of_what(ctx):
+    model = parallelize(Model(fused=True), plan_of(True, False))
+    weight = model.layers[0].attention.qkv.weight
+    assert weight.shape == (3 * HIDDEN // 2, HIDDEN)
+    assert slice_of(weight).shape == (3 * HIDDEN, HIDDEN)
+    assert slice_of(weight).tp_blocks == (HIDDEN, HIDDEN, HIDDEN)
+    assert model.layers[0].attention.num_heads == HEADS // 2
+    assert isinstance(model.layers[0].attention.qkv, nn.Linear)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_query_key_and_value_reduce_the_gradient_of_their_input_together(ctx):
+    model = parallelize(Model(), plan_of(False, False))
+    x = torch.randn(2, 5, HIDDEN, requires_grad=True)
+    before = {op: count.calls for op, count in ctx.tp.traffic.items()}
+    model.layers[0](x).sum().backward()
+    calls = {op: count.calls - before.get(op, 0) for op, count in ctx.tp.traffic.items()}
+    # Forward: two reductions, in two chunks each; backward: the inputs of attention and of the feed-forward.
+    assert calls["all_reduce"] == 4 + 2
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_the_first_batch_is_compared(ctx):
+    model = parallelize(Model(), plan_of(False, False))
+    with pytest.raises(RuntimeError, match="must be given the same batch"):
+        model(batch(ctx.tp_rank))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.parametrize(
+    ("plan", "error", "message"),
+    [
+        ({"layers.*.upp": "colwise"}, ValueError, r"names 'layers\.\*\.upp', and Model has no module"),
+        ({"layers.*.up": "columnwise"}, ValueError, "by 'columnwise', which is no style; choose one of sequence"),
+        ({"layers.*.up": "colwise:3"}, ValueError, "no style"),
+        ({"layers.*.up": "sequence+sequence"}, ValueError, "no style"),
+        ({"norm": "colwise"}, TypeError, "'norm' is a LayerNorm; 'colwise' cuts a torch.nn.Linear"),
+        ({"norm": "vocab"}, TypeError, "'norm' is a LayerNorm; 'vocab' cuts a torch.nn.Embedding"),
+        ({"embed": "vocab"}, ValueError, "'head' shares a parameter with 'embed', which the plan cuts"),
+        ({"embed": "vocab", "head": "rowwise"}, ValueError, "share a parameter and are cut differently"),
+        (None, ValueError, "Model carries no tp_plan"),
+    ],
+)
+def test_plans_that_cannot_be(ctx, plan, error, message):
+    model = Model()
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        parallelize(model, plan)
+    assert not model._forward_pre_hooks
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+
+
+@pytest.mark.ranks(3, tp_size=3)
+def test_sizes_that_do_not_divide_are_named(ctx):
+    model = nn.ModuleDict({"a": nn.Linear(4, 6), "b": nn.Linear(6, 4)})
+    with pytest.raises(ValueError, match=r"dimension 0 of 'b', of shape \(4, 6\), cannot be divided into 3"):
+        parallelize(model, {"a": "colwise", "b": "colwise"})
+    assert type(model["a"]) is nn.Linear
+    parallelize(model, {"a": "colwise"})
+    with pytest.raises(ValueError, match="'a' has been cut already"):
+        parallelize(model, {"a": "colwise"})
+
+    attention = Attention(fused=False)
+    attention.num_heads, attention.head_dim = 8, 3
+    with pytest.raises(ValueError, match=r"'q' has 8 heads of 3 features, which cannot be divided over 3"):
+        parallelize(attention, {"q": "colwise"})
+    attention.head_dim = None
+    with pytest.raises(ValueError, match="num_heads=8 of '' cannot be divided over 3"):
+        parallelize(attention, {"q": "colwise"})
+    with pytest.raises(ValueError, match=r"dimension 0 of 'x', .* into 5 parts over 3"):
+        parallelize(nn.ModuleDict({"x": nn.Linear(2, 6)}), {"x": "packed_colwise:5"})
+    with pytest.raises(ValueError, match="'x' has max_norm=1"):
+        parallelize(nn.ModuleDict({"x": nn.Embedding(6, 2, max_norm=1)}), {"x": "vocab"})
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_state_dict_that_does_not_fit_changes_nothing(ctx):
+    model = parallelize(Model(), plan_of(False, False))
+    state = full_state_dict(model)
+    before = model.layers[0].up.weight.clone()
+    wrong = {**state, "layers.0.up.weight": state["layers.0.up.weight"] + 1, "embed.weight": torch.zeros(5, 5)}
+    with pytest.raises(ValueError, match=r"'embed.weight' has shape \(5, 5\); the whole parameter has \(24, 24\)"):
+        load_full_state_dict(model, wrong)
+    assert torch.equal(model.layers[0].up.weight, before)

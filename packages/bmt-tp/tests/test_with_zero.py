@@ -1,0 +1,272 @@
+"""Tensor parallelism and ZeRO together; conftest.py leaves this file out where bmt_zero is not installed."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bmt_tp import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VPEmbedding,
+    parallelize,
+    per_rank_random,
+    sequence_parallel,
+)
+from bmt_zero import (
+    Block,
+    BMTrainModelWrapper,
+    DistributedModule,
+    TransformerBlockList,
+    init_parameters,
+    load,
+    load_state_dict,
+    no_sync,
+    save,
+)
+
+VOCAB, HIDDEN, LENGTH = 24, 12, 12
+LAYOUTS = [(1, 1), (2, 2), (4, 2), (3, 3), (4, 4)]  # ranks, tensor-parallel size
+
+
+class PlainLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class PlainModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(PlainLayer() for _ in range(3))
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) @ self.embed.weight.T
+
+
+class Layer(DistributedModule):
+    def __init__(self, sequence):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = ColumnParallelLinear(HIDDEN, 24, gather_input=sequence)
+        self.down = RowParallelLinear(24, HIDDEN, all_reduce_output=not sequence)
+        if sequence:
+            sequence_parallel(self.norm)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(DistributedModule):
+    """The same with parallel layers; the scores are this rank's part of the vocabulary."""
+
+    def __init__(self, sequence, level=None, checkpoint=True):
+        super().__init__()
+        self.embed = VPEmbedding(VOCAB, HIDDEN, torch.float32, sequence_parallel=sequence)
+        self.layers = TransformerBlockList([Block(Layer(sequence), checkpoint, level) for _ in range(3)])
+        self.norm = BMTrainModelWrapper(nn.LayerNorm(HIDDEN))
+        if sequence:
+            sequence_parallel(self.norm)
+
+    def forward(self, ids):
+        return self.embed(self.norm(self.layers(self.embed(ids))), projection=True)
+
+
+def batches(step, count=4):
+    ids = torch.randint(0, VOCAB, (count, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def whole_loss(scores, targets, ctx):
+    """Cross entropy over scores that are split along the vocabulary, by way of the whole scores."""
+    from bmt_tp import gather_along
+
+    return F.cross_entropy(gather_along(scores, -1, ctx.tp).flatten(0, 1), targets.flatten())
+
+
+def train_plain(model, steps=10):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        ids, targets = batches(step, 12)
+        F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train(model, ctx, parts=1, steps=10):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        ids, targets = (t.chunk(ctx.data_size)[ctx.data_rank] for t in batches(step, 12))
+        for i in range(parts):
+            mine = slice(i, None, parts)
+            loss = whole_loss(model(ids[mine]), targets[mine], ctx) / (ctx.replicas * parts)
+            if i < parts - 1:
+                with no_sync(model):
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same_update(model, plain, start):
+    after = model.state_dict()
+    assert list(after) == list(start)
+    for name, value in plain.state_dict().items():
+        update, expected = after[name].cpu() - start[name], value - start[name]
+        assert (update - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+def check_training(ctx, model, plain, parts=1):
+    start = copy.deepcopy(plain.state_dict())
+    load_state_dict(model, start)
+    train_plain(plain)
+    train(model, ctx, parts)
+    assert_same_update(model, plain, start)
+
+
+@pytest.mark.ranks(4, tp_size=2)
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_two_by_two_ranks_train_as_one_device_at_every_level(ctx, level, sequence):
+    torch.manual_seed(0)
+    check_training(ctx, Model(sequence, level, checkpoint=level == 3), PlainModel(), parts=2)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("sequence", [True, False])
+def test_one_rank_trains_as_one_device(ctx, sequence):
+    torch.manual_seed(0)
+    check_training(ctx, Model(sequence), PlainModel())
+
+
+@pytest.mark.ranks(3, tp_size=3)
+def test_three_tensor_parallel_ranks_train_as_one_device(ctx):
+    torch.manual_seed(0)
+    check_training(ctx, Model(True), PlainModel())
+
+
+@pytest.mark.ranks(4, tp_size=2)
+@pytest.mark.parametrize("sequence", [True, False])
+def test_a_plain_model_is_cut_and_then_sharded(ctx, sequence):
+    suffix = "+sequence" if sequence else ""
+    plan = {"layers.*.up": "colwise" + suffix, "layers.*.down": "rowwise" + suffix}
+    if sequence:
+        plan |= {"layers.0": "sequence_start", "layers.*.norm": "sequence", "norm": "sequence_end"}
+    torch.manual_seed(0)
+    plain = PlainModel()
+    model = BMTrainModelWrapper(parallelize(copy.deepcopy(plain), plan))
+    start = copy.deepcopy(plain.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train_plain(plain)
+    for step in range(10):
+        ids, targets = (t.chunk(ctx.data_size)[ctx.data_rank] for t in batches(step, 12))
+        (F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()) / ctx.replicas).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_update(model, plain, start)
+
+
+@pytest.mark.ranks(4, tp_size=2)
+def test_files_are_those_of_the_plain_model_at_any_size(ctx, tmp_path):
+    torch.manual_seed(0)
+    plain = PlainModel()
+    model = Model(True)
+    load_state_dict(model, plain.state_dict())
+    save(model, str(tmp_path / "model.pt"))
+    ctx.world.barrier()
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(saved[name], value)
+    other = Model(False)
+    load(other, str(tmp_path / "model.pt"))
+    for name, value in other.state_dict().items():
+        assert torch.equal(value.cpu(), saved[name])
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_initial_values_do_not_depend_on_the_tensor_parallel_size(ctx):
+    with torch.device("meta"):
+        column, row = ColumnParallelLinear(HIDDEN, 24), RowParallelLinear(24, HIDDEN)
+    parallel = nn.ModuleDict({"column": column, "row": row})
+    init_parameters(parallel)
+    from bmt_tp import Linear
+
+    whole = nn.ModuleDict({"column": Linear(HIDDEN, 24), "row": Linear(24, HIDDEN)})
+    init_parameters(whole)
+    expected = whole.state_dict()
+    for name, value in parallel.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_dropout_in_a_checkpointed_block_is_replayed_and_differs_between_ranks(ctx):
+    masks = []
+
+    class Drop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, x):
+            with per_rank_random():
+                y = F.dropout(x * self.weight, 0.5)
+            masks.append(y.detach().clone())
+            return y * y
+
+    torch.manual_seed(0)
+    Block(Drop())(torch.ones(64)).sum().backward()
+    assert torch.equal(masks[0], masks[1])
+    first, second = ctx.tp.all_gather_object(masks[0])
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.ranks(4, tp_size=2)  # so that ZeRO's communicators are others
+@pytest.mark.parametrize("sequence", [True, False])
+def test_traffic_of_a_layer_is_that_of_the_formula(ctx, sequence):
+    """Without sequence parallelism an all-reduce of the activations for each pair of layers, forward and backward.
+    With it an all-gather and a reduce-scatter instead of each, which is as many bytes, and the gather of the first
+    layer's input once more, for the gradient of its weight, since only this rank's part was kept."""
+    model = Layer(sequence)
+    x = torch.randn(4, LENGTH // 2 if sequence else LENGTH, HIDDEN, requires_grad=True)
+    before = {op: count.bytes for op, count in ctx.tp.traffic.items()}
+    model(x).sum().backward()
+    sent = {op: count.bytes - before.get(op, 0) for op, count in ctx.tp.traffic.items()}
+    sent = {op: count for op, count in sent.items() if count}
+    activation = 4 * LENGTH * HIDDEN * 4  # bytes of the whole
+    all_reduce = 2 * activation // 2
+    if sequence:
+        norm = 2 * HIDDEN * 4  # bytes: its gradient is summed
+        assert sent == {"all_gather": 3 * all_reduce // 2, "reduce_scatter": 2 * all_reduce // 2, "all_reduce": norm}
+    else:
+        assert sent == {"all_reduce": 2 * all_reduce}
+
+
+@pytest.mark.ranks(3, tp_size=3)
+def test_activations_outside_of_the_pairs_are_a_part_of_those_without_sequence_parallelism(ctx):
+    kept = {}
+    for sequence in (True, False):
+        layer = Layer(sequence)
+        x = torch.randn(4, LENGTH // (3 if sequence else 1), HIDDEN, requires_grad=True)
+        sizes = {}
+
+        def note(t, sizes=sizes):
+            if t.dim() == 3 and t.shape[-1] == HIDDEN:
+                sizes[t.data_ptr()] = t.numel()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            layer(x)
+        kept[sequence] = sum(sizes.values())
+    assert kept[False] == 3 * kept[True] > 0

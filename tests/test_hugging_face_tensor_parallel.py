@@ -1,0 +1,120 @@
+"""Hugging Face models, with random weights, cut over tensor-parallel ranks and then sharded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import bmt_tp
+import bmt_zero
+
+VOCABULARY = 38
+
+# GPT-2 carries no plan. Its query, key and value are one Conv1D.
+GPT2_PLAN = {
+    "transformer.wte": "vocab",
+    "transformer.h.*.attn.c_attn": "packed_colwise:3",
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
+
+def build(kind: str) -> PreTrainedModel:
+    torch.manual_seed(3)
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    if kind == "gpt2":
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=3, n_head=2,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2, **ids,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config).double()
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=20, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2, **ids,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+def plan_of(kind: str, model: PreTrainedModel) -> dict[str, str] | None:
+    if kind == "gpt2":
+        return GPT2_PLAN
+    if kind == "llama":
+        return None  # the model's own
+    plan: dict[str, str] = dict(model.tp_plan)
+    # The attention takes the length of the sequence from its input, so this is where it is joined.
+    plan |= {"model.layers.*.self_attn": "sequence_gather", "model.layers.*.mlp": "sequence_gather"}
+    plan |= {f"model.layers.*.{name}": "rowwise+sequence" for name in ("self_attn.o_proj", "mlp.down_proj")}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    plan |= {f"model.layers.*.{name}": "sequence" for name in norms}
+    return {**plan, "model.layers.0": "sequence_start", "model.norm": "sequence_end"}
+
+
+def train(model: nn.Module, batches: list[Tensor], replicas: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses: list[float] = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(input_ids=batch, labels=batch).loss
+        (loss / replicas).backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.ranks(4, tp_size=2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama in sequence"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_trains_as_the_plain_model_does(ctx: Any, kind: str, sharded: bool) -> None:
+    plain = build(kind)
+    start = copy.deepcopy(plain.state_dict())
+    model = build(kind)
+    bmt_tp.parallelize(model, plan_of(kind, model))
+    if sharded:
+        bmt_zero.BMTrainModelWrapper(model)
+        assert sum(isinstance(m, bmt_zero.Block) for m in model.modules()) == 3
+    plain.train(), model.train()
+    replicas = ctx.data_size if sharded else 1
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(1, VOCABULARY, (2 * replicas, 10), generator=generator) for _ in range(10)]
+    wanted = train(plain, batches, 1)
+    rank = ctx.data_rank if sharded else 0
+    losses = torch.tensor(train(model, [b.chunk(replicas)[rank] for b in batches], replicas))
+    ctx.world.all_reduce(losses, "avg")
+    torch.testing.assert_close(losses, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+    found = bmt_tp.full_state_dict(model)
+    assert list(found) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        change = (value - start[name]).norm()
+        assert change > 1e-4, name
+        assert (found[name] - value).norm() <= 1e-8 * change, name
+    plain.load_state_dict(found, strict=True)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_plain_checkpoint_is_loaded_into_a_model_that_was_cut(ctx: Any) -> None:
+    plain = build("gpt2")
+    model = bmt_tp.parallelize(build("gpt2"), GPT2_PLAN)
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.mul_(1.5)
+    bmt_tp.load_full_state_dict(model, plain.state_dict())
+    assert model.lm_head.weight is model.transformer.wte.weight
+    ids = torch.arange(1, 11)[None]
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.ranks(3, tp_size=3)
+def test_sizes_that_cannot_be_divided_are_named(ctx: Any) -> None:
+    model = build("llama")
+    with pytest.raises(ValueError, match=r"'model.embed_tokens', of shape \(38, 16\), cannot be divided into 3"):
+        bmt_tp.parallelize(model)
