@@ -110,6 +110,24 @@ def tests_across(session: nox.Session) -> None:
     session.run("python", ".ci/check_docs.py")
 
 
+@nox.session(default=False)
+def sanitize(session: nox.Session) -> None:
+    """The tests of bmt-kernels with its CPU module under AddressSanitizer and UndefinedBehaviorSanitizer (GCC)."""
+    needs_environment(session)
+    install(session, "torch", *TEST_NEEDS, *BUILD_NEEDS)
+    install_build_tools(session)
+    build = {"BMT_SANITIZE": "ON", "BMT_CUDA": "OFF", "SKBUILD_BUILD_DIR": str(session.env_dir / "build-sanitized")}
+    session.install("--no-build-isolation", "--no-deps", "--force-reinstall", "packages/bmt-kernels", env=build)
+    libraries = [
+        (session.run("g++", f"-print-file-name=lib{name}.so", silent=True, external=True) or "").strip()
+        for name in ("asan", "ubsan")
+    ]
+    # Python and torch do not free all they have at their end, and torch's exceptions cross the sanitizer's stacks.
+    environment = {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
+    arguments = session.posargs or ["packages/bmt-kernels/tests"]
+    session.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, env=environment)
+
+
 @nox.session(requires=["build"], default=False)
 def docs(session: nox.Session) -> None:
     """Links of the Markdown files resolve, and their Python examples run."""

@@ -4,6 +4,7 @@ from ._version import __version__
 from .batch import check_same_batch
 from .embedding import VPEmbedding
 from .linear import Linear
+from .loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from .ops import OpLinear
 from .parallel_linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from .parallel_ops import OpParallelLinear, ReduceType, column_linear, row_linear
@@ -36,4 +37,6 @@ __all__ = [
     "row_linear",
     "sequence_parallel",
     "split_along",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]

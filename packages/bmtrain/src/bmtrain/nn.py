@@ -18,6 +18,8 @@ from bmt_tp import (
     reduce_scatter_along,
     sequence_parallel,
     split_along,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
 )
 
 __all__ = [
@@ -38,4 +40,6 @@ __all__ = [
     "reduce_scatter_along",
     "sequence_parallel",
     "split_along",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]

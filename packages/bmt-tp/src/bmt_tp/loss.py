@@ -1,0 +1,120 @@
+"""Cross entropy over a vocabulary of which every tensor-parallel rank has a range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from bmt_comm import Communicator
+from bmt_kernels import parallel_cross_entropy, parallel_linear_cross_entropy
+
+from .regions import copy_to_ranks, gather_along, tensor_comm
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    comm: Communicator | None = None,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    inplace_backward: bool = False,
+) -> Tensor:
+    """The cross entropy of scores that are split along the vocabulary; the whole scores are nowhere.
+
+    One all-gather of three numbers per row and rank (four with label smoothing) in forward, and nothing in backward.
+
+    Args:
+        logits: (\\*, V / ranks), this rank's range of the classes, as :class:`bmt_tp.VPEmbedding` and a
+            column-parallel layer give them.
+        target: (\\*), classes of the whole vocabulary (any integer dtype), the same on every rank.
+        comm: the tensor-parallel ranks; by default the context's.
+        weight, ignore_index, reduction, label_smoothing, inplace_backward: as for ``bmt_kernels.cross_entropy``.
+
+    Returns:
+        The loss, the same bits on every rank: () , or (\\*) for reduction "none". Backward is that of this one loss.
+
+    Raises:
+        TypeError, ValueError, IndexError: as ``bmt_kernels.cross_entropy`` does.
+    """
+    comm = tensor_comm(comm)
+    columns = logits.shape[-1]
+    loss = parallel_cross_entropy(
+        logits.flatten(0, -2) if logits.dim() > 1 else logits[None],
+        target.reshape(-1),
+        _gather(comm),
+        vocab_start=comm.rank * columns,
+        vocab_size=comm.size * columns,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        inplace_backward=inplace_backward,
+    )
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def vocab_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    comm: Communicator | None = None,
+    *,
+    gather_input: bool = False,
+    sequence_dim: int = -2,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The head and its loss in one: not even this rank's scores exist as a whole, only chunks of them.
+
+    Args:
+        hidden: (\\*, H), whole; with ``gather_input`` this rank's part of ``sequence_dim``.
+        weight: (V / ranks, H), this rank's rows, such as ``VPEmbedding.weight``.
+        target: (\\*), classes of the whole vocabulary, the same on every rank.
+        bias: (V / ranks,).
+        comm: the tensor-parallel ranks; by default the context's.
+        gather_input, sequence_dim: whether, and along which dimension, hidden is to be joined first.
+        class_weight, ignore_index, reduction, label_smoothing, chunk_size: as for
+            ``bmt_kernels.linear_cross_entropy``.
+
+    Returns:
+        The loss, the same bits on every rank: (), or (\\*) for reduction "none". Backward is that of this one loss.
+
+    Raises:
+        TypeError, ValueError, IndexError: as ``bmt_kernels.linear_cross_entropy`` does.
+    """
+    comm = tensor_comm(comm)
+    if gather_input:
+        hidden = gather_along(hidden, sequence_dim, comm, partial_grad=True)
+    else:
+        hidden = copy_to_ranks(hidden, comm)
+    return parallel_linear_cross_entropy(
+        hidden,
+        weight,
+        target,
+        _gather(comm),
+        bias,
+        vocab_start=comm.rank * len(weight),
+        vocab_size=comm.size * len(weight),
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        chunk_size=chunk_size,
+    )
+
+
+def _gather(comm: Communicator) -> Callable[[Tensor], Tensor]:
+    def gather(statistics: Tensor) -> Tensor:
+        everyones = statistics.new_empty(comm.size, *statistics.shape)
+        comm.all_gather(everyones, statistics)
+        return everyones
+
+    return gather
