@@ -2,7 +2,9 @@
 #pragma once
 
 #include "cpu/adam.h"
+#include "cpu/adam8bit.h"
 #include "cpu/overflow.h"
+#include "cpu/quantize.h"
 
 namespace bmt {
 
@@ -10,6 +12,8 @@ struct Kernels {
   const char* name;
   AdamKernels adam;
   OverflowKernels overflow;
+  QuantizeKernels quantize;
+  Adam8bitKernels adam8bit;
 };
 
 extern const Kernels kPortableKernels;

@@ -47,6 +47,58 @@ BMT_INLINE void store_f16(uint16_t* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// Sixteen 32-bit integers.
+struct Ints {
+  __m512i x;
+};
+
+BMT_INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.x, b.x)}; }
+BMT_INLINE Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.x, b.x)}; }
+BMT_INLINE Ints operator&(Ints a, Ints b) { return {_mm512_and_si512(a.x, b.x)}; }
+BMT_INLINE Ints operator^(Ints a, Ints b) { return {_mm512_xor_si512(a.x, b.x)}; }
+BMT_INLINE Ints constant(int32_t a, Ints) { return {_mm512_set1_epi32(a)}; }
+BMT_INLINE Ints larger(Ints a, Ints b) { return {_mm512_max_epi32(a.x, b.x)}; }
+BMT_INLINE Ints smaller(Ints a, Ints b) { return {_mm512_min_epi32(a.x, b.x)}; }
+BMT_INLINE Ints sign_mask(Ints a) { return {_mm512_srai_epi32(a.x, 31)}; }
+template <int kBits>
+BMT_INLINE Ints shift_down(Ints a) {
+  return {_mm512_srli_epi32(a.x, kBits)};
+}
+BMT_INLINE Ints pattern_of(Vec a) { return {_mm512_castps_si512(a.x)}; }
+
+BMT_INLINE Ints gather(const uint32_t* table, Ints i) { return {_mm512_i32gather_epi32(i.x, table, 4)}; }
+
+// Permutations of the whole table, which take half the time of a gather: the low five bits of the index choose within
+// 32 entries, the others among eight such results.
+BMT_INLINE Vec lookup(const float (&table)[256], Ints i) {
+#ifdef BMT_GATHER
+  return {_mm512_i32gather_ps(i.x, table, 4)};
+#else
+  const auto of_32 = [&](int part) __attribute__((always_inline)) {
+    const float* p = table + 32 * part;
+    return _mm512_permutex2var_ps(_mm512_loadu_ps(p), i.x, _mm512_loadu_ps(p + 16));
+  };
+  const __mmask16 bit5 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(32));
+  const __mmask16 bit6 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(64));
+  const __mmask16 bit7 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(128));
+  const auto of_64 = [&](int part) __attribute__((always_inline)) {
+    return _mm512_mask_mov_ps(of_32(2 * part), bit5, of_32(2 * part + 1));
+  };
+  const auto of_128 = [&](int part) __attribute__((always_inline)) {
+    return _mm512_mask_mov_ps(of_64(2 * part), bit6, of_64(2 * part + 1));
+  };
+  return {_mm512_mask_mov_ps(of_128(0), bit7, of_128(1))};
+#endif
+}
+
+BMT_INLINE Ints load_codes(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+BMT_INLINE void store_codes(uint8_t* p, Ints a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.x));
+}
+BMT_INLINE int32_t largest_lane(Ints a) { return _mm512_reduce_max_epi32(a.x); }
+
 #include "cpu/kernels.inl"
 
 }  // namespace
