@@ -20,6 +20,36 @@ BMT_INLINE Int nearest_code(Int pattern) {
                  : bmt::nearest_unsigned(pattern, kUnsignedBuckets.at);
 }
 
+#if BMT_PERMUTES
+static constexpr bmt::Lines kSignedLines = bmt::make_lines(true);
+static constexpr bmt::Lines kUnsignedLines = bmt::make_lines(false);
+
+// The codes of normalized numbers, by the lines of quantize.h.
+template <bool kSigned>
+BMT_INLINE Ints nearest_codes(Vec y) {
+  const bmt::Lines& lines = kSigned ? kSignedLines : kUnsignedLines;
+  const Ints pattern = pattern_of(y);
+  const Ints sign = sign_mask(pattern);
+  Ints x = pattern;
+  if (kSigned) x = x & constant(0x7fffffff, x);
+  x = larger(x, constant(bmt::kSegmentLeast, x));
+  const Ints word = choose(lines.segments.at, shift_down<bmt::kSegmentShift>(x));
+  const Ints segment = shift_down<bmt::kSegmentShift>(word + (x & constant((1 << bmt::kSegmentShift) - 1, x)));
+  const Vec line = number_of(x) * choose(lines.slope, segment) + choose(lines.intercept, segment);
+  const Vec place = smaller(line, choose(lines.limit, segment));
+  const Ints rank = truncated(place - spread(bmt::kDoubt));
+  if (__builtin_expect(differ(rank, truncated(place + spread(bmt::kDoubt))), 0)) return nearest_code<kSigned>(pattern);
+  if (!kSigned) return rank;
+  const Ints within = smaller(rank, constant(255 - bmt::kSignedZero, rank) + sign);
+  return ((within ^ sign) - sign) + constant(bmt::kSignedZero, rank);
+}
+#elif BMT_VECTOR
+template <bool kSigned>
+BMT_INLINE Ints nearest_codes(Vec y) {
+  return nearest_code<kSigned>(pattern_of(y));
+}
+#endif
+
 BMT_INLINE int32_t magnitude_of(float x) { return static_cast<int32_t>(bmt::float_bits(x) & 0x7fffffffu); }
 
 #if BMT_VECTOR
@@ -44,7 +74,7 @@ BMT_INLINE float quantize_block(const float* __restrict x, int n, int32_t magnit
   const Vec inverse = spread(scale.inverse);
   for (; i + kWidth <= n; i += kWidth) {
     const Vec y = bmt::normalized(load_f32(x + i), power, inverse);
-    store_codes(codes + i, nearest_code<kSigned>(pattern_of(y)));
+    store_codes(codes + i, nearest_codes<kSigned>(y));
   }
 #endif
   for (; i < n; ++i) {

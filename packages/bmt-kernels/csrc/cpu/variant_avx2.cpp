@@ -5,6 +5,7 @@
 #include "cpu/kernels.h"
 
 #define BMT_VECTOR 1
+#define BMT_PERMUTES 0
 
 namespace {
 

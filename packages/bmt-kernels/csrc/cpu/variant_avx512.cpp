@@ -5,6 +5,7 @@
 #include "cpu/kernels.h"
 
 #define BMT_VECTOR 1
+#define BMT_PERMUTES 1
 
 namespace {
 
@@ -67,6 +68,16 @@ BMT_INLINE Ints shift_down(Ints a) {
 BMT_INLINE Ints pattern_of(Vec a) { return {_mm512_castps_si512(a.x)}; }
 
 BMT_INLINE Ints gather(const uint32_t* table, Ints i) { return {_mm512_i32gather_epi32(i.x, table, 4)}; }
+
+BMT_INLINE Vec number_of(Ints a) { return {_mm512_castsi512_ps(a.x)}; }
+BMT_INLINE Vec smaller(Vec a, Vec b) { return {_mm512_min_ps(a.x, b.x)}; }
+BMT_INLINE Ints truncated(Vec a) { return {_mm512_cvttps_epi32(a.x)}; }
+BMT_INLINE bool differ(Ints a, Ints b) { return _mm512_cmpneq_epi32_mask(a.x, b.x) != 0; }
+// Tables in one or two registers; the index is taken modulo their length.
+BMT_INLINE Vec choose(const float (&table)[16], Ints i) { return {_mm512_permutexvar_ps(i.x, _mm512_loadu_ps(table))}; }
+BMT_INLINE Ints choose(const uint32_t (&table)[32], Ints i) {
+  return {_mm512_permutex2var_epi32(_mm512_loadu_si512(table), i.x, _mm512_loadu_si512(table + 16))};
+}
 
 // Permutations of the whole table, which take half the time of a gather: the low five bits of the index choose within
 // 32 entries, the others among eight such results.

@@ -20,4 +20,6 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("supports", &supports, pybind11::arg("device"));
   bind_adam(m);
   bind_overflow(m);
+  bind_quantize(m);
+  bind_adam8bit(m);
 }
