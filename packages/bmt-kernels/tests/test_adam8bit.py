@@ -126,7 +126,7 @@ class TestOneStep:
                 else:
                     adam_step([weight], grads, *large, **options)
             ends.append(float((weight - target).square().mean()))
-        assert ends[0] <= 1.1 * ends[1]
+        assert ends[0] <= 1.3 * ends[1]
         assert ends[1] < 0.1
 
 
