@@ -79,12 +79,9 @@ BMT_INLINE Ints choose(const uint32_t (&table)[32], Ints i) {
   return {_mm512_permutex2var_epi32(_mm512_loadu_si512(table), i.x, _mm512_loadu_si512(table + 16))};
 }
 
-// Permutations of the whole table, which take half the time of a gather: the low five bits of the index choose within
-// 32 entries, the others among eight such results.
+// Permutations of the whole table instead of a gather: the low five bits of the index choose within 32 entries, the
+// others among eight such results.
 BMT_INLINE Vec lookup(const float (&table)[256], Ints i) {
-#ifdef BMT_GATHER
-  return {_mm512_i32gather_ps(i.x, table, 4)};
-#else
   const auto of_32 = [&](int part) __attribute__((always_inline)) {
     const float* p = table + 32 * part;
     return _mm512_permutex2var_ps(_mm512_loadu_ps(p), i.x, _mm512_loadu_ps(p + 16));
@@ -99,7 +96,6 @@ BMT_INLINE Vec lookup(const float (&table)[256], Ints i) {
     return _mm512_mask_mov_ps(of_64(2 * part), bit6, of_64(2 * part + 1));
   };
   return {_mm512_mask_mov_ps(of_128(0), bit7, of_128(1))};
-#endif
 }
 
 BMT_INLINE Ints load_codes(const uint8_t* p) {

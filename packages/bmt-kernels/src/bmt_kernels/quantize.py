@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -176,7 +178,7 @@ def _empty_codes(x: Tensor, block_offset: int) -> tuple[Tensor, Tensor]:
     return codes, torch.empty(block_count(x.numel(), block_offset), dtype=torch.float32, device=x.device)
 
 
-def _kernel(name: str, device: torch.device, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+def _kernel(name: str, device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
     """The compiled function, given (values, dtype, codes, absmax, numel, signed, block_offset); None: reference."""
     if dtype not in _DTYPE_CODES:
         return None
