@@ -31,6 +31,7 @@ run() { # run TITLE COMMAND...: keep the output, go on after a failure and say s
 run kernels "$python" -m bmt_kernels
 run tests "$python" -m pytest -q -p bmt_comm.testing.plugin packages tests
 run adam "$python" benchmarks/adam.py
+run adam8bit "$python" benchmarks/adam8bit.py
 run overhead "$python" benchmarks/overhead.py
 run memory "$python" benchmarks/memory.py
 run train-step "$python" benchmarks/train_step.py

@@ -12,6 +12,7 @@ constexpr int32_t kCpu = 1;
 constexpr int32_t kCuda = 2;
 constexpr int32_t kCudaHost = 3;  // pinned host memory
 
+constexpr uint8_t kUnsigned = 1;
 constexpr uint8_t kFloat = 2;
 constexpr uint8_t kBfloat = 4;
 

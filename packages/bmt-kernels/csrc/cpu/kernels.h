@@ -3,7 +3,9 @@
 
 #include "cpu/adam.h"
 #include "cpu/norms.h"
+#include "cpu/adam8bit.h"
 #include "cpu/overflow.h"
+#include "cpu/quantize.h"
 
 namespace bmt {
 
@@ -12,6 +14,8 @@ struct Kernels {
   AdamKernels adam;
   NormKernels norms;
   OverflowKernels overflow;
+  QuantizeKernels quantize;
+  Adam8bitKernels adam8bit;
 };
 
 extern const Kernels kPortableKernels;

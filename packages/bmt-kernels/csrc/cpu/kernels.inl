@@ -9,6 +9,12 @@
 #include "cpu/adam.inl"
 #include "cpu/norms.inl"
 #include "cpu/overflow.inl"
+#include "cpu/quantize.inl"
+#include "cpu/adam8bit.inl"
 
 // In the order of struct Kernels.
-#define BMT_KERNELS(variant_name) {variant_name, BMT_ADAM_KERNELS, BMT_NORM_KERNELS, BMT_OVERFLOW_KERNELS}
+#define BMT_KERNELS(variant_name)                                                                      \
+  {                                                                                                    \
+    variant_name, BMT_ADAM_KERNELS, BMT_NORM_KERNELS, BMT_OVERFLOW_KERNELS, BMT_QUANTIZE_KERNELS,      \
+        BMT_ADAM8BIT_KERNELS                                                                           \
+  }

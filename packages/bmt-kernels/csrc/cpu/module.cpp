@@ -60,4 +60,6 @@ PYBIND11_MODULE(_cpu, m) {
   bind_adam(m);
   bind_norms(m);
   bind_overflow(m);
+  bind_quantize(m);
+  bind_adam8bit(m);
 }

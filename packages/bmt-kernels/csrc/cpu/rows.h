@@ -21,10 +21,10 @@ inline int useful_threads(int64_t total, int threads) {
 }
 
 // All rows laid end to end are cut into `parts` nearly equal pieces; visit(row, begin, end) is called for what
-// lies in piece `part` of each row. Cuts fall on multiples of 64 elements within a row, so that no two threads
+// lies in piece `part` of each row. Cuts fall on multiples of kUnit elements within a row; with 64, no two threads
 // write to one cache line of an aligned tensor. A row is cut at most where a piece ends, so every thread
 // streams through long contiguous stretches.
-template <class Row, class Visit>
+template <int64_t kUnit = 64, class Row, class Visit>
 void visit_part(const Row* rows, int64_t count, int64_t total, int part, int parts, Visit visit) {
   const auto cut = [&](int p) { return static_cast<int64_t>(static_cast<double>(total) * p / parts); };
   const int64_t first = cut(part);
@@ -35,7 +35,7 @@ void visit_part(const Row* rows, int64_t count, int64_t total, int part, int par
     const auto within = [&](int64_t position) {
       if (position <= start) return int64_t{0};
       if (position >= start + numel) return numel;
-      return (position - start) / 64 * 64;
+      return (position - start) / kUnit * kUnit;
     };
     const int64_t begin = within(first);
     const int64_t end = within(last);

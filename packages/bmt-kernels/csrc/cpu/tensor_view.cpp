@@ -7,7 +7,8 @@ namespace {
 
 // Set once by set_tensor_type, and kept for ever.
 PyTypeObject* tensor_type_object = nullptr;
-PyObject* dtype_objects[kDTypes] = {};
+constexpr int kReadable = kDTypes + 1;  // and kBytes
+PyObject* dtype_objects[kReadable] = {};
 const dlpack::ExchangeApi* exchange = nullptr;  // null: read Python attributes
 
 bool on_device(const dlpack::Tensor& t, const Target& target) {
@@ -28,6 +29,8 @@ bool read_exchange(PyObject* object, const Target& target, View& view) {
     view.dtype = static_cast<int64_t>(DType::kBFloat16);
   } else if (t.dtype.code == dlpack::kFloat && t.dtype.bits == 16) {
     view.dtype = static_cast<int64_t>(DType::kFloat16);
+  } else if (t.dtype.code == dlpack::kUnsigned && t.dtype.bits == 8) {
+    view.dtype = kBytes;
   } else {
     return false;
   }
@@ -58,7 +61,7 @@ bool read_attributes(PyObject* object, const Target& target, View& view) {
     return false;
   }
   view.dtype = -1;
-  for (int i = 0; i < kDTypes; ++i) {
+  for (int i = 0; i < kReadable; ++i) {
     if (dtype.ptr() == dtype_objects[i]) view.dtype = i;
   }
   view.ndim = static_cast<int32_t>(PyTuple_GET_SIZE(shape.ptr()));
@@ -83,7 +86,7 @@ bool read_attributes(PyObject* object, const Target& target, View& view) {
 }  // namespace
 
 bool set_tensor_type(py::object tensor_type, py::tuple dtypes, bool allow_exchange) {
-  if (!PyType_Check(tensor_type.ptr()) || dtypes.size() != kDTypes) throw py::type_error("torch.Tensor and 3 dtypes");
+  if (!PyType_Check(tensor_type.ptr()) || dtypes.size() != kReadable) throw py::type_error("torch.Tensor and 4 dtypes");
   exchange = nullptr;
   if (allow_exchange && py::hasattr(tensor_type, "__dlpack_c_exchange_api__")) {
     const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
@@ -95,17 +98,25 @@ bool set_tensor_type(py::object tensor_type, py::tuple dtypes, bool allow_exchan
     while (api != nullptr && api->version.major != dlpack::kMajorVersion) api = api->previous;
     if (api != nullptr && api->tensor_from_py_object_no_sync != nullptr) exchange = api;
   }
-  for (int i = 0; i < kDTypes; ++i) dtype_objects[i] = py::object(dtypes[static_cast<size_t>(i)]).release().ptr();
+  for (int i = 0; i < kReadable; ++i) dtype_objects[i] = py::object(dtypes[static_cast<size_t>(i)]).release().ptr();
   tensor_type_object = reinterpret_cast<PyTypeObject*>(tensor_type.release().ptr());
   return exchange != nullptr;
 }
 
 bool tensors_are_readable() { return tensor_type_object != nullptr; }
 
-bool view_of(PyObject* object, const Target& target, View& view) {
+static bool any_view_of(PyObject* object, const Target& target, View& view) {
   if (!PyObject_TypeCheck(object, tensor_type_object)) return false;
   if (!(exchange != nullptr ? read_exchange : read_attributes)(object, target, view)) return false;
   return view.numel == 0 || view.data != 0;  // otherwise a wrapper without storage of its own
+}
+
+bool view_of(PyObject* object, const Target& target, View& view) {
+  return any_view_of(object, target, view) && view.dtype != kBytes;
+}
+
+bool byte_view_of(PyObject* object, const Target& target, View& view) {
+  return any_view_of(object, target, view) && view.dtype == kBytes;
 }
 
 bool overlapping(const std::vector<Interval>& unsorted_outputs, const std::vector<Interval>& inputs) {

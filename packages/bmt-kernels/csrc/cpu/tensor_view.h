@@ -17,7 +17,7 @@ namespace bmt {
 
 namespace py = pybind11;
 
-// To be called before the others with torch.Tensor and its dtypes in the order of DType. Returns whether tensors
+// To be called before the others with torch.Tensor, its dtypes in the order of DType, and uint8. Returns whether tensors
 // are read through the DLPack exchange functions (torch >= 2.10) rather than through their Python attributes.
 bool set_tensor_type(py::object tensor_type, py::tuple dtypes, bool allow_exchange);
 
@@ -42,6 +42,7 @@ class Items {
 };
 
 constexpr int kMaxDims = 8;
+constexpr int64_t kBytes = kDTypes;  // the dtype of a view that is not floating point
 
 struct View {
   int64_t data;
@@ -50,7 +51,7 @@ struct View {
   int32_t ndim;
   int64_t shape[kMaxDims];
 
-  int64_t bytes() const { return numel * item_size(static_cast<DType>(dtype)); }
+  int64_t bytes() const { return dtype == kBytes ? numel : numel * item_size(static_cast<DType>(dtype)); }
   bool same_shape(const View& other) const {
     return ndim == other.ndim && std::equal(shape, shape + ndim, other.shape);
   }
@@ -65,6 +66,9 @@ struct Target {
 
 // Fills in a view of a contiguous floating-point tensor on the device; false if it is anything else.
 bool view_of(PyObject* object, const Target& target, View& view);
+
+// The same of a contiguous uint8 tensor; its view's dtype is kBytes.
+bool byte_view_of(PyObject* object, const Target& target, View& view);
 
 struct Interval {
   int64_t begin;

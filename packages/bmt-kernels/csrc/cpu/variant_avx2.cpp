@@ -5,6 +5,7 @@
 #include "cpu/kernels.h"
 
 #define BMT_VECTOR 1
+#define BMT_PERMUTES 0
 
 namespace {
 
@@ -66,6 +67,44 @@ BMT_INLINE Wide operator*(Wide a, Wide b) { return {_mm256_mul_pd(a.low, b.low),
 BMT_INLINE void store_wide(double* p, Wide a) {
   _mm256_storeu_pd(p, a.low);
   _mm256_storeu_pd(p + 4, a.high);
+}
+
+// Eight 32-bit integers.
+struct Ints {
+  __m256i x;
+};
+
+BMT_INLINE Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a.x, b.x)}; }
+BMT_INLINE Ints operator-(Ints a, Ints b) { return {_mm256_sub_epi32(a.x, b.x)}; }
+BMT_INLINE Ints operator&(Ints a, Ints b) { return {_mm256_and_si256(a.x, b.x)}; }
+BMT_INLINE Ints operator^(Ints a, Ints b) { return {_mm256_xor_si256(a.x, b.x)}; }
+BMT_INLINE Ints constant(int32_t a, Ints) { return {_mm256_set1_epi32(a)}; }
+BMT_INLINE Ints larger(Ints a, Ints b) { return {_mm256_max_epi32(a.x, b.x)}; }
+BMT_INLINE Ints smaller(Ints a, Ints b) { return {_mm256_min_epi32(a.x, b.x)}; }
+BMT_INLINE Ints sign_mask(Ints a) { return {_mm256_srai_epi32(a.x, 31)}; }
+template <int kBits>
+BMT_INLINE Ints shift_down(Ints a) {
+  return {_mm256_srli_epi32(a.x, kBits)};
+}
+BMT_INLINE Ints pattern_of(Vec a) { return {_mm256_castps_si256(a.x)}; }
+
+BMT_INLINE Ints gather(const uint32_t* table, Ints i) {
+  return {_mm256_i32gather_epi32(reinterpret_cast<const int*>(table), i.x, 4)};
+}
+BMT_INLINE Vec lookup(const float (&table)[256], Ints i) { return {_mm256_i32gather_ps(table, i.x, 4)}; }
+
+BMT_INLINE Ints load_codes(const uint8_t* p) {
+  return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))};
+}
+BMT_INLINE void store_codes(uint8_t* p, Ints a) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a.x, a.x), 0x08);
+  const __m128i low = _mm256_castsi256_si128(words);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(low, low));
+}
+BMT_INLINE int32_t largest_lane(Ints a) {
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128(a.x), _mm256_extracti128_si256(a.x, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
 }
 
 #include "cpu/kernels.inl"

@@ -5,6 +5,7 @@
 #include "cpu/kernels.h"
 
 #define BMT_VECTOR 1
+#define BMT_PERMUTES 1
 
 namespace {
 
@@ -66,6 +67,64 @@ BMT_INLINE void store_wide(double* p, Wide a) {
   _mm512_storeu_pd(p, a.low);
   _mm512_storeu_pd(p + 8, a.high);
 }
+
+// Sixteen 32-bit integers.
+struct Ints {
+  __m512i x;
+};
+
+BMT_INLINE Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.x, b.x)}; }
+BMT_INLINE Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.x, b.x)}; }
+BMT_INLINE Ints operator&(Ints a, Ints b) { return {_mm512_and_si512(a.x, b.x)}; }
+BMT_INLINE Ints operator^(Ints a, Ints b) { return {_mm512_xor_si512(a.x, b.x)}; }
+BMT_INLINE Ints constant(int32_t a, Ints) { return {_mm512_set1_epi32(a)}; }
+BMT_INLINE Ints larger(Ints a, Ints b) { return {_mm512_max_epi32(a.x, b.x)}; }
+BMT_INLINE Ints smaller(Ints a, Ints b) { return {_mm512_min_epi32(a.x, b.x)}; }
+BMT_INLINE Ints sign_mask(Ints a) { return {_mm512_srai_epi32(a.x, 31)}; }
+template <int kBits>
+BMT_INLINE Ints shift_down(Ints a) {
+  return {_mm512_srli_epi32(a.x, kBits)};
+}
+BMT_INLINE Ints pattern_of(Vec a) { return {_mm512_castps_si512(a.x)}; }
+
+BMT_INLINE Ints gather(const uint32_t* table, Ints i) { return {_mm512_i32gather_epi32(i.x, table, 4)}; }
+
+BMT_INLINE Vec number_of(Ints a) { return {_mm512_castsi512_ps(a.x)}; }
+BMT_INLINE Vec smaller(Vec a, Vec b) { return {_mm512_min_ps(a.x, b.x)}; }
+BMT_INLINE Ints truncated(Vec a) { return {_mm512_cvttps_epi32(a.x)}; }
+BMT_INLINE bool differ(Ints a, Ints b) { return _mm512_cmpneq_epi32_mask(a.x, b.x) != 0; }
+// Tables in one or two registers; the index is taken modulo their length.
+BMT_INLINE Vec choose(const float (&table)[16], Ints i) { return {_mm512_permutexvar_ps(i.x, _mm512_loadu_ps(table))}; }
+BMT_INLINE Ints choose(const uint32_t (&table)[32], Ints i) {
+  return {_mm512_permutex2var_epi32(_mm512_loadu_si512(table), i.x, _mm512_loadu_si512(table + 16))};
+}
+
+// Permutations of the whole table instead of a gather: the low five bits of the index choose within 32 entries, the
+// others among eight such results.
+BMT_INLINE Vec lookup(const float (&table)[256], Ints i) {
+  const auto of_32 = [&](int part) __attribute__((always_inline)) {
+    const float* p = table + 32 * part;
+    return _mm512_permutex2var_ps(_mm512_loadu_ps(p), i.x, _mm512_loadu_ps(p + 16));
+  };
+  const __mmask16 bit5 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(32));
+  const __mmask16 bit6 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(64));
+  const __mmask16 bit7 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(128));
+  const auto of_64 = [&](int part) __attribute__((always_inline)) {
+    return _mm512_mask_mov_ps(of_32(2 * part), bit5, of_32(2 * part + 1));
+  };
+  const auto of_128 = [&](int part) __attribute__((always_inline)) {
+    return _mm512_mask_mov_ps(of_64(2 * part), bit6, of_64(2 * part + 1));
+  };
+  return {_mm512_mask_mov_ps(of_128(0), bit7, of_128(1))};
+}
+
+BMT_INLINE Ints load_codes(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+BMT_INLINE void store_codes(uint8_t* p, Ints a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.x));
+}
+BMT_INLINE int32_t largest_lane(Ints a) { return _mm512_reduce_max_epi32(a.x); }
 
 #include "cpu/kernels.inl"
 

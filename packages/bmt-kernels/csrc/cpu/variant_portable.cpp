@@ -3,6 +3,7 @@
 #include "cpu/kernels.h"
 
 #define BMT_VECTOR 0
+#define BMT_PERMUTES 0
 
 namespace {
 #include "cpu/kernels.inl"

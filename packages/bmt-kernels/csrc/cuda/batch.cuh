@@ -1,4 +1,4 @@
-// Many tensors in one launch: up to kMaxRows rows travel by value in the kernel's arguments, so that nothing is
+// Many tensors in one launch: up to kMaxRows<Row> rows travel by value in the kernel's arguments, so that nothing is
 // copied to the device, and each thread block finds its row and its chunk of it by its index.
 #pragma once
 
@@ -10,7 +10,9 @@ namespace bmt {
 
 constexpr int kThreads = 256;
 constexpr int64_t kChunk = 8192;  // elements per thread block
-constexpr int kMaxRows = 60;
+// As many as the 4 KB of a kernel's arguments hold, beside 256 bytes for what else it takes; Batch counts to 64.
+template <class Row>
+constexpr int kMaxRows = 3840 / (sizeof(Row) + sizeof(uint32_t)) < 60 ? 3840 / (sizeof(Row) + sizeof(uint32_t)) : 60;
 
 // Thread blocks that all rows take together, over however many launches.
 template <class Row>
@@ -22,8 +24,8 @@ int64_t chunks_of_rows(const Row* rows, int64_t count) {
 
 template <class Row>
 struct Batch {
-  Row rows[kMaxRows];
-  uint32_t first_block[kMaxRows + 1];
+  Row rows[kMaxRows<Row>];
+  uint32_t first_block[kMaxRows<Row> + 1];
   int32_t count;
   uint64_t aligned;  // bit i: every array of row i starts on a 16-byte boundary
 };
@@ -75,7 +77,7 @@ class Batcher {
 
   cudaError_t add(const Row& row, bool aligned) {
     const auto blocks = static_cast<uint64_t>((row.numel + kChunk - 1) / kChunk);
-    if (batch_.count == kMaxRows || blocks_ + blocks > 0x7fffffffull) {
+    if (batch_.count == kMaxRows<Row> || blocks_ + blocks > 0x7fffffffull) {
       const cudaError_t error = flush();
       if (error != cudaSuccess) return error;
     }

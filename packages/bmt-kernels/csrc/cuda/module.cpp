@@ -21,4 +21,6 @@ PYBIND11_MODULE(_cuda, m) {
   bind_adam(m);
   bind_norms(m);
   bind_overflow(m);
+  bind_quantize(m);
+  bind_adam8bit(m);
 }

@@ -2,8 +2,23 @@
 
 from bmt_kernels._version import __version__
 from bmt_kernels.adam import adam_step
+from bmt_kernels.adam8bit import adam8bit_step
 from bmt_kernels.info import BuildInfo, build_info
 from bmt_kernels.norms import PowerSum, power_sum
 from bmt_kernels.overflow import has_inf_or_nan
+from bmt_kernels.quantize import dequantize_blockwise, quantize_blockwise
+from bmt_kernels.reference.quantize import dynamic_map
 
-__all__ = ["BuildInfo", "PowerSum", "__version__", "adam_step", "build_info", "has_inf_or_nan", "power_sum"]
+__all__ = [
+    "BuildInfo",
+    "PowerSum",
+    "__version__",
+    "adam8bit_step",
+    "adam_step",
+    "build_info",
+    "dequantize_blockwise",
+    "dynamic_map",
+    "has_inf_or_nan",
+    "power_sum",
+    "quantize_blockwise",
+]

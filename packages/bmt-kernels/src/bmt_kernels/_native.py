@@ -41,7 +41,7 @@ def configure_reading(allow_exchange: bool = True) -> str:
     """Tell the compiled module how to read tensors; returns ``dlpack``, ``attributes`` or ``python`` (not at all)."""
     if cpu_module is None:
         return "python"
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
     return "dlpack" if cpu_module.set_tensor_type(torch.Tensor, dtypes, allow_exchange) else "attributes"
 
 

@@ -199,13 +199,15 @@ def _adam_table_checked(
     return Table(rows.tobytes(), device)
 
 
-def _check_adam_tensor(where: str, name: str, tensor: Tensor, param: Tensor, device: torch.device) -> None:
-    """Raise unless `tensor`, an entry of list `name`, fits its parameter."""
+def _check_adam_tensor(
+    where: str, name: str, tensor: Tensor, param: Tensor, device: torch.device, moments: torch.dtype = torch.float32
+) -> None:
+    """Raise unless `tensor`, an entry of list `name`, fits its parameter. `moments`: the dtype of the moments."""
     if name in ("params", "grads"):
         if tensor.dtype not in _DTYPE_CODES:
             raise TypeError(f"{where} has dtype {tensor.dtype}; it must be {_DTYPE_NAMES}")
-    elif tensor.dtype is not torch.float32:
-        raise TypeError(f"{where} has dtype {tensor.dtype}; it must be torch.float32, whatever its parameter's dtype")
+    elif tensor.dtype is not (dtype := torch.float32 if name == "masters" else moments):
+        raise TypeError(f"{where} has dtype {tensor.dtype}; it must be {dtype}, whatever its parameter's dtype")
     if name == "masters" and param.dtype is torch.float32:
         raise TypeError(
             f"{where} belongs to a float32 parameter, which needs no master copy; pass None there, "

@@ -6,6 +6,16 @@ fp32 operations in the same order, so that their results have the same bits.
 
 from bmt_kernels.reference.adam import adam_step
 from bmt_kernels.reference.norms import power_sum
+from bmt_kernels.reference.adam8bit import adam8bit_step
 from bmt_kernels.reference.overflow import has_inf_or_nan
+from bmt_kernels.reference.quantize import dequantize_blockwise, dynamic_map, quantize_blockwise
 
-__all__ = ["adam_step", "has_inf_or_nan", "power_sum"]
+__all__ = [
+    "adam8bit_step",
+    "adam_step",
+    "dequantize_blockwise",
+    "dynamic_map",
+    "has_inf_or_nan",
+    "power_sum",
+    "quantize_blockwise",
+]

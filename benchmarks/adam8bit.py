@@ -1,0 +1,108 @@
+"""One Adam step with 8-bit moments against fp32 moments: time, and bytes of state per parameter.
+
+Candidates alternate within a round, and ratios are taken within a round, since memory bandwidth comes and goes on a
+shared machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from launch import machine
+from torch import Tensor
+
+from bmt_kernels import adam8bit_step, adam_step
+
+
+def _timed(function: Callable[[], object], device: torch.device, repeat: int) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeat):
+        function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / repeat
+
+
+def _bytes_per_element(states: list[list[Tensor]]) -> float:
+    tensors = [tensor for state in states for tensor in state]
+    return sum(t.numel() * t.element_size() for t in tensors) / states[0][0].numel() / len(states[0])
+
+
+def candidates(count: int, numel: int, device: torch.device) -> dict[str, tuple[Callable[[], object], float]]:
+    """Steps over ``count`` tensors of ``numel`` elements each, and the bytes of their moments per element."""
+
+    def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        return [torch.rand(numel, device=device).to(dtype) for _ in range(count)]
+
+    def filled(value: float, size: int, dtype: torch.dtype) -> list[Tensor]:
+        return [torch.full((size,), value, dtype=dtype, device=device) for _ in range(count)]
+
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "step": 10}
+    p, half_p, g, half_g = tensors(), tensors(torch.bfloat16), tensors(), tensors(torch.bfloat16)
+    moments = [tensors(), tensors()]
+    blocks = -(-numel // 256)
+    small = [filled(127, numel, torch.uint8), filled(0, numel, torch.uint8)]
+    small += [filled(0.0, blocks, torch.float32), filled(0.0, blocks, torch.float32)]
+    steps = [torch.tensor(10.0, device=device) for _ in range(count)]
+
+    def torch_fused() -> None:
+        torch._fused_adamw_(
+            p, g, *moments, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, amsgrad=False,
+            maximize=False,
+        )  # fmt: skip
+
+    large_size, small_size = _bytes_per_element(moments), _bytes_per_element(small)
+    return {
+        "fp32 moments": (lambda: adam_step(p, g, *moments, **options), large_size),
+        "torch fused, fp32 moments": (torch_fused, large_size),
+        "8-bit moments": (lambda: adam8bit_step(p, g, *small, **options), small_size),
+        "fp32 moments, bf16 in and out": (
+            lambda: adam_step(half_p, half_g, *moments, masters=p, **options),
+            large_size,
+        ),
+        "8-bit moments, bf16 in and out": (
+            lambda: adam8bit_step(half_p, half_g, *small, masters=p, **options),
+            small_size,
+        ),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
+    parser.add_argument("--small", type=int, default=200, help="number of small tensors of 1000 elements")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(machine())
+    for threads in arguments.threads if device.type == "cpu" else [1]:
+        torch.set_num_threads(threads)
+        for count, numel in [(1, n) for n in arguments.numel] + [(arguments.small, 1000)]:
+            functions = candidates(count, numel, device)
+            times: dict[str, list[float]] = {name: [] for name in functions}
+            repeat = max(1, 1_000_000 // (count * numel))
+            for round_ in range(-2, arguments.rounds):
+                for name, (function, _) in functions.items():
+                    seconds = _timed(function, device, repeat)
+                    if round_ >= 0:
+                        times[name].append(seconds)
+            print(f"\n{count} x {numel:,} elements, {threads} threads")
+            print(f"  {'':31s} {'median µs':>12s} {'to fp32':>8s} {'moments, bytes per element':>27s}")
+            floor = times["fp32 moments"]
+            for name, measured in times.items():
+                ratio = statistics.median(t / f for t, f in zip(measured, floor, strict=True))
+                size = functions[name][1]
+                print(f"  {name:31s} {statistics.median(measured) * 1e6:12.1f} {ratio:8.2f} {size:27.3f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
