@@ -33,12 +33,14 @@ static_assert(sizeof(AdamRow) == 7 * sizeof(int64_t), "rows are read from a pack
 // How a row's parameter is stored: which arrays are read and written. One kernel is compiled for each.
 enum WeightKind { kFp32, kBf16, kFp16, kFp32CopyBf16, kFp32CopyFp16, kWeightKinds };
 
-inline int weight_kind(const AdamRow& row) {
+template <class Row>
+inline int weight_kind(const Row& row) {
   if (row.copy == 0) return static_cast<int>(row.kinds & 0xff);
   return static_cast<DType>((row.kinds >> 8) & 0xff) == DType::kBFloat16 ? kFp32CopyBf16 : kFp32CopyFp16;
 }
 
-inline int grad_kind(const AdamRow& row) { return static_cast<int>((row.kinds >> 16) & 0xff); }
+template <class Row>
+inline int grad_kind(const Row& row) { return static_cast<int>((row.kinds >> 16) & 0xff); }
 
 struct AdamScalars {
   float grad_factor;      // 1 / grad_scale, negative to maximize

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/adam.h"
+#include "cpu/factored.h"
 #include "cpu/overflow.h"
 
 namespace bmt {
@@ -10,6 +11,7 @@ struct Kernels {
   const char* name;
   AdamKernels adam;
   OverflowKernels overflow;
+  FactoredKernels factored;
 };
 
 extern const Kernels kPortableKernels;

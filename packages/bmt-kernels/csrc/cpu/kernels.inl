@@ -5,7 +5,8 @@
 #include "cpu/storage.inl"
 
 #include "cpu/adam.inl"
+#include "cpu/factored.inl"
 #include "cpu/overflow.inl"
 
 // In the order of struct Kernels.
-#define BMT_KERNELS(variant_name) {variant_name, BMT_ADAM_KERNELS, BMT_OVERFLOW_KERNELS}
+#define BMT_KERNELS(variant_name) {variant_name, BMT_ADAM_KERNELS, BMT_OVERFLOW_KERNELS, BMT_FACTORED_KERNELS}

@@ -2,7 +2,23 @@
 
 from bmt_kernels._version import __version__
 from bmt_kernels.adam import adam_step
+from bmt_kernels.factored import (
+    factored_residual_square_sums,
+    factored_square_sums,
+    factored_update,
+    factored_update_square_sum,
+)
 from bmt_kernels.info import BuildInfo, build_info
 from bmt_kernels.overflow import has_inf_or_nan
 
-__all__ = ["BuildInfo", "__version__", "adam_step", "build_info", "has_inf_or_nan"]
+__all__ = [
+    "BuildInfo",
+    "__version__",
+    "adam_step",
+    "build_info",
+    "factored_residual_square_sums",
+    "factored_square_sums",
+    "factored_update",
+    "factored_update_square_sum",
+    "has_inf_or_nan",
+]

@@ -5,6 +5,19 @@ fp32 operations in the same order, so that their results have the same bits.
 """
 
 from bmt_kernels.reference.adam import adam_step
+from bmt_kernels.reference.factored import (
+    factored_residual_square_sums,
+    factored_square_sums,
+    factored_update,
+    factored_update_square_sum,
+)
 from bmt_kernels.reference.overflow import has_inf_or_nan
 
-__all__ = ["adam_step", "has_inf_or_nan"]
+__all__ = [
+    "adam_step",
+    "factored_residual_square_sums",
+    "factored_square_sums",
+    "factored_update",
+    "factored_update_square_sum",
+    "has_inf_or_nan",
+]
