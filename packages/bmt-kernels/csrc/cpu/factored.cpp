@@ -112,19 +112,27 @@ py::object pack_factored(py::handle grads, py::handle params, py::handle exp_avg
   return to_bytes(rows);
 }
 
-FactoredTiles cpu_tiles(const FactoredRow& row) { return tiles_of(row, kFactoredTileRows, kFactoredTileCols); }
+struct TileSize {
+  int64_t rows;
+  int64_t cols;
+};
+constexpr TileSize kSumTile{kFactoredTileRows, kFactoredTileCols};
+constexpr TileSize kUpdateTile{kFactoredUpdateRows, kFactoredUpdateCols};
+
+FactoredTiles sum_tiles(const FactoredRow& row) { return tiles_of(row, kSumTile.rows, kSumTile.cols); }
 
 // All tiles of all rows, laid end to end, are cut into `parts` pieces of nearly as many elements;
 // visit(row_number, tile_number, tile) is called for those of piece `part`.
 template <class Visit>
-void visit_tiles(const std::vector<FactoredRow>& rows, int64_t total, int part, int parts, Visit visit) {
+void visit_tiles(const std::vector<FactoredRow>& rows, TileSize size, int64_t total, int part, int parts,
+                 const Visit& visit) {
   const auto cut = [&](int p) { return p == parts ? total : static_cast<int64_t>(static_cast<double>(total) * p / parts); };
   const int64_t first = cut(part), last = cut(part + 1);
   int64_t start = 0;
   for (size_t i = 0; i < rows.size() && start < last; ++i) {
     const FactoredRow& row = rows[i];
     const int64_t numel = elements(row);
-    const FactoredTiles tiles = cpu_tiles(row);
+    const FactoredTiles tiles = tiles_of(row, size.rows, size.cols);
     const auto within = [&](int64_t position) {
       if (position <= start) return int64_t{0};
       if (position >= start + numel) return tiles.count;
@@ -134,10 +142,10 @@ void visit_tiles(const std::vector<FactoredRow>& rows, int64_t total, int part, 
     const int64_t end = within(last);
     for (int64_t number = within(first); number < end; ++number) {
       const int64_t strip = number / tiles.along;
-      const int64_t top = strip % tiles.down * kFactoredTileRows;
-      const int64_t left = number % tiles.along * kFactoredTileCols;
-      const FactoredTile tile{strip / tiles.down, top, left, std::min(kFactoredTileRows, row.rows - top),
-                              std::min(kFactoredTileCols, row.cols - left)};
+      const int64_t top = strip % tiles.down * size.rows;
+      const int64_t left = number % tiles.along * size.cols;
+      const FactoredTile tile{strip / tiles.down, top, left, std::min(size.rows, row.rows - top),
+                              std::min(size.cols, row.cols - left)};
       visit(i, number, tile);
     }
     start += numel;
@@ -146,18 +154,19 @@ void visit_tiles(const std::vector<FactoredRow>& rows, int64_t total, int part, 
 
 // Runs visit(row_number, tile_number, tile) over all tiles on several threads.
 template <class Visit>
-void run_tiles(const std::vector<FactoredRow>& rows, int threads, const Visit& visit) {
+void run_tiles(const std::vector<FactoredRow>& rows, TileSize size, int threads, const Visit& visit) {
   struct Context {
     const std::vector<FactoredRow>& rows;
+    TileSize size;
     int64_t total;
     const Visit& visit;
-  } context{rows, 0, visit};
+  } context{rows, size, 0, visit};
   for (const FactoredRow& row : rows) context.total += elements(row);
   run_parts(
       useful_threads(context.total, threads),
       [](void* pointer, int part, int parts) {
         const Context& c = *static_cast<const Context*>(pointer);
-        visit_tiles(c.rows, c.total, part, parts, c.visit);
+        visit_tiles(c.rows, c.size, c.total, part, parts, c.visit);
       },
       &context);
 }
@@ -194,7 +203,7 @@ void sum_rows_and_columns(const SumsKernel* kernels, const std::vector<FactoredR
   std::vector<int64_t> offsets;  // of a row's partial row sums; its partial column sums follow them
   int64_t partials = 0;
   for (const FactoredRow& row : rows) {
-    const FactoredTiles tiles = cpu_tiles(row);
+    const FactoredTiles tiles = sum_tiles(row);
     offsets.push_back(partials);
     partials += row.batch * (tiles.along * row.rows + tiles.down * row.cols);
   }
@@ -202,16 +211,16 @@ void sum_rows_and_columns(const SumsKernel* kernels, const std::vector<FactoredR
   std::vector<Combination> combinations;
   for (size_t i = 0; i < rows.size(); ++i) {
     const FactoredRow& row = rows[i];
-    const FactoredTiles tiles = cpu_tiles(row);
+    const FactoredTiles tiles = sum_tiles(row);
     const float* partial = workspace.get() + offsets[i];
     combinations.push_back({partial, address<float>(row.row_sums), tiles.along, row.rows, row.batch * row.rows});
     partial += row.batch * tiles.along * row.rows;
     combinations.push_back({partial, address<float>(row.col_sums), tiles.down, row.cols, row.batch * row.cols});
   }
 
-  run_tiles(rows, threads, [&](size_t i, int64_t number, const FactoredTile& tile) {
+  run_tiles(rows, kSumTile, threads, [&](size_t i, int64_t number, const FactoredTile& tile) {
     const FactoredRow& row = rows[i];
-    const FactoredTiles tiles = cpu_tiles(row);
+    const FactoredTiles tiles = sum_tiles(row);
     float* row_partials = workspace.get() + offsets[i];
     float* col_partials = row_partials + row.batch * tiles.along * row.rows;
     row_partials += (tile.batch * tiles.along + number % tiles.along) * row.rows + tile.row;
@@ -260,8 +269,8 @@ void factored_update_square_sum(int variant, const py::bytes& table, double inve
   const auto scalars = factored_scalars(inverse_grad_scale, grad_factor, 0.0, 0.0, 1.0, 0, 0, 0);
   py::gil_scoped_release release;
   std::vector<std::vector<double>> partials;
-  for (const FactoredRow& row : rows) partials.emplace_back(static_cast<size_t>(cpu_tiles(row).count));
-  run_tiles(rows, threads, [&](size_t i, int64_t number, const FactoredTile& tile) {
+  for (const FactoredRow& row : rows) partials.emplace_back(static_cast<size_t>(sum_tiles(row).count));
+  run_tiles(rows, kSumTile, threads, [&](size_t i, int64_t number, const FactoredTile& tile) {
     const FactoredRow& row = rows[i];
     partials[i][static_cast<size_t>(number)] =
         kernels.factored.update_square_sum[grad_kind(row)](row, tile, scalars);
@@ -282,7 +291,7 @@ void factored_update(int variant, const py::bytes& table, double inverse_grad_sc
                                         decay_factors, found_inf);
   if (skipped(scalars)) return;
   py::gil_scoped_release release;
-  run_tiles(rows, threads, [&](size_t i, int64_t, const FactoredTile& tile) {
+  run_tiles(rows, kUpdateTile, threads, [&](size_t i, int64_t, const FactoredTile& tile) {
     const FactoredRow& row = rows[i];
     kernels.factored.update[weight_kind(row)][grad_kind(row)](row, tile, scalars);
   });

@@ -8,7 +8,10 @@ namespace bmt {
 
 // A tile's partial sums and column factors stay in the first-level cache.
 constexpr int64_t kFactoredTileRows = 64;
-constexpr int64_t kFactoredTileCols = 1024;
+constexpr int64_t kFactoredTileCols = 2048;
+// Where nothing is summed, rows are followed to their end: memory is streamed through in its order.
+constexpr int64_t kFactoredUpdateRows = 8;
+constexpr int64_t kFactoredUpdateCols = 8192;
 
 struct FactoredTile {
   int64_t batch;

@@ -74,8 +74,8 @@ def factored_square_sums(
 
         Everything is checked first: after a TypeError or a ValueError no tensor has been modified.
 
-    The sums are rounded once from double precision, to which runs of up to 64 fp32 additions contribute: the relative
-    error is below 5e-6 and in practice about 1e-7. All CPU variants give the same bits.
+    Runs of up to 128 squares are added in fp32, and the runs in double precision: the relative error is below 1e-5
+    and in practice about 1e-7. All CPU variants give the same bits.
     """
     if tracing():
         return _square_sums_operation(
@@ -129,7 +129,7 @@ def factored_update_square_sum(
     Raises:
         The same as `factored_square_sums`, for the same reasons.
 
-    The relative error of the sums is below 5e-6. All CPU variants give the same bits.
+    The relative error of the sums is below 1e-5. All CPU variants give the same bits.
     """
     if tracing():
         return _update_square_sum_operation(
