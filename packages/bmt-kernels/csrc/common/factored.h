@@ -99,7 +99,7 @@ struct FactoredTiles {
   int64_t count;  // in the whole tensor
 };
 
-inline FactoredTiles tiles_of(const FactoredRow& row, int64_t tile_rows, int64_t tile_cols) {
+BMT_INLINE FactoredTiles tiles_of(const FactoredRow& row, int64_t tile_rows, int64_t tile_cols) {
   const int64_t down = (row.rows + tile_rows - 1) / tile_rows;
   const int64_t along = (row.cols + tile_cols - 1) / tile_cols;
   return {down, along, row.batch * down * along};

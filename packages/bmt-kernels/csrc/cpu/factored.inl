@@ -1,8 +1,11 @@
 // Factored second moments: sums over a tile of a matrix, and the update of a tile.
 
+namespace factored {
+
 using bmt::FactoredRow;
 using bmt::FactoredScalars;
 using bmt::FactoredTile;
+using bmt::address;
 
 // One element or a vector of them, so that what is done to them is written once.
 struct One {};
@@ -168,14 +171,14 @@ BMT_INLINE void add_tile(const FactoredRow& row, const FactoredTile& tile, const
 }
 
 template <class Term, class Grad>
-static void factored_sums(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s, float* row_sums,
+static void sums(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s, float* row_sums,
                           float* col_sums) {
   for (int64_t j = 0; j < tile.cols; ++j) col_sums[j] = 0.0f;
   add_tile<Term, true, Grad>(row, tile, s, row_sums, col_sums);
 }
 
 template <class Grad>
-static double factored_update_square_sum(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
+static double update_square_sum(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
   float row_sums[bmt::kFactoredTileRows];
   add_tile<UpdateSquare, false, Grad>(row, tile, s, row_sums, nullptr);
   double sum = 0.0;
@@ -223,7 +226,7 @@ BMT_INLINE void update_tile(const FactoredRow& row, const FactoredTile& tile, co
 }
 
 template <class Weight, class Copy, class Grad>
-static void factored_update(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
+static void update(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
   if (row.exp_avg != 0) {
     update_tile<Weight, Copy, Grad, true>(row, tile, s);
   } else {
@@ -231,14 +234,17 @@ static void factored_update(const FactoredRow& row, const FactoredTile& tile, co
   }
 }
 
-#define BMT_FACTORED_GRADS(function) {function<F32>, function<BF16>, function<F16>}
-#define BMT_FACTORED_SUMS(term) {factored_sums<term, F32>, factored_sums<term, BF16>, factored_sums<term, F16>}
+}  // namespace factored
+
+#define BMT_FACTORED_SUMS(term) \
+  {factored::sums<term, F32>, factored::sums<term, BF16>, factored::sums<term, F16>}
 #define BMT_FACTORED_UPDATE(weight, copy) \
-  {factored_update<weight, copy, F32>, factored_update<weight, copy, BF16>, factored_update<weight, copy, F16>}
-#define BMT_FACTORED_KERNELS                                                                             \
-  {                                                                                                      \
-    BMT_FACTORED_SUMS(Square), BMT_FACTORED_SUMS(Residual), BMT_FACTORED_GRADS(factored_update_square_sum), { \
+  {factored::update<weight, copy, F32>, factored::update<weight, copy, BF16>, factored::update<weight, copy, F16>}
+#define BMT_FACTORED_KERNELS                                                                                  \
+  {                                                                                                           \
+    BMT_FACTORED_SUMS(factored::Square), BMT_FACTORED_SUMS(factored::Residual),                               \
+        {factored::update_square_sum<F32>, factored::update_square_sum<BF16>, factored::update_square_sum<F16>}, { \
       BMT_FACTORED_UPDATE(F32, NoCopy), BMT_FACTORED_UPDATE(BF16, NoCopy), BMT_FACTORED_UPDATE(F16, NoCopy),  \
-          BMT_FACTORED_UPDATE(F32, BF16), BMT_FACTORED_UPDATE(F32, F16)                                  \
-    }                                                                                                    \
+          BMT_FACTORED_UPDATE(F32, BF16), BMT_FACTORED_UPDATE(F32, F16)                                       \
+    }                                                                                                         \
   }

@@ -1,33 +1,11 @@
 // The fused Adam step on CUDA: adam_element of common/adam.h over many tensors in one launch.
 #include "cuda/adam.h"
 
-#include "common/half.h"
 #include "cuda/batch.cuh"
+#include "cuda/storage.cuh"
 
 namespace bmt {
 namespace {
-
-struct F32 {
-  using Storage = float;
-  static __device__ __forceinline__ float load(float x) { return x; }
-  static __device__ __forceinline__ float store(float x) { return x; }
-};
-struct BF16 {
-  using Storage = uint16_t;
-  static __device__ __forceinline__ float load(uint16_t x) { return bf16_to_float(x); }
-  static __device__ __forceinline__ uint16_t store(float x) { return float_to_bf16(x); }
-};
-struct F16 {
-  using Storage = uint16_t;
-  static __device__ __forceinline__ float load(uint16_t x) { return half_to_float(x); }
-  static __device__ __forceinline__ uint16_t store(float x) { return float_to_half(x); }
-};
-struct NoCopy : BF16 {};
-
-template <class A, class B>
-constexpr bool kSame = false;
-template <class A>
-constexpr bool kSame<A, A> = true;
 
 using AdamBatch = Batch<AdamRow>;
 static_assert(sizeof(AdamBatch) + sizeof(AdamScalars) + sizeof(void*) <= 4096, "kernel arguments hold 4 KB");

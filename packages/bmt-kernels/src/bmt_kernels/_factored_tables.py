@@ -161,7 +161,8 @@ def _check_entry(where: str, name: str, tensor: Tensor, grad: Tensor, device: to
         shape = grad.shape[:-2] + grad.shape[-1:]
     if tensor.shape != shape:
         raise ValueError(
-            f"{where} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}, for its gradient's {tuple(grad.shape)}"
+            f"{where} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}, "
+            f"for its gradient's {tuple(grad.shape)}"
         )
     if name not in _READ and not tensor.is_contiguous():
         raise ValueError(f"{where} has strides {tensor.stride()}; what is written to must be contiguous")

@@ -397,7 +397,7 @@ def _check_scalar(name: str, scalar: Tensor | None, device: torch.device, count:
 
 def _workspace(cuda: ModuleType, rows: bytes, device: torch.device) -> Tensor:
     """Room for the partial sums of the tiles, from PyTorch's caching allocator."""
-    return torch.empty(cuda.factored_workspace(rows), dtype=torch.float64, device=device)
+    return torch.empty(cuda.factored_workspace(rows), dtype=torch.float32, device=device)
 
 
 def _eager_update(
