@@ -20,7 +20,8 @@ def good_call():
     grads = [torch.ones(3, 4), torch.ones(2, 5)]
     row, col = ones_for(grads)
     return {
-        "params": [g.clone() for g in grads], "grads": grads, "row_factors": row, "col_factors": col, "step_sizes": torch.ones(2),
+        "params": [g.clone() for g in grads], "grads": grads, "row_factors": row, "col_factors": col,
+        "step_sizes": torch.ones(2),
         "decay_factors": torch.ones(2), "exp_avgs": [g.clone() for g in grads], "beta1": 0.9, "masters": [None, None],
     }  # fmt: skip
 
