@@ -126,7 +126,9 @@ FactoredTiles sum_tiles(const FactoredRow& row) { return tiles_of(row, kSumTile.
 template <class Visit>
 void visit_tiles(const std::vector<FactoredRow>& rows, TileSize size, int64_t total, int part, int parts,
                  const Visit& visit) {
-  const auto cut = [&](int p) { return p == parts ? total : static_cast<int64_t>(static_cast<double>(total) * p / parts); };
+  const auto cut = [&](int p) {
+    return p == parts ? total : static_cast<int64_t>(static_cast<double>(total) * p / parts);
+  };
   const int64_t first = cut(part), last = cut(part + 1);
   int64_t start = 0;
   for (size_t i = 0; i < rows.size() && start < last; ++i) {
