@@ -15,5 +15,6 @@ void bind_norms(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);
 void bind_quantize(pybind11::module_& m);
 void bind_adam8bit(pybind11::module_& m);
+void bind_factored(pybind11::module_& m);
 
 }  // namespace bmt

@@ -4,6 +4,7 @@
 #include "cpu/adam.h"
 #include "cpu/norms.h"
 #include "cpu/adam8bit.h"
+#include "cpu/factored.h"
 #include "cpu/overflow.h"
 #include "cpu/quantize.h"
 
@@ -16,6 +17,7 @@ struct Kernels {
   OverflowKernels overflow;
   QuantizeKernels quantize;
   Adam8bitKernels adam8bit;
+  FactoredKernels factored;
 };
 
 extern const Kernels kPortableKernels;

@@ -8,6 +8,7 @@
 
 #include "cpu/adam.inl"
 #include "cpu/norms.inl"
+#include "cpu/factored.inl"
 #include "cpu/overflow.inl"
 #include "cpu/quantize.inl"
 #include "cpu/adam8bit.inl"
@@ -16,5 +17,5 @@
 #define BMT_KERNELS(variant_name)                                                                      \
   {                                                                                                    \
     variant_name, BMT_ADAM_KERNELS, BMT_NORM_KERNELS, BMT_OVERFLOW_KERNELS, BMT_QUANTIZE_KERNELS,      \
-        BMT_ADAM8BIT_KERNELS                                                                           \
+        BMT_ADAM8BIT_KERNELS, BMT_FACTORED_KERNELS                                                     \
   }

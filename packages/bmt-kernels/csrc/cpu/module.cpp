@@ -62,4 +62,5 @@ PYBIND11_MODULE(_cpu, m) {
   bind_overflow(m);
   bind_quantize(m);
   bind_adam8bit(m);
+  bind_factored(m);
 }

@@ -30,8 +30,9 @@ struct Batch {
   uint64_t aligned;  // bit i: every array of row i starts on a 16-byte boundary
 };
 
-template <class Row>
-__device__ __forceinline__ int row_of_block(const Batch<Row>& batch) {
+// Of a Batch, or of anything else that has count and first_block.
+template <class Rows>
+__device__ __forceinline__ int row_of_block(const Rows& batch) {
   int low = 0;
   int high = batch.count;
   while (high - low > 1) {

@@ -23,4 +23,5 @@ PYBIND11_MODULE(_cuda, m) {
   bind_overflow(m);
   bind_quantize(m);
   bind_adam8bit(m);
+  bind_factored(m);
 }

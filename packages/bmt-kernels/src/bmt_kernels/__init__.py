@@ -3,6 +3,12 @@
 from bmt_kernels._version import __version__
 from bmt_kernels.adam import adam_step
 from bmt_kernels.adam8bit import adam8bit_step
+from bmt_kernels.factored import (
+    factored_residual_square_sums,
+    factored_square_sums,
+    factored_update,
+    factored_update_square_sum,
+)
 from bmt_kernels.info import BuildInfo, build_info
 from bmt_kernels.norms import PowerSum, power_sum
 from bmt_kernels.overflow import has_inf_or_nan
@@ -18,6 +24,10 @@ __all__ = [
     "build_info",
     "dequantize_blockwise",
     "dynamic_map",
+    "factored_residual_square_sums",
+    "factored_square_sums",
+    "factored_update",
+    "factored_update_square_sum",
     "has_inf_or_nan",
     "power_sum",
     "quantize_blockwise",

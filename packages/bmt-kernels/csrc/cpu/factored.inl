@@ -1,0 +1,250 @@
+// Factored second moments: sums over a tile of a matrix, and the update of a tile.
+
+namespace factored {
+
+using bmt::FactoredRow;
+using bmt::FactoredScalars;
+using bmt::FactoredTile;
+using bmt::address;
+
+// One element or a vector of them, so that what is done to them is written once.
+struct One {};
+template <class T>
+BMT_INLINE float read(One, T, const typename T::Storage* p) { return load_one(T(), p); }
+template <class T>
+BMT_INLINE void write(One, T, typename T::Storage* p, float x) { store_one(T(), p, x); }
+BMT_INLINE float all(One, float x) { return x; }
+#if BMT_VECTOR
+struct Many {};
+template <class T>
+BMT_INLINE Vec read(Many, T, const typename T::Storage* p) { return load(T(), p); }
+template <class T>
+BMT_INLINE void write(Many, T, typename T::Storage* p, Vec x) { store(T(), p, x); }
+BMT_INLINE Vec all(Many, float x) { return spread(x); }
+#endif
+
+constexpr int kRowsAtOnce = 4;
+
+// Some rows of a tile.
+template <class Grad>
+struct TileRows {
+  const typename Grad::Storage* grad;
+  float* exp_avg;
+  const float* col_factors;
+  int64_t stride;
+  float scale, eps, beta1, one_minus_beta1;
+  float multipliers[kRowsAtOnce];  // see row_multiplier
+};
+
+// What is summed: a function of element j of the r-th of the rows.
+
+struct Square {};
+template <class Lanes, class Grad>
+BMT_INLINE auto term(Square, Lanes lanes, const TileRows<Grad>& rows, int r, int64_t j) {
+  return bmt::factored_square(read(lanes, Grad(), rows.grad + r * rows.stride + j), all(lanes, rows.scale),
+                              all(lanes, rows.eps));
+}
+
+template <class Lanes, class Grad>
+BMT_INLINE auto direction(Lanes lanes, const TileRows<Grad>& rows, int r, int64_t j) {
+  return bmt::factored_direction(read(lanes, Grad(), rows.grad + r * rows.stride + j),
+                                 all(lanes, rows.multipliers[r]), read(lanes, F32(), rows.col_factors + j));
+}
+
+struct UpdateSquare {};
+template <class Lanes, class Grad>
+BMT_INLINE auto term(UpdateSquare, Lanes lanes, const TileRows<Grad>& rows, int r, int64_t j) {
+  const auto u = direction(lanes, rows, r, j);
+  return u * u;
+}
+
+struct Residual {};
+template <class Lanes, class Grad>
+BMT_INLINE auto term(Residual, Lanes lanes, const TileRows<Grad>& rows, int r, int64_t j) {
+  const auto u = direction(lanes, rows, r, j);
+  float* exp_avg = rows.exp_avg + r * rows.stride + j;
+  const auto m = bmt::factored_momentum(read(lanes, F32(), exp_avg), u, all(lanes, rows.beta1),
+                                        all(lanes, rows.one_minus_beta1));
+  write(lanes, F32(), exp_avg, m);
+  return bmt::factored_residual(m, u, all(lanes, rows.eps));
+}
+
+// Every variant adds in this order: column j of a row goes to lane j % 16, left to right; the lanes are added
+// pairwise; a column is added from top to bottom. Hence all have the same bits.
+constexpr int kLanes = 16;
+
+BMT_INLINE float sum_of_lanes(float* lanes) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+  }
+  return lanes[0];
+}
+
+// Adds the terms of kRows rows of n columns. Several rows at once load and store a column's sum only once and have
+// independent additions to wait for.
+template <class Term, bool kByColumn, int kRows, class Grad>
+BMT_INLINE void add_rows(const TileRows<Grad>& rows, int64_t n, float* row_sums, float* __restrict col_sums) {
+  float lanes[kRows][kLanes];
+  int64_t j = 0;
+#if BMT_VECTOR
+  constexpr int kParts = kLanes / kWidth;
+  Vec sums[kRows][kParts];
+  for (int r = 0; r < kRows; ++r) {
+    for (int part = 0; part < kParts; ++part) sums[r][part] = spread(0.0f);
+  }
+  for (; j + kLanes <= n; j += kLanes) {
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t col = j + part * kWidth;
+      Vec col_sum = kByColumn ? load_f32(col_sums + col) : spread(0.0f);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec x = term(Term(), Many(), rows, r, col);
+        sums[r][part] = sums[r][part] + x;
+        if (kByColumn) col_sum = col_sum + x;
+      }
+      if (kByColumn) store_f32(col_sums + col, col_sum);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int part = 0; part < kParts; ++part) store_f32(lanes[r] + part * kWidth, sums[r][part]);
+  }
+#else
+  for (int r = 0; r < kRows; ++r) {
+    for (int l = 0; l < kLanes; ++l) lanes[r][l] = 0.0f;
+  }
+  for (; j + kLanes <= n; j += kLanes) {
+    for (int r = 0; r < kRows; ++r) {
+      for (int l = 0; l < kLanes; ++l) {
+        const float x = term(Term(), One(), rows, r, j + l);
+        lanes[r][l] += x;
+        if (kByColumn) col_sums[j + l] += x;
+      }
+    }
+  }
+#endif
+  for (int l = 0; j + l < n; ++l) {
+    for (int r = 0; r < kRows; ++r) {
+      const float x = term(Term(), One(), rows, r, j + l);
+      lanes[r][l] += x;
+      if (kByColumn) col_sums[j + l] += x;
+    }
+  }
+  for (int r = 0; r < kRows; ++r) row_sums[r] = sum_of_lanes(lanes[r]);
+}
+
+template <class Grad>
+BMT_INLINE TileRows<Grad> tile_rows(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
+  const int64_t first = (tile.batch * row.rows + tile.row) * row.cols + tile.col;
+  return {address<const typename Grad::Storage>(row.grad) + first,
+          address<float>(row.exp_avg) + first,
+          address<const float>(row.col_factors) + tile.batch * row.cols + tile.col,
+          row.cols,
+          bmt::grad_scale(s),
+          s.eps,
+          s.beta1,
+          s.one_minus_beta1,
+          {}};
+}
+
+BMT_INLINE const float* tile_row_factors(const FactoredRow& row, const FactoredTile& tile) {
+  return address<const float>(row.row_factors) + tile.batch * row.rows + tile.row;
+}
+
+template <class Term, bool kByColumn, class Grad>
+BMT_INLINE void add_tile(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s, float* row_sums,
+                         float* col_sums) {
+  TileRows<Grad> rows = tile_rows<Grad>(row, tile, s);
+  const float* factors = tile_row_factors(row, tile);
+  for (int64_t i = 0; i < tile.rows;) {
+    const int count = i + kRowsAtOnce <= tile.rows ? kRowsAtOnce : 1;
+    if (row.row_factors != 0) {
+      for (int r = 0; r < count; ++r) rows.multipliers[r] = bmt::row_multiplier(s, row, rows.scale, factors[i + r]);
+    }
+    if (count == kRowsAtOnce) {
+      add_rows<Term, kByColumn, kRowsAtOnce>(rows, tile.cols, row_sums + i, col_sums);
+    } else {
+      add_rows<Term, kByColumn, 1>(rows, tile.cols, row_sums + i, col_sums);
+    }
+    i += count;
+    rows.grad += count * rows.stride;
+    rows.exp_avg += count * rows.stride;
+  }
+}
+
+template <class Term, class Grad>
+static void sums(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s, float* row_sums,
+                          float* col_sums) {
+  for (int64_t j = 0; j < tile.cols; ++j) col_sums[j] = 0.0f;
+  add_tile<Term, true, Grad>(row, tile, s, row_sums, col_sums);
+}
+
+template <class Grad>
+static double update_square_sum(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
+  float row_sums[bmt::kFactoredTileRows];
+  add_tile<UpdateSquare, false, Grad>(row, tile, s, row_sums, nullptr);
+  double sum = 0.0;
+  for (int64_t i = 0; i < tile.rows; ++i) sum += static_cast<double>(row_sums[i]);
+  return sum;
+}
+
+template <class Weight, class Copy, class Grad, bool kMomentum, class Lanes>
+BMT_INLINE void update_elements(Lanes lanes, const TileRows<Grad>& rows, typename Weight::Storage* __restrict weight,
+                                typename Copy::Storage* __restrict copy, float decay, int64_t j) {
+  auto change = direction(lanes, rows, 0, j);
+  if (kMomentum) {
+    float* __restrict exp_avg = rows.exp_avg + j;
+    change = bmt::factored_momentum(read(lanes, F32(), exp_avg), change, all(lanes, rows.beta1),
+                                    all(lanes, rows.one_minus_beta1));
+    write(lanes, F32(), exp_avg, change);
+  }
+  const auto w = read(lanes, Weight(), weight + j) * all(lanes, decay) - change;
+  write(lanes, Weight(), weight + j, w);
+  write(lanes, Copy(), copy + j, w);
+}
+
+template <class Weight, class Copy, class Grad, bool kMomentum>
+BMT_INLINE void update_tile(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
+  TileRows<Grad> rows = tile_rows<Grad>(row, tile, s);
+  const float* factors = tile_row_factors(row, tile);
+  const float decay = bmt::decay_factor(s, row);
+  const int64_t first = (tile.batch * row.rows + tile.row) * row.cols + tile.col;
+  auto* weight = address<typename Weight::Storage>(row.weight) + first;
+  auto* copy = address<typename Copy::Storage>(row.copy) + first;
+  for (int64_t i = 0; i < tile.rows; ++i) {
+    rows.multipliers[0] = bmt::row_multiplier(s, row, rows.scale, factors[i]);
+    int64_t j = 0;
+#if BMT_VECTOR
+    for (; j + kWidth <= tile.cols; j += kWidth) {
+      update_elements<Weight, Copy, Grad, kMomentum>(Many(), rows, weight, copy, decay, j);
+    }
+#endif
+    for (; j < tile.cols; ++j) update_elements<Weight, Copy, Grad, kMomentum>(One(), rows, weight, copy, decay, j);
+    rows.grad += row.cols;
+    rows.exp_avg += row.cols;
+    weight += row.cols;
+    copy += row.cols;
+  }
+}
+
+template <class Weight, class Copy, class Grad>
+static void update(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
+  if (row.exp_avg != 0) {
+    update_tile<Weight, Copy, Grad, true>(row, tile, s);
+  } else {
+    update_tile<Weight, Copy, Grad, false>(row, tile, s);
+  }
+}
+
+}  // namespace factored
+
+#define BMT_FACTORED_SUMS(term) \
+  {factored::sums<term, F32>, factored::sums<term, BF16>, factored::sums<term, F16>}
+#define BMT_FACTORED_UPDATE(weight, copy) \
+  {factored::update<weight, copy, F32>, factored::update<weight, copy, BF16>, factored::update<weight, copy, F16>}
+#define BMT_FACTORED_KERNELS                                                                                  \
+  {                                                                                                           \
+    BMT_FACTORED_SUMS(factored::Square), BMT_FACTORED_SUMS(factored::Residual),                               \
+        {factored::update_square_sum<F32>, factored::update_square_sum<BF16>, factored::update_square_sum<F16>}, { \
+      BMT_FACTORED_UPDATE(F32, NoCopy), BMT_FACTORED_UPDATE(BF16, NoCopy), BMT_FACTORED_UPDATE(F16, NoCopy),  \
+          BMT_FACTORED_UPDATE(F32, BF16), BMT_FACTORED_UPDATE(F32, F16)                                       \
+    }                                                                                                         \
+  }
