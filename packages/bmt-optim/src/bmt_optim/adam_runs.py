@@ -142,7 +142,7 @@ class Run:
         for i, (param, local) in enumerate(zip(self.params, self.locals)):
             views = {key: self._view(flat, i, local.shape) for key, flat in flats.items()}
             if self.half and "master" not in entries[i]:
-                views["master"].copy_(local)
+                views["master"].copy_(local.detach())
             state[param] = {"step": entries[i].get("step", 0), **views}
         self.states = [state[p] for p in self.params]
         self.materialized = True
