@@ -4,159 +4,36 @@ import contextlib
 import copy
 import io
 import math
-import threading
 import weakref
-from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from offload_helpers import (
+    OPTIONS,
+    VARIANTS,
+    assert_same,
+    assert_same_state,
+    end_to_end,
+    making,
+    mixed_slices,
+    separate,
+    set_grads,
+    shards,
+    train,
+    values,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import bmt_optim.adam_offload
-from bmt_comm import Slice, slice_of
-from bmt_kernels import OffloadPipeline, offload
-from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, save_optimizer, saving
-from bmt_optim.adam_runs import Home
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_optim.lr_scheduler import Noam
-from bmt_optim.slices import cut
-
-OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-SHAPES = [(37, 29), (5,), (), (3, 100, 2), (0, 4), (401,), (1, 3), (64, 11)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float32, torch.float16] * 2
-
-
-# --- copies on a machine without a device -------------------------------------------------------------------------
-
-
-class Late:
-    """A queue that runs nothing before somebody waits for it. It is its own event."""
-
-    def __init__(self):
-        self.functions = []
-
-    def run(self, function):
-        self.functions.append(function)
-
-    def record(self):
-        return self
-
-    def wait(self, event):
-        if event is not None and event is not self:
-            event.synchronize()
-
-    def synchronize(self):
-        while self.functions:
-            self.functions.pop(0)()
-
-
-class CopyingPipeline(OffloadPipeline):
-    """Takes state for host memory and all else for device memory, and stores as late as it may."""
-
-    host_storages: ClassVar[set] = set()
-    copied: ClassVar[int] = 0
-
-    def __init__(self, device, compute):
-        super().__init__(device, compute=compute, chunk_bytes=4096)
-        self.late = Late()
-
-    def _is_far(self, tensor):
-        return (tensor.untyped_storage().data_ptr() in self.host_storages) == (self.compute == "device")
-
-    def _queues(self):
-        host = offload._Host()
-        return host, self.late, host, host
-
-    @torch.no_grad()
-    def _copy(self, target, source):
-        CopyingPipeline.copied += 1
-        super()._copy(target, source)
-
-
-VARIANTS = ["host", "device", "host, copying", "device, copying"]
-
-
-@contextlib.contextmanager
-def making(variant):
-    """What makes an AdamOffloadOptimizer that computes where ``variant`` says, with or without copies."""
-    compute, _, copying = variant.partition(", ")
-    before = CopyingPipeline.copied
-    with pytest.MonkeyPatch.context() as patch:
-        if copying:
-            kept = []  # so that no address is used twice
-            zeros = Home.zeros
-
-            def host_zeros(self, numel, device):
-                kept.append(zeros(self, numel, device))
-                if self.on_host:
-                    CopyingPipeline.host_storages.add(kept[-1].untyped_storage().data_ptr())
-                return kept[-1]
-
-            patch.setattr(Home, "zeros", host_zeros)
-            patch.setattr(bmt_optim.adam_offload, "OffloadPipeline", CopyingPipeline)
-        yield lambda params, **options: AdamOffloadOptimizer(params, compute=compute, **options)
-        CopyingPipeline.host_storages.clear()
-    assert (CopyingPipeline.copied > before) == bool(copying)
 
 
 @pytest.fixture(params=VARIANTS)
 def make(request):
     with making(request.param) as make:
         yield make
-
-
-def values(seed=0, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-def separate(tensors, dtypes=DTYPES):
-    return [nn.Parameter(t.detach().to(dtype, copy=True)) for t, dtype in zip(tensors, dtypes)]
-
-
-def end_to_end(tensors, dtypes=DTYPES):
-    """Parameters, and gradients, of one dtype in one buffer each, as ZeRO makes them."""
-    params = [None] * len(tensors)
-    for dtype in set(dtypes[: len(tensors)]):
-        mine = [i for i, d in enumerate(dtypes[: len(tensors)]) if d is dtype]
-        data = torch.cat([tensors[i].detach().reshape(-1) for i in mine]).to(dtype)
-        grads, at = torch.zeros_like(data), 0
-        for i in mine:
-            stop = at + tensors[i].numel()
-            params[i] = nn.Parameter(data[at:stop].view(tensors[i].shape))
-            params[i].grad = grads[at:stop].view(tensors[i].shape)
-            at = stop
-    return params
-
-
-def set_grads(params, tensors, scale=1.0):
-    for p, g in zip(params, tensors):
-        mine = cut(g * scale, slice_of(p)).to(p.dtype)
-        if p.grad is None:
-            p.grad = mine.clone()
-        else:
-            p.grad.copy_(mine)
-
-
-def train(optimizer, params, steps, scale=1.0, shapes=SHAPES):
-    for step in steps:
-        set_grads(params, values(step + 1, shapes), scale)
-        optimizer.step(scale=scale)
-
-
-def assert_same_state(found, expected):
-    assert found["state"].keys() == expected["state"].keys()
-    for index, entry in expected["state"].items():
-        assert found["state"][index].keys() == entry.keys()
-        for key, value in entry.items():
-            assert torch.equal(found["state"][index][key], value), (index, key)
-
-
-def assert_same(optimizer, params, reference, expected):
-    for i, (p, q) in enumerate(zip(params, expected)):
-        assert torch.equal(p, q), i
-    assert_same_state(optimizer.state_dict(), reference.state_dict())
 
 
 # --- one process --------------------------------------------------------------------------------------------------
@@ -325,84 +202,7 @@ def test_an_overflow_under_a_manager_changes_nothing(ctx):
         assert (optimizer.get_avg_delta(), optimizer.get_var_delta()) == deltas
 
 
-# --- mean and variance of the direction ---------------------------------------------------------------------------
-
-
-def directions(grads_by_step):
-    """In fp64, of every parameter, from its gradient (or None) at every step."""
-    (beta1, beta2), eps = OPTIONS["betas"], OPTIONS["eps"]
-    found = []
-    for grads in zip(*grads_by_step):
-        m = v = torch.zeros((), dtype=torch.float64)
-        count = 0
-        for g in grads:
-            if g is not None:
-                count += 1
-                m = beta1 * m + (1 - beta1) * g.double()
-                v = beta2 * v + (1 - beta2) * g.double() ** 2
-        if grads[-1] is not None:
-            found.append((m / (1 - beta1**count) / ((v / (1 - beta2**count)).sqrt() + eps)).reshape(-1))
-    return torch.cat(found)
-
-
-def assert_recorded(optimizer, expected):
-    assert optimizer.get_avg_delta() == pytest.approx(expected.mean().item(), abs=1e-6)
-    assert optimizer.get_var_delta() == pytest.approx(expected.var(correction=0).item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("hold", [0, 2])
-def test_the_direction_of_the_last_step_is_recorded(make, hold):
-    params = separate(values())
-    optimizer = make(params, record_delta=True, hold_steps=hold, **OPTIONS)
-    assert math.isnan(optimizer.get_avg_delta())
-    assert math.isnan(optimizer.get_var_delta())
-    history = []
-    for step in range(4):
-        grads = [g.to(d) * (1 + i) for i, (g, d) in enumerate(zip(values(step + 1), DTYPES))]
-        grads[5] = None if step % 2 else grads[5]
-        history.append(grads)
-        for p, g in zip(params, grads):
-            p.grad = g if g is None else g * 64
-        optimizer.step(scale=64.0)
-        assert_recorded(optimizer, directions(history))
-
-
-def test_nothing_is_recorded_unasked():
-    optimizer = AdamOffloadOptimizer(separate(values()))
-    for statistic in (optimizer.get_avg_delta, optimizer.get_var_delta):
-        with pytest.raises(RuntimeError, match="record_delta=True"):
-            statistic()
-
-
 # --- several ranks ------------------------------------------------------------------------------------------------
-
-
-def row_slice(shape, comm, tp_dim=None, tp_comm=None):
-    """The slice of the rank-th of ``comm.size`` ragged row ranges, of a piece cut evenly enough over ``tp_comm``."""
-    tp_offset = tp_extent = 0
-    rows = shape[0] if shape else 1
-    if tp_dim is None:
-        tp_comm = None
-    else:
-        tp_offset = shape[tp_dim] * tp_comm.rank // tp_comm.size
-        tp_extent = shape[tp_dim] * (tp_comm.rank + 1) // tp_comm.size - tp_offset
-        rows = tp_extent if tp_dim == 0 else rows
-    start, stop = rows * comm.rank // comm.size, rows * (comm.rank + 1) // comm.size
-    return Slice(tuple(shape), start, stop, comm, tp_dim, tp_offset, tp_extent, tp_comm)
-
-
-def shards(tensors, slices):
-    """Parts of the tensors, those of one dtype end to end; where there is no slice, the whole tensor."""
-    params = end_to_end([t if where is None else cut(t, where) for t, where in zip(tensors, slices)])
-    for p, where in zip(params, slices):
-        if where is not None:
-            p.bmt_slice = where
-    return params
-
-
-def mixed_slices(ctx):
-    """Sharded over all ranks, but for the second and the last."""
-    return [None if i in (1, len(SHAPES) - 1) else row_slice(s, ctx.world) for i, s in enumerate(SHAPES)]
 
 
 @pytest.mark.ranks(2, 3)
@@ -425,55 +225,6 @@ def test_shards_are_trained_as_by_adam_and_gathered_as_on_one_process(ctx, varia
         train(optimizer, ours, [10])
         optimizer.synchronize()
         assert_same_state(found, kept)  # it is a copy
-
-
-@pytest.mark.ranks(2, 3)
-def test_each_logical_element_is_recorded_once(ctx):
-    for compute in ("host", "device"):
-        params = shards(values(), mixed_slices(ctx))
-        optimizer = AdamOffloadOptimizer(params, record_delta=True, compute=compute, **OPTIONS)
-        for p in params:
-            if p.numel() == 0:
-                p.grad = None
-        history = []
-        for step in range(3):
-            history.append([(g * (1 + i)).to(d) for i, (g, d) in enumerate(zip(values(step + 1), DTYPES))])
-            for p, g in zip(params, history[-1]):
-                if p.numel():
-                    p.grad.copy_(cut(g, slice_of(p)))
-            optimizer.step()
-        assert_recorded(optimizer, directions(history))
-        everyone = [None] * ctx.world_size
-        dist.all_gather_object(everyone, (optimizer.get_avg_delta(), optimizer.get_var_delta()))
-        assert len(set(everyone)) == 1
-
-
-@pytest.mark.ranks(2, tp_size=2)
-def test_the_direction_under_tensor_parallelism(ctx):
-    dims = (0, None, None, 1, None, 0, 1, None)
-    params = shards(values(), [row_slice(s, ctx.tp_zero, dim, ctx.tp) for s, dim in zip(SHAPES, dims)])
-    optimizer = AdamOffloadOptimizer(params, record_delta=True, **OPTIONS)
-    train(optimizer, params, range(2))
-    history = [[g.to(d) for g, d in zip(values(step + 1), DTYPES)] for step in range(2)]
-    assert_recorded(optimizer, directions(history))
-
-
-@pytest.mark.ranks(2, pipe_size=2)
-def test_the_direction_over_stages_counts_what_all_have_once(ctx, tmp_path):
-    own = [0, 3] if ctx.pipe_rank == 0 else [5, 7]
-    slices = [row_slice(s, ctx.zero) if i in own else None for i, s in enumerate(SHAPES)]
-    params = shards(values(), slices)
-    common = [1, 2, 6]
-    optimizer = AdamOffloadOptimizer([params[i] for i in common + own], record_delta=True, **OPTIONS)
-    train(optimizer, params, [0])
-    history = [[g.to(d) for g, d in zip(values(1), DTYPES)]]
-    history[0][4] = None  # has no elements anyway
-    assert_recorded(optimizer, directions(history))
-    with pytest.raises(ValueError, match="2 pipeline stages are to write"):
-        save_optimizer(optimizer, tmp_path / "optimizer.pt")
-    path = tmp_path / f"stage{ctx.pipe_rank}.pt"
-    save_optimizer(optimizer, path)
-    assert_same_state(torch.load(path, weights_only=True), optimizer.state_dict())
 
 
 class Mlp(nn.Module):
@@ -505,80 +256,6 @@ def test_dtensors_of_fsdp2_are_trained_as_by_adam():
     assert_same(*results[0], *results[1])
     assert results[0][0].get_var_delta() > 0
     assert_same_state(results[0][0].state_dict(gather=True), results[1][0].state_dict(gather=True))
-
-
-# --- saving -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks(1, 2)
-def test_a_state_is_written_in_the_background_while_training_goes_on(ctx, tmp_path):
-    params = shards(values(), mixed_slices(ctx))
-    optimizer = AdamOffloadOptimizer(params, **OPTIONS)
-    manager = OptimManager(loss_scale=16)
-    plain = [nn.Parameter(torch.ones(3))]
-    sgd = torch.optim.SGD(plain, lr=0.1, momentum=0.9)
-    manager.add_optimizer(optimizer, Noam(optimizer, 0.1, 2, 20))
-    manager.add_optimizer(sgd)
-
-    def go_on(steps):
-        for step in steps:
-            set_grads([*params, *plain], [*values(step + 1), torch.full((3,), 1.0 + step)], manager.loss_scale)
-            manager.step()
-
-    go_on(range(4))
-    expected = copy.deepcopy(manager.state_dict(gather_opt=True))
-    may_write, write = threading.Event(), saving._write
-
-    def late(state, path):
-        assert may_write.wait(60)
-        write(state, path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_write", late)
-        done = save_optimizer(manager, tmp_path / "manager.pt", non_blocking=True)
-        alone = save_optimizer(optimizer, tmp_path / "optimizer.pt", non_blocking=True)
-    go_on(range(4, 7))
-    assert done.done() == alone.done() == (ctx.rank != 0)
-    assert list(tmp_path.iterdir()) == []
-    dist.barrier()
-    may_write.set()
-    done.result(60)
-    alone.result(60)
-    dist.barrier()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["manager.pt", "optimizer.pt"]
-    box = [torch.load(tmp_path / name, weights_only=True) for name in ("manager.pt", "optimizer.pt")]
-    if ctx.rank == 0:
-        torch.testing.assert_close(box[0], expected, rtol=0, atol=0)
-    others = shards(values(), mixed_slices(ctx))
-    resumed = AdamOptimizer(others)
-    for saved in (box[0]["optimizers"][0], box[1]):
-        resumed.load_state_dict(saved)
-        assert_same_state(resumed.state_dict(gather=True), expected["optimizers"][0])
-        assert resumed.state_dict()["state"][0]["step"] == 4
-
-
-@pytest.mark.ranks(1, 2)
-def test_what_cannot_be_saved_is_refused_on_every_rank(ctx, tmp_path):
-    params = shards(values(), mixed_slices(ctx))
-    optimizer = AdamOffloadOptimizer(params, **OPTIONS)
-    (tmp_path / "folder").mkdir(exist_ok=True)
-    dist.barrier()
-    for name, message in (("none/optimizer.pt", r"rank 0 cannot write .* no folder"), ("folder", "it is a folder")):
-        with pytest.raises(RuntimeError, match=message):
-            save_optimizer(optimizer, tmp_path / name if ctx.rank == 0 else tmp_path / "x")
-    with pytest.raises(TypeError, match="SGD cannot gather"):
-        save_optimizer(torch.optim.SGD(params, lr=0.1), tmp_path / "sgd.pt")
-
-    def fail(state, path):
-        raise OSError("the disk is full")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "save", fail)
-        with pytest.raises(RuntimeError, match=r"rank 0 cannot write .* OSError: the disk is full"):
-            save_optimizer(optimizer, tmp_path / "optimizer.pt")
-        done = save_optimizer(optimizer, tmp_path / "optimizer.pt", non_blocking=True)
-        assert isinstance(done.exception(60), OSError if ctx.rank == 0 else type(None))
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 # --- a GPU --------------------------------------------------------------------------------------------------------
