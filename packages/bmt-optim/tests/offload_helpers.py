@@ -87,6 +87,7 @@ def making(variant):
 
             patch.setattr(Home, "zeros", host_zeros)
             patch.setattr(bmt_optim.adam_offload, "OffloadPipeline", CopyingPipeline)
+            patch.setattr(AdamOffloadOptimizer, "_is_offloaded", lambda self, device: True)
         yield lambda params, **options: AdamOffloadOptimizer(params, compute=compute, **options)
         CopyingPipeline.host_storages.clear()
     assert (CopyingPipeline.copied > before) == bool(copying)

@@ -105,11 +105,8 @@ class OffloadPipeline:
         Raises:
             TypeError, ValueError: a row is not as :class:`OffloadRow` says; nothing has been changed.
         """
-        batches = [(list(rows), work) for rows, work in batches]
-        for rows, _ in batches:
-            for row in rows:
-                self._check(row)
-        far = any(self._far_sizes(row) for rows, _ in batches for row in rows)
+        checked = [([self._checked(row) for row in rows], work) for rows, work in batches]
+        far = any(row.sizes for rows, _ in checked for row in rows)
         if far and not self._buffers:
             self._buffers = [self._new_buffer() for _ in range(self.slots)]
         fetch, store, worker, caller = self._queues()
@@ -120,9 +117,10 @@ class OffloadPipeline:
         ahead: deque[_Staged] = deque()
         slot = 0
         try:
-            for rows, work in batches:
-                for chunk in self._cut(rows):
-                    staged = _Staged(chunk, self._buffers[slot] if far else None, self._is_far, work, slot)
+            for rows, work in checked:
+                for chunk in plan_chunks([(row.length, row.sizes) for row in rows], self.chunk_bytes):
+                    pieces = [(rows[cut.row].row, cut) for cut in chunk]
+                    staged = _Staged(pieces, self._buffers[slot] if far else None, self._is_far, work, slot)
                     if not staged.fetches and not staged.stores:
                         worker.run(lambda staged=staged: staged.work(staged.rows))  # type: ignore[misc]
                         continue
@@ -157,40 +155,35 @@ class OffloadPipeline:
 
     # --- rows ---------------------------------------------------------------------------------------
 
-    def _check(self, row: OffloadRow) -> None:
+    def _checked(self, row: OffloadRow) -> _CheckedRow:
         length: int | None = None
+        sizes = []
         for name, field in zip(row._fields, row):
             for i, tensor in enumerate(field):
-                where = f"{name}[{i}] of a row"
                 if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-                    raise TypeError(f"{where} is a {type(tensor).__name__}; it must be a dense tensor")
+                    raise TypeError(f"{name}[{i}] of a row is a {type(tensor).__name__}; it must be a dense tensor")
                 if tensor.dim() != 1 or not tensor.is_contiguous():
                     raise ValueError(
-                        f"{where} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it must be 1-D and "
-                        "contiguous (use .view(-1))"
+                        f"{name}[{i}] of a row has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it must "
+                        "be 1-D and contiguous (use .view(-1))"
                     )
-                if tensor.device.type != "cpu" and tensor.device != self.device:
-                    raise ValueError(f"{where} is on {tensor.device}; it must be on {self.device} or the CPU")
+                device = tensor.device
+                if device.type != "cpu" and device != self.device:
+                    raise ValueError(f"{name}[{i}] of a row is on {device}; it must be on {self.device} or the CPU")
                 if length is None:
                     length = tensor.numel()
                 elif tensor.numel() != length:
-                    raise ValueError(f"{where} has {tensor.numel()} elements and the row has {length}")
-        least = _STEP * sum(self._far_sizes(row))
+                    raise ValueError(f"{name}[{i}] of a row has {tensor.numel()} elements and the row has {length}")
+                if self._is_far(tensor):
+                    sizes.append(tensor.element_size())
+        least = _STEP * sum(sizes)
         if least > self.chunk_bytes:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be at least {least} for a row of so many tensors")
+        return _CheckedRow(row, length or 0, sizes)
 
     def _is_far(self, tensor: Tensor) -> bool:
         """Whether the tensor is not where the work is done."""
         return tensor.device.type != "cpu" if self.compute == "host" else tensor.device != self.device
-
-    def _far_sizes(self, row: OffloadRow) -> list[int]:
-        return [tensor.element_size() for field in row for tensor in field if self._is_far(tensor)]
-
-    def _cut(self, rows: Sequence[OffloadRow]) -> Iterator[list[Piece]]:
-        sizes = [self._far_sizes(row) for row in rows]
-        lengths = [next((t.numel() for field in row for t in field), 0) for row in rows]
-        for plan in plan_chunks(list(zip(lengths, sizes)), self.chunk_bytes):
-            yield [Piece(rows[cut.row], cut) for cut in plan]
 
     # --- places -------------------------------------------------------------------------------------
 
@@ -226,9 +219,10 @@ class Cut(NamedTuple):
     offsets: tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class _CheckedRow(NamedTuple):
     row: OffloadRow
-    cut: Cut
+    length: int
+    sizes: list[int]  # bytes per element of each far tensor
 
 
 def plan_chunks(rows: Sequence[tuple[int, Sequence[int]]], capacity: int) -> Iterator[list[Cut]]:
@@ -279,7 +273,12 @@ class _Staged:
     """A chunk with its slot: the rows that the work sees, and the copies before and after it."""
 
     def __init__(
-        self, pieces: list[Piece], buffer: Tensor | None, is_far: Callable[[Tensor], bool], work: Work, slot: int
+        self,
+        pieces: list[tuple[OffloadRow, Cut]],
+        buffer: Tensor | None,
+        is_far: Callable[[Tensor], bool],
+        work: Work,
+        slot: int,
     ) -> None:
         self.work, self.slot = work, slot
         self.ready: Any = None
@@ -287,6 +286,9 @@ class _Staged:
         self.fetches: list[tuple[Tensor, Tensor]] = []  # (target, source)
         self.stores: list[tuple[Tensor, Tensor]] = []
         for row, cut in pieces:
+            if not cut.offsets:
+                self.rows.append(row)
+                continue
             offsets = iter(cut.offsets)
             fields: list[tuple[Tensor, ...]] = []
             for name, field in zip(row._fields, row):

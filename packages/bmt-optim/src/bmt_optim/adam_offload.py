@@ -111,6 +111,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     # --- stepping ---------------------------------------------------------------------------------
 
     def _launch(self, calls: Sequence[Call]) -> None:
+        super()._launch([call for call in calls if not self._is_offloaded(call[0].device)])
         batches: dict[torch.device, list[tuple[list[OffloadRow], Any]]] = {}
         deltas: list[tuple[Launch, Tensor]] = []
         for launch, options in calls:
@@ -118,11 +119,18 @@ class AdamOffloadOptimizer(AdamOptimizer):
             if self.record_delta:
                 sums = torch.zeros(2, dtype=torch.float64, device=self._place(launch.device))
                 deltas.append((launch, sums))
-            batches.setdefault(launch.device, []).append((_rows(launch, options), _Work(options, sums)))
+            if self._is_offloaded(launch.device):
+                batches.setdefault(launch.device, []).append((_rows(launch, options), _Work(options, sums)))
+            elif sums is not None:
+                _add_direction(sums, launch.exp_avgs, launch.exp_avg_sqs, options)
         for device, found in batches.items():
             self._pipeline(device).run(found)
         if self.record_delta:
             self._delta = self._total(deltas)
+
+    def _is_offloaded(self, device: torch.device) -> bool:
+        """Whether parameters on ``device`` and their state are apart."""
+        return device.type != "cpu"
 
     def _place(self, device: torch.device) -> torch.device:
         """Where the arithmetic for parameters on ``device`` is done."""
@@ -206,6 +214,7 @@ def _add_direction(sums: Tensor, exp_avgs: list[Tensor], exp_avg_sqs: list[Tenso
     """Add Σd and Σd² to ``sums`` (fp64), d the Adam direction from these moments after the step."""
     (beta1, beta2), step = options["betas"], options["step"]
     for exp_avg, exp_avg_sq in zip(exp_avgs, exp_avg_sqs):
-        for m, v in zip(exp_avg.split(1 << 18), exp_avg_sq.split(1 << 18)):  # so that fp64 copies stay small
+        pieces = (moment.view(-1).split(1 << 18) for moment in (exp_avg, exp_avg_sq))  # so that fp64 copies stay small
+        for m, v in zip(*pieces):
             direction = (m.double() / (1 - beta1**step)) / ((v.double() / (1 - beta2**step)).sqrt() + options["eps"])
             sums += torch.stack([direction.sum(), direction.square().sum()])
