@@ -52,6 +52,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("precision, memory, devices")
     group.add_argument("--dtype", choices=DTYPES, default="fp32", help="of parameters, which Adam keeps in fp32 too")
     group.add_argument("--loss-scale", type=float, default=2.0**15, help="the first one, for fp16")
+    group.add_argument("--optimizer", choices=("adam", "adam_offload"), default="adam", help="its state on GPU or host")
     group.add_argument("--zero-level", type=int, choices=range(4), default=3, help="what the ranks share out")
     group.add_argument("--tp", type=int, default=1, help="ranks that compute every layer together")
     group.add_argument(

@@ -57,7 +57,8 @@ class Trainer:
         self.model = GPT(args.config, use_checkpoint=args.checkpointing)
         bmt.init_parameters(self.model)
         self.loss_function = bmt.loss.FusedCrossEntropy(parallel=True)
-        self.optimizer = bmt.optim.AdamOptimizer(parameter_groups(self.model, args.weight_decay), betas=(0.9, 0.95))
+        adam = bmt.optim.AdamOffloadOptimizer if args.optimizer == "adam_offload" else bmt.optim.AdamOptimizer
+        self.optimizer = adam(parameter_groups(self.model, args.weight_decay), betas=(0.9, 0.95))
         self.scheduler = SCHEDULES[args.schedule](self.optimizer, args.lr, args.warmup, self.steps)
         self.manager = bmt.optim.OptimManager(loss_scale=args.loss_scale if args.dtype == "fp16" else None)
         self.manager.add_optimizer(self.optimizer, self.scheduler)

@@ -11,12 +11,15 @@ from bmt_kernels.factored import (
 )
 from bmt_kernels.info import BuildInfo, build_info
 from bmt_kernels.norms import PowerSum, power_sum
+from bmt_kernels.offload import OffloadPipeline, OffloadRow, pinned_zeros
 from bmt_kernels.overflow import has_inf_or_nan
 from bmt_kernels.quantize import dequantize_blockwise, quantize_blockwise
 from bmt_kernels.reference.quantize import dynamic_map
 
 __all__ = [
     "BuildInfo",
+    "OffloadPipeline",
+    "OffloadRow",
     "PowerSum",
     "__version__",
     "adam8bit_step",
@@ -29,6 +32,7 @@ __all__ = [
     "factored_update",
     "factored_update_square_sum",
     "has_inf_or_nan",
+    "pinned_zeros",
     "power_sum",
     "quantize_blockwise",
 ]

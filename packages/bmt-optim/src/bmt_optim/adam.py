@@ -13,23 +13,21 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
-from operator import is_
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import bmt_kernels
-from bmt_comm import local_tensor, slice_of
+from bmt_comm import slice_of
 
-from .runs import extent_of, flat_over, flat_view, local_grad, merge_adjacent, plan_runs
+from .adam_runs import HALF, MOMENTS, GroupPlan, Home, Launch
+from .runs import local_grad, merge_adjacent
 from .state_dict import gather_state, match_groups, state_value, whole_number
 
-_HALF = (torch.float16, torch.bfloat16)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+Call = tuple[Launch, dict[str, Any]]
+"""The tensors of a kernel call and its other arguments."""
 
 
 class AdamOptimizer(torch.optim.Optimizer):
@@ -58,6 +56,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         ValueError: a setting out of range.
     """
 
+    _home = Home()
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
@@ -67,7 +67,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         weight_decay: float = 0,
         hold_steps: int = 0,
     ) -> None:
-        self._plans: list[_GroupPlan] = []
+        self._plans: list[GroupPlan] = []
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
         super().__init__(params, defaults)
 
@@ -98,28 +98,33 @@ class AdamOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        calls: list[Call] = []
         for group, plan in zip(self.param_groups, self._current_plans()):
-            launches: dict[Any, _Launch] = {}
+            launches: dict[Any, Launch] = {}
             for run in plan.runs:
                 run.collect(self.state, launches)
-            options = {name: group[name] for name in ("betas", "eps", "weight_decay", "hold_steps")}
             for (step, *_), launch in launches.items():
-                bmt_kernels.adam_step(
-                    launch.params,
-                    launch.grads,
-                    launch.exp_avgs,
-                    launch.exp_avg_sqs,
-                    lr=float(group["lr"]),
-                    step=step,
-                    masters=launch.masters or None,
-                    grad_scale=float(scale),
-                    **options,
-                )
-                for copied, param in launch.copies:
-                    param.copy_(copied)
-                if launch.in_runs:  # the flat views need not share the parameters' version counters
-                    torch.autograd.graph.increment_version(launch.in_runs)
+                options = {name: group[name] for name in ("betas", "eps", "weight_decay", "hold_steps")}
+                options.update(lr=float(group["lr"]), step=step, grad_scale=float(scale))
+                calls.append((launch, options))
+        self._launch(calls)
+        for launch, _ in calls:
+            for copied, param in launch.copies:
+                param.copy_(copied)
+            if launch.in_runs:  # the flat views need not share the parameters' version counters
+                torch.autograd.graph.increment_version(launch.in_runs)
         return loss
+
+    def _launch(self, calls: Sequence[Call]) -> None:
+        for launch, options in calls:
+            bmt_kernels.adam_step(
+                launch.params,
+                launch.grads,
+                launch.exp_avgs,
+                launch.exp_avg_sqs,
+                masters=launch.masters or None,
+                **options,
+            )
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -149,6 +154,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         A master weight whose rounded value is its parameter stays as it is.
         """
+        self._settle()
         for plan in self._current_plans():
             for run in plan.runs:
                 if run.materialized and run.half:
@@ -167,6 +173,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                 the ranks that share parameters. Rank 0 (of each pipeline stage) gets them all; on the other
                 ranks ``state`` is empty.
         """
+        self._settle()
         for plan in self._current_plans():
             for run in plan.runs:
                 if not run.materialized and any(p.requires_grad for p in run.params):
@@ -180,7 +187,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             if params[index].requires_grad or entry["step"] > 0
         }
         if gather:
-            keys = [(*_MOMENTS, "master") if p.dtype in _HALF else _MOMENTS for p in params]
+            keys = [(*MOMENTS, "master") if p.dtype in HALF else MOMENTS for p in params]
             found["state"] = gather_state(found["state"], params, keys)
         return found
 
@@ -204,6 +211,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             group.update(
                 {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "param_names")}
             )
+        self._settle()
         for plan in self._current_plans():
             for run in plan.runs:
                 if any(entries[p] is not None for p in run.params):
@@ -226,9 +234,9 @@ class AdamOptimizer(torch.optim.Optimizer):
                 continue
             where = slice_of(param)
             entry: dict[str, Any] = {"step": whole_number(values, "step", index)}
-            for key in _MOMENTS:
+            for key in MOMENTS:
                 entry[key] = state_value(values, key, index, where)
-            if param.dtype in _HALF and "master" in values:
+            if param.dtype in HALF and "master" in values:
                 entry["master"] = state_value(values, "master", index, where)
             entries[param] = entry
         return entries
@@ -238,7 +246,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     # --- plans ------------------------------------------------------------------------------------
 
-    def _current_plans(self) -> list[_GroupPlan]:
+    def _current_plans(self) -> list[GroupPlan]:
         """A plan per group that holds for where the parameters lie now."""
         groups = self.param_groups
         del self._plans[len(groups) :]
@@ -246,182 +254,27 @@ class AdamOptimizer(torch.optim.Optimizer):
             for index, group in enumerate(groups):
                 params = group["params"]
                 if index == len(self._plans):
-                    self._plans.append(_GroupPlan(params))
+                    self._plans.append(GroupPlan(params, self._home, self._share_of))
                 elif not self._plans[index].holds(params):
-                    self._plans[index] = _GroupPlan(params)
+                    self._settle()
+                    self._plans[index] = GroupPlan(params, self._home, self._share_of)
         return self._plans
 
+    def _share_of(self, param: Tensor) -> Hashable:
+        """Parameters for which this differs are given to different kernel calls."""
+        return None
 
-class _Launch:
-    """The arguments of one kernel call: tensors that share step, dtypes and device."""
-
-    def __init__(self) -> None:
-        self.params: list[Tensor] = []
-        self.grads: list[Tensor] = []
-        self.exp_avgs: list[Tensor] = []
-        self.exp_avg_sqs: list[Tensor] = []
-        self.masters: list[Tensor] = []
-        self.copies: list[tuple[Tensor, Tensor]] = []  # (contiguous stand-in, parameter), to be copied back
-        self.in_runs: list[Tensor] = []  # parameters that the kernel sees only as part of a run
-
-    def add(self, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None) -> None:
-        self.params.append(param)
-        self.grads.append(grad)
-        self.exp_avgs.append(exp_avg)
-        self.exp_avg_sqs.append(exp_avg_sq)
-        if master is not None:
-            self.masters.append(master)
-
-
-class _GroupPlan:
-    """The runs of one parameter group."""
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = list(params)
-        locals_ = [local_tensor(p) for p in params]
-        planned = plan_runs([extent_of(t, key=p.requires_grad) for p, t in zip(params, locals_)])
-        self.runs = [_Run([self.params[i] for i in run], [locals_[i] for i in run]) for run in planned]
-
-    def holds(self, params: Sequence[Tensor]) -> bool:
-        """Whether these are still the parameters, and lie where they did."""
-        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
-            return False
-        return all(run.holds() for run in self.runs)
-
-
-class _Run:
-    """Parameters end to end in memory (or one that has no neighbour), and their flat state."""
-
-    def __init__(self, params: list[Tensor], locals_: list[Tensor]) -> None:
-        first = locals_[0]
-        self.params = params
-        self.locals = locals_
-        # Plain parameters are their own local tensors, whatever is done to them; others are asked each time.
-        self.plain = all(map(is_, params, locals_))
-        self.dtype, self.device = first.dtype, first.device
-        self.half = first.dtype in _HALF
-        self.addresses = [t.data_ptr() for t in locals_]
-        sizes = [t.numel() for t in locals_]
-        *self.offsets, self.numel = accumulate(sizes, initial=0)
-        self.contiguous = first.is_contiguous()
-        # Holds the memory of the run, so that an address in it can belong to nothing else while it is compared.
-        self.flat = flat_view(first.detach(), self.numel) if len(params) > 1 else first.detach()
-        self.materialized = False
-
-    def holds(self) -> bool:
-        tensors = self.params if self.plain else [local_tensor(p) for p in self.params]
-        if [t.data_ptr() for t in tensors] != self.addresses:
-            return False
-        first = tensors[0]
-        return first.dtype is self.dtype and (len(tensors) > 1 or first.is_contiguous() == self.contiguous)
-
-    # --- state ------------------------------------------------------------------------------------
-
-    def materialize(self, state: dict[Tensor, Any]) -> None:
-        """Give every parameter its state, as views of flat tensors, keeping what there is."""
-        if self.materialized:
-            return
-        entries = [state.get(p, {}) for p in self.params]
-        flats = {key: self._flat_state(key, entries) for key in _MOMENTS}
-        if self.half:
-            flats["master"] = self._flat_state("master", entries)
-        self.exp_avg, self.exp_avg_sq = flats["exp_avg"], flats["exp_avg_sq"]
-        self.master = flats.get("master")
-        for i, (param, local) in enumerate(zip(self.params, self.locals)):
-            views = {key: self._view(flat, i, local.shape) for key, flat in flats.items()}
-            if self.half and "master" not in entries[i]:
-                views["master"].copy_(local)
-            state[param] = {"step": entries[i].get("step", 0), **views}
-        self.states = [state[p] for p in self.params]
-        self.materialized = True
-
-    def _flat_state(self, key: str, entries: list[dict[str, Any]]) -> Tensor:
-        tensors = [entry[key] for entry in entries if key in entry]
-        same = len(tensors) == len(entries) and (tensors[0].device, tensors[0].dtype) == (self.device, torch.float32)
-        if same and self.numel:
-            found = flat_over(tensors, self.offsets, self.numel)
-            if found is not None:
-                return found
-        flat = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
-        for i, entry in enumerate(entries):
-            if key in entry:
-                self._view(flat, i, entry[key].shape).copy_(entry[key])
-        return flat
-
-    def _view(self, flat: Tensor, i: int, shape: Sequence[int]) -> Tensor:
-        return flat[self.offsets[i] : self.offsets[i] + math.prod(shape)].view(shape)
-
-    def sync_masters(self, indices: Iterable[int]) -> None:
-        for i in indices:
-            master, local = self.states[i]["master"], self.locals[i].detach()
-            torch.where(master.to(self.dtype) == local, master, local.float(), out=master)
-
-    def load(self, state: dict[Tensor, Any], entries: Mapping[Tensor, dict[str, Any] | None]) -> None:
-        for param, local in zip(self.params, self.locals):
-            mine, theirs = state[param], entries[param]
-            if theirs is None:
-                mine["step"] = 0
-                for key in _MOMENTS:
-                    mine[key].zero_()
-            else:
-                mine["step"] = theirs["step"]
-                for key in _MOMENTS:
-                    mine[key].copy_(theirs[key])
-            if self.half:
-                mine["master"].copy_(local if theirs is None or "master" not in theirs else theirs["master"])
-
-    # --- a step -----------------------------------------------------------------------------------
-
-    def collect(self, state: dict[Tensor, Any], launches: dict[Any, _Launch]) -> None:
-        """Count the step, and put what it works on into the kernel call where it belongs."""
-        params = self.params
-        grads = [p.grad for p in params] if self.plain and len(params) > 1 else [local_grad(p) for p in params]
-        if not any(grad is not None for grad in grads):
-            return
-        if not self.materialized:
-            self.materialize(state)
-        states = self.states
-        steps = [entry["step"] for entry in states]
-        if self.half and 0 in steps:
-            self.sync_masters(i for i, grad in enumerate(grads) if grad is not None and steps[i] == 0)
-        if len(params) > 1 and steps.count(steps[0]) == len(steps):
-            flat_grad = flat_over(grads, self.offsets, self.numel)
-            if flat_grad is not None:
-                step = steps[0] + 1
-                for entry in states:
-                    entry["step"] = step
-                launch = self._launch(launches, step, flat_grad)
-                launch.add(self.flat, flat_grad.detach(), self.exp_avg, self.exp_avg_sq, self.master)
-                launch.in_runs.extend(params)
-                return
-        for i, (grad, entry) in enumerate(zip(grads, states)):
-            if grad is None:
-                continue
-            step = entry["step"] = steps[i] + 1
-            grad = grad.detach()
-            launch = self._launch(launches, step, grad)
-            local = self.locals[i].detach()
-            if not local.is_contiguous():
-                stand_in = local.contiguous()
-                launch.copies.append((stand_in, local))
-                local = stand_in
-            launch.add(local, grad.contiguous(), entry["exp_avg"], entry["exp_avg_sq"], entry.get("master"))
-
-    def _launch(self, launches: dict[Any, _Launch], step: int, grad: Tensor) -> _Launch:
-        key = (step, self.dtype, grad.dtype, self.device)
-        found = launches.get(key)
-        if found is None:
-            found = launches[key] = _Launch()
-        return found
+    def _settle(self) -> None:
+        """Wait until the state can be read and written where it is."""
 
 
 def _check_group(group: dict[str, Any]) -> None:
     _check_options(group)
     for param in group["params"]:
-        if param.dtype is not torch.float32 and param.dtype not in _HALF:
+        if param.dtype is not torch.float32 and param.dtype not in HALF:
             raise TypeError(
                 f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
-                f"AdamOptimizer takes float32, float16 and bfloat16"
+                f"Adam takes float32, float16 and bfloat16"
             )
 
 

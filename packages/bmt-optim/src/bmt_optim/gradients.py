@@ -1,13 +1,14 @@
-"""Overflow and norm of gradients, whatever shards, replicates or splits their parameters.
+"""Overflow and norm of gradients, and other totals, whatever shards, replicates or splits the parameters.
 
-Both reduce on the device and leave the result there. All ranks must call them with the same parameters; a
+All reduce on the device and leave the result there. All ranks must call them with the same parameters; a
 rank without gradients or with empty shards takes part like the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ import bmt_kernels
 from bmt_comm import ParallelContext, Slice, slice_of
 
 from .runs import local_grad, merge_adjacent
-from .slices import all_reduce_over, by_comms
+from .slices import Comms, all_reduce_over, by_comms
 
 STAGE_LOCAL_ATTRIBUTE = "bmt_stage_local"
 """Set to a bool on a parameter to say whether only this pipeline stage has it.
@@ -55,25 +56,58 @@ def global_norm(params: Sequence[Tensor], norm_type: float, context: ParallelCon
     communicator of each distinct set, and one over the pipeline where there is one. A NaN gives NaN, or inf
     where ``norm_type`` is inf.
     """
-    infinite = math.isinf(norm_type)
-    op = "max" if infinite else "sum"
-    slices = [slice_of(p) for p in params]
-    own = [_is_stage_local(p, where, context) for p, where in zip(params, slices)]
+    op = "max" if math.isinf(norm_type) else "sum"
     grads: list[Tensor] = []
-    total = torch.zeros(2, dtype=torch.float64, device=context.device)  # copies on every stage, this stage's own
-    for comms, indices in by_comms(slices):
-        powers = []
-        for wanted in (False, True):
-            here = local_grads([params[i] for i in indices if own[i] == wanted])
-            powers.append(_local_power(here, norm_type, context.device))
-            grads += here
-        values = torch.stack(powers)
-        all_reduce_over(values, comms, op)
-        total = torch.maximum(total, values) if infinite else total + values
-    everywhere, own_stage = total[0], total[1].clone()
-    context.pipe.all_reduce(own_stage, op)
-    norm = torch.maximum(everywhere, own_stage) if infinite else (everywhere + own_stage) ** (1 / norm_type)
+
+    def power(some: Sequence[Tensor]) -> Tensor:
+        here = local_grads(some)
+        grads.extend(here)
+        return _local_power(here, norm_type, context.device)
+
+    total = reduce_over_ranks(params, power, context, op)
+    norm = total if op == "max" else total ** (1 / norm_type)
     return norm.float().double(), grads
+
+
+def reduce_over_ranks(
+    params: Sequence[Tensor], local: Callable[[list[Tensor]], Tensor], context: ParallelContext | None, op: str
+) -> Tensor:
+    """The sum or maximum of ``local`` over all logical parameters, each of whose elements counts once.
+
+    Reductions over the ranks that share parameters are packed: one for each communicator of each distinct
+    set, and one over the pipeline where there is one.
+
+    Args:
+        params: the same ones in the same order on every rank that shares them.
+        local: what this rank's parts of parameters of one share (:func:`share_of`) come to, 0 for none; of
+            one shape, dtype and device. Never negative if the maximum is wanted.
+        context: the ranks that step together; ``None``: no pipeline.
+        op: "sum" or "max".
+    """
+    combine = torch.maximum if op == "max" else torch.add
+    shares = [share_of(p, context) for p in params]
+    everywhere, own_stage = local([]), local([])
+    for comms, indices in by_comms([slice_of(p) for p in params]):
+        values = torch.stack(
+            [local([params[i] for i in indices if shares[i].own_stage == own]) for own in (False, True)]
+        )
+        all_reduce_over(values, comms, op)
+        everywhere, own_stage = combine(everywhere, values[0]), combine(own_stage, values[1])
+    if context is not None:
+        all_reduce_over(own_stage, (context.pipe,), op)
+    return combine(everywhere, own_stage)
+
+
+class Share(NamedTuple):
+    """Whom a parameter is shared with: the ranks with other elements of it, and whether other stages have it."""
+
+    comms: Comms
+    own_stage: bool
+
+
+def share_of(param: Tensor, context: ParallelContext | None) -> Share:
+    where = slice_of(param)
+    return Share(where.comms, context is not None and _is_stage_local(param, where, context))
 
 
 def scale_grads(grads: Sequence[Tensor], factor: Tensor) -> None:

@@ -205,9 +205,7 @@ class OptimManager:
         """
         return {
             "optimizers": [
-                optimizer.state_dict(gather=gather_opt)
-                if _takes(type(optimizer), "state_dict", "gather")
-                else optimizer.state_dict()
+                optimizer.state_dict(gather=gather_opt) if gathers(optimizer) else optimizer.state_dict()
                 for optimizer in self.optimizers
             ],
             "lr_schedulers": [
@@ -261,6 +259,11 @@ class OptimManager:
                     check(saved)
                 except ValueError as error:
                     raise ValueError(f"lr_scheduler {index}: {error}") from None
+
+
+def gathers(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.state_dict`` can give the unsharded state."""
+    return _takes(type(optimizer), "state_dict", "gather")
 
 
 def _takes(cls: type, method: str, name: str) -> bool:

@@ -27,7 +27,7 @@ def gather_state(
         keys: the tensors that each parameter's state consists of.
     """
     slices = [slice_of(p) for p in params]
-    keep = _keeps_gathered_state()
+    keep = keeps_gathered_state()
     steps = _agreed_steps([int(state[i]["step"]) if i in state else -1 for i in range(len(params))], params, slices)
     gathered: dict[int, dict[str, Any]] = {}
     for index, (param, where, step) in enumerate(zip(params, slices, steps)):
@@ -134,7 +134,7 @@ def _no_state(param: Tensor) -> Tensor:
         return torch.zeros_like(local_tensor(param), dtype=torch.float32)
 
 
-def _keeps_gathered_state() -> bool:
+def keeps_gathered_state() -> bool:
     """Whether this is the rank that gets the tensors: rank 0, or the first rank of its pipeline stage."""
     if bmt_comm.is_initialized():
         context = bmt_comm.current_context()

@@ -209,9 +209,9 @@ def _linear_parameters(
     if not bias:
         return weight, None
     bound = 1 / math.sqrt(in_features)
-    shape = (out_features,)
+    bias_shape = (out_features,)
     return weight, make_parameter(
-        shape, dtype, nn.init.uniform_, -bound, bound, comm=comm, tp_dim=bias_dim, tp_blocks=blocks
+        bias_shape, dtype, nn.init.uniform_, -bound, bound, comm=comm, tp_dim=bias_dim, tp_blocks=blocks
     )
 
 

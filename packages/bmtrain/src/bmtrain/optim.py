@@ -1,5 +1,5 @@
 """Optimizers, and the manager that scales losses and steps them."""
 
-from bmt_optim import AdamOptimizer, OptimManager
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, save_optimizer
 
-__all__ = ["AdamOptimizer", "OptimManager"]
+__all__ = ["AdamOffloadOptimizer", "AdamOptimizer", "OptimManager", "save_optimizer"]

@@ -5,7 +5,6 @@ fp32 operations in the same order, so that their results have the same bits.
 """
 
 from bmt_kernels.reference.adam import adam_step
-from bmt_kernels.reference.norms import power_sum
 from bmt_kernels.reference.adam8bit import adam8bit_step
 from bmt_kernels.reference.factored import (
     factored_residual_square_sums,
@@ -13,6 +12,7 @@ from bmt_kernels.reference.factored import (
     factored_update,
     factored_update_square_sum,
 )
+from bmt_kernels.reference.norms import power_sum
 from bmt_kernels.reference.overflow import has_inf_or_nan
 from bmt_kernels.reference.quantize import dequantize_blockwise, dynamic_map, quantize_blockwise
 

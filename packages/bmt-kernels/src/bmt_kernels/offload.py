@@ -1,0 +1,389 @@
+"""Work on tensors that live across the bus, chunk by chunk, while other chunks are being copied.
+
+[Note: a pipeline of chunks]
+    An optimizer whose state is in host memory works either on the host, to which gradients travel and from
+    which parameters travel back, or on the device, to and from which the state travels. Both are one thing:
+    *rows* of tensors, of which those that are not where the work is done are *far*. Rows are cut into
+    *chunks*, and the far tensors of a chunk share one *slot*, a staging buffer of fixed size beside the
+    worker. Each chunk goes through three queues:
+
+        fetch   far tensors into the slot             (a CUDA stream of its own)
+        work    on the slot, and on near tensors      (the host, or the caller's CUDA stream)
+        store   the slot into far tensors             (a CUDA stream of its own)
+
+    With three slots, one chunk is fetched and another stored while a third is worked on. Events say when a
+    slot is filled, and when it may be filled again. A queue waits for events of other queues; the host waits
+    only for what it works on itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # bytes: what vector instructions and copy engines like
+_STEP = 64  # elements: cuts at multiples of it keep every dtype aligned
+
+
+class OffloadRow(NamedTuple):
+    """Tensors that belong together element by element: 1-D, contiguous, of one length; dtypes may differ.
+
+    Each is on the device or on the host, wherever it lives. No tensor that is written to may share memory
+    with another of the same run.
+    """
+
+    read: tuple[Tensor, ...] = ()
+    """What the work only reads."""
+    update: tuple[Tensor, ...] = ()
+    """What it reads and writes."""
+    write: tuple[Tensor, ...] = ()
+    """What it writes every element of, without reading."""
+
+
+Work = Callable[[list[OffloadRow]], None]
+"""Works on the pieces of rows that make up a chunk, near tensors in all places of the rows."""
+
+
+class OffloadPipeline:
+    """Runs work on rows of tensors, some of which are on the other side of the bus from it.
+
+    Staging buffers (page-locked where they are on the host) are made in the first run that needs them and
+    kept: ``slots`` times ``chunk_bytes``. Tensors that are where the work is done are not copied; where all
+    are (parameters on the CPU, say), nothing is.
+
+    Args:
+        device: the device that tensors may be on, besides the CPU.
+        compute: where the work is done. ``"host"``: :meth:`run` waits for what is fetched, chunk by chunk,
+            and returns when all work is done; the results are on their way to the device, and the caller's
+            stream will wait for them. ``"device"``: the work is launched on the caller's stream, and
+            :meth:`run` waits for nothing; who reads the results in host memory calls :meth:`synchronize`.
+        chunk_bytes: size of a staging buffer.
+        slots: number of staging buffers; with 3, fetching, work and storing all overlap.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        compute: Literal["host", "device"] = "host",
+        chunk_bytes: int = 16 << 20,
+        slots: int = 3,
+    ) -> None:
+        if compute not in ("host", "device"):
+            raise ValueError(f"compute={compute!r} must be 'host' or 'device'")
+        if chunk_bytes < 4096:
+            raise ValueError(f"chunk_bytes={chunk_bytes!r} must be at least 4096")
+        if slots < 1:
+            raise ValueError(f"slots={slots!r} must be at least 1")
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.compute = compute
+        self.chunk_bytes = chunk_bytes // _ALIGNMENT * _ALIGNMENT
+        self.slots = slots
+        self._buffers: list[Tensor] = []
+        self._free: list[Any] = [None] * slots  # per slot: when its last chunk was stored
+        self._stored: Any = None  # when the last run's results were
+        self._streams: tuple[Queue, Queue] | None = None
+
+    @torch.no_grad()
+    def run(self, batches: Iterable[tuple[Sequence[OffloadRow], Work]]) -> None:
+        """Run each batch's work on its rows. No chunk has rows of two batches.
+
+        Whatever is queued on the caller's stream comes before the fetching. What is fetched in one run may
+        have been stored in the last one.
+
+        Raises:
+            TypeError, ValueError: a row is not as :class:`OffloadRow` says; nothing has been changed.
+        """
+        checked = [([self._checked(row) for row in rows], work) for rows, work in batches]
+        far = any(row.sizes for rows, _ in checked for row in rows)
+        if far and not self._buffers:
+            self._buffers = [self._new_buffer() for _ in range(self.slots)]
+        fetch, store, worker, caller = self._queues()
+        start = caller.record()
+        fetch.wait(start)
+        store.wait(start)
+        fetch.wait(self._stored)
+        ahead: deque[_Staged] = deque()
+        slot = 0
+        try:
+            for rows, work in checked:
+                for chunk in plan_chunks([(row.length, row.sizes) for row in rows], self.chunk_bytes):
+                    pieces = [(rows[cut.row].row, cut) for cut in chunk]
+                    staged = _Staged(pieces, self._buffers[slot] if far else None, self._is_far, work, slot)
+                    if not staged.fetches and not staged.stores:
+                        worker.run(lambda staged=staged: staged.work(staged.rows))  # type: ignore[misc]
+                        continue
+                    slot = (slot + 1) % self.slots
+                    fetch.wait(self._free[staged.slot])
+                    for pair in staged.fetches:
+                        fetch.run(lambda pair=pair: self._copy(*pair))  # type: ignore[misc]
+                    staged.ready = fetch.record()
+                    ahead.append(staged)
+                    if len(ahead) == self.slots:
+                        self._finish(ahead.popleft(), worker, store)
+            while ahead:
+                self._finish(ahead.popleft(), worker, store)
+        finally:
+            self._stored = store.record()
+            if self.compute == "host":
+                caller.wait(self._stored)
+
+    def synchronize(self) -> None:
+        """Make the host wait until everything that was stored has arrived."""
+        _Host().wait(self._stored)
+        self._stored = None
+
+    def _finish(self, staged: _Staged, worker: Queue, store: Queue) -> None:
+        # Filled, and so no longer being stored from either: what the work only writes needs that.
+        worker.wait(staged.ready)
+        worker.run(lambda: staged.work(staged.rows))
+        store.wait(worker.record())
+        for pair in staged.stores:
+            store.run(lambda pair=pair: self._copy(*pair))  # type: ignore[misc]
+        self._free[staged.slot] = store.record()
+
+    # --- rows ---------------------------------------------------------------------------------------
+
+    def _checked(self, row: OffloadRow) -> _CheckedRow:
+        length: int | None = None
+        sizes = []
+        for name, field in zip(row._fields, row):
+            for i, tensor in enumerate(field):
+                if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+                    raise TypeError(f"{name}[{i}] of a row is a {type(tensor).__name__}; it must be a dense tensor")
+                if tensor.dim() != 1 or not tensor.is_contiguous():
+                    raise ValueError(
+                        f"{name}[{i}] of a row has shape {tuple(tensor.shape)} and strides {tensor.stride()}; it must "
+                        "be 1-D and contiguous (use .view(-1))"
+                    )
+                device = tensor.device
+                if device.type != "cpu" and device != self.device:
+                    raise ValueError(f"{name}[{i}] of a row is on {device}; it must be on {self.device} or the CPU")
+                if length is None:
+                    length = tensor.numel()
+                elif tensor.numel() != length:
+                    raise ValueError(f"{name}[{i}] of a row has {tensor.numel()} elements and the row has {length}")
+                if self._is_far(tensor):
+                    sizes.append(tensor.element_size())
+        least = _STEP * sum(sizes)
+        if least > self.chunk_bytes:
+            raise ValueError(f"chunk_bytes={self.chunk_bytes} must be at least {least} for a row of so many tensors")
+        return _CheckedRow(row, length or 0, sizes)
+
+    def _is_far(self, tensor: Tensor) -> bool:
+        """Whether the tensor is not where the work is done."""
+        return tensor.device.type != "cpu" if self.compute == "host" else tensor.device != self.device
+
+    # --- places -------------------------------------------------------------------------------------
+
+    def _new_buffer(self) -> Tensor:
+        if self.compute == "host":
+            pinned = self.device.type == "cuda"
+            return torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=pinned)
+        buffer = torch.empty(self.chunk_bytes, dtype=torch.uint8, device=self.device)
+        for queue in self._queues()[:2]:
+            if isinstance(queue, _Stream):
+                buffer.record_stream(queue.stream)  # its memory is not used again before these are through with it
+        return buffer
+
+    def _queues(self) -> tuple[Queue, Queue, Queue, Queue]:
+        """Those of fetching, storing and the work, and the caller's."""
+        if self.device.type != "cuda":
+            return _Host(), _Host(), _Host(), _Host()
+        if self._streams is None:
+            self._streams = _Stream(torch.cuda.Stream(self.device)), _Stream(torch.cuda.Stream(self.device))
+        caller = _Stream(torch.cuda.current_stream(self.device))
+        return *self._streams, _Host() if self.compute == "host" else caller, caller
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=self.device.type == "cuda")
+
+
+class Cut(NamedTuple):
+    """A range of a row's elements, and where its far tensors are in the slot."""
+
+    row: int
+    start: int
+    stop: int
+    offsets: tuple[int, ...]
+
+
+class _CheckedRow(NamedTuple):
+    row: OffloadRow
+    length: int
+    sizes: list[int]  # bytes per element of each far tensor
+
+
+def plan_chunks(rows: Sequence[tuple[int, Sequence[int]]], capacity: int) -> Iterator[list[Cut]]:
+    """Cut rows into chunks whose far tensors fit in a slot.
+
+    Args:
+        rows: of each row the number of elements and the bytes per element of each far tensor. Rows without
+            far tensors take no room and are not cut.
+        capacity: bytes in a slot, enough for 64 elements of every far tensor of a row.
+
+    Yields:
+        chunks, in the order of the rows. Tensors start at multiples of 64 bytes in the slot, and cuts fall
+        on multiples of 64 elements.
+    """
+    chunk: list[Cut] = []
+    used = 0
+    for index, (length, sizes) in enumerate(rows):
+        start = 0
+        while start < length:
+            count = _fitting(length - start, sizes, capacity - used)
+            if count == 0:
+                assert chunk, f"{capacity} bytes do not hold {_STEP} elements of {sizes} bytes each"
+                yield chunk
+                chunk, used = [], 0
+                continue
+            offsets = []
+            for size in sizes:
+                offsets.append(used)
+                used += _aligned(count * size)
+            chunk.append(Cut(index, start, start + count, tuple(offsets)))
+            start += count
+    if chunk:
+        yield chunk
+
+
+def _fitting(length: int, sizes: Sequence[int], room: int) -> int:
+    """How many of ``length`` elements fit: all, or a multiple of the step."""
+    if sum(_aligned(length * size) for size in sizes) <= room:
+        return length
+    return room // sum(sizes) // _STEP * _STEP
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Staged:
+    """A chunk with its slot: the rows that the work sees, and the copies before and after it."""
+
+    def __init__(
+        self,
+        pieces: list[tuple[OffloadRow, Cut]],
+        buffer: Tensor | None,
+        is_far: Callable[[Tensor], bool],
+        work: Work,
+        slot: int,
+    ) -> None:
+        self.work, self.slot = work, slot
+        self.ready: Any = None
+        self.rows: list[OffloadRow] = []
+        self.fetches: list[tuple[Tensor, Tensor]] = []  # (target, source)
+        self.stores: list[tuple[Tensor, Tensor]] = []
+        for row, cut in pieces:
+            if not cut.offsets:
+                self.rows.append(row)
+                continue
+            offsets = iter(cut.offsets)
+            fields: list[tuple[Tensor, ...]] = []
+            for name, field in zip(row._fields, row):
+                near = []
+                for whole in field:
+                    part = whole[cut.start : cut.stop]
+                    if not is_far(whole):
+                        near.append(part)
+                        continue
+                    assert buffer is not None
+                    offset = next(offsets)
+                    stand_in = buffer[offset : offset + part.numel() * part.element_size()].view(part.dtype)
+                    if name != "write":
+                        self.fetches.append((stand_in, part))
+                    if name != "read":
+                        self.stores.append((part, stand_in))
+                    near.append(stand_in)
+                fields.append(tuple(near))
+            self.rows.append(OffloadRow(*fields))
+
+
+class Queue(Protocol):
+    """What runs one thing after another, perhaps later."""
+
+    def run(self, function: Callable[[], None]) -> None: ...
+
+    def record(self) -> Any:
+        """An event: everything so far has run. ``None``: it has already."""
+
+    def wait(self, event: Any) -> None:
+        """Run nothing more before ``event``."""
+
+
+class _Host:
+    """The host, which runs everything at once."""
+
+    def run(self, function: Callable[[], None]) -> None:
+        function()
+
+    def record(self) -> None:
+        return None
+
+    def wait(self, event: Any) -> None:
+        if event is not None:
+            event.synchronize()
+
+
+class _Stream:
+    """A CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def run(self, function: Callable[[], None]) -> None:
+        with torch.cuda.stream(self.stream):
+            function()
+
+    def record(self) -> torch.cuda.Event:
+        return self.stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        if event is not None:
+            self.stream.wait_event(event)
+
+
+def pinned_zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A 1-D tensor of zeros in page-locked host memory, which CUDA copies from and to without the host's help.
+
+    PyTorch's own ``pin_memory=True`` takes the next power of two of bytes, up to twice what is needed; this
+    takes what is needed, in whole pages. The memory is released when the last view of it is gone.
+
+    Raises:
+        RuntimeError: CUDA cannot lock the memory.
+    """
+    nbytes = numel * dtype.itemsize
+    if nbytes == 0:
+        return torch.zeros(numel, dtype=dtype)
+    # Shared memory: a private page would be copied on writing after a fork, and CUDA would go on with the other copy.
+    region = mmap.mmap(-1, nbytes)
+    tensor = torch.frombuffer(region, dtype=dtype)  # keeps the region
+    runtime = _cuda_runtime()
+    portable = 1  # page-locked for every device
+    error = int(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, portable))
+    if error:
+        raise RuntimeError(
+            f"CUDA cannot lock {nbytes} bytes of host memory (error {error}); is there as much, and may it be locked?"
+        )
+    weakref.finalize(region, _release, runtime, tensor.data_ptr()).atexit = False
+    return tensor
+
+
+def _release(runtime: Any, address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still be under way
+    runtime.cudaHostUnregister(address)
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()

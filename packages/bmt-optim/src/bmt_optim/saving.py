@@ -1,0 +1,148 @@
+"""Writing the gathered state of optimizers to a file, in the background."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .manager import OptimManager, gathers
+from .state_dict import keeps_gathered_state
+
+_log = logging.getLogger(__name__)
+_writer: ThreadPoolExecutor | None = None
+
+
+def save_optimizer(
+    optimizer: torch.optim.Optimizer | OptimManager, file_name: str | os.PathLike[str], non_blocking: bool = False
+) -> Future[None]:
+    """Write the gathered state of an optimizer, or of a manager with all it steps, to one file.
+
+    All ranks must call it. The state is gathered, one parameter at a time, into the host memory of the rank
+    that writes: rank 0, or the first rank of each pipeline stage, which then need a name each. That is a copy:
+    training may go on while it is written. ``torch.load(file_name, weights_only=True)`` gives what
+    ``load_state_dict`` takes, at any layout. The file appears under its name only when it is complete.
+
+    Args:
+        optimizer: one whose ``state_dict`` takes ``gather`` (ours), or an :class:`OptimManager`.
+        file_name: the file; its folder must exist.
+        non_blocking: return when the state is gathered, and write in the background. The process does not
+            end before it is written.
+
+    Returns:
+        A future that is done when the file is there; it is done on return unless ``non_blocking``, and
+        always on ranks that do not write.
+
+    Raises:
+        TypeError: ``optimizer`` cannot gather its state.
+        ValueError: two pipeline stages are to write the same file (on every rank).
+        RuntimeError: a rank cannot write its file (on every rank; a failure in the background is the
+            future's exception, and logged).
+    """
+    path = Path(file_name)
+    if not isinstance(optimizer, OptimManager) and not gathers(optimizer):
+        raise TypeError(f"{type(optimizer).__name__} cannot gather its state; save what its state_dict() returns")
+    writes = keeps_gathered_state()
+    obstacle = _obstacle(path) if writes else None
+    found = _from_all_ranks(
+        (os.path.abspath(path) if writes else None, obstacle and f"cannot write {path}: {obstacle}")
+    )
+    _raise_first(path, [problem for _, problem in found])
+    targets = [target for target, _ in found if target is not None]
+    for target in targets:
+        if targets.count(target) > 1:
+            raise ValueError(f"{targets.count(target)} pipeline stages are to write {target}; give each its own file")
+    state = _gathered(optimizer, writes)
+    done: Future[None] = Future()
+    done.set_result(None)
+    if writes:
+        # In the order of the calls, which may be for the same file.
+        done = _background().submit(_write, state, path)
+    if non_blocking:
+        done.add_done_callback(_log_failure)
+        return done
+    error = done.exception()
+    _raise_first(path, _from_all_ranks(error and f"{type(error).__name__}: {error}"))
+    return done
+
+
+def _gathered(optimizer: Any, writes: bool) -> dict[str, Any]:
+    """The gathered state, of which nothing is the memory that training goes on with, where it is to be written."""
+    if not isinstance(optimizer, OptimManager):
+        state: dict[str, Any] = optimizer.state_dict(gather=True)
+        return {**state, "param_groups": _copied(state["param_groups"])} if writes else {}
+    state = optimizer.state_dict(gather_opt=True)
+    if not writes:
+        return {}
+    pairs = zip(optimizer.optimizers, state["optimizers"])
+    return {
+        **{key: _copied(value) for key, value in state.items() if key != "optimizers"},
+        "optimizers": [
+            {key: value if key == "state" and gathers(each) else _copied(value) for key, value in saved.items()}
+            for each, saved in pairs
+        ],
+    }
+
+
+def _copied(value: Any) -> Any:
+    """A copy whose tensors are in host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(entry) for entry in value)
+    return copy.deepcopy(value)
+
+
+def _obstacle(path: Path) -> str | None:
+    """Why the file cannot be written, as far as that can be told before the state is gathered."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    return "it is a folder" if path.is_dir() else None
+
+
+def _from_all_ranks(mine: Any) -> list[Any]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _raise_first(path: Path, problems: list[str | None]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise RuntimeError(f"rank {rank} cannot write {path}: {problem}")
+
+
+def _background() -> ThreadPoolExecutor:
+    """One thread; the interpreter waits for what it has been given before it exits."""
+    global _writer
+    if _writer is None:
+        _writer = ThreadPoolExecutor(1, "bmt-optim-save")
+    return _writer
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        torch.save(state, part)
+        with open(part, "rb+") as written:
+            os.fsync(written.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        _log.error("an optimizer's state could not be written: %s: %s", type(error).__name__, error)
