@@ -12,5 +12,6 @@ const Kernels& kernels_at(int variant);
 
 void bind_adam(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);
+void bind_cross_entropy(pybind11::module_& m);
 
 }  // namespace bmt

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/adam.h"
+#include "cpu/cross_entropy.h"
 #include "cpu/overflow.h"
 
 namespace bmt {
@@ -10,6 +11,7 @@ struct Kernels {
   const char* name;
   AdamKernels adam;
   OverflowKernels overflow;
+  CrossEntropyKernels cross_entropy;
 };
 
 extern const Kernels kPortableKernels;

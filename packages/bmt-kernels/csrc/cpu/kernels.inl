@@ -6,6 +6,7 @@
 
 #include "cpu/adam.inl"
 #include "cpu/overflow.inl"
+#include "cpu/cross_entropy.inl"
 
 // In the order of struct Kernels.
-#define BMT_KERNELS(variant_name) {variant_name, BMT_ADAM_KERNELS, BMT_OVERFLOW_KERNELS}
+#define BMT_KERNELS(variant_name) {variant_name, BMT_ADAM_KERNELS, BMT_OVERFLOW_KERNELS, BMT_CROSS_ENTROPY_KERNELS}

@@ -59,4 +59,5 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("set_tensor_type", &set_tensor_type);
   bind_adam(m);
   bind_overflow(m);
+  bind_cross_entropy(m);
 }
