@@ -42,6 +42,9 @@ inline CrossEntropyFactors cross_entropy_factors(double smoothing, int64_t class
 // What a rank knows of a row: kStatistics or, without smoothing, one less of them, each in an array over rows.
 enum CrossEntropyStatistic { kLargest, kSum, kTargetLogit, kLogitSum, kStatistics };
 
+// Whether the logits themselves are summed, and times what.
+enum CrossEntropySums { kNoSum, kPlainSum, kWeightedSum, kCrossEntropySums };
+
 struct RowStatistics {
   float largest;    // the largest logit
   float sum;        // of exp(x_j - shift_of(largest))

@@ -5,9 +5,6 @@
 
 namespace bmt {
 
-// Whether the logits themselves are summed, and with what.
-enum CrossEntropySums { kNoSum, kPlainSum, kWeightedSum, kCrossEntropySums };
-
 struct CrossEntropyKernels {
   // Of n adjacent logits; weights: theirs, for kWeightedSum.
   RowStatistics (*statistics[kDTypes][kCrossEntropySums])(const void* logits, const float* weights, int64_t n);

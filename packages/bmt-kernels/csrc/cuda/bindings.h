@@ -41,5 +41,6 @@ class DeviceGuard {
 
 void bind_adam(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);
+void bind_cross_entropy(pybind11::module_& m);
 
 }  // namespace bmt

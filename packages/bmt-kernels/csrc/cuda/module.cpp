@@ -20,4 +20,5 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("supports", &supports, pybind11::arg("device"));
   bind_adam(m);
   bind_overflow(m);
+  bind_cross_entropy(m);
 }
