@@ -69,7 +69,7 @@ def checked_classes(
     if target.is_floating_point() or target.is_complex() or target.dtype is torch.bool:
         raise TypeError(f"target has dtype {target.dtype}; class indices are integers")
     if tuple(target.shape) != (rows,):
-        raise ValueError(f"target has shape {tuple(target.shape)}; logits of {rows} rows need ({rows},)")
+        raise ValueError(f"target has shape {tuple(target.shape)}; {rows} rows need ({rows},)")
     if target.device != device:
         raise ValueError(f"target is on {target.device}; it must be on {device} like the logits")
     if weight is not None:

@@ -70,7 +70,7 @@ def cross_entropy(
             host does not wait.
         RuntimeError: in backward: a second one with `inplace_backward`, or one to be differentiated again.
     """
-    _check_logits(logits, inplace_backward)
+    _check_logits(logits, target, inplace_backward)
     rows, size = logits.shape
     classes = checked_classes(logits, rows, target, weight, 0, size, ignore_index, label_smoothing, reduction)
     return _loss(logits, classes, None, reduction, inplace_backward)
@@ -110,7 +110,7 @@ def parallel_cross_entropy(
         As `cross_entropy` does; also ValueError if the columns do not lie within the vocabulary, or if `gather`
         returns another shape or dtype.
     """
-    _check_logits(logits, inplace_backward)
+    _check_logits(logits, target, inplace_backward)
     rows, columns = logits.shape
     check_columns("logits", columns, vocab_start, vocab_size)
     classes = checked_classes(
@@ -140,13 +140,16 @@ def gathered_statistics(gather: Gather | None, mine: Tensor) -> Tensor:
     return gathered.contiguous()
 
 
-def _check_logits(logits: Tensor, inplace_backward: bool) -> None:
+def _check_logits(logits: Tensor, target: Tensor, inplace_backward: bool) -> None:
     if not isinstance(logits, Tensor):
         raise TypeError(f"logits is a {type(logits).__name__}; it must be a torch.Tensor")
     if not logits.is_floating_point():
-        raise TypeError(f"logits has dtype {logits.dtype}; it must be floating-point")
-    if logits.dim() != 2:
-        raise ValueError(f"logits has shape {tuple(logits.shape)}; it must be (N, V): flatten the leading dimensions")
+        raise TypeError(f"logits has dtype {logits.dtype}; logits are floating-point")
+    if logits.dim() != 2 or (isinstance(target, Tensor) and target.shape != logits.shape[:1]):
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} and target of shape {tuple(getattr(target, 'shape', ()))} are not "
+            "(N, V) and (N,): flatten leading dimensions"
+        )
     if inplace_backward and logits.requires_grad and torch.is_grad_enabled():
         if logits.is_leaf:
             raise ValueError("logits is a leaf, which inplace_backward=True would overwrite with its own gradient")
