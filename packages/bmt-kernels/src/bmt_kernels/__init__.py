@@ -4,6 +4,7 @@ from bmt_kernels._version import __version__
 from bmt_kernels.adam import adam_step
 from bmt_kernels.cross_entropy import cross_entropy, parallel_cross_entropy
 from bmt_kernels.info import BuildInfo, build_info
+from bmt_kernels.linear_cross_entropy import linear_cross_entropy, parallel_linear_cross_entropy
 from bmt_kernels.overflow import has_inf_or_nan
 
 __all__ = [
@@ -13,5 +14,7 @@ __all__ = [
     "build_info",
     "cross_entropy",
     "has_inf_or_nan",
+    "linear_cross_entropy",
     "parallel_cross_entropy",
+    "parallel_linear_cross_entropy",
 ]

@@ -125,17 +125,19 @@ def statistics(logits: Tensor, classes: Classes) -> Tensor:
     return out
 
 
-def row_losses(logits: Tensor, gathered: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
-    """Losses (N,) and normalizers (2, N) from statistics (ranks, 3 or 4, N). The logits are not read."""
-    kernels = _kernels(logits)
+def row_losses(gathered: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
+    """Losses (N,) and normalizers (2, N) from statistics (ranks, 3 or 4, N)."""
+    kernels = _kernels(gathered)
     if kernels is None:
         target, weight, _, size, ignore_index, smoothing = classes
         return reference.cross_entropy_losses(gathered, target, weight, size, ignore_index, smoothing)
-    losses, normalizers = gathered.new_empty(len(logits)), gathered.new_empty(2, len(logits))
+    gathered = gathered.contiguous()
+    rows = gathered.shape[2]
+    losses, normalizers = gathered.new_empty(rows), gathered.new_empty(2, rows)
     total = _total_weight(classes)
     kernels.module.cross_entropy_losses(
         *kernels.where,
-        _packed_rows(logits, classes),
+        _packed_rows(gathered.new_empty(rows, 0), classes),
         *_factors(classes, total),
         gathered.data_ptr(),
         len(gathered),

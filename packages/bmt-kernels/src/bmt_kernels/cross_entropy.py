@@ -137,7 +137,7 @@ def gathered_statistics(gather: Gather | None, mine: Tensor) -> Tensor:
             f"gather returned {tuple(gathered.shape)} of {gathered.dtype}; for statistics of shape "
             f"{tuple(mine.shape)} it must be (ranks, *that) of {mine.dtype}"
         )
-    return gathered.contiguous()
+    return gathered
 
 
 def _check_logits(logits: Tensor, target: Tensor, inplace_backward: bool) -> None:
@@ -177,7 +177,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, classes: Classes, gather: Gather | None, reduction: str, inplace_backward: bool
     ) -> Tensor:
         gathered = gathered_statistics(gather, statistics(logits, classes))
-        losses, normalizers = row_losses(logits, gathered, classes)
+        losses, normalizers = row_losses(gathered, classes)
         loss, denominator = reduced(losses, classes, reduction)
         ctx.save_for_backward(logits, normalizers, denominator, classes.target, classes.weight)
         ctx.settings = classes[2:]
@@ -215,7 +215,7 @@ def _fake_statistics(logits: Tensor, *classes: Any) -> Tensor:
 def _op_loss(logits: Tensor, gathered: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *settings, reduction = rest
     classes = Classes(*settings)
-    losses, normalizers = row_losses(logits, gathered, classes)
+    losses, normalizers = row_losses(gathered, classes)
     loss, denominator = reduced(losses, classes, reduction)
     return loss, normalizers, denominator
 
