@@ -227,8 +227,10 @@ class _Gradients:
         self.hidden = hidden.new_empty(hidden.shape if needs[0] else 0)
         self.weight = weight.new_zeros(weight.shape, dtype=dtype) if needs[1] else weight.new_empty(0)
         self.bias = weight.new_zeros(weight.shape[:1], dtype=dtype) if needs[2] else weight.new_empty(0)
-        # A product of half-precision matrices is rounded to half precision; it is added up in fp32.
-        self._product = weight.new_empty(weight.shape) if needs[1] and weight.dtype != dtype else None
+        # A product of half-precision matrices is rounded to half precision; it is added up in fp32, an eighth of the
+        # classes at a time, so that the product takes little memory.
+        self._classes = -(-weight.shape[0] // 8)
+        self._product = weight.new_empty(self._classes, weight.shape[1]) if needs[1] and weight.dtype != dtype else None
         self._needs = needs
 
     def add(self, begin: int, end: int, logits_gradient: Tensor) -> None:
@@ -236,8 +238,8 @@ class _Gradients:
         if self._needs[0]:
             torch.mm(logits_gradient, weight, out=self.hidden[begin:end])
         if self._product is not None:
-            torch.mm(logits_gradient.t(), hidden[begin:end], out=self._product)
-            self.weight.add_(self._product)
+            for sums, part in zip(self.weight.split(self._classes), logits_gradient.split(self._classes, dim=1)):
+                sums.add_(torch.mm(part.t(), hidden[begin:end], out=self._product[: len(sums)]))
         elif self._needs[1]:
             self.weight.addmm_(logits_gradient.t(), hidden[begin:end])
         if self._needs[2]:
@@ -246,8 +248,8 @@ class _Gradients:
     def rounded(self) -> tuple[Tensor, Tensor, Tensor]:
         """In the dtype of the layer."""
         dtype = self.hidden.dtype
-        weight = self.weight.to(dtype) if self._product is None else self._product.copy_(self.weight)
-        return self.hidden, weight, self.bias.to(dtype)
+        self._product = None
+        return self.hidden, self.weight.to(dtype), self.bias.to(dtype)
 
 
 def _scaled_late(dtype: torch.dtype) -> bool:
