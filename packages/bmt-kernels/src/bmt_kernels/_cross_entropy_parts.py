@@ -43,6 +43,11 @@ class Classes(NamedTuple):
         return 4 if self.label_smoothing > 0 else 3
 
 
+def numbers_of(classes: Classes) -> tuple[int, int, int, float]:
+    """All but the tensors. (torch.compile of PyTorch 2.6 follows neither a slice nor a property of the tuple.)"""
+    return classes.first, classes.size, classes.ignore_index, classes.label_smoothing
+
+
 def checked_classes(
     like: Tensor,
     rows: int,

@@ -17,6 +17,7 @@ from bmt_kernels._cross_entropy_parts import (
     checked_classes,
     differentiated_once,
     gradient,
+    numbers_of,
     reduced,
     row_losses,
     statistics,
@@ -165,7 +166,7 @@ def _loss(logits: Tensor, classes: Classes, gather: Gather | None, reduction: st
     if not _library.tracing():
         loss: Tensor = _CrossEntropy.apply(logits, classes, gather, reduction, inplace_backward)
         return loss
-    arguments = (classes.target, classes.weight, *classes[2:])
+    arguments = (classes.target, classes.weight, *numbers_of(classes))
     gathered = gathered_statistics(gather, _statistics_op(logits.detach(), *arguments))
     traced: Tensor = _loss_op(logits, gathered, *arguments, reduction)[0]
     return traced
@@ -180,7 +181,7 @@ class _CrossEntropy(torch.autograd.Function):
         losses, normalizers = row_losses(gathered, classes)
         loss, denominator = reduced(losses, classes, reduction)
         ctx.save_for_backward(logits, normalizers, denominator, classes.target, classes.weight)
-        ctx.settings = classes[2:]
+        ctx.settings = numbers_of(classes)
         ctx.inplace = inplace_backward
         ctx.overwritten = False
         return loss

@@ -18,6 +18,7 @@ from bmt_kernels._cross_entropy_parts import (
     checked_classes,
     gradient,
     mean_denominator,
+    numbers_of,
     reduced,
     row_losses,
     statistics,
@@ -195,7 +196,7 @@ def _loss(
     chunk = chunk_size or max(_LEAST_CHUNK, hidden.numel() // max(weight.shape[0], 1))
     layer = (hidden, weight, bias)
     needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in layer]
-    arguments = (classes.target, classes.weight, *classes[2:])
+    arguments = (classes.target, classes.weight, *numbers_of(classes))
     gathered = None
     if gather is not None:
         constants = [None if tensor is None else tensor.detach() for tensor in layer]
