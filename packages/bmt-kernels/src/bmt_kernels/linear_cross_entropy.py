@@ -228,9 +228,9 @@ class _Gradients:
         self.hidden = hidden.new_empty(hidden.shape if needs[0] else 0)
         self.weight = weight.new_zeros(weight.shape, dtype=dtype) if needs[1] else weight.new_empty(0)
         self.bias = weight.new_zeros(weight.shape[:1], dtype=dtype) if needs[2] else weight.new_empty(0)
-        # A product of half-precision matrices is rounded to half precision; it is added up in fp32, an eighth of the
-        # classes at a time, so that the product takes little memory.
-        self._classes = -(-weight.shape[0] // 8)
+        # A product of half-precision matrices is rounded to half precision; it is added up in fp32, half of the
+        # classes at a time, so that the product takes less memory.
+        self._classes = -(-weight.shape[0] // 2)
         self._product = weight.new_empty(self._classes, weight.shape[1]) if needs[1] and weight.dtype != dtype else None
         self._needs = needs
 
