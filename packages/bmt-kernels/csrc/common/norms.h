@@ -12,12 +12,12 @@
 namespace bmt {
 
 // p = 1, p = 2, any other p > 0, and p = infinity, whose "sum" is the largest magnitude.
-enum NormKind { kMagnitudes, kSquares, kPowers, kLargest, kNormKinds };
+enum NormKind { kMagnitudes, kSquares, kPowers, kMaximum, kNormKinds };
 
 BMT_INLINE NormKind norm_kind(double p) {
   if (p == 1.0) return kMagnitudes;
   if (p == 2.0) return kSquares;
-  return p > 1.7976931348623157e308 ? kLargest : kPowers;
+  return p > 1.7976931348623157e308 ? kMaximum : kPowers;
 }
 
 template <int kKind>
@@ -30,7 +30,7 @@ BMT_INLINE double norm_term(double x, double p) {
 // One partial result put to another; NaN stays.
 template <int kKind>
 BMT_INLINE double norm_combine(double a, double b) {
-  if (kKind != kLargest) return a + b;
+  if (kKind != kMaximum) return a + b;
   return b > a || b != b ? b : a;
 }
 

@@ -11,10 +11,11 @@ namespace bmt {
 const Kernels& kernels_at(int variant);
 
 void bind_adam(pybind11::module_& m);
+void bind_adam8bit(pybind11::module_& m);
+void bind_cross_entropy(pybind11::module_& m);
+void bind_factored(pybind11::module_& m);
 void bind_norms(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);
 void bind_quantize(pybind11::module_& m);
-void bind_adam8bit(pybind11::module_& m);
-void bind_factored(pybind11::module_& m);
 
 }  // namespace bmt

@@ -2,9 +2,10 @@
 #pragma once
 
 #include "cpu/adam.h"
-#include "cpu/norms.h"
 #include "cpu/adam8bit.h"
+#include "cpu/cross_entropy.h"
 #include "cpu/factored.h"
+#include "cpu/norms.h"
 #include "cpu/overflow.h"
 #include "cpu/quantize.h"
 
@@ -18,6 +19,7 @@ struct Kernels {
   QuantizeKernels quantize;
   Adam8bitKernels adam8bit;
   FactoredKernels factored;
+  CrossEntropyKernels cross_entropy;
 };
 
 extern const Kernels kPortableKernels;

@@ -8,14 +8,15 @@
 
 #include "cpu/adam.inl"
 #include "cpu/norms.inl"
-#include "cpu/factored.inl"
 #include "cpu/overflow.inl"
 #include "cpu/quantize.inl"
 #include "cpu/adam8bit.inl"
+#include "cpu/factored.inl"
+#include "cpu/cross_entropy.inl"
 
 // In the order of struct Kernels.
 #define BMT_KERNELS(variant_name)                                                                      \
   {                                                                                                    \
     variant_name, BMT_ADAM_KERNELS, BMT_NORM_KERNELS, BMT_OVERFLOW_KERNELS, BMT_QUANTIZE_KERNELS,      \
-        BMT_ADAM8BIT_KERNELS, BMT_FACTORED_KERNELS                                                     \
+        BMT_ADAM8BIT_KERNELS, BMT_FACTORED_KERNELS, BMT_CROSS_ENTROPY_KERNELS                          \
   }

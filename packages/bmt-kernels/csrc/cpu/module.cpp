@@ -58,9 +58,10 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("threading_name", &threading_name);
   m.def("set_tensor_type", &set_tensor_type);
   bind_adam(m);
+  bind_adam8bit(m);
+  bind_cross_entropy(m);
+  bind_factored(m);
   bind_norms(m);
   bind_overflow(m);
   bind_quantize(m);
-  bind_adam8bit(m);
-  bind_factored(m);
 }

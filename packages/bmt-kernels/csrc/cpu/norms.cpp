@@ -50,7 +50,7 @@ void power_sum(int variant, const py::bytes& table, double p, int64_t found_inf,
   double result = *address<double>(total);
   bool nonfinite = false;
   for (const Partial& partial : partials) {
-    result = norm_kind(p) == kLargest ? norm_combine<kLargest>(result, partial.total)
+    result = norm_kind(p) == kMaximum ? norm_combine<kMaximum>(result, partial.total)
                                       : norm_combine<kPowers>(result, partial.total);
     nonfinite |= partial.nonfinite;
   }

@@ -1,6 +1,6 @@
 // Sums of powers over a block.
 
-using bmt::kLargest;
+using bmt::kMaximum;
 using bmt::kMagnitudes;
 using bmt::kPowers;
 using bmt::kSquares;

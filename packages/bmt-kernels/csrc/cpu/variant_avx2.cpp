@@ -22,6 +22,13 @@ BMT_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.x, b.x)}; }
 BMT_INLINE Vec square_root(Vec a) { return {_mm256_sqrt_ps(a.x)}; }
 BMT_INLINE Vec magnitude(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.x)}; }
 BMT_INLINE Vec spread(float a) { return {_mm256_set1_ps(a)}; }
+BMT_INLINE Vec constant(Vec, float a) { return spread(a); }
+BMT_INLINE Vec maximum(Vec a, Vec b) { return {_mm256_max_ps(a.x, b.x)}; }
+BMT_INLINE Vec minimum(Vec a, Vec b) { return {_mm256_min_ps(a.x, b.x)}; }
+BMT_INLINE Vec power_of_two(Vec a) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(a.x), 23);
+  return {_mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(0x3f800000)))};
+}
 
 BMT_INLINE Vec load_f32(const float* p) { return {_mm256_loadu_ps(p)}; }
 BMT_INLINE void store_f32(float* p, Vec a) { _mm256_storeu_ps(p, a.x); }

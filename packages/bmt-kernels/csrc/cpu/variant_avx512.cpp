@@ -22,6 +22,13 @@ BMT_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.x, b.x)}; }
 BMT_INLINE Vec square_root(Vec a) { return {_mm512_sqrt_ps(a.x)}; }
 BMT_INLINE Vec magnitude(Vec a) { return {_mm512_abs_ps(a.x)}; }
 BMT_INLINE Vec spread(float a) { return {_mm512_set1_ps(a)}; }
+BMT_INLINE Vec constant(Vec, float a) { return spread(a); }
+BMT_INLINE Vec maximum(Vec a, Vec b) { return {_mm512_max_ps(a.x, b.x)}; }
+BMT_INLINE Vec minimum(Vec a, Vec b) { return {_mm512_min_ps(a.x, b.x)}; }
+BMT_INLINE Vec power_of_two(Vec a) {
+  const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(a.x), 23);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(0x3f800000)))};
+}
 
 BMT_INLINE Vec load_f32(const float* p) { return {_mm512_loadu_ps(p)}; }
 BMT_INLINE void store_f32(float* p, Vec a) { _mm512_storeu_ps(p, a.x); }

@@ -40,10 +40,11 @@ class DeviceGuard {
 };
 
 void bind_adam(pybind11::module_& m);
+void bind_adam8bit(pybind11::module_& m);
+void bind_cross_entropy(pybind11::module_& m);
+void bind_factored(pybind11::module_& m);
 void bind_norms(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);
 void bind_quantize(pybind11::module_& m);
-void bind_adam8bit(pybind11::module_& m);
-void bind_factored(pybind11::module_& m);
 
 }  // namespace bmt

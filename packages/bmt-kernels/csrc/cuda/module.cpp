@@ -19,9 +19,10 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("CUDA_VERSION") = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
   m.def("supports", &supports, pybind11::arg("device"));
   bind_adam(m);
+  bind_adam8bit(m);
+  bind_cross_entropy(m);
+  bind_factored(m);
   bind_norms(m);
   bind_overflow(m);
   bind_quantize(m);
-  bind_adam8bit(m);
-  bind_factored(m);
 }

@@ -103,7 +103,7 @@ int64_t power_sum_blocks(const DataRow* rows, int64_t count) { return chunks_of_
 cudaError_t power_sum_cuda(const DataRow* rows, int64_t count, double p, float* found_inf, double* total,
                            double* partials, cudaStream_t stream) {
   constexpr decltype(&launch_kind<kSquares>) kLaunch[kNormKinds] = {
-      launch_kind<kMagnitudes>, launch_kind<kSquares>, launch_kind<kPowers>, launch_kind<kLargest>};
+      launch_kind<kMagnitudes>, launch_kind<kSquares>, launch_kind<kPowers>, launch_kind<kMaximum>};
   return kLaunch[norm_kind(p)](rows, count, p, found_inf, total, partials, stream);
 }
 

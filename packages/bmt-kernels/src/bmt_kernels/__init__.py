@@ -3,6 +3,7 @@
 from bmt_kernels._version import __version__
 from bmt_kernels.adam import adam_step
 from bmt_kernels.adam8bit import adam8bit_step
+from bmt_kernels.cross_entropy import cross_entropy, parallel_cross_entropy
 from bmt_kernels.factored import (
     factored_residual_square_sums,
     factored_square_sums,
@@ -10,6 +11,7 @@ from bmt_kernels.factored import (
     factored_update_square_sum,
 )
 from bmt_kernels.info import BuildInfo, build_info
+from bmt_kernels.linear_cross_entropy import linear_cross_entropy, parallel_linear_cross_entropy
 from bmt_kernels.norms import PowerSum, power_sum
 from bmt_kernels.offload import OffloadPipeline, OffloadRow, pinned_zeros
 from bmt_kernels.overflow import has_inf_or_nan
@@ -25,6 +27,7 @@ __all__ = [
     "adam8bit_step",
     "adam_step",
     "build_info",
+    "cross_entropy",
     "dequantize_blockwise",
     "dynamic_map",
     "factored_residual_square_sums",
@@ -32,6 +35,9 @@ __all__ = [
     "factored_update",
     "factored_update_square_sum",
     "has_inf_or_nan",
+    "linear_cross_entropy",
+    "parallel_cross_entropy",
+    "parallel_linear_cross_entropy",
     "pinned_zeros",
     "power_sum",
     "quantize_blockwise",

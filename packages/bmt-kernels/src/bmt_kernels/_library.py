@@ -31,6 +31,11 @@ def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     return operation
 
 
+def differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+    """Give a registered operation a backward, as ``torch.library.register_autograd`` takes it."""
+    torch.library.register_autograd(f"bmt_kernels::{name}", backward, setup_context=setup_context, lib=_library)
+
+
 def tracing() -> bool:
     """Whether a graph is being made rather than a computation done."""
     return torch.compiler.is_compiling()

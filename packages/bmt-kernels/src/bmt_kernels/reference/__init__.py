@@ -1,11 +1,17 @@
 """The operations in plain PyTorch: the specification of the compiled kernels, and what serves without them.
 
-They take the same arguments as the public functions and check none of them. The compiled kernels do the same
-fp32 operations in the same order, so that their results have the same bits.
+They take the same arguments as the public functions and check none of them. The element-wise compiled kernels do the
+same fp32 operations in the same order, so that their results have the same bits; sums over many elements agree to
+rounding.
 """
 
 from bmt_kernels.reference.adam import adam_step
 from bmt_kernels.reference.adam8bit import adam8bit_step
+from bmt_kernels.reference.cross_entropy import (
+    cross_entropy_gradient,
+    cross_entropy_losses,
+    cross_entropy_statistics,
+)
 from bmt_kernels.reference.factored import (
     factored_residual_square_sums,
     factored_square_sums,
@@ -19,6 +25,9 @@ from bmt_kernels.reference.quantize import dequantize_blockwise, dynamic_map, qu
 __all__ = [
     "adam8bit_step",
     "adam_step",
+    "cross_entropy_gradient",
+    "cross_entropy_losses",
+    "cross_entropy_statistics",
     "dequantize_blockwise",
     "dynamic_map",
     "factored_residual_square_sums",
