@@ -30,9 +30,19 @@ run() { # run TITLE COMMAND...: keep the output, go on after a failure and say s
 }
 run kernels "$python" -m bmt_kernels
 run tests "$python" -m pytest -q -p bmt_comm.testing.plugin packages tests
-run adam "$python" benchmarks/adam.py
+if command -v compute-sanitizer > /dev/null; then
+    # Out-of-bounds and misaligned accesses and races of every kernel, on a few cases of each.
+    few=(-q -p bmt_comm.testing.plugin packages/bmt-kernels/tests -k "cuda and not hypothesis and not compile")
+    run memcheck compute-sanitizer --error-exitcode 1 "$python" -m pytest "${few[@]}"
+    run racecheck compute-sanitizer --tool racecheck --error-exitcode 1 "$python" -m pytest "${few[@]}" --maxfail 1
+fi
+run adam "$python" benchmarks/adam.py --numel 1000000 10000000 100000000
 run adam8bit "$python" benchmarks/adam8bit.py
+run norms "$python" benchmarks/norms.py
+run cross-entropy "$python" benchmarks/cross_entropy.py --large
+run factored "$python" benchmarks/factored.py
 run overhead "$python" benchmarks/overhead.py
 run memory "$python" benchmarks/memory.py
 run train-step "$python" benchmarks/train_step.py
+run tensor-parallel "$python" benchmarks/tensor_parallel.py
 exit $failed
