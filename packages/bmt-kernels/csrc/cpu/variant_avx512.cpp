@@ -90,32 +90,30 @@ BMT_INLINE Ints pattern_of(Vec a) { return {_mm512_castps_si512(a.x)}; }
 BMT_INLINE Ints gather(const uint32_t* table, Ints i) { return {_mm512_i32gather_epi32(i.x, table, 4)}; }
 
 BMT_INLINE Vec number_of(Ints a) { return {_mm512_castsi512_ps(a.x)}; }
+// a * b + c, rounded once.
+BMT_INLINE Vec fused(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
 BMT_INLINE Vec smaller(Vec a, Vec b) { return {_mm512_min_ps(a.x, b.x)}; }
-BMT_INLINE Ints truncated(Vec a) { return {_mm512_cvttps_epi32(a.x)}; }
-BMT_INLINE bool differ(Ints a, Ints b) { return _mm512_cmpneq_epi32_mask(a.x, b.x) != 0; }
+BMT_INLINE Vec larger(Vec a, Vec b) { return {_mm512_max_ps(a.x, b.x)}; }
+// a with its sign changed where b is negative.
+BMT_INLINE Vec flipped_like(Vec a, Vec b) {
+  constexpr int kAXorBAndC = 0x78;
+  return number_of({_mm512_ternarylogic_epi32(_mm512_castps_si512(a.x), _mm512_castps_si512(b.x),
+                                              _mm512_set1_epi32(INT32_MIN), kAXorBAndC)});
+}
+// The number without its mantissa; 0 of 0.
+BMT_INLINE Vec power_of_two_in(Vec a) {
+  return {_mm512_and_ps(a.x, _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int32_t>(0xff800000u))))};
+}
+BMT_INLINE Ints magnitude_at_least(Vec a, Ints least) {
+  constexpr int kLargerMagnitudeWithoutSign = 0b1011;
+  return pattern_of({_mm512_range_ps(a.x, _mm512_castsi512_ps(least.x), kLargerMagnitudeWithoutSign)});
+}
+// Whether a lane of a has none of the bits.
+BMT_INLINE bool any_without(Ints a, Ints bits) { return _mm512_testn_epi32_mask(a.x, bits.x) != 0; }
 // Tables in one or two registers; the index is taken modulo their length.
 BMT_INLINE Vec choose(const float (&table)[16], Ints i) { return {_mm512_permutexvar_ps(i.x, _mm512_loadu_ps(table))}; }
 BMT_INLINE Ints choose(const uint32_t (&table)[32], Ints i) {
   return {_mm512_permutex2var_epi32(_mm512_loadu_si512(table), i.x, _mm512_loadu_si512(table + 16))};
-}
-
-// Permutations of the whole table instead of a gather: the low five bits of the index choose within 32 entries, the
-// others among eight such results.
-BMT_INLINE Vec lookup(const float (&table)[256], Ints i) {
-  const auto of_32 = [&](int part) __attribute__((always_inline)) {
-    const float* p = table + 32 * part;
-    return _mm512_permutex2var_ps(_mm512_loadu_ps(p), i.x, _mm512_loadu_ps(p + 16));
-  };
-  const __mmask16 bit5 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(32));
-  const __mmask16 bit6 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(64));
-  const __mmask16 bit7 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(128));
-  const auto of_64 = [&](int part) __attribute__((always_inline)) {
-    return _mm512_mask_mov_ps(of_32(2 * part), bit5, of_32(2 * part + 1));
-  };
-  const auto of_128 = [&](int part) __attribute__((always_inline)) {
-    return _mm512_mask_mov_ps(of_64(2 * part), bit6, of_64(2 * part + 1));
-  };
-  return {_mm512_mask_mov_ps(of_128(0), bit7, of_128(1))};
 }
 
 BMT_INLINE Ints load_codes(const uint8_t* p) {
