@@ -101,7 +101,7 @@ static_assert(make_fractions(true).correct && make_fractions(false).correct, "ev
 //
 // A line is the rank and half a one where there are signs, the rank and one and a half where there are none. So the
 // limit for a segment of n steps is 2 n, and the intercept 8 / 9 n + 1 / 2. Segments 0 and 8 count as having 1/2 and
-// 128 steps, or 1 and 256, and get the slope that brings numbers in them to the middle between boundaries.
+// 128 steps, or 1 and 256. Their slopes bring the numbers in them well between the boundaries, by the limit or nearly 1.
 
 constexpr int kSegmentShift = 23;
 constexpr int32_t kSegmentLeast = 96 << 23;  // and 32 buckets up to the one of 1, the exponent's last five bits
@@ -113,6 +113,7 @@ constexpr float kDoubt = 2 * kUnit;
 constexpr int32_t kFarFromInteger = (1 << kFractionBits) - 4;
 constexpr float kInterceptOfLimit = static_cast<float>(4.0 / 9.0);
 constexpr float kIntercept = 0.5f;
+constexpr float kSteep = 1 << 30;
 
 // A line without a sign is added to the first of these. One with a sign, less 1, takes the sign of the number and is
 // then added to the second, so that negative numbers count down from half a rank above their code.
@@ -142,9 +143,9 @@ static constexpr Lines make_lines(bool is_signed) {
     const double n = last_rank(is_signed, segment) - first_rank(is_signed, segment) + 1;
     lines.slope[(first_exponent + segment) & 15] = static_cast<float>(power * n / 0.9);
   }
-  const float last_limit = is_signed ? 256.0f : 512.0f;
+  lines.slope[first_exponent & 15] = kSteep;
   lines.slope[(first_exponent + kSegments - 1) & 15] =
-      static_cast<float>(last_rank(is_signed, 8) + (is_signed ? 1.0 : 2.0) - kIntercept - last_limit * 4.0 / 9.0);
+      static_cast<float>(is_signed ? 129 - 0.5 - 256 / 2.25 : 257 - 0.5 - 512 / 2.25);
 
   const auto begin_of_next = [&](int segment) { return boundary(map, zero, first_rank(is_signed, segment + 1) - 1); };
   const auto segments = make_buckets<32>(begin_of_next, kSegments - 1, kSegmentLeast, kSegmentShift);
@@ -152,28 +153,37 @@ static constexpr Lines make_lines(bool is_signed) {
     lines.segments[i] = segments.at[i] + ((static_cast<uint32_t>(first_exponent) - 96 - i) << kSegmentShift);
   }
 
-  // Cut off, the largest number below a boundary must not get the code above it beyond doubt, nor the smallest above
-  // it the code below, and a unit is left for what `fused` might miss. What lies between boundaries follows, for the
-  // computation never decreases within a segment.
-  lines.correct = segments.correct;
+  const auto line_at = [&](int32_t pattern, int segment) {
+    const int exponent = first_exponent + segment;
+    const float limit = static_cast<float>(1 << (exponent - 127));
+    const float line = fused(number_of(pattern), lines.slope[exponent & 15], fused(limit, kInterceptOfLimit, kIntercept));
+    return line < limit ? line : limit;
+  };
+  // Whether the number gets a code of this or a greater rank, or of a smaller rank, or is in doubt; a unit is left for
+  // what `fused` might miss.
   const float margin = kDoubt - kUnit;
-  int segment = 0;
-  for (int rank = 0; zero + rank < 255; ++rank) {
-    const int32_t below = boundary(map, zero, rank);
-    for (int side = 0; side < 2; ++side) {
-      if (side == 1 && rank == last_rank(is_signed, segment)) ++segment;
-      const int exponent = first_exponent + segment;
-      const float limit = static_cast<float>(1 << (exponent - 127));
-      const float free =
-          fused(number_of(below + side), lines.slope[exponent & 15], fused(limit, kInterceptOfLimit, kIntercept));
-      const float line = free < limit ? free : limit;
-      const int code = zero + rank + 1;  // the first above the boundary
-      const float place = (is_signed ? (line - 1.0f) + kSignedOrigin : line + kUnsignedOrigin) - kLinePower - kDoubt;
-      if (side == 0 ? place - margin >= code : place + margin < code) lines.correct = false;
-      if (!is_signed) continue;
-      const float mirrored = kSignedOrigin - (line - 1.0f) - kLinePower - kDoubt;
-      const int last = zero - rank;
-      if (side == 0 ? mirrored + margin < last : mirrored - margin >= last) lines.correct = false;
+  const auto reaches = [&](float line, int rank) {
+    if (!is_signed) return (line + kUnsignedOrigin) - kUnsignedOrigin + margin >= rank + 1.5f;
+    const float up = ((line - 1.0f) + kSignedOrigin) - (kLinePower + kDoubt);
+    const float down = (kSignedOrigin - (line - 1.0f)) - (kLinePower + kDoubt);
+    return up + margin >= zero + rank && down - margin < zero - rank + 1;
+  };
+  const auto stays_below = [&](float line, int rank) {
+    if (!is_signed) return (line + kUnsignedOrigin) - kUnsignedOrigin - margin < rank + 1.5f;
+    const float up = ((line - 1.0f) + kSignedOrigin) - (kLinePower + kDoubt);
+    const float down = (kSignedOrigin - (line - 1.0f)) - (kLinePower + kDoubt);
+    return up - margin < zero + rank && down + margin >= zero - rank + 1;
+  };
+  // The least and the largest number of each rank must come out right. What lies between follows, for the computation
+  // never decreases within a segment.
+  lines.correct = segments.correct;
+  for (int segment = 0; segment < kSegments; ++segment) {
+    for (int rank = first_rank(is_signed, segment); rank <= last_rank(is_signed, segment); ++rank) {
+      const int32_t least = rank == 0 ? kSegmentLeast : boundary(map, zero, rank - 1) + 1;
+      const int32_t largest = zero + rank == 255 ? kPatternOfOne + 8 : boundary(map, zero, rank);
+      if (!reaches(line_at(least, segment), rank) || !stays_below(line_at(largest, segment), rank + 1)) {
+        lines.correct = false;
+      }
     }
   }
   return lines;
