@@ -108,8 +108,12 @@ BMT_INLINE Ints magnitude_at_least(Vec a, Ints least) {
   constexpr int kLargerMagnitudeWithoutSign = 0b1011;
   return pattern_of({_mm512_range_ps(a.x, _mm512_castsi512_ps(least.x), kLargerMagnitudeWithoutSign)});
 }
-// Whether a lane of a has none of the bits.
-BMT_INLINE bool any_without(Ints a, Ints bits) { return _mm512_testn_epi32_mask(a.x, bits.x) != 0; }
+// Whether a lane of any of the four has none of the bits.
+BMT_INLINE bool any_without(int32_t bits, Ints a, Ints b, Ints c, Ints d) {
+  const __m512i all = _mm512_set1_epi32(bits);
+  return (_mm512_testn_epi32_mask(a.x, all) | _mm512_testn_epi32_mask(b.x, all) | _mm512_testn_epi32_mask(c.x, all) |
+          _mm512_testn_epi32_mask(d.x, all)) != 0;
+}
 // Tables in one or two registers; the index is taken modulo their length.
 BMT_INLINE Vec choose(const float (&table)[16], Ints i) { return {_mm512_permutexvar_ps(i.x, _mm512_loadu_ps(table))}; }
 BMT_INLINE Ints choose(const uint32_t (&table)[32], Ints i) {
@@ -119,8 +123,23 @@ BMT_INLINE Ints choose(const uint32_t (&table)[32], Ints i) {
 BMT_INLINE Ints load_codes(const uint8_t* p) {
   return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-BMT_INLINE void store_codes(uint8_t* p, Ints a) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.x));
+// Of each lane the eight bits in front of the last kShift, one vector's after the other's.
+template <int kShift>
+BMT_INLINE void store_codes(uint8_t* p, Ints a, Ints b, Ints c, Ints d) {
+  const auto select = [](int32_t bits, __m512i set, __m512i clear) __attribute__((always_inline)) {
+    constexpr int kAChoosesBOrC = 0xca;
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi32(bits), set, clear, kAChoosesBOrC);
+  };
+  const auto byte = [](Ints x, int left) __attribute__((always_inline)) {
+    return left < 0 ? _mm512_srli_epi32(x.x, static_cast<unsigned>(-left)) : _mm512_slli_epi32(x.x, static_cast<unsigned>(left));
+  };
+  const __m512i low = select(0xff, byte(a, -kShift), byte(b, 8 - kShift));
+  const __m512i high = select(0xff0000, byte(c, 16 - kShift), byte(d, 24 - kShift));
+  const __m512i lanes = select(0xffff, low, high);  // one lane of each vector
+  const __m512i by_vector = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const __m512i quarters = _mm512_shuffle_epi8(lanes, by_vector);
+  const __m512i together = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(together, quarters));
 }
 BMT_INLINE int32_t largest_lane(Ints a) { return _mm512_reduce_max_epi32(a.x); }
 
