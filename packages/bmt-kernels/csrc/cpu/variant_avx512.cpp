@@ -131,7 +131,8 @@ BMT_INLINE void store_codes(uint8_t* p, Ints a, Ints b, Ints c, Ints d) {
     return _mm512_ternarylogic_epi32(_mm512_set1_epi32(bits), set, clear, kAChoosesBOrC);
   };
   const auto byte = [](Ints x, int left) __attribute__((always_inline)) {
-    return left < 0 ? _mm512_srli_epi32(x.x, static_cast<unsigned>(-left)) : _mm512_slli_epi32(x.x, static_cast<unsigned>(left));
+    return left < 0 ? _mm512_srli_epi32(x.x, static_cast<unsigned>(-left))
+                    : _mm512_slli_epi32(x.x, static_cast<unsigned>(left));
   };
   const __m512i low = select(0xff, byte(a, -kShift), byte(b, 8 - kShift));
   const __m512i high = select(0xff0000, byte(c, 16 - kShift), byte(d, 24 - kShift));
