@@ -89,6 +89,12 @@ class TestMap:
     def test_is_the_one_that_was_compiled(self, signed):
         assert torch.equal(torch.tensor(_native.cpu_module.dynamic_map(signed)), dynamic_map(signed))
 
+    @SIGNED
+    def test_every_code_stands_for_its_entry(self, device, signed):
+        codes = torch.arange(256, device=device).to(torch.uint8)
+        values = dequantize_blockwise(codes, torch.ones(1, device=device), signed=signed)
+        assert same(values, dynamic_map(signed))
+
     def test_is_the_callers_own(self):
         dynamic_map().zero_()
         assert dynamic_map()[255] == 1.0

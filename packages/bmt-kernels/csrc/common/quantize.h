@@ -142,68 +142,6 @@ BMT_INLINE Int nearest_signed(Int pattern, const uint32_t* buckets) {
   return ((within ^ sign) - sign) + constant(kSignedZero, rank);
 }
 
-// ---- the nearest entry, without a gather -------------------------------------------------------
-// Within a decade entries are equally spaced, so that rank = slope * x + intercept, cut off to an integer, but for
-// rounding errors. Where adding or subtracting kDoubt makes a difference, the buckets decide.
-//
-// Segments are 0 for rank 0, 1 .. 7 for the decades and 8 for the entry 1. That of a number is found as above, in
-// buckets of one exponent each.
-
-constexpr int kSegments = 9;
-constexpr float kDoubt = 1.0f / 4096;
-constexpr int kSegmentShift = 23;
-constexpr int32_t kSegmentLeast = 96 << 23;  // and 32 buckets up to the one of 1, the exponent's last five bits
-
-struct Lines {
-  float slope[16];
-  float intercept[16];
-  float limit[16];
-  Buckets<32> segments;
-  bool correct;
-};
-
-static constexpr float number_of(int32_t pattern) {
-  double x = 1.0 + (pattern & 0x7fffff) / 8388608.0;
-  for (int exponent = pattern >> 23; exponent < 127; ++exponent) x /= 2.0;
-  return static_cast<float>(x);
-}
-
-static constexpr Lines make_lines(bool is_signed) {
-  const DynamicMap map = dynamic_map(is_signed);
-  const int zero = is_signed ? kSignedZero : kUnsignedZero;
-  const auto first_rank = [&](int segment) { return segment == 0 ? 0 : (1 << (is_signed ? segment - 1 : segment)) - !is_signed; };
-  Lines lines{};
-  double power = 1e6;
-  for (int segment = 0; segment < kSegments; ++segment) {
-    const int first = first_rank(segment);
-    const int last = segment + 1 < kSegments ? first_rank(segment + 1) - 1 : first;
-    const double n = last - first + 1;
-    const bool decade = segment > 0 && segment + 1 < kSegments;
-    lines.slope[segment] = static_cast<float>(decade ? power * n / 0.9 : 0.0);
-    lines.intercept[segment] = static_cast<float>(decade ? first - n / 9 : first + 0.5);
-    lines.limit[segment] = static_cast<float>(last + 0.5);
-    if (decade) power /= 10;
-  }
-  const auto begin_of_next = [&](int segment) { return boundary(map, zero, first_rank(segment + 1) - 1); };
-  lines.segments = make_buckets<32>(begin_of_next, kSegments - 1, kSegmentLeast, kSegmentShift);
-
-  // Cut off, the largest number below a boundary must not get the next rank beyond doubt, nor the smallest above it
-  // a lower one. What lies between boundaries follows, for the computation never decreases within a segment.
-  lines.correct = lines.segments.correct;
-  int segment = 0;
-  for (int rank = 0; zero + rank < 255; ++rank) {
-    const int32_t below = boundary(map, zero, rank);
-    for (int side = 0; side < 2; ++side) {
-      if (side == 1 && segment + 1 < kSegments && rank + 1 == first_rank(segment + 1)) ++segment;
-      const float line = number_of(below + side) * lines.slope[segment] + lines.intercept[segment];
-      const float place = line < lines.limit[segment] ? line : lines.limit[segment];
-      if (side == 0 ? place - kDoubt >= rank + 1 : place + kDoubt < rank + 1) lines.correct = false;
-    }
-  }
-  return lines;
-}
-static_assert(make_lines(true).correct && make_lines(false).correct, "kDoubt must cover the rounding errors");
-
 // ---- a block -----------------------------------------------------------------------------------
 
 // How the elements of a block are divided by its largest magnitude: as (x * power) * inverse, where the power of two

@@ -1,14 +1,33 @@
 // One Adam step with 8-bit moments on part of a row: block by block, the moments stay in the first-level cache
-// between the step and their requantisation.
+// between the step and their requantisation. That of a block begins after the step of the next one, which does not
+// have to wait for the first block's largest magnitudes.
 
 using bmt::Adam8bitRow;
+
+// New moments of a block and where their codes go.
+struct NewMoments {
+  alignas(64) float exp_avg[kQuantBlock];
+  alignas(64) float exp_avg_sq[kQuantBlock];
+  BlockScale scale_avg, scale_avg_sq;
+  int n;
+  int64_t place;
+  uint8_t* codes_avg;
+  uint8_t* codes_avg_sq;
+};
 
 template <class Weight, class Copy, class Grad, bool kDecoupled, bool kUpdate>
 BMT_INLINE void adam8bit_loop(const Adam8bitRow& row, int64_t first, int64_t last, const AdamScalars& scalars) {
   auto* absmax_avg = address<float>(row.absmax_avg);
   auto* absmax_avg_sq = address<float>(row.absmax_avg_sq);
-  alignas(64) float exp_avg[kQuantBlock];
-  alignas(64) float exp_avg_sq[kQuantBlock];
+  NewMoments buffers[2];
+  NewMoments* now = &buffers[0];
+  NewMoments* before = &buffers[1];
+  const auto quantize = [&](NewMoments& moments) __attribute__((always_inline)) {
+    absmax_avg[moments.place] = moments.scale_avg.absmax;
+    absmax_avg_sq[moments.place] = moments.scale_avg_sq.absmax;
+    quantize_block<true>(moments.exp_avg, moments.n, moments.scale_avg, moments.codes_avg);
+    quantize_block<false>(moments.exp_avg_sq, moments.n, moments.scale_avg_sq, moments.codes_avg_sq);
+  };
   const auto factors = bmt::spread_factors<float>(scalars, [](float x) { return x; });
 #if BMT_VECTOR
   const auto vector_factors = bmt::spread_factors<Vec>(scalars, [](float x) __attribute__((always_inline)) { return spread(x); });
@@ -27,6 +46,8 @@ BMT_INLINE void adam8bit_loop(const Adam8bitRow& row, int64_t first, int64_t las
     const int64_t place = block / kQuantBlock;
     const float scale_avg = absmax_avg[place];
     const float scale_avg_sq = absmax_avg_sq[place];
+    float* __restrict exp_avg = now->exp_avg;
+    float* __restrict exp_avg_sq = now->exp_avg_sq;
 
     int32_t magnitude_avg = 0;
     int32_t magnitude_avg_sq = 0;
@@ -65,9 +86,18 @@ BMT_INLINE void adam8bit_loop(const Adam8bitRow& row, int64_t first, int64_t las
         store_one(Copy(), copy + i, w);
       }
     }
-    absmax_avg[place] = quantize_block<true>(exp_avg, n, magnitude_avg, codes_avg);
-    absmax_avg_sq[place] = quantize_block<false>(exp_avg_sq, n, magnitude_avg_sq, codes_avg_sq);
+    now->scale_avg = bmt::block_scale(magnitude_avg);
+    now->scale_avg_sq = bmt::block_scale(magnitude_avg_sq);
+    now->n = n;
+    now->place = place;
+    now->codes_avg = codes_avg;
+    now->codes_avg_sq = codes_avg_sq;
+    if (block != first) quantize(*before);
+    NewMoments* const next = before;
+    before = now;
+    now = next;
   }
+  if (first < last) quantize(*before);
 }
 
 template <class Weight, class Copy, class Grad>

@@ -1,7 +1,7 @@
 // What a variant offers for block-wise 8-bit numbers.
 #pragma once
 
-#include "common/quantize.h"
+#include "common/quantize_lines.h"
 #include "common/table.h"
 
 namespace bmt {

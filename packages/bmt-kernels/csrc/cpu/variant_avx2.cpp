@@ -103,10 +103,15 @@ BMT_INLINE Vec lookup(const float (&table)[256], Ints i) { return {_mm256_i32gat
 BMT_INLINE Ints load_codes(const uint8_t* p) {
   return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))};
 }
-BMT_INLINE void store_codes(uint8_t* p, Ints a) {
-  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a.x, a.x), 0x08);
-  const __m128i low = _mm256_castsi256_si128(words);
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(low, low));
+// Of each lane the eight bits in front of the last kShift, one vector's after the other's.
+template <int kShift>
+BMT_INLINE void store_codes(uint8_t* p, Ints a, Ints b, Ints c, Ints d) {
+  const auto byte = [](Ints x) __attribute__((always_inline)) {
+    return _mm256_and_si256(_mm256_srli_epi32(x.x, kShift), _mm256_set1_epi32(0xff));
+  };
+  const __m256i words = _mm256_packus_epi16(_mm256_packus_epi32(byte(a), byte(b)), _mm256_packus_epi32(byte(c), byte(d)));
+  const __m256i together = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(words, together));
 }
 BMT_INLINE int32_t largest_lane(Ints a) {
   __m128i m = _mm_max_epi32(_mm256_castsi256_si128(a.x), _mm256_extracti128_si256(a.x, 1));

@@ -97,39 +97,57 @@ BMT_INLINE Ints pattern_of(Vec a) { return {_mm512_castps_si512(a.x)}; }
 BMT_INLINE Ints gather(const uint32_t* table, Ints i) { return {_mm512_i32gather_epi32(i.x, table, 4)}; }
 
 BMT_INLINE Vec number_of(Ints a) { return {_mm512_castsi512_ps(a.x)}; }
+// a * b + c, rounded once.
+BMT_INLINE Vec fused(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
 BMT_INLINE Vec smaller(Vec a, Vec b) { return {_mm512_min_ps(a.x, b.x)}; }
-BMT_INLINE Ints truncated(Vec a) { return {_mm512_cvttps_epi32(a.x)}; }
-BMT_INLINE bool differ(Ints a, Ints b) { return _mm512_cmpneq_epi32_mask(a.x, b.x) != 0; }
+BMT_INLINE Vec larger(Vec a, Vec b) { return {_mm512_max_ps(a.x, b.x)}; }
+// a with its sign changed where b is negative.
+BMT_INLINE Vec flipped_like(Vec a, Vec b) {
+  constexpr int kAXorBAndC = 0x78;
+  return number_of({_mm512_ternarylogic_epi32(_mm512_castps_si512(a.x), _mm512_castps_si512(b.x),
+                                              _mm512_set1_epi32(INT32_MIN), kAXorBAndC)});
+}
+// The number without its mantissa; 0 of 0.
+BMT_INLINE Vec power_of_two_in(Vec a) {
+  return {_mm512_and_ps(a.x, _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int32_t>(0xff800000u))))};
+}
+BMT_INLINE Ints magnitude_at_least(Vec a, Ints least) {
+  constexpr int kLargerMagnitudeWithoutSign = 0b1011;
+  return pattern_of({_mm512_range_ps(a.x, _mm512_castsi512_ps(least.x), kLargerMagnitudeWithoutSign)});
+}
+// Whether a lane of any of the four has none of the bits.
+BMT_INLINE bool any_without(int32_t bits, Ints a, Ints b, Ints c, Ints d) {
+  const __m512i all = _mm512_set1_epi32(bits);
+  return (_mm512_testn_epi32_mask(a.x, all) | _mm512_testn_epi32_mask(b.x, all) | _mm512_testn_epi32_mask(c.x, all) |
+          _mm512_testn_epi32_mask(d.x, all)) != 0;
+}
 // Tables in one or two registers; the index is taken modulo their length.
 BMT_INLINE Vec choose(const float (&table)[16], Ints i) { return {_mm512_permutexvar_ps(i.x, _mm512_loadu_ps(table))}; }
 BMT_INLINE Ints choose(const uint32_t (&table)[32], Ints i) {
   return {_mm512_permutex2var_epi32(_mm512_loadu_si512(table), i.x, _mm512_loadu_si512(table + 16))};
 }
 
-// Permutations of the whole table instead of a gather: the low five bits of the index choose within 32 entries, the
-// others among eight such results.
-BMT_INLINE Vec lookup(const float (&table)[256], Ints i) {
-  const auto of_32 = [&](int part) __attribute__((always_inline)) {
-    const float* p = table + 32 * part;
-    return _mm512_permutex2var_ps(_mm512_loadu_ps(p), i.x, _mm512_loadu_ps(p + 16));
-  };
-  const __mmask16 bit5 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(32));
-  const __mmask16 bit6 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(64));
-  const __mmask16 bit7 = _mm512_test_epi32_mask(i.x, _mm512_set1_epi32(128));
-  const auto of_64 = [&](int part) __attribute__((always_inline)) {
-    return _mm512_mask_mov_ps(of_32(2 * part), bit5, of_32(2 * part + 1));
-  };
-  const auto of_128 = [&](int part) __attribute__((always_inline)) {
-    return _mm512_mask_mov_ps(of_64(2 * part), bit6, of_64(2 * part + 1));
-  };
-  return {_mm512_mask_mov_ps(of_128(0), bit7, of_128(1))};
-}
-
 BMT_INLINE Ints load_codes(const uint8_t* p) {
   return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-BMT_INLINE void store_codes(uint8_t* p, Ints a) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.x));
+// Of each lane the eight bits in front of the last kShift, one vector's after the other's.
+template <int kShift>
+BMT_INLINE void store_codes(uint8_t* p, Ints a, Ints b, Ints c, Ints d) {
+  const auto select = [](int32_t bits, __m512i set, __m512i clear) __attribute__((always_inline)) {
+    constexpr int kAChoosesBOrC = 0xca;
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi32(bits), set, clear, kAChoosesBOrC);
+  };
+  const auto byte = [](Ints x, int left) __attribute__((always_inline)) {
+    return left < 0 ? _mm512_srli_epi32(x.x, static_cast<unsigned>(-left))
+                    : _mm512_slli_epi32(x.x, static_cast<unsigned>(left));
+  };
+  const __m512i low = select(0xff, byte(a, -kShift), byte(b, 8 - kShift));
+  const __m512i high = select(0xff0000, byte(c, 16 - kShift), byte(d, 24 - kShift));
+  const __m512i lanes = select(0xffff, low, high);  // one lane of each vector
+  const __m512i by_vector = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const __m512i quarters = _mm512_shuffle_epi8(lanes, by_vector);
+  const __m512i together = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(together, quarters));
 }
 BMT_INLINE int32_t largest_lane(Ints a) { return _mm512_reduce_max_epi32(a.x); }
 
