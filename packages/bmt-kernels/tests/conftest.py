@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 PLACES = [Place("cpu", variant) for variant in _native.runnable_variants()]
 if torch.cuda.is_available():
-    PLACES.append(Place("cuda", "portable"))
+    PLACES.append(Place("cuda", _native.runnable_variants()[-1]))
 
 
 @contextlib.contextmanager

@@ -130,6 +130,9 @@ class TestNumbersOnTheDevice:
         captured, eager = Case(device), Case(device)
         step, lr = torch.tensor(0.0, device=device), torch.tensor(0.1, device=device)
         stats = torch.zeros(2, dtype=torch.float64, device=device)
+        # Code is loaded when it is first called for, and not while a graph is captured.
+        Case(device).step(step=step + 1, lr=lr, delta_stats=torch.zeros_like(stats))
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step += 1

@@ -128,6 +128,10 @@ def test_wrong_calls_are_named(device):
         parallel_cross_entropy(logits, target, lambda s: s[None], vocab_start=3, vocab_size=39)
     with pytest.raises(ValueError, match=r"gather returned \(3, 6\) of torch.float32; .* \(ranks, \*that\)"):
         parallel_cross_entropy(logits, target, lambda s: s, vocab_start=0, vocab_size=V)
+    with pytest.raises(
+        ValueError, match=r"gather returned a tensor on meta; it must be on (cpu|cuda:0) like the logits"
+    ):
+        parallel_cross_entropy(logits, target, lambda s: s[None].to("meta"), vocab_start=0, vocab_size=V)
     if device.type == "cpu":
         target[0] = V
         with pytest.raises(IndexError, match="0 to 36"):

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 
 from bmt_kernels import linear_cross_entropy, parallel_linear_cross_entropy
@@ -144,7 +145,9 @@ def test_many_chunks_add_up_in_fp32(device):
 
 def largest_allocation(function):
     """In bytes, by whatever code."""
-    with torch.profiler.profile(profile_memory=True) as profile:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     return max(event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
 
@@ -169,9 +172,10 @@ def test_the_logits_never_exist(device, reduction):
 
     logits = rows * size * 4
     assert largest_allocation(pair) >= logits
-    # A chunk is at least 256 rows, an eighth of these.
-    assert largest_allocation(fused) <= logits // 8
-    assert largest_allocation(parallel) <= logits // 8
+    # A chunk is at least 256 rows, an eighth of these. CUDA's caching allocator does not cut off a rest of up to 1 MiB.
+    largest = logits // 8 + (2**20 if device.type == "cuda" else 0)
+    assert largest_allocation(fused) <= largest
+    assert largest_allocation(parallel) <= largest
 
 
 @pytest.mark.parametrize("split", [(0, 20, V), (0, 9, 9, V)], ids=str)
@@ -288,6 +292,32 @@ def test_compiled_into_one_graph_it_is_the_same(reduction):
             results.append((loss, *gradients(loss, leaves)))
         for ours, theirs in zip(*results):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_graph_serves_any_number_of_tokens(reduction):
+    """A second one may serve those so few that a chunk has its least size."""
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=graphs, dynamic=True)
+    for rows in (500, 3000, 4001, 6000):
+        leaves, target = layer(rows=rows)
+        results = [function(*leaves[:2], target, reduction=reduction) for function in (linear_cross_entropy, compiled)]
+        for ours, theirs in zip(*([loss, *gradients(loss, leaves[:2])] for loss in results)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert graphs.frame_count <= 2
+
+
+def test_meta_tensors_give_shapes():
+    (hidden, weight, bias), target = (
+        [leaf.detach().to("meta").requires_grad_() for leaf in leaves]
+        if isinstance(leaves, list)
+        else leaves.to("meta")
+        for leaves in layer()
+    )
+    loss = linear_cross_entropy(hidden, weight, target, bias, reduction="none")
+    assert loss.shape == (N,)
+    assert gradients(loss, [weight])[0].shape == (V, H)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -351,6 +351,12 @@ def test_settings_out_of_range(options, name):
         OffloadPipeline("cpu", **options)
 
 
+def test_a_default_device_is_not_where_host_memory_is():
+    with torch.device("meta"):
+        assert OffloadPipeline("cpu")._new_buffer().device.type == "cpu"
+        assert pinned_zeros(0).device.type == "cpu"
+
+
 # --- page-locked memory -------------------------------------------------------------------------------------------
 
 
@@ -373,7 +379,9 @@ class Runtime:
 def runtime(monkeypatch):
     found = Runtime()
     monkeypatch.setattr(offload, "_cuda_runtime", lambda: found)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: found.log.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4096 * (device != 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.log.append(f"synchronize {device}"))
     return found
 
 
@@ -389,7 +397,7 @@ def test_locked_memory_is_of_the_right_size_and_released_with_its_last_view(runt
     view.fill_(3)
     del view
     gc.collect()
-    assert runtime.log == ["synchronize", ("unlock", 4000)]
+    assert runtime.log == ["synchronize 0", "synchronize 2", ("unlock", 4000)], "after all devices that are in use"
 
 
 def test_nothing_is_locked_for_nothing_and_a_refusal_is_reported(runtime):

@@ -271,6 +271,14 @@ class TestLayouts:
         assert torch.equal(out[1:-1], dequantize_blockwise(codes, absmax).to(dtype))
         assert out[[0, -1]].tolist() == [7.0, 7.0]
 
+    @SIGNED
+    def test_a_default_device_changes_nothing(self, device, signed):
+        reference.quantize._boundaries.cache_clear()
+        x = torch.randn(300, device=device)
+        with torch.device("meta"):
+            codes, _ = reference.quantize_blockwise(x, signed=signed)
+        assert torch.equal(codes, quantize_blockwise(x, signed=signed)[0])
+
     def test_fp64_is_rounded_to_fp32(self, device):
         x = torch.randn(300, dtype=torch.float64, device=device)
         for ours, expected in zip(quantize_blockwise(x), quantize_blockwise(x.float())):

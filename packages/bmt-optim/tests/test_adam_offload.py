@@ -55,6 +55,29 @@ def test_every_update_is_that_of_adam_bit_for_bit(make, layout, scale):
     assert_same(optimizer, ours, reference, expected)
 
 
+@pytest.mark.parametrize("wrong", ["lr", "eps", "scale", "sparse"])
+def test_a_step_that_is_refused_changes_nothing(make, wrong):
+    ours, expected = separate(values()), separate(values())
+    optimizers = [make([{"params": p[:4]}, {"params": p[4:]}], **OPTIONS) for p in (ours, expected)]
+    for optimizer, params in zip(optimizers, (ours, expected)):
+        train(optimizer, params, [0])
+        set_grads(params, values(2))
+    optimizer, last = optimizers[0], optimizers[0].param_groups[1]
+    kept, grad = {**last}, ours[7].grad
+    if wrong == "sparse":
+        ours[7].grad = grad.to_sparse()
+    elif wrong != "scale":
+        last[wrong] = math.inf
+    with pytest.raises((RuntimeError, ValueError), match=wrong):
+        optimizer.step(scale=0.0 if wrong == "scale" else 1.0)
+    last.update(kept)
+    ours[7].grad = grad
+    assert_same(optimizer, ours, optimizers[1], expected)
+    for each in optimizers:
+        each.step()
+    assert_same(optimizer, ours, optimizers[1], expected)
+
+
 @pytest.mark.parametrize("hold", [1, 3])
 def test_hold_steps_holds_the_parameters_and_moves_the_moments(make, hold):
     ours, expected = separate(values()), separate(values())

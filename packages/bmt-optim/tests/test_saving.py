@@ -112,7 +112,24 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(ctx, tmp_path):
             save_optimizer(optimizer, tmp_path / "optimizer.pt")
         done = save_optimizer(optimizer, tmp_path / "optimizer.pt", non_blocking=True)
         assert isinstance(done.exception(60), OSError if ctx.rank == 0 else type(None))
+    optimizer.param_groups[0]["lock"] = threading.Lock()  # of which there is no copy
+    with pytest.raises(RuntimeError, match=r"rank 0 cannot write .* TypeError: cannot pickle"):
+        save_optimizer(optimizer, tmp_path / "optimizer.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_folder_that_one_rank_may_not_look_into_is_named_on_every_rank(ctx, tmp_path):
+    optimizer = AdamOptimizer(parameters(ctx), **OPTIONS)
+
+    def denied(self):
+        raise PermissionError("Permission denied")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 0:
+            patch.setattr(type(tmp_path), "is_dir", denied)
+        with pytest.raises(RuntimeError, match=r"rank 0 cannot write .* Permission denied"):
+            save_optimizer(optimizer, tmp_path / "optimizer.pt")
 
 
 @pytest.mark.ranks(2, pipe_size=2)

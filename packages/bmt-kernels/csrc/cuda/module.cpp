@@ -7,6 +7,12 @@ namespace {
 using namespace bmt;
 
 bool supports(int device) {
+  // A driver may be new enough for PyTorch's CUDA and too old for the one of this module.
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) == cudaErrorInsufficientDriver) {
+    cudaGetLastError();
+    return false;
+  }
   const DeviceGuard guard(device);
   return device_is_supported();
 }

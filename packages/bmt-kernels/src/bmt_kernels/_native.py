@@ -86,7 +86,7 @@ def use_cpu_variant(name: str | None) -> None:
 
 @functools.cache
 def cuda_kernels(device_index: int) -> ModuleType | None:
-    """The CUDA module, if it was built and holds code for this GPU; else None."""
+    """The CUDA module, if it was built, holds code for this GPU and has a driver that is new enough; else None."""
     if cuda_module is None or torch.version.cuda is None or not cuda_module.supports(device_index):
         return None
     return cuda_module

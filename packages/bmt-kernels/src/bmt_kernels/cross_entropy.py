@@ -66,7 +66,7 @@ def cross_entropy(
     Raises:
         TypeError: an argument is of a wrong type or dtype.
         ValueError: an unknown reduction, a number out of range, shapes or devices that do not match; with
-            `inplace_backward`, logits that are a leaf or whose rows are not contiguous and apart.
+            `inplace_backward`, logits that are a leaf or a view of one, or whose rows are not contiguous and apart.
         IndexError: a target is neither a class nor `ignore_index`. On CUDA the device asserts it instead, so that the
             host does not wait.
         RuntimeError: in backward: a second one with `inplace_backward`, or one to be differentiated again.
@@ -109,7 +109,7 @@ def parallel_cross_entropy(
 
     Raises:
         As `cross_entropy` does; also ValueError if the columns do not lie within the vocabulary, or if `gather`
-        returns another shape or dtype.
+        returns another shape or dtype, or a tensor on another device.
     """
     _check_logits(logits, target, inplace_backward)
     rows, columns = logits.shape
@@ -138,6 +138,8 @@ def gathered_statistics(gather: Gather | None, mine: Tensor) -> Tensor:
             f"gather returned {tuple(gathered.shape)} of {gathered.dtype}; for statistics of shape "
             f"{tuple(mine.shape)} it must be (ranks, *that) of {mine.dtype}"
         )
+    if gathered.device != mine.device:
+        raise ValueError(f"gather returned a tensor on {gathered.device}; it must be on {mine.device} like the logits")
     return gathered
 
 
@@ -152,8 +154,11 @@ def _check_logits(logits: Tensor, target: Tensor, inplace_backward: bool) -> Non
             "(N, V) and (N,): flatten leading dimensions"
         )
     if inplace_backward and logits.requires_grad and torch.is_grad_enabled():
-        if logits.is_leaf:
-            raise ValueError("logits is a leaf, which inplace_backward=True would overwrite with its own gradient")
+        base = None if _library.tracing() else logits._base
+        if logits.is_leaf or (base is not None and base.is_leaf):
+            raise ValueError(
+                "logits is a leaf or a view of one, which inplace_backward=True would overwrite with its own gradient"
+            )
         rows, columns = logits.shape
         if (columns > 1 and logits.stride(1) != 1) or (rows > 1 and logits.stride(0) < columns):
             raise ValueError(

@@ -157,7 +157,7 @@ def _checked_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: 
         raise ValueError(f"target has shape {tuple(target.shape)}; it must be {tuple(hidden.shape[:-1])} like hidden")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; weight has {weight.shape[0]} rows")
-    autocast = torch.is_autocast_enabled(hidden.device.type)
+    autocast = _autocasts(hidden)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is None:
             continue
@@ -166,6 +166,11 @@ def _checked_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: 
         if tensor.dtype != hidden.dtype and not (autocast and tensor.is_floating_point()):
             raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {hidden.dtype} like hidden")
     return weight.shape[0]
+
+
+def _autocasts(hidden: Tensor) -> bool:
+    """Whether autocast is on for the device of `hidden`; meta, which has none, may not be asked for."""
+    return hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type)
 
 
 def _loss(
@@ -186,7 +191,7 @@ def _loss(
         raise ValueError(f"chunk_size is {chunk_size!r}; it must be a positive int, or None")
     shape = target.shape
     hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype is not torch.float64:
+    if _autocasts(hidden) and hidden.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     rows = hidden.shape[0]
@@ -357,16 +362,16 @@ def _fake_gradient(
 
 
 _statistics_op = _library.register(
-    f"linear_cross_entropy_statistics({_LAYER}, {_CLASSES}, int chunk) -> Tensor", _op_statistics, _fake_statistics
+    f"linear_cross_entropy_statistics({_LAYER}, {_CLASSES}, SymInt chunk) -> Tensor", _op_statistics, _fake_statistics
 )
 _loss_op = _library.register(
-    f"linear_cross_entropy_loss({_LAYER}, Tensor? gathered, {_CLASSES}, str reduction, int chunk, {_NEEDS}) "
+    f"linear_cross_entropy_loss({_LAYER}, Tensor? gathered, {_CLASSES}, str reduction, SymInt chunk, {_NEEDS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _op_loss,
     _fake_loss,
 )
 _gradient_op = _library.register(
-    f"linear_cross_entropy_gradient(Tensor scale, {_LAYER}, Tensor normalizers, {_CLASSES}, int chunk, {_NEEDS}) "
+    f"linear_cross_entropy_gradient(Tensor scale, {_LAYER}, Tensor normalizers, {_CLASSES}, SymInt chunk, {_NEEDS}) "
     "-> (Tensor, Tensor, Tensor)",
     _op_gradient,
     _fake_gradient,

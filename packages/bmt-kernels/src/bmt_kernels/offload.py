@@ -190,7 +190,7 @@ class OffloadPipeline:
     def _new_buffer(self) -> Tensor:
         if self.compute == "host":
             pinned = self.device.type == "cuda"
-            return torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=pinned)
+            return torch.empty(self.chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         buffer = torch.empty(self.chunk_bytes, dtype=torch.uint8, device=self.device)
         for queue in self._queues()[:2]:
             if isinstance(queue, _Stream):
@@ -365,7 +365,7 @@ def pinned_zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     nbytes = numel * dtype.itemsize
     if nbytes == 0:
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
     # Shared memory: a private page would be copied on writing after a fork, and CUDA would go on with the other copy.
     region = mmap.mmap(-1, nbytes)
     tensor = torch.frombuffer(region, dtype=dtype)  # keeps the region
@@ -381,7 +381,9 @@ def pinned_zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _release(runtime: Any, address: int) -> None:
-    torch.cuda.synchronize()  # a copy may still be under way
+    for device in range(torch.cuda.device_count()):
+        if torch.cuda.memory_reserved(device):  # else it has nothing to copy to, and waiting for it would set it up
+            torch.cuda.synchronize(device)  # a copy may still be under way
     runtime.cudaHostUnregister(address)
 
 

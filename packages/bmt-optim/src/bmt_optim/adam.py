@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -93,11 +94,21 @@ class AdamOptimizer(torch.optim.Optimizer):
         Args:
             closure: evaluates the model again and returns the loss, which is returned.
             scale: what the gradients are divided by (the loss scale); they are left as they are.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+            ValueError: ``scale``, or an option of a group that was changed since, is out of range.
+
+            Nothing has been changed then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale={scale!r} must be positive and finite")
+        for group in self.param_groups:
+            _check_options(group)
         calls: list[Call] = []
         for group, plan in zip(self.param_groups, self._current_plans()):
             launches: dict[Any, Launch] = {}
@@ -108,7 +119,9 @@ class AdamOptimizer(torch.optim.Optimizer):
                 options.update(lr=float(group["lr"]), step=step, grad_scale=float(scale))
                 calls.append((launch, options))
         self._launch(calls)
-        for launch, _ in calls:
+        for launch, options in calls:
+            for entry in launch.entries:
+                entry["step"] = options["step"]
             for copied, param in launch.copies:
                 param.copy_(copied)
             if launch.in_runs:  # the flat views need not share the parameters' version counters
@@ -280,8 +293,8 @@ def _check_group(group: dict[str, Any]) -> None:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
-        if not options[name] >= 0:
-            raise ValueError(f"{name}={options[name]!r} must not be negative")
+        if not 0 <= options[name] < math.inf:
+            raise ValueError(f"{name}={options[name]!r} must be finite and not negative")
     betas = options["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")

@@ -65,6 +65,7 @@ class Launch:
         self.masters: list[Tensor] = []
         self.copies: list[tuple[Tensor, Tensor]] = []  # (contiguous stand-in, parameter), to be copied back
         self.in_runs: list[Tensor] = []  # parameters that the kernel sees only as part of a run
+        self.entries: list[dict[str, Any]] = []  # of the state, whose step this is
 
     def add(self, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None) -> None:
         self.params.append(param)
@@ -185,7 +186,7 @@ class Run:
     # --- a step -----------------------------------------------------------------------------------
 
     def collect(self, state: dict[Tensor, Any], launches: dict[Any, Launch]) -> None:
-        """Count the step, and put what it works on into the kernel call where it belongs."""
+        """Put what the next step works on into the kernel call where it belongs. The step is not counted yet."""
         params = self.params
         grads = [p.grad for p in params] if self.plain and len(params) > 1 else [local_grad(p) for p in params]
         if not any(grad is not None for grad in grads):
@@ -199,19 +200,17 @@ class Run:
         if len(params) > 1 and steps.count(steps[0]) == len(steps):
             flat_grad = flat_over(grads, self.offsets, self.numel)
             if flat_grad is not None:
-                step = steps[0] + 1
-                for entry in states:
-                    entry["step"] = step
-                launch = self._launch(launches, step, flat_grad)
+                launch = self._launch(launches, steps[0] + 1, flat_grad)
+                launch.entries.extend(states)
                 launch.add(self.flat, flat_grad.detach(), self.exp_avg, self.exp_avg_sq, self.master)
                 launch.in_runs.extend(params)
                 return
         for i, (grad, entry) in enumerate(zip(grads, states)):
             if grad is None:
                 continue
-            step = entry["step"] = steps[i] + 1
             grad = grad.detach()
-            launch = self._launch(launches, step, grad)
+            launch = self._launch(launches, steps[i] + 1, grad)
+            launch.entries.append(entry)
             local = self.locals[i].detach()
             if not local.is_contiguous():
                 stand_in = local.contiguous()

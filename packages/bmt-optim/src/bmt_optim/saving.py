@@ -59,12 +59,19 @@ def save_optimizer(
     for target in targets:
         if targets.count(target) > 1:
             raise ValueError(f"{targets.count(target)} pipeline stages are to write {target}; give each its own file")
-    state = _gathered(optimizer, writes)
+    if isinstance(optimizer, OptimManager):
+        state = optimizer.state_dict(gather_opt=True)
+    else:
+        state = optimizer.state_dict(gather=True)  # type: ignore[call-arg]
     done: Future[None] = Future()
-    done.set_result(None)
-    if writes:
-        # In the order of the calls, which may be for the same file.
-        done = _background().submit(_write, state, path)
+    if not writes:
+        done.set_result(None)
+    else:
+        try:
+            # In the order of the calls, which may be for the same file.
+            done = _background().submit(_write, _detached(optimizer, state), path)
+        except Exception as failure:  # for the other ranks to hear of
+            done.set_exception(failure)
     if non_blocking:
         done.add_done_callback(_log_failure)
         return done
@@ -73,14 +80,10 @@ def save_optimizer(
     return done
 
 
-def _gathered(optimizer: Any, writes: bool) -> dict[str, Any]:
-    """The gathered state, of which nothing is the memory that training goes on with, where it is to be written."""
+def _detached(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The gathered state, of which nothing is the memory that training goes on with."""
     if not isinstance(optimizer, OptimManager):
-        state: dict[str, Any] = optimizer.state_dict(gather=True)
-        return {**state, "param_groups": _copied(state["param_groups"])} if writes else {}
-    state = optimizer.state_dict(gather_opt=True)
-    if not writes:
-        return {}
+        return {**state, "param_groups": _copied(state["param_groups"])}
     pairs = zip(optimizer.optimizers, state["optimizers"])
     return {
         **{key: _copied(value) for key, value in state.items() if key != "optimizers"},
@@ -104,9 +107,12 @@ def _copied(value: Any) -> Any:
 
 def _obstacle(path: Path) -> str | None:
     """Why the file cannot be written, as far as that can be told before the state is gathered."""
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    return "it is a folder" if path.is_dir() else None
+    try:
+        if not path.parent.is_dir():
+            return f"there is no folder {path.parent}"
+        return "it is a folder" if path.is_dir() else None
+    except OSError as error:  # such as a folder that may not be looked into
+        return str(error)
 
 
 def _from_all_ranks(mine: Any) -> list[Any]:

@@ -49,7 +49,7 @@ def _boundaries(signed: bool) -> Tensor:
     entries = entries[entries >= 0]
     middles = (entries[:-1] + entries[1:]) / 2  # exact: an fp32 number and its neighbour have close exponents
     nearest = middles.float()
-    return torch.where(nearest.double() > middles, torch.nextafter(nearest, torch.zeros(())), nearest)
+    return torch.where(nearest.double() > middles, torch.nextafter(nearest, nearest.new_zeros(())), nearest)
 
 
 def _padded(flat: Tensor, block_offset: int) -> Tensor:
