@@ -82,6 +82,18 @@ def test_different_ids_are_refused_on_the_first_call(ctx):
         layer(torch.tensor([[ctx.tp_rank]]))
 
 
+@pytest.mark.ranks(1, 2, init=False)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_ids_of_any_integer_type_serve_any_vocabulary(dtype):
+    start()
+    torch.manual_seed(0)
+    layer = VPEmbedding(300, HIDDEN, torch.float32)
+    ids = torch.tensor([[0, 3], [100, 127]])
+    assert torch.equal(layer(ids.to(dtype)), layer(ids))
+    with pytest.raises(TypeError, match=r"ids have dtype torch\.float32"):
+        layer(ids.float())
+
+
 @pytest.mark.ranks(2, tp_size=2)
 def test_bad_arguments(ctx):
     with pytest.raises(ValueError, match="vocab_size=35 cannot be divided over 2"):

@@ -124,3 +124,9 @@ def test_scores_are_never_gathered_and_those_of_a_fused_head_never_exist(ctx):
 def test_a_target_outside_of_the_vocabulary_is_named(ctx):
     with pytest.raises(IndexError, match="60"):
         vocab_parallel_cross_entropy(torch.zeros(2, VOCAB // 2), torch.tensor([0, VOCAB]))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_targets_in_another_order_of_dimensions_are_refused(ctx):
+    with pytest.raises(ValueError, match=r"target has shape \(3, 2\); .* it must be \(2, 3\)"):
+        vocab_parallel_cross_entropy(torch.zeros(2, 3, VOCAB // 2), torch.zeros(3, 2, dtype=torch.long))

@@ -178,6 +178,42 @@ def test_autocast(ctx):
     close(my_weight.grad, part(grad_weight, 0, ctx), 2e-2)
 
 
+@pytest.mark.ranks(2, tp_size=2)
+def test_autocast_leaves_double_precision_alone(ctx):
+    x, weight, bias, _ = whole_tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = OpParallelLinear.apply(part(x, 1, ctx), part(weight, 0, ctx), part(bias, 0, ctx), True)
+    close(out, part(F.linear(x, weight, bias), -1, ctx))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)], ids=["no sequences", "empty sequences"])
+def test_a_batch_without_tokens(ctx, shape):
+    x, weight = torch.zeros(*shape, IN, requires_grad=True), torch.zeros(IN, IN, requires_grad=True)
+    for options in ({"gather_input": True, "gather_output": True}, {}, {"reduce_output_type": 1}):
+        OpParallelLinear.apply(x, weight, **options).sum().backward()
+    OpParallelLinear.apply(x, weight, reduce_output_type=2).sum().backward()
+    assert x.grad.shape == x.shape
+    assert torch.equal(weight.grad, torch.zeros(IN, IN))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_one_layer_used_twice_and_a_second_backward(ctx):
+    x, weight, bias, factor = whole_tensors()
+    tensors = [leaf(x), leaf(weight[:IN]), leaf(bias[:IN])]
+    mine = [leaf(x), leaf(part(weight[:IN], 0, ctx)), leaf(part(bias[:IN], 0, ctx))]
+    expected = torch.tanh(F.linear(torch.tanh(F.linear(*tensors)), *tensors[1:]))
+    inner = torch.tanh(OpParallelLinear.apply(*mine, gather_output=True))
+    out = torch.tanh(OpParallelLinear.apply(inner, *mine[1:], gather_output=True))
+    for y in (expected, out):
+        loss = (y * factor[..., :IN]).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    close(mine[0].grad, tensors[0].grad)
+    for piece, whole in zip(mine[1:], tensors[1:], strict=True):
+        close(piece.grad, part(whole.grad, 0, ctx))
+
+
 # --- layers ---------------------------------------------------------------------------------------
 
 

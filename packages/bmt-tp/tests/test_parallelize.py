@@ -158,6 +158,11 @@ def test_the_first_batch_is_compared(ctx):
         ({"norm": "vocab"}, TypeError, "'norm' is a LayerNorm; 'vocab' cuts a torch.nn.Embedding"),
         ({"embed": "vocab"}, ValueError, "'head' shares a parameter with 'embed', which the plan cuts"),
         ({"embed": "vocab", "head": "rowwise"}, ValueError, "share a parameter and are cut differently"),
+        (
+            {"layers.0": "sequence", "layers.0.up": "colwise"},
+            ValueError,
+            "'layers.0' as 'sequence', and cuts its",
+        ),
         (None, ValueError, "Model carries no tp_plan"),
     ],
 )
@@ -192,6 +197,62 @@ def test_sizes_that_do_not_divide_are_named(ctx):
         parallelize(nn.ModuleDict({"x": nn.Linear(2, 6)}), {"x": "packed_colwise:5"})
     with pytest.raises(ValueError, match="'x' has max_norm=1"):
         parallelize(nn.ModuleDict({"x": nn.Embedding(6, 2, max_norm=1)}), {"x": "vocab"})
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return 3 * super().forward(ids)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_modules_that_compute_something_else_are_refused(ctx):
+    with pytest.raises(TypeError, match="'x', a Scaled, has a forward of its own"):
+        parallelize(nn.ModuleDict({"x": Scaled(4, 4)}), {"x": "vocab"})
+    replaced = nn.Linear(4, 4)
+    replaced.forward = lambda x: x
+    with pytest.raises(TypeError, match="'x', a Linear, has a forward of its own"):
+        parallelize(nn.ModuleDict({"x": replaced}), {"x": "colwise"})
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match="the weight of 'x' is computed from something else"):
+        parallelize(nn.ModuleDict({"x": normed}), {"x": "rowwise"})
+
+
+class HeadNorm(nn.Module):
+    """Normalises each head of a projection; all heads have one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.norm, self.o = nn.Linear(6, 12), nn.LayerNorm(3), nn.Linear(12, 6)
+
+    def forward(self, x):
+        return self.o(self.norm(self.q(x).unflatten(-1, (-1, 3))).flatten(-2))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_norm_of_heads_gets_the_gradient_of_all_of_them(ctx):
+    torch.manual_seed(0)
+    plain, x = HeadNorm(), torch.randn(2, 5, 6)
+    plan = {"q": "colwise", "norm": "replicated_with_grad_allreduce", "o": "rowwise"}
+    model = parallelize(copy.deepcopy(plain), plan)
+    for which in (plain, model):
+        which(x).square().sum().backward()
+    torch.testing.assert_close(model.norm.weight.grad, plain.norm.weight.grad)
+    torch.testing.assert_close(model.norm.bias.grad, plain.norm.bias.grad)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_pieces_are_known_after_torch_has_replaced_them(ctx):
+    torch.manual_seed(0)
+    state = Model().state_dict()
+    with torch.device("meta"):
+        model = Model(tied=False)
+    parallelize(model, plan_of(False, False)).to_empty(device="cpu")
+    load_full_state_dict(model, state)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    after = full_state_dict(model)
+    assert after._metadata == state._metadata
+    for name, value in state.items():
+        assert torch.equal(after[name], value), name
 
 
 @pytest.mark.ranks(2, tp_size=2)

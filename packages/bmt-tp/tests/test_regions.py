@@ -1,5 +1,6 @@
 """Layouts, the random numbers in them, and parameters that are used on parts of the sequence."""
 
+import copy
 import os
 
 import pytest
@@ -84,6 +85,8 @@ def test_what_cannot_be_cut_is_named(ctx):
             function(torch.zeros(2, 3), 1)
         with pytest.raises(ValueError, match="2 is not a dimension"):
             function(torch.zeros(2, 3), 2)
+    with pytest.raises(ValueError, match="gather_along: 2 is not a dimension"):
+        gather_along(torch.zeros(2, 3), 2)
 
 
 @pytest.mark.ranks(1, 2, 3, init=False)
@@ -103,6 +106,42 @@ def test_a_norm_on_parts_of_the_sequence_gets_the_gradient_of_the_whole():
     torch.testing.assert_close(norm.weight.grad, plain.weight.grad / 2)
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, not Tensor"):
         sequence_parallel(torch.zeros(1))
+
+
+def on_meta_and_emptied(norm):
+    emptied = sequence_parallel(copy.deepcopy(norm).to("meta")).to_empty(device="cpu")
+    emptied.load_state_dict(norm.state_dict())
+    return emptied
+
+
+def assigned(norm):
+    other = sequence_parallel(nn.LayerNorm(5))
+    other.load_state_dict(norm.state_dict(), assign=True)
+    return other
+
+
+def frozen_when_marked(norm):
+    return sequence_parallel(norm.requires_grad_(False)).requires_grad_()
+
+
+def frozen_when_copied(norm):
+    return copy.deepcopy(sequence_parallel(norm).requires_grad_(False)).requires_grad_()
+
+
+def converted(norm):
+    return sequence_parallel(norm).double().float()
+
+
+@pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.parametrize("treat", [on_meta_and_emptied, assigned, frozen_when_marked, frozen_when_copied, converted])
+def test_a_norm_stays_marked(ctx, treat):
+    torch.manual_seed(0)
+    plain, x, factor = nn.LayerNorm(5), torch.randn(2, 6, 5), torch.randn(2, 6, 5)
+    norm = treat(copy.deepcopy(plain))
+    (plain(x) * factor).sum().backward()
+    (norm(part(x, 1, ctx)) * part(factor, 1, ctx)).sum().backward()
+    for name, param in norm.named_parameters():
+        torch.testing.assert_close(param.grad, plain.get_parameter(name).grad)
 
 
 @pytest.mark.ranks(3, tp_size=3)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bmt_comm import Communicator
 from bmt_tp import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -19,6 +20,7 @@ from bmt_zero import (
     Block,
     BMTrainModelWrapper,
     DistributedModule,
+    MixedPrecision,
     TransformerBlockList,
     init_parameters,
     load,
@@ -176,6 +178,94 @@ def test_a_plain_model_is_cut_and_then_sharded(ctx, sequence):
         optimizer.step()
         optimizer.zero_grad()
     assert_same_update(model, plain, start)
+
+
+class WithHead(PlainModel):
+    """The same with a head, tied to the table; some parameters are not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        for name, param in self.named_parameters():
+            param.requires_grad_("up" not in name and name != "layers.1.norm.weight")
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.ranks(4, tp_size=2)
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_frozen_and_tied_parameters_of_a_plain_model(ctx, level):
+    plan = {"embed": "vocab", "layers.0": "sequence_start", "norm": "sequence_end", "head": "colwise_gather_output"}
+    plan |= {"layers.*.norm": "sequence", "layers.*.up": "colwise+sequence", "layers.*.down": "rowwise+sequence"}
+    torch.manual_seed(0)
+    plain = WithHead()
+    model = BMTrainModelWrapper(parallelize(copy.deepcopy(plain), plan), zero_level=level)
+    assert model.head._parameters["weight"] is model.embed._parameters["weight"]
+    start = copy.deepcopy(plain.state_dict())
+    train_plain(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(10):
+        ids, targets = (t.chunk(ctx.data_size)[ctx.data_rank] for t in batches(step, 12))
+        (F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()) / ctx.replicas).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_update(model, plain, start)
+
+
+@pytest.mark.ranks(3, tp_size=3)
+def test_gradients_in_half_precision_are_not_scaled(ctx):
+    """Those of a norm on parts of the sequence are multiplied by the number of ranks on their way, and divided."""
+    torch.manual_seed(0)
+    plain, x, factor = nn.LayerNorm(5), torch.randn(2, 6, 5), torch.randn(2, 6, 5)
+    block = Block(sequence_parallel(copy.deepcopy(plain)), precision=MixedPrecision(torch.bfloat16, torch.float32))
+    (plain(x) * factor).sum().backward()
+    (block(x.chunk(3, 1)[ctx.rank]) * factor.chunk(3, 1)[ctx.rank]).sum().backward()
+    for name, param in block.named_parameters():
+        found = param.bmt_slice
+        expected = plain.get_parameter(name).grad[found.row_start : found.row_stop]
+        torch.testing.assert_close(param.grad, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_layers_for_other_ranks_than_the_contexts_are_refused(ctx):
+    alone = Communicator(None)
+    with pytest.raises(ValueError, match=r"comm has the ranks \(\d,\), and bmt_zero shards by .* \(0, 1\)"):
+        ColumnParallelLinear(4, 4, comm=alone)
+    for model in (
+        parallelize(nn.Sequential(nn.Linear(4, 4)), {"0": "colwise"}, alone),
+        sequence_parallel(nn.LayerNorm(4), alone),
+    ):
+        with pytest.raises(ValueError, match=r"prepared for the tensor-parallel ranks \(\d,\), and the context's are"):
+            BMTrainModelWrapper(model)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_sharded_model_is_not_cut(ctx):
+    inner = nn.Linear(4, 4)
+    model = BMTrainModelWrapper(
+        nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(inner)]), "head": nn.Linear(4, 4)})
+    )
+    for name in ("head", "layers.0.0"):
+        with pytest.raises(ValueError, match="is sharded already; parallelize a model first"):
+            parallelize(model, {name: "colwise"})
+
+
+@pytest.mark.ranks(4, tp_size=2)
+def test_hybrid_sharding_must_reach_the_ranks_that_hold_a_parameter(ctx):
+    alone = Communicator(None)
+    mixed = nn.ModuleDict({"cut": ColumnParallelLinear(4, 4), "norm": nn.LayerNorm(4)})
+    with pytest.raises(
+        ValueError, match=r"over 4 ranks; parameter 'cut\.weight', which .* hold pieces of, belongs to 2"
+    ):
+        Block(mixed, shard_comm=ctx.zero, replicate_comm=alone)
+    with pytest.raises(ValueError, match=r"over 2 ranks; parameter 'norm\.weight', which .* in common, belongs to 4"):
+        Block(mixed, shard_comm=ctx.tp_zero, replicate_comm=alone)
+    Block(mixed["cut"], shard_comm=ctx.tp_zero, replicate_comm=alone)
 
 
 @pytest.mark.ranks(4, tp_size=2)

@@ -84,6 +84,7 @@ class VPEmbedding(Module):
 
         Raises:
             IndexError: an id is outside of the vocabulary. On CUDA the device asserts instead.
+            TypeError: ids are not integers.
             RuntimeError: the ranks have different ids.
         """
         if projection:
@@ -91,8 +92,8 @@ class VPEmbedding(Module):
                 x, self.weight, None, self.sequence_parallel, sequence_dim=self.sequence_dim, comm=self.comm
             )
         if not self._has_checked:
-            self._has_checked = True
             check_same_batch(x, comm=self.comm)
+            self._has_checked = True
         y = lookup(x, self.weight, self.vocab_start, self.vocab_size)
         if self.sequence_parallel:
             return reduce_scatter_along(y, self.sequence_dim, self.comm)
@@ -104,6 +105,9 @@ class VPEmbedding(Module):
 
 def lookup(ids: Tensor, rows: Tensor, start: int, vocab_size: int) -> Tensor:
     """The vectors of those ids whose row is among ``rows`` (start, start + 1, ...), and zeros for the others."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids have dtype {ids.dtype}; give integers")
+    ids = ids.long()  # a small integer type could not be compared with the size of the vocabulary
     if len(rows) == vocab_size:
         return F.embedding(ids, rows)
     outside = (ids < 0) | (ids >= vocab_size)
@@ -111,7 +115,7 @@ def lookup(ids: Tensor, rows: Tensor, start: int, vocab_size: int) -> Tensor:
         torch._assert_async(~outside.any(), f"an id is not in the vocabulary (0 to {vocab_size - 1})")
     elif outside.any():
         raise IndexError(f"id {int(ids[outside][0])} is not in the vocabulary (0 to {vocab_size - 1})")
-    local = ids.long() - start
+    local = ids - start
     elsewhere = (local < 0) | (local >= len(rows))
     y = F.embedding(local.masked_fill(elsewhere, 0), rows)
     return y.masked_fill(elsewhere[..., None], 0)

@@ -35,12 +35,18 @@ def vocab_parallel_cross_entropy(
         weight, ignore_index, reduction, label_smoothing, inplace_backward: as for ``bmt_kernels.cross_entropy``.
 
     Returns:
-        The loss, the same bits on every rank: () , or (\\*) for reduction "none". Backward is that of this one loss.
+        The loss, the same bits on every rank: (), or (\\*) for reduction "none". Backward is that of this one loss.
 
     Raises:
+        ValueError: ``target`` has not the leading shape of ``logits``.
         TypeError, ValueError, IndexError: as ``bmt_kernels.cross_entropy`` does.
     """
     comm = tensor_comm(comm)
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"target has shape {tuple(target.shape)}; for logits of shape {tuple(logits.shape)} it must be "
+            f"{tuple(logits.shape[:-1])}"
+        )
     columns = logits.shape[-1]
     loss = parallel_cross_entropy(
         logits.flatten(0, -2) if logits.dim() > 1 else logits[None],

@@ -339,9 +339,11 @@ def _reduced_product(x: Tensor, weight: Tensor, comm: Communicator, chunks: int)
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """``x`` in the dtype in which autocast will have it multiplied, which is what should travel."""
+    """``x`` in the dtype in which autocast, which leaves float64 alone, will have it multiplied: that should travel."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 def _sequence_dim(x: Tensor, dim: int) -> int:

@@ -13,7 +13,8 @@
                                are summed
     rowwise_split_input        the same for an input that is whole (also: ``rowwise_rep``)
     vocab                      an embedding: a rank has a range of the ids (also: ``embedding_rowwise``)
-    sequence                   any module that works on a part of the sequence, such as a norm
+    sequence                   any module that works on a part of the sequence, such as a norm, or of the heads,
+                               such as a norm of queries (also: ``replicated_with_grad_allreduce``)
     sequence_start             the input of this module is split along the sequence
     sequence_end               as ``sequence``, and the output of this module is joined again
     sequence_gather            the input of this module, which is split, is joined for the ``colwise`` layers in it
@@ -33,15 +34,22 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import SLICE_ATTRIBUTE, Communicator, Slice, cut_piece
+from bmt_comm import Communicator, Slice, cut_piece
 
 from .batch import check_same_batch
-from .embedding import lookup
-from .parallel_ops import ReduceType, column_linear, row_linear
+from .cut_modules import (
+    ChangeInput,
+    CutColumnLinear,
+    CutEmbedding,
+    CutRowLinear,
+    GatherOutput,
+    Settings,
+    SharedInput,
+    class_with_forward_of,
+)
 from .parameters import mark_piece, piece_of
-from .regions import copy_to_ranks, gather_along, reduce_from_ranks, reduce_scatter_along, split_along, tensor_comm
+from .regions import tensor_comm
 from .sequence import sequence_parallel
 
 M = TypeVar("M", bound=nn.Module)
@@ -58,7 +66,13 @@ DIVIDED_ATTRIBUTES = (
 )
 """What an attention module counts its heads by: divided where its projections are cut."""
 
-_ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input", "embedding_rowwise": "vocab"}
+_ALIASES = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "embedding_rowwise": "vocab",
+    # Its gradient is a part of the whole one, as that on a part of the sequence is.
+    "replicated_with_grad_allreduce": "sequence",
+}
 _PLAIN_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather")
 _CUTTING_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input", "vocab")
 _SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab")
@@ -91,8 +105,9 @@ def parallelize(
 
     Raises:
         TypeError: a name in the plan belongs to a module that cannot be cut so.
-        ValueError: an unknown style, a name that no module has, sizes that the ranks do not divide, or parameters
-            tied between modules that are cut differently. The model is as it was then.
+        ValueError: an unknown style, a name that no module has, sizes that the ranks do not divide, parameters
+            tied between modules that are cut differently, or that are cut or sharded already. The model is as it was
+            then.
     """
     comm = tensor_comm(comm)
     given = plan is not None
@@ -108,15 +123,16 @@ def parallelize(
     ]
     heads = _heads(model, whole, comm, divided_attributes)
     pieces = _pieces(model, whole)
+    _check_sequence(whole, pieces)
     for param, found in pieces:
         with torch.no_grad():
             piece = cut_piece(param.detach(), found).clone(memory_format=torch.contiguous_format)
         param.data = piece
         param.grad = None
         mark_piece(param, found)
-    shared: dict[str, _SharedInput] = {}
+    shared: dict[str, SharedInput] = {}
     for cut in whole:
-        cut.apply(shared.setdefault(cut.name.rpartition(".")[0], _SharedInput()))
+        cut.apply(shared.setdefault(cut.name.rpartition(".")[0], SharedInput()))
     for module, attribute, value in heads:
         setattr(module, attribute, value)
     model.register_forward_pre_hook(_FirstBatchCheck(comm), with_kwargs=True)
@@ -189,10 +205,10 @@ class _Cut:
             raise TypeError(
                 f"{name!r} is a {type(module).__name__}; {style!r} cuts a torch.nn.Linear or a Conv1D of transformers"
             )
+        if kind in _CUTTING_STYLES:
+            _check_uncut(name, module)
         cut = _Cut(name, module, kind, bool(plus), comm, sequence_dim, is_gathered, transposed, parts)
         for param, dim in cut.dims():
-            if getattr(param, "tp_mode", False):
-                raise ValueError(f"a parameter of {name!r} has been cut already; parallelize a model once")
             if param.shape[dim] % (comm.size * parts):
                 what = f"{parts} parts over " if parts > 1 else ""
                 raise ValueError(
@@ -209,11 +225,12 @@ class _Cut:
         """The parameters that are cut, and along which dimension."""
         if self.kind not in _CUTTING_STYLES:
             return
-        weight, bias = self.module.weight, getattr(self.module, "bias", None)
+        weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
+        assert weight is not None
         if self.kind == "vocab":
-            yield weight, 0  # type: ignore[misc]
+            yield weight, 0
         else:
-            yield weight, 0 if self.is_column != self.transposed else 1  # type: ignore[misc]
+            yield weight, 0 if self.is_column != self.transposed else 1
             if self.is_column and bias is not None:
                 yield bias, 0
 
@@ -223,24 +240,24 @@ class _Cut:
             blocks = () if self.parts == 1 else (shape[dim] // self.parts,) * self.parts
             yield param, piece_of(shape, dim, self.comm, blocks)
 
-    def apply(self, shared: _SharedInput) -> None:
+    def apply(self, shared: SharedInput) -> None:
         """Let the module compute with its piece; ``shared`` is for the modules beside it."""
         module = self.module
         if self.kind in _PLAIN_STYLES:
             if self.kind in ("sequence_start", "sequence_gather"):
-                change = _ChangeInput(self.comm, self.sequence_dim, self.kind == "sequence_gather")
+                change = ChangeInput(self.comm, self.sequence_dim, self.kind == "sequence_gather")
                 module.register_forward_pre_hook(change, with_kwargs=True)
                 return
             sequence_parallel(module, self.comm)
             if self.kind == "sequence_end":
-                module.register_forward_hook(_GatherOutput(self.comm, self.sequence_dim))
+                module.register_forward_hook(GatherOutput(self.comm, self.sequence_dim))
             return
-        form = _ParallelEmbedding if self.kind == "vocab" else _ColumnLinear if self.is_column else _RowLinear
+        form = CutEmbedding if self.kind == "vocab" else CutColumnLinear if self.is_column else CutRowLinear
         module.tensor_parallel = self._settings(shared)  # type: ignore[assignment]
-        module.__class__ = _parallel_class(form, type(module))
+        module.__class__ = class_with_forward_of(form, type(module))
 
-    def _settings(self, shared: _SharedInput) -> _Settings:
-        return _Settings(
+    def _settings(self, shared: SharedInput) -> Settings:
+        return Settings(
             self.comm,
             self.in_sequence,
             self.sequence_dim,
@@ -250,6 +267,39 @@ class _Cut:
             split_input=self.kind == "rowwise_split_input",
             vocab_size=getattr(self.module, "num_embeddings", 0),
         )
+
+
+def _check_uncut(name: str, module: nn.Module) -> None:
+    """Raise unless a module is its class's, with its parameters in their places and whole."""
+    for key in ("weight", "bias"):
+        param = module._parameters.get(key)
+        if getattr(param, "tp_mode", False):
+            raise ValueError(f"a parameter of {name!r} has been cut already; parallelize a model once")
+        if hasattr(param, "unit") or hasattr(param, "placements"):
+            raise ValueError(
+                f"a parameter of {name!r} is sharded already; parallelize a model first, and then shard it"
+            )
+    if module._parameters.get("weight") is None:
+        raise TypeError(f"the weight of {name!r} is computed from something else; leave it out of the plan")
+    own_forward = type(module).forward not in (nn.Linear.forward, nn.Embedding.forward)
+    if "forward" in vars(module) or (own_forward and type(module).__name__ != "Conv1D"):
+        raise TypeError(
+            f"{name!r}, a {type(module).__name__}, has a forward of its own, which would be lost; leave it out of the "
+            "plan"
+        )
+
+
+def _check_sequence(cuts: list[_Cut], pieces: list[tuple[nn.Parameter, Slice]]) -> None:
+    """Raise where parameters that are cut are to be used on parts of the sequence."""
+    cut_params = {id(param) for param, _ in pieces}
+    for cut in cuts:
+        if cut.kind in ("sequence", "sequence_end"):
+            for name, param in cut.module.named_parameters():
+                if id(param) in cut_params or getattr(param, "tp_mode", False):
+                    raise ValueError(
+                        f"the plan has {cut.name!r} as {cut.kind!r}, and cuts its parameter {name!r}; "
+                        f"{cut.kind!r} is for modules, such as norms, that ranks have in common"
+                    )
 
 
 def _pieces(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Parameter, Slice]]:
@@ -306,159 +356,6 @@ def _heads(
     return found
 
 
-class _SharedInput:
-    """The input of layers beside each other (query, key and value), whose gradient is reduced once for all."""
-
-    def __init__(self) -> None:
-        self._last: tuple[TensorWeakRef, TensorWeakRef] | None = None
-
-    def enter(self, x: Tensor, comm: Communicator) -> Tensor:
-        """``copy_to_ranks(x)``, the same one if ``x`` is the same."""
-        if self._last is not None and self._last[0]() is x:
-            found = self._last[1]()
-            if found is not None and found.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
-                return found
-        result = copy_to_ranks(x, comm)
-        self._last = (TensorWeakRef(x), TensorWeakRef(result))
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedInput:
-        return memo.setdefault(id(self), _SharedInput())
-
-
-# --- what the modules become ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """How a module that was cut computes; its attribute ``tensor_parallel``."""
-
-    comm: Communicator
-    in_sequence: bool
-    sequence_dim: int
-    transposed: bool
-    shared: _SharedInput | None  # None: the gradient of the input is reduced elsewhere
-    gather_output: bool
-    split_input: bool
-    vocab_size: int
-
-    def weight(self, module: nn.Module) -> Tensor:
-        weight: Any = module.weight
-        return weight.t() if self.transposed else weight
-
-
-class _ColumnLinear(nn.Module):
-    tensor_parallel: _Settings
-    bias: Any
-
-    def forward(self, input: Tensor) -> Tensor:
-        how = self.tensor_parallel
-        if not how.in_sequence and how.shared is not None:
-            input = how.shared.enter(input, how.comm)
-        (y,) = column_linear(
-            input,
-            [(how.weight(self), self.bias)],
-            gather_input=how.in_sequence,
-            sequence_dim=how.sequence_dim,
-            comm=how.comm,
-            reduce_input_grad=how.in_sequence,
-        )
-        return gather_along(y, -1, how.comm) if how.gather_output else y
-
-
-class _RowLinear(nn.Module):
-    tensor_parallel: _Settings
-    bias: Any
-
-    def forward(self, input: Tensor) -> Tensor:
-        how = self.tensor_parallel
-        if how.split_input:
-            input = split_along(input, -1, how.comm)
-        reduce = ReduceType.REDUCE_SCATTER if how.in_sequence else ReduceType.ALL_REDUCE
-        return row_linear(
-            input,
-            how.weight(self),
-            self.bias,
-            reduce_output_type=reduce,
-            sequence_dim=how.sequence_dim,
-            comm=how.comm,
-        )
-
-
-class _ParallelEmbedding(nn.Module):
-    tensor_parallel: _Settings
-    weight: Any
-    padding_idx: int | None
-
-    def forward(self, input: Tensor) -> Tensor:
-        how = self.tensor_parallel
-        weight = self.weight
-        start = how.comm.rank * len(weight)
-        if self.padding_idx is not None and 0 <= self.padding_idx - start < len(weight):
-            weight = _WithoutGradientOfRow.apply(weight, self.padding_idx - start)
-        y = lookup(input, weight, start, how.vocab_size)
-        if how.in_sequence:
-            return reduce_scatter_along(y, how.sequence_dim, how.comm)
-        return reduce_from_ranks(y, how.comm)
-
-
-class _WithoutGradientOfRow(torch.autograd.Function):
-    """A table of which one row (the padding's) gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, row: int) -> Tensor:
-        ctx.row = row
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].clone()
-        grad[ctx.row] = 0
-        return grad, None
-
-
-_classes: dict[tuple[type, type], type[nn.Module]] = {}
-
-
-def _parallel_class(form: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """``cls`` with the forward of ``form``."""
-    if (form, cls) not in _classes:
-        _classes[form, cls] = type(cls.__name__, (form, cls), {"__module__": cls.__module__})
-    return _classes[form, cls]
-
-
-class _ChangeInput:
-    """Takes this rank's part of a module's first input along the sequence, or joins the ranks' parts of it."""
-
-    def __init__(self, comm: Communicator, dim: int, gather: bool) -> None:
-        self.comm, self.dim, self.gather = comm, dim, gather
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self._changed(args[0]), *args[1:]), kwargs
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor):
-                return args, {**kwargs, name: self._changed(value)}
-        raise TypeError(f"{type(module).__name__} was called without a tensor, which the plan has split or joined")
-
-    def _changed(self, x: Tensor) -> Tensor:
-        if self.gather:
-            return gather_along(x, self.dim, self.comm, partial_grad=True)
-        return split_along(x, self.dim, self.comm)
-
-
-class _GatherOutput:
-    """Joins a module's output along the sequence."""
-
-    def __init__(self, comm: Communicator, dim: int) -> None:
-        self.comm, self.dim = comm, dim
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (gather_along(output[0], self.dim, self.comm), *output[1:])
-        return gather_along(output, self.dim, self.comm)
-
-
 class _FirstBatchCheck:
     """Compares the first batch over the tensor-parallel ranks."""
 
@@ -468,12 +365,6 @@ class _FirstBatchCheck:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.done:
-            self.done = True
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             check_same_batch(*tensors, comm=self.comm)
-
-
-def is_piece(param: nn.Parameter) -> bool:
-    """Whether a plain parameter holds one tensor-parallel rank's piece."""
-    found = getattr(param, SLICE_ATTRIBUTE, None)
-    return found is not None and found.tp_dim is not None and not hasattr(param, "unit")
+            self.done = True

@@ -9,12 +9,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import SLICE_ATTRIBUTE, Communicator, Slice, cut_piece
+from bmt_comm import SLICE_ATTRIBUTE, Communicator, Slice, current_context, cut_piece
 
 _SHARDED = importlib.util.find_spec("bmt_zero") is not None
 
+
+class PieceModule(nn.Module):
+    """A module whose plain parameters go on saying what they hold a piece of.
+
+    ``to_empty`` and ``load_state_dict(assign=True)`` put new parameters in the places of the old.
+    """
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        before = dict(self._parameters)
+        result = super()._apply(fn, recurse)
+        for name, param in self._parameters.items():
+            _take_over(param, before[name])
+        return result
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        before = self._parameters.get(name)
+        super().register_parameter(name, param)
+        _take_over(param, before)
+
+
+def _take_over(param: nn.Parameter | None, before: nn.Parameter | None) -> None:
+    """Mark a parameter that has come in the place of a piece as the same piece."""
+    if param is None or param is before or not isinstance(before, TensorParallelParameter):
+        return
+    if before.tp_mode and param.shape == before.shape:
+        mark_piece(param, getattr(before, SLICE_ATTRIBUTE))
+
+
 if TYPE_CHECKING or not _SHARDED:
-    Module = nn.Module
+    Module = PieceModule
 else:
     from bmt_zero import DistributedModule
 
@@ -28,12 +56,13 @@ class TensorParallelParameter(nn.Parameter):
         bmt_slice: of what it holds a piece; absent: it is whole.
         tp_mode: whether it holds a piece.
         sequence_parallel: whether it is used on parts of the sequence, so that its gradient is summed over the
-            ranks of ``sequence_comm``.
+            ranks of ``sequence_comm``; by a hook (``has_sum_hook``), once it is trained.
     """
 
     tp_mode: bool = False
     sequence_parallel: bool = False
     sequence_comm: Communicator
+    has_sum_hook: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelParameter:
         if id(self) not in memo:
@@ -52,15 +81,18 @@ def mark_piece(param: nn.Parameter, found: Slice) -> None:
 
 
 def mark_sequence_parallel(param: nn.Parameter, comm: Communicator) -> None:
-    """Let a parameter, plain or sharded, say that it is used on parts of the sequence."""
-    if getattr(param, "sequence_parallel", False):
-        return
+    """Let a parameter, plain or sharded, say that it is used on parts of the sequence.
+
+    To be repeated for a plain one that was frozen, since torch takes hooks on trained ones only.
+    """
     if hasattr(param, "unit"):  # sharded: reduced by its unit
         param.sequence_parallel = True  # type: ignore[attr-defined]
         return
-    _mark(param, sequence_parallel=True, sequence_comm=comm)
-    if comm.size > 1:
+    if not getattr(param, "sequence_parallel", False):
+        _mark(param, sequence_parallel=True, sequence_comm=comm)
+    if comm.size > 1 and param.requires_grad and not getattr(param, "has_sum_hook", False):
         param.register_hook(_SumOverRanks(comm))
+        _mark(param, has_sum_hook=True)
 
 
 def _mark(param: nn.Parameter, **attributes: Any) -> None:
@@ -107,7 +139,13 @@ def make_parameter(
     Raises:
         RuntimeError: bmt_zero is installed and ``init_distributed`` has not run.
         TypeError: ``dtype`` is not a floating-point one.
+        ValueError: bmt_zero is installed, and ``comm`` has not the tensor-parallel ranks of the context.
     """
+    if _SHARDED and comm is not None and comm.ranks != current_context().tp.ranks:
+        raise ValueError(
+            f"comm has the ranks {comm.ranks}, and bmt_zero shards by the context's tensor-parallel ranks "
+            f"{current_context().tp.ranks}; leave comm out, or start with another init_distributed(tp_size=)"
+        )
     data: Tensor = torch.empty(shape, dtype=dtype)
     if not data.is_floating_point():
         raise TypeError(f"dtype={dtype} cannot be trained; choose a floating-point dtype")

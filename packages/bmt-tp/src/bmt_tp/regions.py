@@ -74,9 +74,12 @@ def gather_along(x: Tensor, dim: int, comm: Communicator | None = None, *, parti
     Args:
         partial_grad: ranks use the result for different things, so that their gradients of it add up; otherwise
             they compute the same with it.
+
+    Raises:
+        ValueError: ``dim`` is not a dimension.
     """
     comm = tensor_comm(comm)
-    return x if comm.size == 1 else _Gather.apply(x, dim % x.dim(), comm, partial_grad)
+    return x if comm.size == 1 else _Gather.apply(x, _from_front(x, dim, "gather_along"), comm, partial_grad)
 
 
 def reduce_scatter_along(x: Tensor, dim: int, comm: Communicator | None = None) -> Tensor:
@@ -91,13 +94,18 @@ def reduce_scatter_along(x: Tensor, dim: int, comm: Communicator | None = None) 
 
 def checked_dim(x: Tensor, dim: int, comm: Communicator, what: str) -> int:
     """``dim``, counted from the front; raises ValueError unless the ranks divide it."""
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{what}: {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
+    dim = _from_front(x, dim, what)
     if x.shape[dim] % comm.size:
         raise ValueError(
             f"{what}: dimension {dim} of shape {tuple(x.shape)} cannot be cut evenly over {comm.size} tensor-parallel "
             f"ranks; pad it to a multiple of {comm.size}"
         )
+    return dim
+
+
+def _from_front(x: Tensor, dim: int, what: str) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{what}: {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()
 
 

@@ -11,7 +11,7 @@ attribute ``sequence_parallel = True``:
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -45,6 +45,23 @@ def sequence_parallel(module: M, comm: Communicator | None = None) -> M:
                 f"parameter {name!r} is cut over the tensor-parallel ranks; sequence_parallel is for parameters that "
                 "they have in common, such as a norm's"
             )
-    for param in module.parameters():
-        mark_sequence_parallel(param, comm)
+    for part in module.modules():
+        if any(param is not None for param in part._parameters.values()):
+            keep = _KeepMarked(comm)
+            keep(part)
+            if comm.size > 1 and not any(isinstance(h, _KeepMarked) for h in part._forward_pre_hooks.values()):
+                part.register_forward_pre_hook(keep)
     return module
+
+
+class _KeepMarked:
+    """Marks a module's own parameters before each forward: after ``to_empty`` and ``load_state_dict(assign=True)``
+    they are others, and one that was frozen may be trained by now."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def __call__(self, module: nn.Module, *_args: Any) -> None:
+        for param in module._parameters.values():
+            if param is not None:
+                mark_sequence_parallel(param, self.comm)

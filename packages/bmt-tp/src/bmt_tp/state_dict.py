@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmt_comm import cut_piece, join_pieces, slice_of
-
-from .parallelize import is_piece
+from bmt_comm import SLICE_ATTRIBUTE, cut_piece, join_pieces, slice_of
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -18,8 +16,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Parameters that bmt_zero shards are whole in any state dict; this serves models without it, too.
     """
-    pieces = {name: p for name, p in model.named_parameters(remove_duplicate=False) if is_piece(p)}
-    state: dict[str, Any] = OrderedDict(model.state_dict())
+    pieces = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _is_piece(p)}
+    state: dict[str, Any] = model.state_dict()
     joined: dict[int, Tensor] = {}
     for name, param in pieces.items():
         if name in state:
@@ -39,9 +37,11 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict
         ValueError: an entry has another shape than the whole parameter. The model is as it was then.
         RuntimeError: under ``strict``, names are missing or surplus.
     """
-    entries: dict[str, Any] = OrderedDict(state_dict)
+    entries: Any = OrderedDict(state_dict)
+    if hasattr(state_dict, "_metadata"):  # the versions of the modules that saved it
+        entries._metadata = state_dict._metadata
     for name, param in model.named_parameters(remove_duplicate=False):
-        if not is_piece(param) or name not in entries:
+        if not _is_piece(param) or name not in entries:
             continue
         found = slice_of(param)
         if tuple(entries[name].shape) != found.shape:
@@ -50,3 +50,9 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict
             )
         entries[name] = cut_piece(entries[name], found)
     return model.load_state_dict(entries, strict)
+
+
+def _is_piece(param: nn.Parameter) -> bool:
+    """Whether a plain parameter holds one tensor-parallel rank's piece."""
+    found = getattr(param, SLICE_ATTRIBUTE, None)
+    return found is not None and found.tp_dim is not None and not hasattr(param, "unit")

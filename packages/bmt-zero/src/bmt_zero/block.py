@@ -114,6 +114,8 @@ class Block(BlockState, nn.Module):
             f"{paths[i]}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}{' on meta' * p.is_meta}"
             for i, p in params.items()
         ]
+        if self._comms is not None and context.tp_size > 1:
+            _check_reach(*self._comms, context, {paths[i]: p for i, p in params.items()})
         for comm in self._comms or (context.outer_zero,):
             check_agreement(comm, f"the parameters of {name} at level {self._level}", facts)
         groups: dict[tuple[Any, ...], list[nn.Parameter]] = {}
@@ -311,6 +313,22 @@ def find_slots(inner: nn.Module, context: ParallelContext) -> list[Slot]:
         for name, buffer in module._buffers.items():
             check_buffer(prefix + name, buffer, context)
     return slots
+
+
+def _check_reach(
+    shard_comm: Communicator, replicate_comm: Communicator, context: ParallelContext, params: Mapping[str, nn.Parameter]
+) -> None:
+    """Raise unless two communicators together reach all ranks that hold the parameters, and only those."""
+    ranks = shard_comm.size * replicate_comm.size
+    for path, param in params.items():
+        is_cut = getattr(param, "tp_mode", False)
+        wanted = (context.outer_tp_zero if is_cut else context.outer_zero).size
+        if ranks != wanted:
+            raise ValueError(
+                f"shard_comm and replicate_comm spread parameters over {ranks} ranks; parameter {path!r}, which "
+                f"tensor-parallel ranks {'hold pieces of' if is_cut else 'have in common'}, belongs to {wanted}. Put "
+                f"the two kinds into Blocks of their own, each with communicators of its own"
+            )
 
 
 class _Buffers:

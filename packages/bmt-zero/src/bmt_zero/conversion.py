@@ -42,6 +42,21 @@ def check_parameter(name: str, param: nn.Parameter, context: ParallelContext) ->
         raise ValueError(f"parameter {name!r} has layout {param.layout}; only dense parameters can be sharded")
     if param.dtype.is_complex:
         raise ValueError(f"parameter {name!r} has dtype {param.dtype}; store real and imaginary parts as real numbers")
+    if not isinstance(param, DistributedParameter):
+        if getattr(param, "tp_mode", False):
+            _check_tensor_ranks(name, slice_of(param).tp_comm, context)
+        if getattr(param, "sequence_parallel", False):
+            _check_tensor_ranks(name, param.sequence_comm, context)  # type: ignore[attr-defined]
+
+
+def _check_tensor_ranks(name: str, comm: Communicator | None, context: ParallelContext) -> None:
+    """Raise unless ``comm``, over which bmt_tp has cut or marked a parameter, has the context's ranks."""
+    ranks = (context.rank,) if comm is None else comm.ranks
+    if ranks != context.tp.ranks:
+        raise ValueError(
+            f"parameter {name!r} is prepared for the tensor-parallel ranks {ranks}, and the context's are "
+            f"{context.tp.ranks}; use the same: init_distributed(tp_size=)"
+        )
 
 
 def whole_values(

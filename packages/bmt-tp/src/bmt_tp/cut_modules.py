@@ -1,0 +1,167 @@
+"""What the modules that a plan names become: the same classes with another forward, and hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from bmt_comm import Communicator
+
+from .embedding import lookup
+from .parallel_ops import ReduceType, column_linear, row_linear
+from .parameters import PieceModule
+from .regions import copy_to_ranks, gather_along, reduce_from_ranks, reduce_scatter_along, split_along
+
+
+class SharedInput:
+    """The input of layers beside each other (query, key and value), whose gradient is reduced once for all."""
+
+    def __init__(self) -> None:
+        self._last: tuple[TensorWeakRef, TensorWeakRef] | None = None
+
+    def enter(self, x: Tensor, comm: Communicator) -> Tensor:
+        """``copy_to_ranks(x)``, the same one if ``x`` is the same."""
+        if self._last is not None and self._last[0]() is x:
+            found = self._last[1]()
+            if found is not None and found.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
+                return found
+        result = copy_to_ranks(x, comm)
+        self._last = (TensorWeakRef(x), TensorWeakRef(result))
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
+        return memo.setdefault(id(self), SharedInput())
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a module that was cut computes; its attribute ``tensor_parallel``."""
+
+    comm: Communicator
+    in_sequence: bool
+    sequence_dim: int
+    transposed: bool
+    shared: SharedInput | None  # None: the gradient of the input is reduced elsewhere
+    gather_output: bool
+    split_input: bool
+    vocab_size: int
+
+    def weight(self, module: nn.Module) -> Tensor:
+        weight: Any = module.weight
+        return weight.t() if self.transposed else weight
+
+
+class CutColumnLinear(PieceModule):
+    tensor_parallel: Settings
+    bias: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        how = self.tensor_parallel
+        if not how.in_sequence and how.shared is not None:
+            input = how.shared.enter(input, how.comm)
+        (y,) = column_linear(
+            input,
+            [(how.weight(self), self.bias)],
+            gather_input=how.in_sequence,
+            sequence_dim=how.sequence_dim,
+            comm=how.comm,
+            reduce_input_grad=how.in_sequence,
+        )
+        return gather_along(y, -1, how.comm) if how.gather_output else y
+
+
+class CutRowLinear(PieceModule):
+    tensor_parallel: Settings
+    bias: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        how = self.tensor_parallel
+        if how.split_input:
+            input = split_along(input, -1, how.comm)
+        reduce = ReduceType.REDUCE_SCATTER if how.in_sequence else ReduceType.ALL_REDUCE
+        return row_linear(
+            input,
+            how.weight(self),
+            self.bias,
+            reduce_output_type=reduce,
+            sequence_dim=how.sequence_dim,
+            comm=how.comm,
+        )
+
+
+class CutEmbedding(PieceModule):
+    tensor_parallel: Settings
+    weight: Any
+    padding_idx: int | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        how = self.tensor_parallel
+        weight = self.weight
+        start = how.comm.rank * len(weight)
+        if self.padding_idx is not None and 0 <= self.padding_idx - start < len(weight):
+            weight = _WithoutGradientOfRow.apply(weight, self.padding_idx - start)
+        y = lookup(input, weight, start, how.vocab_size)
+        if how.in_sequence:
+            return reduce_scatter_along(y, how.sequence_dim, how.comm)
+        return reduce_from_ranks(y, how.comm)
+
+
+class _WithoutGradientOfRow(torch.autograd.Function):
+    """A table of which one row (the padding's) gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, row: int) -> Tensor:
+        ctx.row = row
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].clone()
+        grad[ctx.row] = 0
+        return grad, None
+
+
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def class_with_forward_of(form: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    """``cls`` with the forward of ``form``."""
+    if (form, cls) not in _classes:
+        _classes[form, cls] = type(cls.__name__, (form, cls), {"__module__": cls.__module__})
+    return _classes[form, cls]
+
+
+class ChangeInput:
+    """Takes this rank's part of a module's first input along the sequence, or joins the ranks' parts of it."""
+
+    def __init__(self, comm: Communicator, dim: int, gather: bool) -> None:
+        self.comm, self.dim, self.gather = comm, dim, gather
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self._changed(args[0]), *args[1:]), kwargs
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                return args, {**kwargs, name: self._changed(value)}
+        raise TypeError(f"{type(module).__name__} was called without a tensor, which the plan has split or joined")
+
+    def _changed(self, x: Tensor) -> Tensor:
+        if self.gather:
+            return gather_along(x, self.dim, self.comm, partial_grad=True)
+        return split_along(x, self.dim, self.comm)
+
+
+class GatherOutput:
+    """Joins a module's output along the sequence."""
+
+    def __init__(self, comm: Communicator, dim: int) -> None:
+        self.comm, self.dim = comm, dim
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (gather_along(output[0], self.dim, self.comm), *output[1:])
+        return gather_along(output, self.dim, self.comm)
