@@ -8,8 +8,8 @@ import bmtrain as bmt
 class ColumnLinear(bmt.nn.ColumnParallelLinear):
     """x Wᵀ + b for a part of the sequence x, (B, S / ranks, in); each rank computes its part of the outputs.
 
-    The weight is built on the meta device: ``bmt.init_parameters`` or ``bmt.load`` fills it, and no rank ever
-    holds more of it than its share.
+    The weight is built on the meta device: ``bmt.init_parameters`` or ``bmt.load`` fills it, one parameter at a
+    time, and a rank keeps its share.
     """
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype | None = None, parts: int = 1):

@@ -211,6 +211,9 @@ def test_pieces_of_a_fused_weight_are_its_part_of_every_block(ctx, dim, blocks):
     assert torch.equal(join_pieces(piece, where), full)
     other = 1 - dim
     assert torch.equal(join_pieces(piece.narrow(other, 2, 3), where), full.narrow(other, 2, 3))
+    if blocks and ctx.world_size > 1:
+        with pytest.raises(ValueError, match=f"piece has 1 of the {n} along dimension {dim}, which is cut in"):
+            join_pieces(piece.narrow(dim, 0, 1), where)
 
 
 @pytest.mark.ranks(2)

@@ -64,6 +64,7 @@ def test_layouts_and_their_gradients(dim):
     assert torch.equal(y, x)
     (y * common).sum().backward()
     assert torch.equal(piece.grad, part(common, dim, ctx))
+    assert piece.grad.untyped_storage().nbytes() == piece.numel() * piece.itemsize  # the whole is freed
 
     piece = leaf(part(x, dim, ctx))
     y = gather_along(piece, dim, partial_grad=True)

@@ -138,10 +138,18 @@ def join_pieces(piece: Tensor, found: Slice) -> Tensor:
 
     ``piece`` is this rank's, with all its rows or some: whatever part of the other dimensions the ranks have
     in common.
+
+    Raises:
+        ValueError: a piece of several blocks lacks some of them.
     """
     dim, comm = found.tp_dim, found.tp_comm
     if dim is None or comm is None or comm.size == 1:
         return piece
+    if found.tp_blocks and piece.shape[dim] != found.tp_extent:
+        raise ValueError(
+            f"piece has {piece.shape[dim]} of the {found.tp_extent} along dimension {dim}, which is cut in the blocks "
+            f"{found.tp_blocks}; gather its rows first"
+        )
     stacked = piece.new_empty(comm.size, *piece.shape)
     comm.all_gather(stacked, piece.detach().contiguous())
     pieces = list(stacked)

@@ -19,7 +19,8 @@ class VPEmbedding(Module):
 
     As the first layer it looks up the ids in its range and sums over the ranks; as the last (``projection``) it
     gives the scores of its range, for :func:`bmt_tp.vocab_parallel_cross_entropy`. Both uses of one object tie
-    the two. The whole table is never on one rank.
+    the two. Computing never brings the whole table to one rank; only while it is filled with initial values, one has
+    it for a moment (on the meta device it has none).
 
     Args:
         vocab_size: rows of the whole table; the ranks divide it.

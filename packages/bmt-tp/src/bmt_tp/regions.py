@@ -159,9 +159,9 @@ class _Keep:
 
 
 def part_of(x: Tensor, dim: int, comm: Communicator) -> Tensor:
-    """This rank's part of ``x`` along ``dim``, a view."""
+    """This rank's part of ``x`` along ``dim``, in storage of its own, so that the whole can be freed."""
     length = x.shape[dim] // comm.size
-    return x.narrow(dim, comm.rank * length, length)
+    return x.narrow(dim, comm.rank * length, length).clone(memory_format=torch.contiguous_format)
 
 
 # --- with gradients -------------------------------------------------------------------------------
@@ -198,8 +198,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, comm: Communicator) -> Tensor:
         ctx.dim, ctx.comm = dim, comm
-        # A part in storage of its own, so that the whole can be freed.
-        return part_of(x, dim, comm).clone(memory_format=torch.contiguous_format)
+        return part_of(x, dim, comm)
 
     @staticmethod
     @once_differentiable
@@ -218,7 +217,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.partial_grad:
             return start_reduce_scatter(grad, ctx.dim, ctx.comm).wait(), None, None, None
-        return part_of(grad, ctx.dim, ctx.comm).contiguous(), None, None, None
+        return part_of(grad, ctx.dim, ctx.comm), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
