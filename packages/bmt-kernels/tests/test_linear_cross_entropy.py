@@ -123,6 +123,20 @@ def test_a_second_backward_is_right_whatever_the_upstream_gradients(device, redu
         assert_near(c, 3 * a.double(), 2 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_may_be_written_to_before_a_second_backward(device, reduction):
+    leaves, target = layer(device=device)
+    loss = linear_cross_entropy(*leaves[:2], target, leaves[2], reduction=reduction).sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    expected = [gradient.clone() for gradient in first]
+    for gradient in first:
+        gradient.zero_()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    for leaf, gradient in zip(leaves, expected):
+        assert_near(leaf.grad, 2 * gradient.double(), 1e-6)
+
+
 def test_a_loss_scale_saves_small_gradients_in_half_precision(device):
     """Each is a ten-millionth or so: next to nothing in fp16 unless it is scaled before it is rounded."""
     (hidden, weight, _), target = layer(torch.float16, device, rows=5000)

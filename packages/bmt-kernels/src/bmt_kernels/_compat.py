@@ -24,5 +24,8 @@ def _find_increment_version() -> Callable[[Sequence[Tensor]], None]:
     return one_or_many
 
 
+keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+"""Whether the backward that is running leaves the graph for another one; True where that cannot be told."""
+
 increment_version = _find_increment_version()
 """Tells autograd that tensors were written to behind its back."""

@@ -64,7 +64,8 @@ def adam_step(
         grads: float32, bfloat16 or float16, not necessarily their parameters' dtype. Only read.
         exp_avgs: float32, first moments. Written.
         exp_avg_sqs: float32, second moments. Written.
-        lr: learning rate, not negative; or a float32 or float64 tensor.
+        lr: learning rate, not negative; or a float32 or float64 tensor. torch.compile makes a graph for each float: in
+            what it compiles, pass one that changes as a tensor.
         betas: decay rates of the two moments, each in [0, 1).
         eps: added to the denominator, not negative.
         weight_decay: not negative.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bmt_kernels import _library
+from bmt_kernels._compat import keeps_graph
 from bmt_kernels._cross_entropy_parts import (
     Classes,
     checked_classes,
@@ -405,8 +406,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     else:
         denominator, *kept = ctx.saved_tensors
         factor = scale / denominator
-        # A GPU would have the host wait for such a look, and a tensor that stands for one in a graph has no value.
-        unchanged = type(factor) is Tensor and factor.device.type == "cpu" and bool(factor == 1)
+        # Their receivers may write to them, so that a second backward needs them untouched. A GPU would have the host
+        # wait for a look at the factor, and a tensor that stands for one in a graph has no value.
+        unchanged = type(factor) is Tensor and factor.device.type == "cpu" and not keeps_graph() and bool(factor == 1)
         made = [g if unchanged and g.dtype is ctx.dtype else (g * factor).to(ctx.dtype) for g in kept]
     results = [g if need else None for g, need in zip(made, ctx.needs)]
     return *results, *(None,) * (ctx.inputs - 3)
