@@ -132,7 +132,7 @@ def _timed(function: Callable[[], object], device: torch.device, repeat: int) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, nargs="*", default=[100_000, 1_000_000, 10_000_000])
+    parser.add_argument("--numel", type=int, nargs="*", default=[100_000, 1_000_000, 10_000_000, 100_000_000])
     parser.add_argument("--small", type=int, default=200, help="number of small tensors of 1000 elements")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])

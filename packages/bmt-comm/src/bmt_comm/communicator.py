@@ -136,6 +136,8 @@ class Communicator:
         size: the number of ranks.
         ranks: the global ranks, in order.
         traffic: what this rank has sent through this object, by the collective's name.
+        symmetric_memory: whether operations that fuse products with communication may read the other ranks'
+            memory; see ``bmt_tp.enable_symmetric_memory``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
@@ -151,6 +153,7 @@ class Communicator:
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self.device = torch.device(device)
         self.traffic: dict[str, Traffic] = {}
+        self.symmetric_memory = False
         self._stream: torch.cuda.Stream | None = None
         if group is not None and group not in _states:
             _states[group] = _GroupState()

@@ -13,6 +13,7 @@ from .random import per_rank_random
 from .regions import copy_to_ranks, gather_along, reduce_from_ranks, reduce_scatter_along, split_along
 from .sequence import sequence_parallel
 from .state_dict import full_state_dict, load_full_state_dict
+from .symmetric import enable_symmetric_memory
 
 __all__ = [
     "ColumnParallelLinear",
@@ -27,6 +28,7 @@ __all__ = [
     "column_linear",
     "column_parallel",
     "copy_to_ranks",
+    "enable_symmetric_memory",
     "full_state_dict",
     "gather_along",
     "load_full_state_dict",

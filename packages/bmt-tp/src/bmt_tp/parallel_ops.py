@@ -39,6 +39,7 @@ from .regions import (
     start_reduce_scatter,
     tensor_comm,
 )
+from .symmetric import gathered_products, scattered_product
 
 
 class ReduceType(enum.IntEnum):
@@ -217,6 +218,9 @@ class _ColumnLinear(torch.autograd.Function):
         if not gather:
             return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
         x = _autocast(x)
+        if comm.symmetric_memory:
+            _, products = gathered_products(x, [w.t() for w in weights if w is not None], dim, comm)
+            return tuple(y if b is None else y.add_(b) for y, b in zip(products, biases, strict=True))
         pieces = [piece for piece in x.tensor_split(chunks, dim) if piece.shape[dim]] or [x]
         pending = [start_gather(piece, dim, comm) for piece in pieces]
         if len(pieces) == 1:
@@ -249,7 +253,9 @@ class _ColumnLinear(torch.autograd.Function):
             gathering = start_gather(x.to(grads[0].dtype), ctx.dim, comm)
         summing: Pending | None = None
         grad_x = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and ctx.gather and comm.symmetric_memory and len(grads) == 1:
+            grad_x = scattered_product(grads[0], weights[0], ctx.dim, comm)
+        elif ctx.needs_input_grad[0]:
             grad_x = grads[0] @ weights[0].to(grads[0].dtype)
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
                 as_rows(grad_x).addmm_(as_rows(grad), weight.to(grad.dtype))
@@ -300,11 +306,15 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        if ctx.scatter:
-            grad = start_gather(grad, ctx.dim, ctx.comm).wait()
         grad_x = grad_weight = grad_bias = None
+        if ctx.scatter and ctx.comm.symmetric_memory and ctx.needs_input_grad[0]:
+            whole, (grad_x,) = gathered_products(grad, [weight], ctx.dim, ctx.comm, keep=True)
+            assert whole is not None
+            grad = whole
+        elif ctx.scatter:
+            grad = start_gather(grad, ctx.dim, ctx.comm).wait()
         rows = as_rows(grad)
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and grad_x is None:
             grad_x = grad @ weight.to(grad.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = rows.t() @ as_rows(x).to(grad.dtype)
@@ -315,6 +325,8 @@ class _RowLinear(torch.autograd.Function):
 
 def _scattered_product(x: Tensor, weight: Tensor, comm: Communicator, dim: int, chunks: int) -> Tensor:
     """x Wᵀ, summed over the ranks; this rank's part of dimension ``dim``."""
+    if comm.symmetric_memory:
+        return scattered_product(x, weight.t(), dim, comm)
     mine = x.shape[dim] // comm.size
     chunks = max(1, min(chunks, mine))
     if chunks == 1:

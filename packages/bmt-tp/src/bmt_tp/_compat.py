@@ -1,0 +1,29 @@
+"""The places where PyTorch versions differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    import torch.distributed._symmetric_memory as _symmetric_memory  # defines the operations, on every platform
+except ImportError:
+    _symmetric_memory = None  # type: ignore[assignment]
+
+HAS_SYMMETRIC_MEMORY: bool = _symmetric_memory is not None and hasattr(torch.ops.symm_mem, "fused_all_gather_matmul")
+
+
+def enable_symmetric_memory(group_name: str) -> None:
+    """Prepare a process group, where this version of PyTorch still wants that."""
+    enable: Any = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
+    if enable is not None and not hasattr(enable, "__deprecated__"):
+        enable(group_name)
+
+
+def fused_all_gather_matmul(*arguments: Any, **options: Any) -> Any:
+    return torch.ops.symm_mem.fused_all_gather_matmul(*arguments, **options)
+
+
+def fused_matmul_reduce_scatter(*arguments: Any) -> Any:
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(*arguments)
