@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 from launch import machine
+from timing import median_ratio, take_turns, thread_counts
 from torch import Tensor
 
 from bmt_kernels import adam_step
@@ -119,17 +119,6 @@ def candidates(
     return found
 
 
-def _timed(function: Callable[[], object], device: torch.device, repeat: int) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeat):
-        function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / repeat
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, nargs="*", default=[100_000, 1_000_000, 10_000_000, 100_000_000])
@@ -141,22 +130,16 @@ def main() -> int:
     print(machine())
     found = deepspeed_adam()
     print(f"DeepSpeed: {found if isinstance(found, str) else 'installed'}")
-    for threads in arguments.threads if device.type == "cpu" else [1]:
+    for threads in thread_counts(arguments.threads, device):
         torch.set_num_threads(threads)
         for count, numel in [(1, n) for n in arguments.numel] + [(arguments.small, 1000)]:
             with ThreadPoolExecutor(threads) as pool:
                 functions = candidates(count, numel, device, pool)
-                times: dict[str, list[float]] = {name: [] for name in functions}
-                repeat = max(1, 1_000_000 // (count * numel))
-                for round_ in range(-2, arguments.rounds):
-                    for name, function in functions.items():
-                        seconds = _timed(function, device, repeat)
-                        if round_ >= 0:
-                            times[name].append(seconds)
+                times = take_turns(functions, device, arguments.rounds, repeat=max(1, 1_000_000 // (count * numel)))
             floors = [measured for name, measured in times.items() if name.startswith("floor")]
             print(f"\n{count} x {numel:,} elements, {threads} threads: median µs; time relative to each floor")
             for name, measured in times.items():
-                ratios = [statistics.median(t / f for t, f in zip(measured, floor, strict=True)) for floor in floors]
+                ratios = [median_ratio(measured, floor) for floor in floors]
                 text = "  ".join(f"{ratio:6.2f}" for ratio in ratios)
                 print(f"  {name:34s} {statistics.median(measured) * 1e6:12.1f}  {text}", flush=True)
     return 0

@@ -9,25 +9,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 from launch import machine
+from timing import median_ratio, take_turns, thread_counts
 from torch import Tensor
 
 from bmt_kernels import adam8bit_step, adam_step
-
-
-def _timed(function: Callable[[], object], device: torch.device, repeat: int) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeat):
-        function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / repeat
 
 
 def _bytes_per_element(states: list[list[Tensor]]) -> float:
@@ -83,22 +72,17 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(machine())
-    for threads in arguments.threads if device.type == "cpu" else [1]:
+    for threads in thread_counts(arguments.threads, device):
         torch.set_num_threads(threads)
         for count, numel in [(1, n) for n in arguments.numel] + [(arguments.small, 1000)]:
             functions = candidates(count, numel, device)
-            times: dict[str, list[float]] = {name: [] for name in functions}
-            repeat = max(1, 1_000_000 // (count * numel))
-            for round_ in range(-2, arguments.rounds):
-                for name, (function, _) in functions.items():
-                    seconds = _timed(function, device, repeat)
-                    if round_ >= 0:
-                        times[name].append(seconds)
+            steps = {name: step for name, (step, _) in functions.items()}
+            times = take_turns(steps, device, arguments.rounds, repeat=max(1, 1_000_000 // (count * numel)))
             print(f"\n{count} x {numel:,} elements, {threads} threads")
             print(f"  {'':31s} {'median µs':>12s} {'to fp32':>8s} {'moments, bytes per element':>27s}")
             floor = times["fp32 moments"]
             for name, measured in times.items():
-                ratio = statistics.median(t / f for t, f in zip(measured, floor, strict=True))
+                ratio = median_ratio(measured, floor)
                 size = functions[name][1]
                 print(f"  {name:31s} {statistics.median(measured) * 1e6:12.1f} {ratio:8.2f} {size:27.3f}", flush=True)
     return 0

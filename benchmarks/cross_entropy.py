@@ -10,27 +10,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from launch import machine
+from timing import median_ratio, take_turns, thread_counts
 from torch import Tensor
 
 from bmt_kernels import cross_entropy, linear_cross_entropy
 
 Pass = Callable[[], object]
-
-
-def _timed(function: Pass, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def _peak(function: Pass, device: torch.device) -> int:
@@ -77,15 +67,10 @@ def of_a_layer(rows: int, width: int, vocab: int, dtype: torch.dtype, device: to
 
 
 def report(title: str, functions: dict[str, Pass], device: torch.device, rounds: int) -> None:
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for round_ in range(-1, rounds):
-        for name, function in functions.items():
-            seconds = _timed(function, device)
-            if round_ >= 0:
-                times[name].append(seconds)
+    times = take_turns(functions, device, rounds, warm_up=1)
     print(f"\n{title}: median ms; torch's time over it; extra memory in MiB")
     for name, measured in times.items():
-        ratio = statistics.median(t / m for t, m in zip(times["torch"], measured, strict=True))
+        ratio = median_ratio(times["torch"], measured)
         memory = _peak(functions[name], device) / 2**20
         print(f"  {name:26s} {statistics.median(measured) * 1e3:10.1f}  {ratio:6.2f}  {memory:10.1f}", flush=True)
 
@@ -102,7 +87,7 @@ def main() -> int:
     rows = 8192 if arguments.large else arguments.rows
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(machine())
-    for threads in arguments.threads if device.type == "cpu" else [1]:
+    for threads in thread_counts(arguments.threads, device):
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16):
             where = f"{rows} x {arguments.vocab}, {dtype}, {threads} threads"

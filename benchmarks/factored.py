@@ -11,26 +11,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 from launch import machine
+from timing import median_ratio, take_turns, thread_counts
 from torch import Tensor
 
 import bmt_kernels as bk
 
 LR, DECAY, BETA1, BETA2, BETA3, EPS, EPS2 = 1e-3, 0.1, 0.9, 0.999, 0.9999, 1e-30, 1e-16
-
-
-def _timed(function: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 class Averages:
@@ -136,21 +126,16 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(machine())
-    for threads in arguments.threads if device.type == "cpu" else [1]:
+    for threads in thread_counts(arguments.threads, device):
         torch.set_num_threads(threads)
         for matrices in arguments.matrices:
             count, size = (int(number) for number in matrices.split("x"))
             functions = candidates(count, size, device)
-            times: dict[str, list[float]] = {name: [] for name in functions}
-            for round_ in range(-1, arguments.rounds):
-                for name, function in functions.items():
-                    seconds = _timed(function, device)
-                    if round_ >= 0:
-                        times[name].append(seconds)
+            times = take_turns(functions, device, arguments.rounds, warm_up=1)
             print(f"\n{count} x {size} x {size}, {threads} threads: median ms; time relative to the pass")
             floor = times["pass over the same bytes"]
             for name, measured in times.items():
-                ratio = statistics.median(t / f for t, f in zip(measured, floor, strict=True))
+                ratio = median_ratio(measured, floor)
                 print(f"  {name:30s} {statistics.median(measured) * 1e3:10.2f}  {ratio:6.2f}", flush=True)
     return 0
 

@@ -11,11 +11,11 @@ import argparse
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 from launch import machine
+from timing import median_ratio, take_turns, thread_counts
 from torch import Tensor
 
 from bmt_kernels import has_inf_or_nan, power_sum
@@ -41,17 +41,6 @@ def candidates(tensors: list[Tensor]) -> dict[str, Callable[[], object]]:
     }
 
 
-def _timed(function: Callable[[], object], device: torch.device, repeat: int) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeat):
-        function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / repeat
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, nargs="*", default=[100_000, 1_000_000, 10_000_000])
@@ -61,23 +50,17 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(machine())
-    for threads in arguments.threads if device.type == "cpu" else [1]:
+    for threads in thread_counts(arguments.threads, device):
         torch.set_num_threads(threads)
         for count, numel in [(1, n) for n in arguments.numel] + [(arguments.small, 1000)]:
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 tensors = [torch.randn(numel, device=device).to(dtype) for _ in range(count)]
                 functions = candidates(tensors)
-                times: dict[str, list[float]] = {name: [] for name in functions}
-                repeat = max(1, 1_000_000 // (count * numel))
-                for round_ in range(-2, arguments.rounds):
-                    for name, function in functions.items():
-                        seconds = _timed(function, device, repeat)
-                        if round_ >= 0:
-                            times[name].append(seconds)
+                times = take_turns(functions, device, arguments.rounds, repeat=max(1, 1_000_000 // (count * numel)))
                 print(f"\n{count} x {numel:,} {dtype}, {threads} threads: median µs; torch's time relative to it")
                 pair = times["torch isfinite and norm"]
                 for name, measured in times.items():
-                    ratio = statistics.median(p / t for p, t in zip(pair, measured, strict=True))
+                    ratio = median_ratio(pair, measured)
                     print(f"  {name:28s} {statistics.median(measured) * 1e6:12.1f}  {ratio:6.2f}", flush=True)
     return 0
 
