@@ -1,0 +1,171 @@
+"""In which order each rank of a pipeline works: plain data, made by pure functions.
+
+[Note: schedules]
+    A pipeline of ``stages`` ranks has ``chunks`` chunks of layers on each, dealt out in turn: chunk c of rank r is
+    number c · stages + r of the chain. A schedule is a list of actions for each rank, which the rank does in order;
+    what an action waits for follows from its kind:
+
+    =============  =========================  ====================================================================
+    kind           does                       waits for, of the same micro-batch
+    =============  =========================  ====================================================================
+    FORWARD        compute the chunk          FORWARD of the chunk before it in the chain
+    RECOMPUTE      compute it again           its own FORWARD; of which only the chunk's input was kept until here
+    BACKWARD       all gradients              backward of the chunk after it; what holds its activations
+    INPUT          the input's gradient       the same; this is what the chunk before it waits for
+    WEIGHT         the parameters' gradients  its own INPUT
+    =============  =========================  ====================================================================
+
+Sources: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaving, arXiv:2104.04473; zero bubble,
+arXiv:2401.10241 (ZB-H1).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """What a rank does with one micro-batch and one of its chunks; see [Note: schedules]."""
+
+    FORWARD = "F"
+    RECOMPUTE = "R"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a rank does."""
+
+    kind: Kind
+    micro_batch: int
+    chunk: int = 0
+
+    def __repr__(self) -> str:
+        return f"{self.kind.value}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank, in order.
+
+    Attributes:
+        stages: how many ranks.
+        micro_batches: how many there are.
+        chunks: of each rank.
+        loss_outside: all backwards wait for all forwards, because the loss is computed outside of the pipeline.
+        actions: for each rank.
+    """
+
+    stages: int
+    micro_batches: int
+    chunks: int
+    loss_outside: bool
+    actions: tuple[tuple[Action, ...], ...]
+
+
+def recompute(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """All forwards, which keep a chunk's inputs alone; then each backward, with the chunk computed again before it.
+
+    The computation for the first backwards is done while their gradients are on their way, so that what a rank waits
+    for is (stages - 1)(F + B) / chunks, as if nothing were computed twice.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+    _check(stages, micro_batches, chunks)
+    forward = [Action(Kind.FORWARD, i, c) for c, i in _in_turns(stages, micro_batches, chunks)]
+    backward: list[Action] = []
+    for c, i in _in_turns(stages, micro_batches, chunks):
+        backward += [Action(Kind.RECOMPUTE, i, chunks - 1 - c), Action(Kind.BACKWARD, i, chunks - 1 - c)]
+    return Schedule(stages, micro_batches, chunks, True, (tuple(forward + backward),) * stages)
+
+
+def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
+    """1F1B: as many forwards as there are stages from here on, then a backward and a forward by turns.
+
+    Rank r holds the activations of no more than stages - r micro-batches.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+    _check(stages, micro_batches, 1)
+    actions = []
+    for rank in range(stages):
+        ahead = min(stages - 1 - rank, micro_batches)
+        forward = [Action(Kind.FORWARD, i) for i in range(micro_batches)]
+        backward = [Action(Kind.BACKWARD, i) for i in range(micro_batches)]
+        actions.append(_by_turns(forward, backward, ahead))
+    return Schedule(stages, micro_batches, 1, False, tuple(actions))
+
+
+def interleaved_one_forward_one_backward(stages: int, micro_batches: int, chunks: int) -> Schedule:
+    """1F1B over several chunks on each rank, which divides the waiting by their number.
+
+    Raises:
+        ValueError: a number is not positive, or ``stages`` does not divide ``micro_batches``.
+    """
+    _check(stages, micro_batches, chunks)
+    if chunks == 1:
+        return one_forward_one_backward(stages, micro_batches)
+    if micro_batches % stages:
+        raise ValueError(f"micro_batches={micro_batches} must be a multiple of the {stages} stages to be interleaved")
+    order = _in_turns(stages, micro_batches, chunks)
+    forward = [Action(Kind.FORWARD, i, c) for c, i in order]
+    backward = [Action(Kind.BACKWARD, i, chunks - 1 - c) for c, i in order]
+    actions = []
+    for rank in range(stages):
+        ahead = min(2 * (stages - 1 - rank) + (chunks - 1) * stages, len(forward))
+        actions.append(_by_turns(forward, backward, ahead))
+    return Schedule(stages, micro_batches, chunks, False, tuple(actions))
+
+
+def zero_bubble_h1(stages: int, micro_batches: int) -> Schedule:
+    """ZB-H1: 1F1B whose parameters' gradients are put off into what would be waiting at the end.
+
+    Rank r puts off those of r micro-batches, which with 1F1B's own make ``stages`` micro-batches' activations on
+    every rank, as many as 1F1B holds on the first.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+    _check(stages, micro_batches, 1)
+    actions = []
+    for rank, order in enumerate(one_forward_one_backward(stages, micro_batches).actions):
+        mine: list[Action] = []
+        for action in order:
+            if action.kind is not Kind.BACKWARD:
+                mine.append(action)
+                continue
+            mine.append(Action(Kind.INPUT, action.micro_batch))
+            if action.micro_batch >= rank:
+                mine.append(Action(Kind.WEIGHT, action.micro_batch - rank))
+        mine += [Action(Kind.WEIGHT, i) for i in range(max(micro_batches - rank, 0), micro_batches)]
+        actions.append(tuple(mine))
+    return Schedule(stages, micro_batches, 1, False, tuple(actions))
+
+
+def _check(stages: int, micro_batches: int, chunks: int) -> None:
+    for name, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
+def _in_turns(stages: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch): ``stages`` micro-batches go through all chunks before the next ones."""
+    return [
+        (c, i)
+        for first in range(0, micro_batches, stages)
+        for c in range(chunks)
+        for i in range(first, min(first + stages, micro_batches))
+    ]
+
+
+def _by_turns(forward: list[Action], backward: list[Action], ahead: int) -> tuple[Action, ...]:
+    """``ahead`` forwards, then a forward and a backward by turns, then the backwards that are left."""
+    order = forward[:ahead]
+    for later, first in zip(forward[ahead:], backward):
+        order += [later, first]
+    return tuple(order + backward[len(forward) - ahead :])

@@ -1,0 +1,129 @@
+"""What a schedule takes: when each action runs, how long ranks wait, and how many activations they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from .schedule import Action, Kind, Schedule
+
+UNIT_COSTS: Mapping[Kind, int] = {
+    Kind.FORWARD: 1,
+    Kind.RECOMPUTE: 1,
+    Kind.BACKWARD: 2,
+    Kind.INPUT: 1,
+    Kind.WEIGHT: 1,
+}
+"""What a micro-batch takes in all chunks of a rank together, where backward takes twice as long as forward."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When everything happens.
+
+    Attributes:
+        starts: for each rank, when each of its actions begins.
+        ends: when it ends.
+        length: when all is done.
+        waiting: for each rank, the time from 0 to ``length`` in which it does nothing.
+        activations: for each rank, the most micro-batches, times chunks, whose activations it holds at a time.
+        inputs: for each rank, the most chunk inputs that it holds for a later recomputation.
+    """
+
+    starts: tuple[tuple[Fraction, ...], ...]
+    ends: tuple[tuple[Fraction, ...], ...]
+    length: Fraction
+    waiting: tuple[Fraction, ...]
+    activations: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
+def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Timeline:
+    """Run a schedule on paper. Sending takes no time.
+
+    Args:
+        schedule: what to run.
+        costs: what an action of each kind takes, over all chunks of a rank together.
+
+    Raises:
+        ValueError: the schedule would never end: ranks wait for each other, or for what nobody does.
+    """
+    exact = {kind: Fraction(cost) / schedule.chunks for kind, cost in costs.items()}
+    done: dict[tuple[Kind, int, int], Fraction] = {}  # kind, place in the chain, micro-batch: when it ended
+    starts: list[list[Fraction]] = [[] for _ in schedule.actions]
+    ends: list[list[Fraction]] = [[] for _ in schedule.actions]
+    left = sum(map(len, schedule.actions))
+    forwards = schedule.stages * schedule.chunks * schedule.micro_batches
+    while left:
+        before = left
+        for rank, actions in enumerate(schedule.actions):
+            while len(ends[rank]) < len(actions):
+                action = actions[len(ends[rank])]
+                ready = _ready(schedule, rank, action, done, forwards)
+                if ready is None:
+                    break
+                start = max(ready, ends[rank][-1] if ends[rank] else Fraction(0))
+                starts[rank].append(start)
+                ends[rank].append(start + exact[action.kind])
+                done[action.kind, _place(schedule, rank, action), action.micro_batch] = ends[rank][-1]
+                left -= 1
+        if left == before:
+            waiting = [
+                f"rank {rank} waits to do {actions[len(ends[rank])]}"
+                for rank, actions in enumerate(schedule.actions)
+                if len(ends[rank]) < len(actions)
+            ]
+            raise ValueError(f"the schedule never ends: {', '.join(waiting)}")
+    length = max((rank_ends[-1] for rank_ends in ends if rank_ends), default=Fraction(0))
+    held = [_held(actions) for actions in schedule.actions]
+    return Timeline(
+        tuple(map(tuple, starts)),
+        tuple(map(tuple, ends)),
+        length,
+        tuple(length - sum((exact[a.kind] for a in actions), Fraction(0)) for actions in schedule.actions),
+        tuple(activations for activations, _ in held),
+        tuple(inputs for _, inputs in held),
+    )
+
+
+def _place(schedule: Schedule, rank: int, action: Action) -> int:
+    return action.chunk * schedule.stages + rank
+
+
+def _ready(
+    schedule: Schedule, rank: int, action: Action, done: Mapping[tuple[Kind, int, int], Fraction], forwards: int
+) -> Fraction | None:
+    """From when on an action can run; None: what it waits for has not been done yet."""
+    place, i = _place(schedule, rank, action), action.micro_batch
+    last = schedule.stages * schedule.chunks - 1
+    if action.kind is Kind.FORWARD:
+        return Fraction(0) if place == 0 else done.get((Kind.FORWARD, place - 1, i))
+    if action.kind is Kind.WEIGHT:
+        return done.get((Kind.INPUT, place, i))
+    again = action.kind is not Kind.RECOMPUTE and Action(Kind.RECOMPUTE, i, action.chunk) in schedule.actions[rank]
+    own = done.get((Kind.RECOMPUTE if again else Kind.FORWARD, place, i))
+    if action.kind is Kind.RECOMPUTE or own is None:
+        return own
+    if place < last:
+        return done.get((Kind.BACKWARD, place + 1, i), done.get((Kind.INPUT, place + 1, i)))
+    if not schedule.loss_outside:
+        return own
+    finished = [end for (kind, _, _), end in done.items() if kind is Kind.FORWARD]
+    return max(finished) if len(finished) == forwards else None
+
+
+def _held(actions: tuple[Action, ...]) -> tuple[int, int]:
+    """The most activations, and the most inputs for recomputation, that a rank holds at a time."""
+    again = {(a.micro_batch, a.chunk) for a in actions if a.kind is Kind.RECOMPUTE}
+    activations = inputs = most_activations = most_inputs = 0
+    for action in actions:
+        if action.kind is Kind.FORWARD and (action.micro_batch, action.chunk) in again:
+            inputs += 1
+        elif action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            activations += 1
+        most_activations, most_inputs = max(most_activations, activations), max(most_inputs, inputs)
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            activations -= 1
+            inputs -= (action.micro_batch, action.chunk) in again
+    return most_activations, most_inputs

@@ -1,0 +1,111 @@
+"""Schedules do everything once, end, and wait and hold what the formulas say."""
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bmt_pipe import (
+    Action,
+    Kind,
+    Schedule,
+    interleaved_one_forward_one_backward,
+    one_forward_one_backward,
+    recompute,
+    simulate,
+    zero_bubble_h1,
+)
+
+F, R, B, I, W = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
+stages, micro_batches, chunks = st.integers(1, 8), st.integers(1, 24), st.integers(1, 4)
+
+
+def check_everything_happens_once(schedule, kinds):
+    assert len(schedule.actions) == schedule.stages
+    wanted = {Action(k, i, c) for k in kinds for i in range(schedule.micro_batches) for c in range(schedule.chunks)}
+    for actions in schedule.actions:
+        assert Counter(actions) == dict.fromkeys(wanted, 1)
+
+
+@given(stages, micro_batches, chunks)
+def test_recompute(p, m, v):
+    schedule = recompute(p, m, v)
+    check_everything_happens_once(schedule, (F, R, B))
+    timeline = simulate(schedule)
+    assert all(found == 1 for found in timeline.activations)
+    assert all(found == m * v for found in timeline.inputs)
+    if m % p == 0:  # the formula of a pipeline that is always full
+        assert set(timeline.waiting) == {Fraction((p - 1) * 3, v)}
+
+
+@given(stages, micro_batches)
+def test_one_forward_one_backward(p, m):
+    schedule = one_forward_one_backward(p, m)
+    check_everything_happens_once(schedule, (F, B))
+    timeline = simulate(schedule)
+    assert timeline.activations == tuple(min(p - rank, m) for rank in range(p))
+    assert set(timeline.inputs) == {0}
+    assert set(timeline.waiting) == {Fraction((p - 1) * 3)}
+
+
+@given(stages, st.integers(1, 5), chunks)
+def test_interleaved(p, groups, v):
+    schedule = interleaved_one_forward_one_backward(p, p * groups, v)
+    check_everything_happens_once(schedule, (F, B))
+    timeline = simulate(schedule)
+    assert set(timeline.waiting) == {Fraction((p - 1) * 3, v)}
+    if v > 1:
+        assert timeline.activations == tuple(
+            min(2 * (p - 1 - rank) + (v - 1) * p + 1, p * groups * v) for rank in range(p)
+        )
+
+
+@given(stages, micro_batches)
+def test_zero_bubble(p, m):
+    schedule = zero_bubble_h1(p, m)
+    check_everything_happens_once(schedule, (F, I, W))
+    timeline = simulate(schedule)
+    assert all(found <= min(p, m) for found in timeline.activations)
+    if m >= 2 * p:
+        # F + I - W for each other stage, where 1F1B waits for F + I + W.
+        assert max(timeline.waiting) == p - 1
+
+
+@given(stages, micro_batches, st.lists(st.integers(1, 9), min_size=5, max_size=5))
+def test_none_stops_whatever_the_costs(p, m, costs):
+    given_costs = dict(zip((F, R, B, I, W), costs))
+    for schedule in (recompute(p, m, 2), one_forward_one_backward(p, m), zero_bubble_h1(p, m)):
+        timeline = simulate(schedule, given_costs)
+        for rank, actions in enumerate(schedule.actions):
+            work = sum(Fraction(given_costs[a.kind]) / schedule.chunks for a in actions)
+            assert timeline.length == work + timeline.waiting[rank]
+            for (start, end), later in zip(zip(timeline.starts[rank], timeline.ends[rank]), timeline.starts[rank][1:]):
+                assert start < end <= later
+
+
+def test_the_figures_of_eight_stages_and_32_micro_batches():
+    waiting = {v: simulate(recompute(8, 32, v)).waiting[0] / (32 * 4) for v in (1, 2, 4)}
+    assert {v: round(float(share) * 100, 1) for v, share in waiting.items()} == {1: 16.4, 2: 8.2, 4: 4.1}
+
+
+def test_ranks_that_wait_for_each_other_are_named():
+    stuck = Schedule(2, 1, 1, False, ((Action(F, 0), Action(B, 0)), (Action(B, 0), Action(F, 0))))
+    with pytest.raises(ValueError, match="never ends: rank 0 waits to do B0, rank 1 waits to do B0"):
+        simulate(stuck)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (recompute, (0, 1), "stages=0 must be a positive integer"),
+        (one_forward_one_backward, (2, -1), "micro_batches=-1"),
+        (interleaved_one_forward_one_backward, (2, 2, 1.5), "chunks=1.5"),
+        (interleaved_one_forward_one_backward, (2, 3, 2), "micro_batches=3 must be a multiple of the 2 stages"),
+        (zero_bubble_h1, (None, 1), "stages=None"),
+    ],
+)
+def test_numbers_that_cannot_be_are_named(function, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        function(*arguments)
