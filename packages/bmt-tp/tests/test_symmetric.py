@@ -83,3 +83,4 @@ def test_ranks_without_gpus_are_told(ctx):
 @pytest.mark.ranks(1)
 def test_a_rank_by_itself_needs_none(ctx):
     enable_symmetric_memory()
+    assert not ctx.tp.symmetric_memory
