@@ -1,26 +1,11 @@
-// Cross entropy on CUDA: one thread block per row, one pass over the logits for the statistics and one for the gradient.
+// Cross entropy on CUDA: one thread block per row, one pass over the logits for the statistics, one for the gradient.
 #include "cuda/cross_entropy.h"
 
 #include "cuda/batch.cuh"
+#include "cuda/storage.cuh"
 
 namespace bmt {
 namespace {
-
-struct F32 {
-  using Storage = float;
-  static __device__ __forceinline__ float load(float x) { return x; }
-  static __device__ __forceinline__ float store(float x) { return x; }
-};
-struct BF16 {
-  using Storage = uint16_t;
-  static __device__ __forceinline__ float load(uint16_t x) { return bf16_to_float(x); }
-  static __device__ __forceinline__ uint16_t store(float x) { return float_to_bf16(x); }
-};
-struct F16 {
-  using Storage = uint16_t;
-  static __device__ __forceinline__ float load(uint16_t x) { return half_to_float(x); }
-  static __device__ __forceinline__ uint16_t store(float x) { return float_to_half(x); }
-};
 
 constexpr int kRowThreads = 512;
 constexpr int kWarps = kRowThreads / 32;
