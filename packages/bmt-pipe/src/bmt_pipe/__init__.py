@@ -1,6 +1,7 @@
 """Pipeline parallelism: how layers are spread over stages, and in which order the stages work."""
 
 from ._version import __version__
+from .block_list import PipelineTransformerBlockList
 from .partition import split_layers
 from .schedule import (
     Action,
@@ -17,6 +18,7 @@ __all__ = [
     "UNIT_COSTS",
     "Action",
     "Kind",
+    "PipelineTransformerBlockList",
     "Schedule",
     "Timeline",
     "__version__",

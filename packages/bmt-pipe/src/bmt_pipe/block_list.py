@@ -1,0 +1,188 @@
+"""A list of Blocks of which every pipeline stage has its own."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any
+
+from torch import nn
+
+from bmt_comm import ParallelContext, check_agreement, current_context
+from bmt_zero import Block, link_blocks, stage_block
+
+from .partition import split_layers
+
+
+class PipelineTransformerBlockList(nn.Module):
+    """A chain of layers, cut into stages; a rank has those of its own stage alone.
+
+    Every rank passes all layers, in the same order. The chain is cut into ``interleave`` chunks for each stage, dealt
+    out in turn: chunk c of stage r is number c · stages + r. Layers keep the names that they have in a list of all
+    layers ("5" is the sixth), so that parameters, state dicts and initial values are those of a
+    ``TransformerBlockList``. ``len``, iteration and indices go over this stage's own layers, in the order of the chain.
+
+    Layers are taken from ``modules`` one by one, and those of other stages dropped at once. A rank that makes them in
+    a generator, the length of which ``weights`` tell, so never has more than one of them; one without a length or
+    ``weights`` is made into a list first. (On the meta device layers take no memory anyway.)
+
+    Args:
+        modules: modules, which become Blocks, or Blocks. One that comes twice, in the same stage, is shared.
+        num_hidden: how many hidden states the layers take and return.
+        interleave: chunks of each stage.
+        weights: the relative cost of each layer, by which stages are balanced; by default all cost the same.
+
+    Attributes:
+        num_layers: of all stages.
+        all_chunks: the layers of every chunk, in the order of the chain.
+        chunks: those of this stage's.
+
+    Raises:
+        RuntimeError: before ``init_distributed``; ranks pass different things.
+        TypeError: a layer is no module.
+        ValueError: fewer layers than chunks, more or fewer than ``weights``, a number out of range, a layer or a
+            parameter that different stages would share, or a layer that cannot become a Block of one stage.
+    """
+
+    handles_shards = True  # its saving and loading serve sharded parameters
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        num_hidden: int = 1,
+        *,
+        interleave: int = 1,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        context = current_context()
+        for name, value in (("num_hidden", num_hidden), ("interleave", interleave)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if weights is None and not isinstance(modules, Sized):
+            modules = list(modules)
+        costs = None if weights is None else [float(weight) for weight in weights]
+        count = len(modules) if isinstance(modules, Sized) else len(costs or ())
+        costs = [1.0] * count if costs is None else costs
+        if len(costs) != count:
+            raise ValueError(f"weights has {len(costs)} elements and modules {count}; there must be one for each layer")
+        for index, cost in enumerate(costs):
+            if not 0 <= cost < math.inf:
+                raise ValueError(f"weights[{index}]={cost!r} must be a finite number, 0 or more")
+        pieces = context.pipe_size * interleave
+        if count < pieces:
+            raise ValueError(
+                f"modules has {count} layers, and {context.pipe_size} stages of interleave={interleave} chunks need "
+                f"{pieces} or more"
+            )
+        self.num_hidden = num_hidden
+        self.num_layers = count
+        self.interleave = interleave
+        self.all_chunks = split_layers(costs, pieces)
+        self.chunks = self.all_chunks[context.pipe.rank :: context.pipe_size]
+        self._pipe = context.pipe
+        # Before the layers' own collectives, which ranks that have cut the chain differently would mix up.
+        facts = [f"num_hidden={num_hidden}", f"interleave={interleave}", f"stages are cut into {self.all_chunks}"]
+        check_agreement(context.world, "the layers of a PipelineTransformerBlockList", facts)
+        self._take(iter(modules), context)
+        linked: set[Block] = set()
+        for chunk in range(interleave):
+            units = [block for block in dict.fromkeys(self.blocks_of(chunk)) if block not in linked]
+            link_blocks(units)
+            linked.update(units)
+
+    def _take(self, layers: Iterator[nn.Module], context: ParallelContext) -> None:
+        """Make Blocks of this stage's layers, and drop the others."""
+        owner_of = _owners(self.all_chunks, context.pipe_size)
+        seen = _Seen(owner_of)
+        for index in range(self.num_layers):
+            try:
+                layer = next(layers)
+            except StopIteration:
+                raise ValueError(
+                    f"modules has {index} layers and weights {self.num_layers} elements; there must be one for each"
+                ) from None
+            keep = owner_of[index] == context.pipe.rank
+            first = seen.note(layer, index, keep)
+            block: Block | None
+            if first == index:
+                block = stage_block(layer, keep)
+            else:
+                block = self._modules[str(first)] if keep else None  # type: ignore[assignment]
+            if block is not None:
+                self.add_module(str(index), block)
+            del layer, block  # before there is the next
+        if next(layers, None) is not None:
+            raise ValueError(
+                f"modules has more than {self.num_layers} layers, which is how many elements weights has; there must "
+                f"be one for each"
+            )
+
+    def blocks_of(self, chunk: int) -> list[Block]:
+        """The Blocks of one of this stage's chunks, in order."""
+        return [self._modules[str(index)] for index in self.chunks[chunk]]  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Block:
+        return list(self)[index]
+
+    def extra_repr(self) -> str:
+        return f"layers {', '.join(f'{c.start}-{c.stop - 1}' for c in self.chunks)} of {self.num_layers}"
+
+
+class _Seen:
+    """The layers that have come before, and their parameters. Those of other stages are not kept alive."""
+
+    def __init__(self, owner_of: Sequence[int]) -> None:
+        self._owner_of = owner_of
+        self._found: dict[int, tuple[Callable[[], Any], int]] = {}  # identity: the object, if it lives; its layer
+
+    def note(self, layer: nn.Module, index: int, keep: bool) -> int:
+        """The first index of ``layer``, which comes as layer ``index``.
+
+        Raises:
+            TypeError: it is no module.
+            ValueError: it belongs to another stage, or shares a parameter with another layer.
+        """
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"modules[{index}] is a {type(layer).__name__}; layers must be torch.nn.Modules")
+        first = self._first(layer, index, weakref.ref(layer))
+        if first != index:
+            if self._owner_of[first] != self._owner_of[index]:
+                raise ValueError(
+                    f"modules[{first}] and modules[{index}] are the same module, and belong to stages "
+                    f"{self._owner_of[first]} and {self._owner_of[index]}; a layer belongs to one stage"
+                )
+            return first
+        for name, param in layer.named_parameters():
+            # No weak references to what becomes a part of a Block: torch cannot swap a tensor that has some.
+            other = self._first(param, index, functools.partial(_same, param) if keep else weakref.ref(param))
+            if other != index:
+                raise ValueError(
+                    f"parameter {name!r} of modules[{index}] is also one of modules[{other}]; a layer must own its "
+                    f"parameters"
+                )
+        return index
+
+    def _first(self, thing: Any, index: int, reference: Callable[[], Any]) -> int:
+        found = self._found.get(id(thing))
+        if found is not None and found[0]() is thing:
+            return found[1]
+        self._found[id(thing)] = (reference, index)
+        return index
+
+
+def _same(thing: Any) -> Any:
+    return thing
+
+
+def _owners(chunks: Sequence[range], stages: int) -> list[int]:
+    """The stage of each layer."""
+    return [number % stages for number, chunk in enumerate(chunks) for _ in chunk]
