@@ -1,6 +1,7 @@
 """Pipeline parallelism: how layers are spread over stages, and in which order the stages work."""
 
 from ._version import __version__
+from .block_list import PipelineTransformerBlockList
 from .partition import split_layers
 from .recording import Recorder
 from .schedule import (
@@ -21,6 +22,7 @@ __all__ = [
     "UNIT_COSTS",
     "Action",
     "Kind",
+    "PipelineTransformerBlockList",
     "Recorder",
     "Schedule",
     "Timeline",

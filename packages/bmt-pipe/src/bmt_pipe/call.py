@@ -16,7 +16,7 @@ from bmt_zero import Block
 from .messages import Message
 from .recording import Recorder
 from .run import Plan, Run
-from .schedule import make_schedule
+from .schedule import Schedule, make_schedule
 from .signature import SignatureCache, sign
 from .tail import Tail
 
@@ -43,6 +43,7 @@ class Pipeline:
         self.context = context
         self.tail_schedule = tail_schedule
         self.recorder: Recorder | None = None
+        self.last_schedule: Schedule | None = None
         self._signatures = SignatureCache()
         self._plans: dict[tuple[bytes, int], Plan] = {}
         self._scale: Tensor | None = None  # the gradient that the last loss got
@@ -100,6 +101,8 @@ class Pipeline:
             self._plans[key, pieces] = plan
             while len(self._plans) > _MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
+        if self.recorder is not None:
+            self.last_schedule = plan.schedule
         run = Run(self.chunks, context, plan, values, prepared, self.recorder)
         if prepared is not None:
             return self._loss(run, prepared)

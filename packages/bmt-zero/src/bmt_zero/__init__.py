@@ -2,7 +2,7 @@
 
 from ._version import __version__
 from .block import Block, CheckpointBlock
-from .block_list import TransformerBlockList
+from .block_list import TransformerBlockList, link_blocks
 from .checkpoint import load, save
 from .groups import grouped_parameters, no_sync
 from .initialize import init_parameters
@@ -10,6 +10,8 @@ from .layout import FlatLayout, Placement, plan_layouts
 from .module import DistributedModule
 from .parameter import DistributedParameter, ParameterInitializer
 from .precision import MixedPrecision
+from .stage import stage_block
+from .stage_entry import StageEntry, is_stage_local
 from .state import load_state_dict
 from .wrapper import BMTrainModelWrapper
 
@@ -23,13 +25,17 @@ __all__ = [
     "MixedPrecision",
     "ParameterInitializer",
     "Placement",
+    "StageEntry",
     "TransformerBlockList",
     "__version__",
     "grouped_parameters",
     "init_parameters",
+    "is_stage_local",
+    "link_blocks",
     "load",
     "load_state_dict",
     "no_sync",
     "plan_layouts",
     "save",
+    "stage_block",
 ]

@@ -21,8 +21,9 @@ from .conversion import check_buffer, check_parameter, convert, drop_weak_refere
 from .layout import FlatLayout, plan_layouts
 from .parameter import DistributedParameter
 from .precision import MixedPrecision
+from .stage_entry import STAGE_LOCAL_ATTRIBUTE
 from .state import BlockState
-from .unit import Call, Slot, Unit, grad_scale_of, narrow_slices, shard_comms, write_rows
+from .unit import Call, Slot, Unit, grad_scale_of, holders, narrow_slices, shard_comms, write_rows
 
 
 class Block(BlockState, nn.Module):
@@ -50,12 +51,16 @@ class Block(BlockState, nn.Module):
         precision: dtypes to compute and reduce in.
         shard_comm, replicate_comm: hybrid sharding: the ranks that hold a part each (of a node, say), and
             those that hold the same part. By default all ranks hold a part each.
+        stage_local: whether only the ranks of this pipeline stage have the module, and share it. They take the
+            values of the first of them.
 
     Raises:
         RuntimeError: before ``init_distributed``; ranks have built different modules.
         TypeError: ``inner_module`` is not a module.
         ValueError: the module contains or is a Block, shares a parameter with another Block, or has a
-            parameter or buffer of a device or dtype that cannot be sharded. The module is as it was then.
+            parameter or buffer of a device or dtype that cannot be sharded; communicators that do not make up
+            the ranks that have the module; ``stage_local`` with parameters that other stages have parts of
+            already (:func:`stage_block` takes those). The module is as it was then.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Block(BlockState, nn.Module):
         precision: MixedPrecision | None = None,
         shard_comm: Communicator | None = None,
         replicate_comm: Communicator | None = None,
+        stage_local: bool = False,
     ) -> None:
         context = current_context()
         if not isinstance(inner_module, nn.Module):
@@ -81,6 +87,8 @@ class Block(BlockState, nn.Module):
         if (shard_comm is None) != (replicate_comm is None):
             raise ValueError("shard_comm and replicate_comm must be given together")
         slots = find_slots(inner_module, context)
+        if stage_local:
+            check_stage(slots, context, (shard_comm, replicate_comm))
         super().__init__()
         attributes = self.__dict__
         attributes["inner_module"] = inner_module  # not registered: names of its contents have no prefix
@@ -92,6 +100,7 @@ class Block(BlockState, nn.Module):
         self.precision = precision or MixedPrecision()
         self._comms = None if shard_comm is None or replicate_comm is None else (shard_comm, replicate_comm)
         self._level = level
+        self._stage_local = stage_local
         self._buffered = [module for module in inner_module.modules() if module._buffers]
         drop_weak_references(inner_module)
         self.unit = self._build_unit(context, slots)
@@ -114,9 +123,9 @@ class Block(BlockState, nn.Module):
             f"{paths[i]}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}{' on meta' * p.is_meta}"
             for i, p in params.items()
         ]
-        if self._comms is not None and context.tp_size > 1:
-            _check_reach(*self._comms, context, {paths[i]: p for i, p in params.items()})
-        for comm in self._comms or (context.outer_zero,):
+        if self._comms is not None and (context.tp_size > 1 or self._stage_local):
+            check_reach(*self._comms, context, {paths[i]: p for i, p in params.items()}, self._stage_local)
+        for comm in self._comms or (holders(context, False, self._stage_local),):
             check_agreement(comm, f"the parameters of {name} at level {self._level}", facts)
         groups: dict[tuple[Any, ...], list[nn.Parameter]] = {}
         for param in params.values():
@@ -124,7 +133,7 @@ class Block(BlockState, nn.Module):
             groups.setdefault(key, []).append(param)
         buckets: list[Bucket] = []
         for (dtype, _, tp_mode), members in groups.items():
-            shard_comm, replicate_comm = self._comms or shard_comms(context, tp_mode, self._level)
+            shard_comm, replicate_comm = self._comms or shard_comms(context, tp_mode, self._level, self._stage_local)
             shapes = [slice_of(p).piece_shape for p in members]
             for layout in plan_layouts(shapes, shard_comm.size):
                 chosen = [members[p.index] for p in sorted(layout.placements, key=lambda p: p.index)]
@@ -149,6 +158,9 @@ class Block(BlockState, nn.Module):
                     )
                 )
                 narrow_slices(buckets[-1])
+        if self._stage_local:
+            for param in params.values():
+                setattr(param, STAGE_LOCAL_ATTRIBUTE, True)
         position = {id(p): i for i, p in enumerate(p for b in buckets for p in b.params)}
         for slot in slots:
             slot.index = position[id(slot.module._parameters[slot.name])]
@@ -315,14 +327,36 @@ def find_slots(inner: nn.Module, context: ParallelContext) -> list[Slot]:
     return slots
 
 
-def _check_reach(
-    shard_comm: Communicator, replicate_comm: Communicator, context: ParallelContext, params: Mapping[str, nn.Parameter]
+def check_stage(slots: Sequence[Slot], context: ParallelContext, comms: Sequence[Communicator | None] = ()) -> None:
+    """Raise if ranks of other pipeline stages are among ``comms``, or hold parts of the parameters."""
+    stage = set(context.zero.ranks)
+    for comm in comms:
+        if comm is not None and not stage.issuperset(comm.ranks):
+            raise ValueError(
+                f"shard_comm and replicate_comm include ranks {comm.ranks}; those of this pipeline stage are "
+                f"{context.zero.ranks}, and a module that belongs to one stage is shared by its ranks alone"
+            )
+    for slot in slots:
+        param = slot.module._parameters[slot.name]
+        if isinstance(param, DistributedParameter) and not stage.issuperset(param.bucket.shard_comm.ranks):
+            raise ValueError(
+                f"parameter {slot.path!r} is sharded over ranks {param.bucket.shard_comm.ranks}, and those of this "
+                f"pipeline stage are {context.zero.ranks}; let every rank pass the module through stage_block"
+            )
+
+
+def check_reach(
+    shard_comm: Communicator,
+    replicate_comm: Communicator,
+    context: ParallelContext,
+    params: Mapping[str, nn.Parameter],
+    stage_local: bool,
 ) -> None:
     """Raise unless two communicators together reach all ranks that hold the parameters, and only those."""
     ranks = shard_comm.size * replicate_comm.size
     for path, param in params.items():
         is_cut = getattr(param, "tp_mode", False)
-        wanted = (context.outer_tp_zero if is_cut else context.outer_zero).size
+        wanted = holders(context, is_cut, stage_local).size
         if ranks != wanted:
             raise ValueError(
                 f"shard_comm and replicate_comm spread parameters over {ranks} ranks; parameter {path!r}, which "

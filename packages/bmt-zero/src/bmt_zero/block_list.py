@@ -13,6 +13,11 @@ from .state import load_state_dict
 from .unit import link
 
 
+def link_blocks(blocks: Iterable[Block]) -> None:
+    """Let Blocks gather ahead of each other in this order: of which each comes when the one before has run."""
+    link([block.unit for block in dict.fromkeys(blocks)])
+
+
 class TransformerBlockList(nn.Module):
     """Blocks called one after the other; while one computes, the next is gathered.
 
@@ -33,7 +38,7 @@ class TransformerBlockList(nn.Module):
         self.num_hidden = num_hidden
         for index, module in enumerate(modules):
             self.add_module(str(index), module if isinstance(module, Block) else Block(module))
-        link([block.unit for block in dict.fromkeys(self)])
+        link_blocks(self)
 
     def __len__(self) -> int:
         return len(self._modules)

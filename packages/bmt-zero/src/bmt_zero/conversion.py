@@ -78,11 +78,11 @@ def whole_values(
 
 def convert(param: nn.Parameter, context: ParallelContext) -> DistributedParameter:
     """Turn a parameter, the same object, into one of a bucket."""
+    param.grad = None
     if isinstance(param, DistributedParameter):
         whole = param.bmt_slice
         param.bmt_slice = dataclasses.replace(whole, row_start=0, row_stop=whole.piece_rows, row_comm=None)
         return param
-    param.grad = None
     shape = tuple(param.shape)
     # What bmt_tp has noted: that it cut the parameter over tensor-parallel ranks, or how it is used.
     is_piece, piece = getattr(param, "tp_mode", False), slice_of(param)

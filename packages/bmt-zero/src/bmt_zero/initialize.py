@@ -47,7 +47,12 @@ def init_parameters(model: nn.Module) -> None:
     }
     check_agreement(context.zero, "init_parameters", [f"{n}: {p.bmt_slice.shape} {p.dtype}" for n, p in named.items()])
     waiting = {id(p): n for n, p in named.items() if p.awaits_values and p.init_method is None}
-    resets = _find_resets(model, waiting)
+    problem, resets = None, []
+    try:
+        resets = _find_resets(model, waiting)
+    except ValueError as error:
+        problem = str(error)
+    _raise_alike(context, problem)
     for name, param in named.items():
         if param.init_method is None:
             continue
@@ -57,6 +62,14 @@ def init_parameters(model: nn.Module) -> None:
         write_whole(param, whole)
     for reset in resets:
         _run_reset(reset, context)
+
+
+def _raise_alike(context: ParallelContext, problem: str | None) -> None:
+    """Raise the problem of any stage on all of them, which have different layers."""
+    problems = [problem] if context.pipe_size == 1 else context.pipe.all_gather_object(problem)
+    for found in problems:
+        if found is not None:
+            raise ValueError(found)
 
 
 class _Reset(NamedTuple):

@@ -375,10 +375,11 @@ def make_standalone(
     whole: Tensor | None,
     level: int | None = None,
     precision: MixedPrecision | None = None,
+    stage_local: bool = False,
 ) -> None:
     """Spread the rows of a parameter, whose values (None: not known yet) are ``whole``, as a unit of its own."""
     level = context.zero_level if level is None else level
-    shard_comm, replicate_comm = shard_comms(context, param.tp_mode, level)
+    shard_comm, replicate_comm = shard_comms(context, param.tp_mode, level, stage_local)
     [layout] = plan_layouts([param.bmt_slice.piece_shape], shard_comm.size)
     shard = torch.zeros(layout.shard_numel, dtype=param.dtype, device=context.device)
     if whole is not None:
@@ -408,9 +409,18 @@ def _prepared(param: DistributedParameter, grad: Tensor | None) -> Tensor | None
     return grad
 
 
-def shard_comms(context: ParallelContext, tp_mode: bool, level: int) -> tuple[Communicator, Communicator]:
+def holders(context: ParallelContext, tp_mode: bool, stage_local: bool = False) -> Communicator:
+    """The ranks among which a parameter is spread: of all stages, or of this one."""
+    if stage_local:
+        return context.tp_zero if tp_mode else context.zero
+    return context.outer_tp_zero if tp_mode else context.outer_zero
+
+
+def shard_comms(
+    context: ParallelContext, tp_mode: bool, level: int, stage_local: bool = False
+) -> tuple[Communicator, Communicator]:
     """The communicators over which a parameter is sharded and replicated."""
-    comm = context.outer_tp_zero if tp_mode else context.outer_zero
+    comm = holders(context, tp_mode, stage_local)
     alone = Communicator(None, context.device)
     return (alone, comm) if level == 0 else (comm, alone)
 

@@ -1,0 +1,262 @@
+"""A list of Blocks of which every pipeline stage has its own."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from bmt_comm import ParallelContext, check_agreement, current_context
+from bmt_zero import Block, link_blocks, stage_block
+
+from .call import Pipeline
+from .partition import split_layers
+from .recording import Recorder
+from .schedule import Schedule, make_schedule
+from .simulate import Timeline
+
+
+class PipelineTransformerBlockList(nn.Module):
+    """A chain of layers, cut into stages; a rank has those of its own stage alone.
+
+    Every rank passes all layers, in the same order. The chain is cut into ``interleave`` chunks for each stage, dealt
+    out in turn: chunk c of stage r is number c · stages + r. Layers keep the names that they have in a list of all
+    layers ("5" is the sixth), so that parameters, state dicts and initial values are those of a
+    ``TransformerBlockList``. ``len``, iteration and indices go over this stage's own layers, in the order of the chain.
+
+    Layers are taken from ``modules`` one by one, and those of other stages dropped at once. A rank that makes them in
+    a generator, the length of which ``weights`` tell, so never has more than one of them; one without a length or
+    ``weights`` is made into a list first. (On the meta device layers take no memory anyway.)
+
+    Args:
+        modules: modules, which become Blocks, or Blocks. One that comes twice, in the same stage, is shared.
+        num_hidden: how many hidden states the layers take and return.
+        interleave: chunks of each stage.
+        weights: the relative cost of each layer, by which stages are balanced; by default all cost the same.
+        tail_schedule: of calls with a tail: "1f1b", "interleaved_1f1b" or "zb_h1"; by default one of the first two.
+
+    Attributes:
+        num_layers: of all stages.
+        all_chunks: the layers of every chunk, in the order of the chain.
+        chunks: those of this stage's.
+
+    Raises:
+        RuntimeError: before ``init_distributed``; ranks pass different things.
+        TypeError: a layer is no module.
+        ValueError: fewer layers than chunks, more or fewer than ``weights``, a number out of range, a layer or a
+            parameter that different stages would share, or a layer that cannot become a Block of one stage.
+    """
+
+    handles_shards = True  # its saving and loading serve sharded parameters
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        num_hidden: int = 1,
+        *,
+        interleave: int = 1,
+        weights: Sequence[float] | None = None,
+        tail_schedule: str | None = None,
+    ) -> None:
+        super().__init__()
+        context = current_context()
+        if tail_schedule is None:
+            tail_schedule = "1f1b" if interleave == 1 else "interleaved_1f1b"
+        make_schedule(tail_schedule, context.pipe_size, context.pipe_size, interleave)  # raises where it cannot be
+        for name, value in (("num_hidden", num_hidden), ("interleave", interleave)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if weights is None and not isinstance(modules, Sized):
+            modules = list(modules)
+        costs = None if weights is None else [float(weight) for weight in weights]
+        count = len(modules) if isinstance(modules, Sized) else len(costs or ())
+        costs = [1.0] * count if costs is None else costs
+        if len(costs) != count:
+            raise ValueError(f"weights has {len(costs)} elements and modules {count}; there must be one for each layer")
+        for index, cost in enumerate(costs):
+            if not 0 <= cost < math.inf:
+                raise ValueError(f"weights[{index}]={cost!r} must be a finite number, 0 or more")
+        pieces = context.pipe_size * interleave
+        if count < pieces:
+            raise ValueError(
+                f"modules has {count} layers, and {context.pipe_size} stages of interleave={interleave} chunks need "
+                f"{pieces} or more"
+            )
+        self.num_hidden = num_hidden
+        self.num_layers = count
+        self.interleave = interleave
+        self.all_chunks = split_layers(costs, pieces)
+        self.chunks = self.all_chunks[context.pipe.rank :: context.pipe_size]
+        self._pipe = context.pipe
+        # Before the layers' own collectives, which ranks that have cut the chain differently would mix up.
+        facts = [f"num_hidden={num_hidden}", f"interleave={interleave}", f"stages are cut into {self.all_chunks}"]
+        check_agreement(context.world, "the layers of a PipelineTransformerBlockList", facts)
+        self._take(iter(modules), context)
+        linked: set[Block] = set()
+        for chunk in range(interleave):
+            units = [block for block in dict.fromkeys(self.blocks_of(chunk)) if block not in linked]
+            link_blocks(units)
+            linked.update(units)
+        own = [self.blocks_of(chunk) for chunk in range(interleave)]
+        self._pipeline = Pipeline(own, self.all_chunks, context, tail_schedule)
+
+    def forward(
+        self,
+        *hidden_and_args: Any,
+        batch_related: Sequence[int | str] = (),
+        return_hidden_states: bool = False,
+        tail: Callable[..., Tensor] | None = None,
+        tail_args: tuple[Any, ...] = (),
+        **kwargs: Any,
+    ) -> Any:
+        """Run all layers, of all stages, on this rank's batch and those of the other stages.
+
+        Every rank of the pipeline must call it, and come to its backward. The first ``num_hidden`` arguments are
+        handed from layer to layer; each of their tensors has the batch as its first dimension. All others go to each
+        layer as they are, those of the batch in micro-batches.
+
+        Without a ``tail``, a stage keeps each micro-batch's input, and computes its layers again in backward.
+
+        Args:
+            batch_related: the arguments whose tensors go with the samples of the batch: positions among what follows
+                the first hidden state, and keywords. By default those tensors whose first dimension is as long as
+                the batch.
+            return_hidden_states: whether to return what went into every layer, too.
+            tail: computes the loss (0-dim) of a micro-batch from the last layer's hidden states and ``tail_args``:
+                a module, or a function that refers to the modules it uses. It runs on the last stage, whose copies
+                of anything else it refers to it sees.
+            tail_args: its further arguments, of this rank's batch, those of the batch in micro-batches.
+
+        Returns:
+            The last layer's hidden states (a tuple where there are several); with ``return_hidden_states`` a tuple of
+            them, followed by, for each, what went into every layer: shape (layers, \*hidden). With ``tail`` the mean
+            of the losses over this rank's samples; backward from it must have the same gradient on all stages.
+
+        Raises:
+            TypeError, ValueError: an argument that cannot be served, on the rank that has passed it.
+            StageFailedError: another stage has raised an exception.
+            StageLostError: another stage cannot be reached any more.
+        """
+        hidden, args = hidden_and_args[: self.num_hidden], hidden_and_args[self.num_hidden :]
+        if len(hidden) < self.num_hidden:
+            raise ValueError(f"{len(hidden)} hidden states were passed, and num_hidden={self.num_hidden}")
+        found = self._pipeline(hidden, args, kwargs, batch_related, return_hidden_states, tail, tail_args)
+        if tail is not None or return_hidden_states or self.num_hidden > 1:
+            return found
+        return found[0]
+
+    @contextmanager
+    def record(self) -> Iterator[list[tuple[Schedule, Timeline]]]:
+        """Measure when each rank does what. All ranks of the pipeline must enter and leave it.
+
+        Yields a list, which holds (schedule, timeline) on leaving: of the last call within and its backward, the
+        only ones of this list. See :func:`plot_timeline`.
+        """
+        pipeline = self._pipeline
+        results: list[tuple[Schedule, Timeline]] = []
+        pipeline.recorder = Recorder(self._pipe)
+        try:
+            yield results
+            if pipeline.last_schedule is not None:
+                results.append((pipeline.last_schedule, pipeline.recorder.timeline(pipeline.last_schedule)))
+        finally:
+            pipeline.recorder = None
+
+    def _take(self, layers: Iterator[nn.Module], context: ParallelContext) -> None:
+        """Make Blocks of this stage's layers, and drop the others."""
+        owner_of = _owners(self.all_chunks, context.pipe_size)
+        seen = _Seen(owner_of)
+        for index in range(self.num_layers):
+            try:
+                layer = next(layers)
+            except StopIteration:
+                raise ValueError(
+                    f"modules has {index} layers and weights {self.num_layers} elements; there must be one for each"
+                ) from None
+            keep = owner_of[index] == context.pipe.rank
+            first = seen.note(layer, index, keep)
+            block: Block | None
+            if first == index:
+                block = stage_block(layer, keep)
+            else:
+                block = self._modules[str(first)] if keep else None  # type: ignore[assignment]
+            if block is not None:
+                self.add_module(str(index), block)
+            del layer, block  # before there is the next
+        if next(layers, None) is not None:
+            raise ValueError(
+                f"modules has more than {self.num_layers} layers, which is how many elements weights has; there must "
+                f"be one for each"
+            )
+
+    def blocks_of(self, chunk: int) -> list[Block]:
+        """The Blocks of one of this stage's chunks, in order."""
+        return [self._modules[str(index)] for index in self.chunks[chunk]]  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Block:
+        return list(self)[index]
+
+    def extra_repr(self) -> str:
+        return f"layers {', '.join(f'{c.start}-{c.stop - 1}' for c in self.chunks)} of {self.num_layers}"
+
+
+class _Seen:
+    """The layers that have come before, and their parameters. Those of other stages are not kept alive."""
+
+    def __init__(self, owner_of: Sequence[int]) -> None:
+        self._owner_of = owner_of
+        self._found: dict[int, tuple[Callable[[], Any], int]] = {}  # identity: the object, if it lives; its layer
+
+    def note(self, layer: nn.Module, index: int, keep: bool) -> int:
+        """The first index of ``layer``, which comes as layer ``index``.
+
+        Raises:
+            TypeError: it is no module.
+            ValueError: it belongs to another stage, or shares a parameter with another layer.
+        """
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"modules[{index}] is a {type(layer).__name__}; layers must be torch.nn.Modules")
+        first = self._first(layer, index, weakref.ref(layer))
+        if first != index:
+            if self._owner_of[first] != self._owner_of[index]:
+                raise ValueError(
+                    f"modules[{first}] and modules[{index}] are the same module, and belong to stages "
+                    f"{self._owner_of[first]} and {self._owner_of[index]}; a layer belongs to one stage"
+                )
+            return first
+        for name, param in layer.named_parameters():
+            # No weak references to what becomes a part of a Block: torch cannot swap a tensor that has some.
+            other = self._first(param, index, functools.partial(_same, param) if keep else weakref.ref(param))
+            if other != index:
+                raise ValueError(
+                    f"parameter {name!r} of modules[{index}] is also one of modules[{other}]; a layer must own its "
+                    f"parameters"
+                )
+        return index
+
+    def _first(self, thing: Any, index: int, reference: Callable[[], Any]) -> int:
+        found = self._found.get(id(thing))
+        if found is not None and found[0]() is thing:
+            return found[1]
+        self._found[id(thing)] = (reference, index)
+        return index
+
+
+def _same(thing: Any) -> Any:
+    return thing
+
+
+def _owners(chunks: Sequence[range], stages: int) -> list[int]:
+    """The stage of each layer."""
+    return [number % stages for number, chunk in enumerate(chunks) for _ in chunk]
