@@ -114,7 +114,7 @@ class PipelineTransformerBlockList(nn.Module):
         tail_args: tuple[Any, ...] = (),
         **kwargs: Any,
     ) -> Any:
-        """Run all layers, of all stages, on this rank's batch and those of the other stages.
+        r"""Run all layers, of all stages, on this rank's batch and those of the other stages.
 
         Every rank of the pipeline must call it, and come to its backward. The first ``num_hidden`` arguments are
         handed from layer to layer; each of their tensors has the batch as its first dimension. All others go to each

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from bmt_comm import ParallelContext
 from bmt_zero import Block
@@ -126,7 +126,7 @@ class Pipeline:
             for n, tensor in zip(which, attached, strict=True):
                 leaves[n] = tensor
         form = run.plan.forms[Message("output", run.stage, len(self.layers) - 1)]
-        return (*tree_unflatten(leaves[: len(outputs)], form.spec), *leaves[len(outputs) :])
+        return (*form.structure.fill(leaves[: len(outputs)]), *leaves[len(outputs) :])
 
     def _loss(self, run: Run, tail: Tail) -> Tensor:
         loss, grads = run.forward_and_backward()
@@ -170,7 +170,10 @@ class _Outputs(torch.autograd.Function):
         ctx.counts = [len(tensors) for tensors in run.inputs.values()]
         count = _own(run).num_hidden
         ctx.arguments = [
-            (s, n) for s, found in enumerate(run.values) for n, v in enumerate(found) if n >= count and isinstance(v, Tensor)
+            (s, n)
+            for s, found in enumerate(run.values)
+            for n, v in enumerate(found)
+            if n >= count and isinstance(v, Tensor)
         ]
         kept = [x for tensors in run.inputs.values() for x in tensors]
         ctx.save_for_backward(*kept, *(run.values[s][n] for s, n in ctx.arguments))
@@ -191,7 +194,8 @@ class _Outputs(torch.autograd.Function):
             run.values[s][n] = next(saved)
         floating = [(n, grad) for n, (grad, is_float) in enumerate(zip(grads, ctx.floating)) if is_float]
         found = run.backward(
-            [grad for n, grad in floating if n < ctx.num_outputs], [grad for n, grad in floating if n >= ctx.num_outputs]
+            [grad for n, grad in floating if n < ctx.num_outputs],
+            [grad for n, grad in floating if n >= ctx.num_outputs],
         )
         run.inputs = {}
         for s, n in ctx.arguments:

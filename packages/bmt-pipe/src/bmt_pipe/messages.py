@@ -42,10 +42,36 @@ class TensorForm(NamedTuple):
     dtype: torch.dtype
 
 
+class Structure:
+    """Nested containers without their leaves; it can be sent."""
+
+    def __init__(self, spec: TreeSpec) -> None:
+        self.spec = spec
+
+    def fill(self, leaves: Sequence[Any]) -> Any:
+        return tree_unflatten(list(leaves), self.spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return structure_of, (self.fill([None] * self.spec.num_leaves),)  # the containers: specs cannot be pickled
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and self.spec == other.spec
+
+    def __hash__(self) -> int:
+        return hash(repr(self.spec))
+
+    def __repr__(self) -> str:
+        return repr(self.fill(["*"] * self.spec.num_leaves))
+
+
+def structure_of(tree: Any) -> Structure:
+    return Structure(tree_flatten(tree)[1])
+
+
 class Form(NamedTuple):
     """What nested containers consist of: a :class:`TensorForm` for each tensor, other leaves as they are."""
 
-    spec: TreeSpec
+    structure: Structure
     leaves: tuple[Any, ...]
 
     @property
@@ -55,7 +81,7 @@ class Form(NamedTuple):
     def differentiable(self) -> Form:
         """The form of the gradients: of floating-point tensors alone, in a list."""
         forms = [form for form in self.tensors if form.dtype.is_floating_point]
-        return Form(tree_flatten([0] * len(forms))[1], tuple(forms))
+        return Form(structure_of([None] * len(forms)), tuple(forms))
 
 
 class Forms(dict[Message, Form]):
@@ -71,12 +97,12 @@ class Forms(dict[Message, Form]):
 def take_apart(tree: Any) -> tuple[Form, list[Tensor]]:
     leaves, spec = tree_flatten(tree)
     described = tuple(TensorForm(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-    return Form(spec, described), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return Form(Structure(spec), described), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def put_together(form: Form, tensors: Sequence[Tensor]) -> Any:
     found = iter(tensors)
-    return tree_unflatten([next(found) if isinstance(leaf, TensorForm) else leaf for leaf in form.leaves], form.spec)
+    return form.structure.fill([next(found) if isinstance(leaf, TensorForm) else leaf for leaf in form.leaves])
 
 
 class StageLostError(RuntimeError):

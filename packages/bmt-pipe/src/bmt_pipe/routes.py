@@ -121,9 +121,7 @@ class Pass(NamedTuple):
 
     def expected(self, stage: int) -> dict[int, list[Message]]:
         """From each other stage, what it sends to ``stage``, in order."""
-        return {
-            peer: _addressed(stage, self.routes(peer)) for peer in range(self.stages) if peer != stage
-        }
+        return {peer: _addressed(stage, self.routes(peer)) for peer in range(self.stages) if peer != stage}
 
 
 def _addressed(stage: int, routes: Iterable[Route]) -> list[Message]:

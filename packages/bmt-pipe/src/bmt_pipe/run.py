@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from bmt_comm import ParallelContext
 from bmt_zero import Block
-from bmt_zero.bucket import Bucket
 from bmt_zero.backward import outside_backward, tracker_of
+from bmt_zero.bucket import Bucket
 
 from .chunk import Surroundings, last_not_checkpointed, run_layers
-from .messages import Form, Forms, Message, Post, StageLostError, TensorForm, put_together, take_apart
+from .messages import Form, Forms, Message, Post, StageLostError, TensorForm, put_together, structure_of, take_apart
 from .recording import Recorder
-from .routes import Pass, Route
+from .routes import Pass
 from .schedule import Action, Kind, Schedule
 from .signature import OWN_VALUE, Signature, raise_first
 from .tail import Tail
@@ -79,14 +79,14 @@ class Plan:
         """The forms of the hidden states that come in, and of the gradients that are wanted of them."""
         signature, rows = self.signatures[micro_batch % self.stages], self.rows(micro_batch)
         count = rows.stop - rows.start
-        hidden, *_ = tree_unflatten([None] * len(signature.leaves), signature.spec)
+        hidden, *_ = signature.structure.fill([None] * len(signature.leaves))
         forms = [
             TensorForm((count, *leaf.value.shape[1:]), leaf.value.dtype) if leaf.is_tensor else leaf.value
             for leaf in signature.leaves[: signature.num_hidden]
         ]
         wanted = [form for form, leaf in zip(forms, signature.leaves) if leaf.requires_grad]
-        self.forms[Message("input", micro_batch, 0)] = Form(tree_flatten(hidden)[1], tuple(forms))
-        self.forms[Message("input_grad", micro_batch, 0)] = Form(tree_flatten(wanted)[1], tuple(wanted))
+        self.forms[Message("input", micro_batch, 0)] = Form(structure_of(hidden), tuple(forms))
+        self.forms[Message("input_grad", micro_batch, 0)] = Form(structure_of([None] * len(wanted)), tuple(wanted))
 
 
 class _Alive(NamedTuple):
@@ -426,7 +426,7 @@ class Run:
         for n in mine.tensors(hidden=False):
             value = self.values[self.stage][n].detach().contiguous()
             if value.numel():
-                sends[mine.leaves[n].on_host] += [(value, s) for s in self._readers(mine, n) if s != self.stage]
+                sends[mine.leaves[n].on_host].extend((value, s) for s in self._readers(mine, n) if s != self.stage)
         for on_host, comm in enumerate(comms):
             comm.send_recv(sends[on_host], recvs[on_host])
 
@@ -451,7 +451,7 @@ class Run:
                 if leaf.requires_grad and torch.is_grad_enabled() and leaves is not None:
                     value = leaves[n] = value.detach().requires_grad_()
             values.append(value)
-        _, args, kwargs, tail_args = tree_unflatten(values, signature.spec)
+        _, args, kwargs, tail_args = signature.structure.fill(values)
         return args, kwargs, tail_args
 
     def _add_argument_grads(self, micro_batch: int, leaves: dict[int, Tensor]) -> None:
@@ -486,7 +486,7 @@ class Run:
                     sends[leaf.on_host].append((grad, origin))
                     continue
                 mine[n] = [grad if s == self.stage else torch.empty_like(grad) for s in range(self.plan.stages)]
-                recvs[leaf.on_host] += [(g, s) for s, g in enumerate(mine[n]) if s != self.stage]
+                recvs[leaf.on_host].extend((g, s) for s, g in enumerate(mine[n]) if s != self.stage)
         for on_host, comm in enumerate(comms):
             comm.send_recv(sends[on_host], recvs[on_host])
         grads = [*hidden, *[None] * (len(self.plan.signatures[self.stage].leaves) - len(hidden))]

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bmt_comm import ParallelContext
 
-from .messages import StageFailedError, TensorForm
+from .messages import StageFailedError, Structure, TensorForm
 
 
 class _OwnValue:
@@ -47,8 +47,8 @@ class Signature(NamedTuple):
     """The arguments of one stage's call, without the values of tensors.
 
     Attributes:
-        spec: of (hidden states, arguments, keyword arguments, arguments of the tail).
-        leaves: in the order of ``spec``.
+        structure: of (hidden states, arguments, keyword arguments, arguments of the tail).
+        leaves: of these.
         num_hidden: how many of the leaves are of hidden states.
         num_tail: how many of the last leaves are arguments of the tail.
         batch: rows of the hidden states.
@@ -57,7 +57,7 @@ class Signature(NamedTuple):
         options: what all stages must agree on.
     """
 
-    spec: TreeSpec
+    structure: Structure
     leaves: tuple[Leaf, ...]
     num_hidden: int
     num_tail: int
@@ -123,7 +123,7 @@ def sign(
         form = TensorForm(tuple(value.shape), value.dtype)
         wanted = grad and value.requires_grad
         leaves.append(Leaf(form, batched, wanted, value.device.type == "cpu"))
-    return Signature(spec, tuple(leaves), num_hidden, num_tail, batch, grad, trains, options), values
+    return Signature(Structure(spec), tuple(leaves), num_hidden, num_tail, batch, grad, trains, options), values
 
 
 def _marked(
@@ -199,7 +199,7 @@ class SignatureCache:
         while len(self._known) > self._limit:
             del self._known[next(iter(self._known))]
         for stage, other in enumerate(signatures):
-            same = [(s.num_hidden, s.spec, s.grad, s.options) for s in (signatures[0], other)]
+            same = [(s.num_hidden, s.structure, s.grad, s.options) for s in (signatures[0], other)]
             if same[0] != same[1]:
                 raise RuntimeError(
                     f"stages call the pipeline in different ways: stage 0 with {same[0]}, stage {stage} with {same[1]}"
