@@ -14,6 +14,7 @@ from bmt_pipe import PipelineTransformerBlockList
 from bmt_zero import Block, BMTrainModelWrapper
 
 WIDTH = 7  # no number of ranks divides it
+DTYPE = torch.float64  # so that the order of sums does not blur what is compared
 
 
 class Layer(nn.Module):
@@ -35,15 +36,6 @@ class Layer(nn.Module):
         return out if bias is None else out + bias
 
 
-class Head(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.out = nn.Linear(width, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(x)
-
-
 def make_layers(count: int, seed: int = 0, factory: Callable[[], nn.Module] = Layer) -> list[nn.Module]:
     torch.manual_seed(seed)
     return [factory() for _ in range(count)]
@@ -59,7 +51,10 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 11, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
-        self.layers = (make_list or nn.ModuleList)(make_layers(count))
+        layers = make_layers(count)
+        for part in (self.embedding, self.head, *layers):
+            part.to(DTYPE)
+        self.layers = (make_list or nn.ModuleList)(layers)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, tail: bool = False) -> Tensor:
         x = self.embedding(ids)
@@ -99,11 +94,7 @@ def replica(ctx: ParallelContext) -> int:
 def batch_of(number: int, rows: int, length: int = 3) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + number)
     ids = torch.randint(0, 11, (rows, length), generator=generator)
-    return ids, torch.rand(rows, length, generator=generator)
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    return ids, torch.rand(rows, length, generator=generator, dtype=DTYPE)
 
 
 def plain_training(

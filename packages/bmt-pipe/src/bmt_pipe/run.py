@@ -446,7 +446,7 @@ class Run:
         values: list[Any] = [None] * signature.num_hidden
         for n in range(signature.num_hidden, len(signature.leaves)):
             leaf, value = signature.leaves[n], self.values[origin][n]
-            if leaf.is_tensor:
+            if leaf.is_tensor and value is not None:  # None: of the tail, which runs elsewhere
                 value = value.detach()[rows] if leaf.batched else value.detach()
                 if leaf.requires_grad and torch.is_grad_enabled() and leaves is not None:
                     value = leaves[n] = value.detach().requires_grad_()
