@@ -82,7 +82,9 @@ class Pipeline:
                 options=(return_hidden_states, tail is not None, len(self.layers), self.tail_schedule),
             )
             if tail is not None:
-                scale = torch.ones((), device=context.device) if self._scale is None else self._scale
+                scale = self._scale
+                if scale is None:
+                    scale = torch.ones((), dtype=torch.float64, device=context.device)
                 prepared = Tail(tail, context, scale, grad)
         except (TypeError, ValueError) as error:
             problem = error
@@ -143,7 +145,7 @@ class Pipeline:
 
     def note_scale(self, grad: Tensor) -> None:
         """The gradient of a loss, for which the next one's will be computed: loss scales seldom change."""
-        self._scale = grad.detach().clone()
+        self._scale = grad.detach().double().clone()
 
 
 _MOST_PLANS = 128
@@ -228,8 +230,8 @@ class _Loss(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("backward from the loss of a pipeline's tail for a second time: its gradients are gone")
         _check_same_on_stages(run.context, grad)
-        factor = grad.to(tail.scale.dtype) / tail.scale
-        ctx.pipeline.note_scale(grad.to(tail.scale.dtype))
+        factor = grad.double() / tail.scale
+        ctx.pipeline.note_scale(grad)
         for bucket, flat in run.arrived.items():
             bucket.add_gradient(flat.mul_(factor))
         run.arrived = {}

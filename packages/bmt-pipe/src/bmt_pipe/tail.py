@@ -29,7 +29,7 @@ class Tail:
     Args:
         function: computes the loss of a micro-batch, 0-dim, from the hidden states and further arguments.
         context: the ranks.
-        scale: the gradient of the loss that is expected (0-dim): gradients are computed for it.
+        scale: the gradient of the loss that is expected (0-dim, fp64): gradients are computed for it.
         grad: whether to differentiate.
 
     Attributes:
