@@ -14,15 +14,27 @@ from .printing import print_block, print_dict, print_rank, see_memory
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
 from .slice import SLICE_ATTRIBUTE, Slice, cut_piece, join_pieces, local_tensor, slice_of, whole
 from .store import allgather_objects, broadcast_object
+from .weight_gradients import (
+    DeferredWeightGradients,
+    GradientReceiver,
+    WeightGradient,
+    defer_weight_gradient,
+    deferred_weight_gradients,
+    deferring,
+    total_gradients,
+)
 
 __all__ = [
     "REDUCE_OPS",
     "SLICE_ATTRIBUTE",
     "Communicator",
     "Config",
+    "DeferredWeightGradients",
+    "GradientReceiver",
     "ParallelContext",
     "Slice",
     "Traffic",
+    "WeightGradient",
     "Work",
     "__version__",
     "all_gather",
@@ -35,6 +47,9 @@ __all__ = [
     "config",
     "current_context",
     "cut_piece",
+    "defer_weight_gradient",
+    "deferred_weight_gradients",
+    "deferring",
     "gather_result",
     "init_distributed",
     "is_initialized",
@@ -54,6 +69,7 @@ __all__ = [
     "store",
     "sum_loss",
     "synchronize",
+    "total_gradients",
     "wait_loader",
     "whole",
     "world_size",

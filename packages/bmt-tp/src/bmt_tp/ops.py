@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .weight_gradients import bias_gradient, wanted_now, weight_gradient
+
 
 class OpLinear(torch.autograd.Function):
     """y = x Wᵀ + b, called as ``OpLinear.apply(x, weight, bias=None)``.
@@ -34,20 +36,15 @@ class OpLinear(torch.autograd.Function):
         (grad,) = grads
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
-        rows = as_rows(grad)  # (N, out)
         # Under autocast the output, and so its gradient, has another dtype than what was saved.
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight.to(grad.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = rows.t() @ as_rows(x).to(grad.dtype)
-        if len(ctx.needs_input_grad) > 2 and ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(dim=0, dtype=ctx.bias_dtype)
+        now_weight, now_bias = wanted_now(ctx, 1, 1, grad, x, ctx.bias_dtype)
+        if now_weight:
+            grad_weight = weight_gradient(grad, x)
+        if now_bias:
+            grad_bias = bias_gradient(grad, ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """(\\*, n) as a matrix (N, n)."""
-    return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
 def check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

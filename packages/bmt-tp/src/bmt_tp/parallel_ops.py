@@ -10,7 +10,8 @@
     A column-parallel map and a row-parallel one after it need no communication between them. Around the pair, x
     and y are either whole (backward, and forward, all-reduce) or split along the sequence (all-gather before,
     reduce-scatter after). Kept for backward is the rank's own x, not the gathered one: it is gathered again, while
-    the gradient of x is computed.
+    the gradient of x is computed. Where weight gradients are put off (bmt_comm's ``deferred_weight_gradients``), what
+    is kept for those is the rank's own part, too, also of the gradient of a row-parallel map's y.
 
 What is communicated is cut into chunks, so that the products with one chunk overlap with the transport of the next.
 """
@@ -28,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from bmt_comm import Communicator
 
-from .ops import as_rows, check_shapes
+from .ops import check_shapes
 from .regions import (
     Pending,
     checked_dim,
@@ -40,6 +41,7 @@ from .regions import (
     tensor_comm,
 )
 from .symmetric import gathered_products, scattered_product
+from .weight_gradients import Rejoined, as_rows, bias_gradient, wanted_now, weight_gradient
 
 
 class ReduceType(enum.IntEnum):
@@ -248,8 +250,14 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: Communicator = ctx.comm
         x, *weights = ctx.saved_tensors
+        x_parts = Rejoined(ctx.dim, comm, grads[0].dtype) if ctx.gather else None
+        now: list[tuple[bool, bool]] = []
+        edge = 1
+        for i, (grad, bias_dtype) in enumerate(zip(grads, ctx.bias_dtypes, strict=True)):
+            now.append(wanted_now(ctx, 6 + 2 * i, edge, grad, x, bias_dtype, x_parts=x_parts))
+            edge += 1 if bias_dtype is None else 2
         gathering: Pending | None = None
-        if ctx.needs_weight and ctx.gather:
+        if ctx.gather and any(weight for weight, _ in now):
             gathering = start_gather(x.to(grads[0].dtype), ctx.dim, comm)
         summing: Pending | None = None
         grad_x = None
@@ -265,14 +273,9 @@ class _ColumnLinear(torch.autograd.Function):
                 summing = start_all_reduce(grad_x.contiguous(), comm)
         full = gathering.wait() if gathering is not None else x
         results: list[Tensor | None] = []
-        for i, grad in enumerate(grads):
-            grad_weight = grad_bias = None
-            rows = as_rows(grad)
-            if ctx.needs_input_grad[6 + 2 * i]:
-                grad_weight = rows.t() @ as_rows(full).to(grad.dtype)
-            if ctx.needs_input_grad[7 + 2 * i]:
-                grad_bias = rows.sum(dim=0, dtype=ctx.bias_dtypes[i])
-            results += [grad_weight, grad_bias]
+        for grad, bias_dtype, (now_weight, now_bias) in zip(grads, ctx.bias_dtypes, now, strict=True):
+            results.append(weight_gradient(grad, full) if now_weight else None)
+            results.append(bias_gradient(grad, bias_dtype) if now_bias else None)
         if summing is not None:
             grad_x = summing.wait()
         return (grad_x, None, None, None, None, None, *results)
@@ -306,20 +309,19 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
+        grad_x = None
+        parts = Rejoined(ctx.dim, ctx.comm, grad.dtype) if ctx.scatter else None
+        now_weight, now_bias = wanted_now(ctx, 1, 1, grad, x, ctx.bias_dtype, grad_parts=parts)
         if ctx.scatter and ctx.comm.symmetric_memory and ctx.needs_input_grad[0]:
             whole, (grad_x,) = gathered_products(grad, [weight], ctx.dim, ctx.comm, keep=True)
             assert whole is not None
             grad = whole
-        elif ctx.scatter:
+        elif ctx.scatter and (ctx.needs_input_grad[0] or now_weight or now_bias):
             grad = start_gather(grad, ctx.dim, ctx.comm).wait()
-        rows = as_rows(grad)
         if ctx.needs_input_grad[0] and grad_x is None:
             grad_x = grad @ weight.to(grad.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = rows.t() @ as_rows(x).to(grad.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(dim=0, dtype=ctx.bias_dtype)  # of the whole sequence, on every rank
+        grad_weight = weight_gradient(grad, x) if now_weight else None
+        grad_bias = bias_gradient(grad, ctx.bias_dtype) if now_bias else None  # of the whole sequence, on every rank
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 

@@ -10,6 +10,8 @@
     A hook on the call's outputs gathers the parameters again when backward arrives. Calls of one unit that
     are in backward at the same time are counted, and the last one frees.
 
+    A node whose gradients are put off (:mod:`bmt_zero.deferral`) is called just so, with None in their place.
+
     The hooks, not the call, hold the views of the parameters: the node holds the call and the views hold the
     node, and what goes round through autograd's nodes is never collected.
 """
@@ -17,8 +19,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +33,7 @@ from bmt_comm import Communicator, ParallelContext, check_agreement
 
 from .backward import BackwardTracker, in_backward, tracker_of
 from .bucket import Bucket
+from .deferral import added, may_wait, reduce_in_time
 from .layout import FlatLayout, Placement, plan_layouts
 from .parameter import DistributedParameter
 from .precision import MixedPrecision
@@ -38,11 +42,28 @@ from .precision import MixedPrecision
 class Call:
     """One use of a unit's full parameters in a computation that may be differentiated."""
 
-    __slots__ = ("trainable", "unit")
+    __slots__ = ("num_inputs", "trainable", "unit")
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, num_inputs: int) -> None:
         self.unit = unit
+        self.num_inputs = num_inputs  # that pass through the node, before the parameters
         self.trainable = [p.requires_grad for p in unit.params]
+
+    def accepts(self, output: int, tensors: Sequence[Tensor]) -> bool:
+        """See :class:`bmt_comm.GradientReceiver`."""
+        return output >= self.num_inputs and may_wait(self.unit, tensors)
+
+
+class _Whole:
+    """One parameter that was gathered by itself; see :class:`bmt_comm.GradientReceiver`."""
+
+    __slots__ = ("param",)
+
+    def __init__(self, param: DistributedParameter) -> None:
+        self.param = param
+
+    def accepts(self, output: int, tensors: Sequence[Tensor]) -> bool:
+        return may_wait(self.param.unit, tensors)
 
 
 class _Enter(torch.autograd.Function):
@@ -51,15 +72,15 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, _anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.num_inputs = call, len(inputs)
+        ctx.gradient_receiver = call
         views = (view for bucket in call.unit.buckets for view in bucket.full_views())
         return (*inputs, *itertools.compress(views, call.trainable))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call = ctx.call
-        call.unit.post_backward(call, grads[ctx.num_inputs :])
-        return (None, None, *grads[: ctx.num_inputs])
+        call: Call = ctx.gradient_receiver
+        call.unit.post_backward(call, grads[call.num_inputs :])
+        return (None, None, *grads[: call.num_inputs])
 
 
 class _GatherOne(torch.autograd.Function):
@@ -67,12 +88,14 @@ class _GatherOne(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _anchor: Tensor, param: DistributedParameter) -> Tensor:
-        ctx.param = param
+        ctx.set_materialize_grads(False)
+        ctx.gradient_receiver = _Whole(param)
         return param.bucket.gather_fresh(param.bucket_index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        ctx.param.unit.reduce_parameter(ctx.param, grad)
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
+        receiver: _Whole = ctx.gradient_receiver
+        receiver.param.unit.reduce_parameter(receiver, grad)
         return None, None
 
 
@@ -106,10 +129,11 @@ class Unit:
         self.stand_in: Tensor | None = None  # what is read in place of a parameter that is gathered when it is read
         self._anchor = torch.zeros((), requires_grad=True)
         # Runs in those backward passes, and only those, that accumulate gradients of all leaves.
-        self._accumulates: Any = self._anchor.view_as(self._anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self.accumulates: Any = self._anchor.view_as(self._anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._in_backward: set[Call] = set()
         self._cached: tuple[int, TensorWeakRef] | None = None
         self._agreed: list[bool] | None = None
+        self.waits: bool | None = None  # for gradients that backward puts off; None: not known yet
         self._recurrent = {s.module: None for s in self.slots if isinstance(s.module, nn.RNNBase)}
         for param in self.params:
             param.unit = self
@@ -117,6 +141,14 @@ class Unit:
     @property
     def level(self) -> int:
         return max((b.level for b in self.buckets), default=0)
+
+    @property
+    def comms(self) -> list[Communicator]:
+        """Over which its parameters are sharded and replicated."""
+        found: list[Communicator] = []
+        for bucket in self.buckets:
+            found += [c for c in (bucket.shard_comm, bucket.replicate_comm) if c.size > 1 and c not in found]
+        return found
 
     @property
     def begins_backward(self) -> bool:
@@ -179,10 +211,8 @@ class Unit:
         if self._agreed == trains:
             return
         self._agreed = trains
-        comms: list[Communicator] = []
-        for bucket in self.buckets:
-            comms += [c for c in (bucket.shard_comm, bucket.replicate_comm) if c.size > 1 and c not in comms]
-        for comm in comms:
+        self.waits = None
+        for comm in self.comms:
             facts = [f"{p.bmt_slice.shape} {p.dtype} requires_grad={p.requires_grad}" for p in self.params]
             check_agreement(comm, f"the parameters of {self.name}", facts)
 
@@ -195,7 +225,7 @@ class Unit:
         ``inputs``, and the full parameters in the order of ``params``.
         """
         if torch.is_grad_enabled():
-            call = Call(self)
+            call = Call(self, len(inputs))
             if inputs or any(call.trainable):
                 outputs = _Enter.apply(call, self._anchor, *inputs)
                 inputs, entered = outputs[: len(inputs)], iter(outputs[len(inputs) :])
@@ -256,13 +286,16 @@ class Unit:
         self._in_backward.discard(call)
         if not self._in_backward:
             self.uninstall()
-        if torch._C._will_engine_execute_node(self._accumulates):  # not in torch.autograd.grad(loss, inputs)
-            arrived = iter(grads)
-            by_param = [next(arrived) if trains else None for trains in call.trainable]
-            reached = [b for b in self.buckets if any(call.trainable[i] for i in self._ranges[b])]
-            self._reduce([(b, [by_param[i] for i in self._ranges[b]]) for b in reached])
+        if torch._C._will_engine_execute_node(self.accumulates):  # not in torch.autograd.grad(loss, inputs)
+            reduce_in_time(self, call, functools.partial(self._reduce_call, call, grads))
         if not self._kept:
             self.free()
+
+    def _reduce_call(self, call: Call, grads: Sequence[Tensor | None], late: Mapping[int, Tensor]) -> None:
+        arrived = iter(added(grads, late, call.num_inputs))
+        by_param = [next(arrived) if trains else None for trains in call.trainable]
+        reached = [b for b in self.buckets if any(call.trainable[i] for i in self._ranges[b])]
+        self._reduce([(b, [by_param[i] for i in self._ranges[b]]) for b in reached])
 
     @property
     def _kept(self) -> bool:
@@ -321,11 +354,14 @@ class Unit:
         self._cached = (param._version, TensorWeakRef(result))
         return result
 
-    def reduce_parameter(self, param: DistributedParameter, grad: Tensor) -> None:
+    def reduce_parameter(self, receiver: _Whole, grad: Tensor | None) -> None:
         """Reduce the gradient of what :meth:`gather_parameter` returned."""
         self._cached = None
+        reduce_in_time(self, receiver, functools.partial(self._reduce_one, receiver.param, grad))
+
+    def _reduce_one(self, param: DistributedParameter, grad: Tensor | None, late: Mapping[int, Tensor]) -> None:
         grads: list[Tensor | None] = [None] * len(param.bucket.params)
-        grads[param.bucket_index] = grad
+        [grads[param.bucket_index]] = added([grad], late, 0)
         self._reduce([(param.bucket, grads)])
 
     # --- copying ----------------------------------------------------------------------------------
