@@ -9,12 +9,44 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import ParallelContext, slice_of
+from bmt_comm import ParallelContext, defer_weight_gradient, slice_of
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_zero import Block, BMTrainModelWrapper
 
 WIDTH = 7  # no number of ranks divides it
 DTYPE = torch.float64  # so that the order of sums does not blur what is compared
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ, whose weight gradient can be put off."""
+
+    deferred = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        late = defer_weight_gradient(ctx, 1, _weight_gradient, grad, x)
+        _Product.deferred += late
+        return grad @ weight, None if late else _weight_gradient(grad, x)
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class DeferringLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Product.apply(x, self.weight) + self.bias
+
+    @staticmethod
+    def deferred() -> int:
+        """How many weight gradients this rank has put off so far."""
+        return _Product.deferred
 
 
 class Layer(nn.Module):
@@ -24,7 +56,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width)
+        self.down = DeferringLinear(2 * width + 1, width)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, *, scale: float = 1.0

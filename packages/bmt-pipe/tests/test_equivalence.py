@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmt_comm import ParallelContext
-from pipe_helpers import batch_of, pipeline_model, plain_training, replica, rows_of
+from pipe_helpers import DeferringLinear, batch_of, pipeline_model, plain_training, replica, rows_of
 
 STEPS = 10
 
@@ -55,16 +55,19 @@ def test_data_parallel_stages(ctx: ParallelContext, level: int) -> None:
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
 def test_loss_inside(ctx: ParallelContext, schedule: str) -> None:
     interleave = 2 if schedule.startswith("interleaved") else 1
+    before = DeferringLinear.deferred()
     compare(ctx, 5, [3], tied=True, tail=True, interleave=interleave, tail_schedule=schedule)
+    assert (DeferringLinear.deferred() > before) == (schedule == "zb_h1")
 
 
 @pytest.mark.ranks(4, pipe_size=2, num_micro_batches=4, timeout=90)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_loss_inside_with_data_parallel_stages(ctx: ParallelContext, level: int) -> None:
-    compare(ctx, 5, [2, 3], tail=True, level=level)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_loss_inside_with_data_parallel_stages(ctx: ParallelContext, level: int, schedule: str) -> None:
+    compare(ctx, 5, [2, 3], tail=True, level=level, tail_schedule=schedule)
 
 
 @pytest.mark.ranks(1, timeout=60)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from bmt_comm import ParallelContext
+from bmt_comm import ParallelContext, deferred_weight_gradients
 from bmt_zero import Block
 from bmt_zero.backward import outside_backward, tracker_of
 from bmt_zero.bucket import Bucket

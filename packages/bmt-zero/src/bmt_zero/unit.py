@@ -359,6 +359,10 @@ class Unit:
         self._cached = None
         reduce_in_time(self, receiver, functools.partial(self._reduce_one, receiver.param, grad))
 
+    def reduce_gradient(self, param: DistributedParameter, grad: Tensor) -> None:
+        """Reduce a gradient of ``param`` (whole) that was computed before, in the backward pass that is running."""
+        self._reduce_one(param, grad, {})
+
     def _reduce_one(self, param: DistributedParameter, grad: Tensor | None, late: Mapping[int, Tensor]) -> None:
         grads: list[Tensor | None] = [None] * len(param.bucket.params)
         [grads[param.bucket_index]] = added([grad], late, 0)
