@@ -37,7 +37,7 @@ def test_waiting_is_what_lies_between_actions():
     timeline = recorder.timeline(schedule)
     (starts,), (ends,) = timeline.starts, timeline.ends
     assert starts[0] == 0
-    assert timeline.measured
+    assert timeline.in_seconds
     assert timeline.length == ends[-1]
     assert all(end - start >= 0.01 for start, end in zip(starts, ends))
     assert all(later - end >= 0.02 for end, later in zip(ends, starts[1:]))
