@@ -37,7 +37,7 @@ def test_waiting_is_what_lies_between_actions():
     timeline = recorder.timeline(schedule)
     (starts,), (ends,) = timeline.starts, timeline.ends
     assert starts[0] == 0
-    assert timeline.measured
+    assert timeline.in_seconds
     assert timeline.length == ends[-1]
     assert all(end - start >= 0.01 for start, end in zip(starts, ends))
     assert all(later - end >= 0.02 for end, later in zip(ends, starts[1:]))
@@ -124,3 +124,50 @@ def test_planning_with_what_was_measured_gives_the_costs_back():
     assert simulate(schedule, mean_costs(schedule, timeline)) == timeline
     assert idle_share(timeline) == pytest.approx([float(w / timeline.length) for w in timeline.waiting])
     assert idle_share(replace(timeline, length=0, waiting=(0, 0, 0))) == (0, 0, 0)
+
+
+class Stream:
+    """A stream of a GPU that comes to what it is told one millisecond after the other, when somebody waits for it."""
+
+    def __init__(self):
+        self.told = 0
+        self.waited = []
+
+
+class Event:
+    stream = Stream()
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        assert stream is self.stream
+        stream.told += 1
+        self.place = stream.told
+
+    def synchronize(self):
+        self.stream.waited.append(self.place)
+
+    def elapsed_time(self, end):
+        assert {self.place, end.place} <= set(self.stream.waited)
+        return float(end.place - self.place)
+
+
+def test_a_gpu_is_not_waited_for_until_all_is_recorded(monkeypatch):
+    """The order of the calls; how long a GPU takes is measured where there is one, by the test of two ranks."""
+    comm = Events([])
+    comm.device = torch.device("cuda", 0)
+    monkeypatch.setattr(Event, "stream", Stream())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Event.stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    schedule = make_schedule("1f1b", 1, 1)
+    recorder = Recorder(comm)
+    assert Event.stream.waited == [1]
+    for action in schedule.actions[0]:
+        with recorder.action(action):
+            Event.stream.told += 2
+    assert Event.stream.waited == [1]
+    timeline = recorder.timeline(schedule)
+    assert timeline.starts[0] == pytest.approx((0.0, 0.004))
+    assert timeline.ends[0] == pytest.approx((0.003, 0.007))

@@ -9,7 +9,10 @@ import sys
 import pytest
 import torch
 
+from bmt_pipe import make_schedule, simulate, timeline_of, write_timeline
 from bmtrain.command import PACKAGES, main
+
+PLAN = ["pipeline-plot", "--schedule", "1f1b", "--stages", "4", "--micro-batches", "8"]
 
 
 def test_help_lists_the_commands(capsys):
@@ -19,6 +22,7 @@ def test_help_lists_the_commands(capsys):
     out = capsys.readouterr().out
     assert "info" in out
     assert "benchmark" in out
+    assert "pipeline-plot" in out
 
 
 @pytest.mark.parametrize(
@@ -29,6 +33,19 @@ def test_help_lists_the_commands(capsys):
         (["info", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["benchmark", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["benchmark", "nonsense"], "'nonsense' is not a benchmark"),
+        (["pipeline-plot"], "give --schedule, --stages and --micro-batches, or --measured without any of them"),
+        (["pipeline-plot", "--nonsense"], "unrecognized arguments: --nonsense"),
+        ([*PLAN[:2], "gpipe", *PLAN[3:]], "no schedule 'gpipe'; choose one of recompute, 1f1b"),
+        ([*PLAN[:-1], "0"], "micro_batches=0 must be a positive integer"),
+        ([*PLAN[:-1], "many"], "argument --micro-batches: invalid int value: 'many'"),
+        ([*PLAN, "--interleave", "2"], "chunks=2 must be 1 for '1f1b'"),
+        ([*PLAN, "--costs", "F=1,X=2"], "--costs: 'X=2' is not one of F, R, B, I, W with a positive number"),
+        ([*PLAN, "--costs", "F=0"], "--costs: 'F=0' is not one of"),
+        ([*PLAN, "--costs", "measured"], "--costs measured needs --measured"),
+        ([*PLAN, "--measured", "no-such-file"], "No such file or directory: 'no-such-file'"),
+        ([*PLAN, "--measured", __file__], "test_command.py is not a timeline: "),
+        ([*PLAN, "--output", "picture.gif"], "path='picture.gif' must end in one of .png, .svg, .pdf"),
+        ([*PLAN, "--output", "no-such-folder/picture.png"], "No such file or directory"),
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(arguments, message, capsys):
@@ -85,3 +102,60 @@ def test_benchmark_runs_under_torchrun(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "all-gather, 2 ranks on cpu" in result.stdout
+
+
+def write_measurement(path, name="1f1b"):
+    """A run in which everything took twice as many milliseconds as by the unit costs."""
+    schedule = make_schedule(name, 2, 4)
+    plan = simulate(schedule)
+    starts, ends = ([[float(time) / 500 for time in row] for row in rows] for rows in (plan.starts, plan.ends))
+    write_timeline(path, schedule, timeline_of(schedule, starts, ends))
+
+
+def test_pipeline_plot_says_how_to_call_it(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["pipeline-plot", "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: bmtrain pipeline-plot")
+    assert "recompute, 1f1b, interleaved_1f1b, zb_h1" in out
+
+
+def test_pipeline_plot_prints_what_a_plan_comes_to(capsys):
+    assert main(PLAN) == 0
+    title, length, _, *ranks = capsys.readouterr().out.splitlines()
+    assert title == "1f1b: 4 stages, 8 micro-batches, planned"
+    assert length == "  length 33 units"
+    assert [line.split() for line in ranks] == [[str(rank), "9", "27.3%", str(4 - rank), "0"] for rank in range(4)]
+
+
+def test_pipeline_plot_takes_chunks_and_costs(capsys):
+    arguments = ["--schedule", "recompute", "--stages", "4", "--micro-batches", "8", "--interleave", "2"]
+    assert main(["pipeline-plot", *arguments, "--costs", "F=.5, B=1.5"]) == 0
+    title, length, _, *ranks = capsys.readouterr().out.splitlines()
+    assert title == "recompute: 4 stages, 8 micro-batches, 2 chunks per rank, planned"
+    assert length == "  length 27 units"  # 8 (0.5 + 1 + 1.5) and 3 (0.5 + 1.5) / 2 of waiting
+    assert [line.split() for line in ranks] == [[str(rank), "3", "11.1%", "1", "16"] for rank in range(4)]
+
+
+def test_pipeline_plot_compares_a_measurement_with_its_plan(tmp_path, capsys):
+    write_measurement(tmp_path / "run.json")
+    output = tmp_path / "picture.png"
+    assert main(["pipeline-plot", "--measured", str(tmp_path / "run.json"), "--output", str(output)]) == 0
+    assert output.read_bytes().startswith(b"\x89PNG")
+    plan, measured = capsys.readouterr().out.split("\n\n")
+    assert plan.splitlines()[:2] == ["2 stages, 4 micro-batches, planned", "  length 15 units"]
+    assert measured.splitlines()[:2] == ["run.json: 2 stages, 4 micro-batches, measured", "  length 30 ms"]
+    assert [line.split()[1:3] for line in measured.splitlines()[3:]] == [["6", "20.0%"]] * 2
+
+
+def test_pipeline_plot_plans_with_measured_costs(tmp_path, capsys):
+    write_measurement(tmp_path / "run.json")
+    arguments = ["--measured", str(tmp_path / "run.json"), "--costs", "measured"]
+    assert main(["pipeline-plot", "--schedule", "1f1b", "--stages", "1", "--micro-batches", "3", *arguments]) == 0
+    assert "  length 18 ms" in capsys.readouterr().out.splitlines()
+    # Another schedule may do what was not measured.
+    with pytest.raises(SystemExit) as ended:
+        main(["pipeline-plot", "--schedule", "zb_h1", "--stages", "1", "--micro-batches", "3", *arguments])
+    assert ended.value.code == 2
+    assert "costs must say what each kind of action takes, and says nothing of I, W" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from ._version import __version__
 from .block_list import PipelineTransformerBlockList
 from .partition import split_layers
+from .plot import plot_timeline, plot_timelines, timeline_figure
 from .recording import Recorder
 from .schedule import (
     SCHEDULES,
@@ -16,6 +17,7 @@ from .schedule import (
     zero_bubble_h1,
 )
 from .simulate import UNIT_COSTS, Timeline, idle_share, mean_costs, simulate, timeline_of
+from .timeline_file import read_timeline, write_timeline
 
 __all__ = [
     "SCHEDULES",
@@ -32,9 +34,14 @@ __all__ = [
     "make_schedule",
     "mean_costs",
     "one_forward_one_backward",
+    "plot_timeline",
+    "plot_timelines",
+    "read_timeline",
     "recompute",
     "simulate",
     "split_layers",
+    "timeline_figure",
     "timeline_of",
+    "write_timeline",
     "zero_bubble_h1",
 ]

@@ -59,7 +59,10 @@ class Recorder:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Around what the rank does for ``action``. On CUDA, on the stream that is current at begin and end."""
+        """Around what the rank does for ``action``: on CUDA, the work on the current stream, always the same one.
+
+        What raises is not recorded.
+        """
         start = self._now()
         yield
         self._actions.append((action, start, self._now()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
@@ -44,13 +45,19 @@ class Timeline:
     inputs: tuple[int, ...]
 
     @property
-    def measured(self) -> bool:
-        """Whether times are seconds that were measured."""
+    def in_seconds(self) -> bool:
+        """Whether times are floats, and seconds."""
         return isinstance(self.length, float)
 
 
 def timeline_of(schedule: Schedule, starts: Sequence[Sequence[Time]], ends: Sequence[Sequence[Time]]) -> Timeline:
-    """The timeline in which the actions of each rank begin and end when ``starts`` and ``ends`` say."""
+    """The timeline in which the actions of each rank begin and end when ``starts`` and ``ends`` say.
+
+    Raises:
+        ValueError: there are not as many times as actions, a time is negative or not finite, or an action begins
+            before the one before it has ended, or ends before it begins.
+    """
+    check_times(schedule, starts, ends)
     length: Time = max((rank_ends[-1] for rank_ends in ends if rank_ends), default=Fraction(0))
     held = [_held(actions) for actions in schedule.actions]
     return Timeline(
@@ -61,6 +68,22 @@ def timeline_of(schedule: Schedule, starts: Sequence[Sequence[Time]], ends: Sequ
         tuple(activations for activations, _ in held),
         tuple(inputs for _, inputs in held),
     )
+
+
+def check_times(schedule: Schedule, starts: Sequence[Sequence[Time]], ends: Sequence[Sequence[Time]]) -> None:
+    """Raise a ``ValueError`` unless these can be when the actions of ``schedule`` began and ended."""
+    wanted = [len(actions) for actions in schedule.actions]
+    for name, times in (("starts", starts), ("ends", ends)):
+        if (found := [len(of_rank) for of_rank in times]) != wanted:
+            raise ValueError(f"{name} has {found} times on its ranks, and the schedule {wanted} actions")
+    for rank, (actions, *times) in enumerate(zip(schedule.actions, starts, ends)):
+        before: Time = 0
+        for action, start, end in zip(actions, *times):
+            if not before <= start <= end < math.inf:
+                raise ValueError(
+                    f"rank {rank} cannot do {action} from {start} to {end}, with what it did before until {before}"
+                )
+            before = end
 
 
 def idle_share(timeline: Timeline) -> tuple[float, ...]:
@@ -88,20 +111,26 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, Time] = UNIT_COSTS) -> Tim
         costs: what an action of each kind takes, over all chunks of a rank together.
 
     Raises:
-        ValueError: the schedule would never end: ranks wait for each other, or for what nobody does.
+        ValueError: the schedule would never end: ranks wait for each other, or for what nobody does; or it has
+            actions that ``costs`` does not have.
     """
+    if unknown := {action.kind for actions in schedule.actions for action in actions} - costs.keys():
+        names = ", ".join(sorted(kind.value for kind in unknown))
+        raise ValueError(f"costs must say what each kind of action takes, and says nothing of {names}")
     exact = {kind: Fraction(cost) / schedule.chunks for kind, cost in costs.items()}
     done: dict[tuple[Kind, int, int], Fraction] = {}  # kind, place in the chain, micro-batch: when it ended
     starts: list[list[Fraction]] = [[] for _ in schedule.actions]
     ends: list[list[Fraction]] = [[] for _ in schedule.actions]
     left = sum(map(len, schedule.actions))
-    forwards = schedule.stages * schedule.chunks * schedule.micro_batches
+    forwards_left = schedule.stages * schedule.chunks * schedule.micro_batches
+    forwards_end = Fraction(0)
+    again = [_recomputed(actions) for actions in schedule.actions]
     while left:
         before = left
         for rank, actions in enumerate(schedule.actions):
             while len(ends[rank]) < len(actions):
                 action = actions[len(ends[rank])]
-                ready = _ready(schedule, rank, action, done, forwards)
+                ready = _ready(schedule, rank, action, again[rank], done, None if forwards_left else forwards_end)
                 if ready is None:
                     break
                 start = max(ready, ends[rank][-1] if ends[rank] else Fraction(0))
@@ -109,6 +138,9 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, Time] = UNIT_COSTS) -> Tim
                 ends[rank].append(start + exact[action.kind])
                 done[action.kind, _place(schedule, rank, action), action.micro_batch] = ends[rank][-1]
                 left -= 1
+                if action.kind is Kind.FORWARD:
+                    forwards_left -= 1
+                    forwards_end = max(forwards_end, ends[rank][-1])
         if left == before:
             waiting = [
                 f"rank {rank} waits to do {actions[len(ends[rank])]}"
@@ -124,7 +156,12 @@ def _place(schedule: Schedule, rank: int, action: Action) -> int:
 
 
 def _ready(
-    schedule: Schedule, rank: int, action: Action, done: Mapping[tuple[Kind, int, int], Fraction], forwards: int
+    schedule: Schedule,
+    rank: int,
+    action: Action,
+    again: Collection[tuple[int, int]],
+    done: Mapping[tuple[Kind, int, int], Fraction],
+    forwards_end: Fraction | None,
 ) -> Fraction | None:
     """From when on an action can run; None: what it waits for has not been done yet."""
     place, i = _place(schedule, rank, action), action.micro_batch
@@ -133,21 +170,23 @@ def _ready(
         return Fraction(0) if place == 0 else done.get((Kind.FORWARD, place - 1, i))
     if action.kind is Kind.WEIGHT:
         return done.get((Kind.INPUT, place, i))
-    again = action.kind is not Kind.RECOMPUTE and Action(Kind.RECOMPUTE, i, action.chunk) in schedule.actions[rank]
-    own = done.get((Kind.RECOMPUTE if again else Kind.FORWARD, place, i))
+    computed_again = action.kind is not Kind.RECOMPUTE and (i, action.chunk) in again
+    own = done.get((Kind.RECOMPUTE if computed_again else Kind.FORWARD, place, i))
     if action.kind is Kind.RECOMPUTE or own is None:
         return own
     if place < last:
         return done.get((Kind.BACKWARD, place + 1, i), done.get((Kind.INPUT, place + 1, i)))
-    if not schedule.loss_outside:
-        return own
-    finished = [end for (kind, _, _), end in done.items() if kind is Kind.FORWARD]
-    return max(finished) if len(finished) == forwards else None
+    return forwards_end if schedule.loss_outside else own
+
+
+def _recomputed(actions: tuple[Action, ...]) -> set[tuple[int, int]]:
+    """The micro-batch and chunk of everything that a rank computes again."""
+    return {(action.micro_batch, action.chunk) for action in actions if action.kind is Kind.RECOMPUTE}
 
 
 def _held(actions: tuple[Action, ...]) -> tuple[int, int]:
     """The most activations, and the most inputs for recomputation, that a rank holds at a time."""
-    again = {(a.micro_batch, a.chunk) for a in actions if a.kind is Kind.RECOMPUTE}
+    again = _recomputed(actions)
     activations = inputs = most_activations = most_inputs = 0
     for action in actions:
         if action.kind is Kind.FORWARD and (action.micro_batch, action.chunk) in again:

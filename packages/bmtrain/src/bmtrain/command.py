@@ -21,6 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from bmt_comm.benchmark import main as run_benchmark
 
         run_benchmark(rest)
+    elif options.command == "pipeline-plot":
+        from .pipeline_plot import main as plot_pipeline
+
+        plot_pipeline(rest)
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     else:
@@ -42,6 +46,12 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "benchmark",
         help="measure the collectives; start it with torchrun -m bmtrain benchmark",
+        add_help=False,
+    )
+    # Its arguments are those of bmtrain.pipeline_plot.
+    commands.add_parser(
+        "pipeline-plot",
+        help="draw pipeline schedules, as planned and as measured, and print how long ranks wait",
         add_help=False,
     )
     return parser
