@@ -13,10 +13,11 @@ from torch import nn
 from bmt_comm import ParallelContext, check_agreement, current_context
 from bmt_zero import Block, link_blocks, stage_block
 
+from .list_state import StagedState
 from .partition import split_layers
 
 
-class PipelineTransformerBlockList(nn.Module):
+class PipelineTransformerBlockList(StagedState):
     """A chain of layers, cut into stages; a rank has those of its own stage alone.
 
     Every rank passes all layers, in the same order. The chain is cut into ``interleave`` chunks for each stage, dealt
@@ -45,8 +46,6 @@ class PipelineTransformerBlockList(nn.Module):
         ValueError: fewer layers than chunks, more or fewer than ``weights``, a number out of range, a layer or a
             parameter that different stages would share, or a layer that cannot become a Block of one stage.
     """
-
-    handles_shards = True  # its saving and loading serve sharded parameters
 
     def __init__(
         self,
