@@ -118,7 +118,7 @@ def test_sharded_parameters_move_to_one_stage(ctx: Any, as_block: bool) -> None:
             Block(modules[0], stage_local=True)
     layers = [Block(m) if as_block else m for m in modules]
     kept = [stage_block(m, index == ctx.pipe_rank) for index, m in enumerate(layers)]
-    assert [block is not None for block in kept] == [0 == ctx.pipe_rank, 1 == ctx.pipe_rank]
+    assert [block is not None for block in kept] == [ctx.pipe_rank == 0, ctx.pipe_rank == 1]
     block = kept[ctx.pipe_rank]
     assert block is not None
     assert [id(p) for p in block.parameters()] == identities[ctx.pipe_rank]
