@@ -258,6 +258,7 @@ def test_it_behaves_as_a_module(ctx: Any) -> None:
     assert not any((p == 2).any() for p in layers.parameters())
     units = [block.unit for block in twin.blocks_of(0)]
     assert units[0].next is units[1]
+    assert torch.equal(twin(torch.ones(2, 3)), torch.full((2, 3), 1814.0))  # four times 6 x + 2
     layers.eval()
     assert not any(module.training for block in layers for module in block.modules())
     layers.train()

@@ -12,6 +12,7 @@ from bmt_pipe import (
     Kind,
     Schedule,
     interleaved_one_forward_one_backward,
+    make_schedule,
     one_forward_one_backward,
     recompute,
     simulate,
@@ -109,3 +110,24 @@ def test_ranks_that_wait_for_each_other_are_named():
 def test_numbers_that_cannot_be_are_named(function, arguments, message):
     with pytest.raises(ValueError, match=message):
         function(*arguments)
+
+
+def test_schedules_have_names():
+    assert make_schedule("recompute", 4, 8, 2) == recompute(4, 8, 2)
+    assert make_schedule("1f1b", 4, 8) == one_forward_one_backward(4, 8)
+    assert make_schedule("interleaved_1f1b", 4, 8, 2) == interleaved_one_forward_one_backward(4, 8, 2)
+    assert make_schedule("zb_h1", 4, 8) == zero_bubble_h1(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gpipe", 2, 2), "no schedule 'gpipe'; choose one of recompute, 1f1b, interleaved_1f1b, zb_h1"),
+        (("1f1b", 2, 2, 2), "chunks=2 must be 1 for '1f1b'; only recompute and interleaved_1f1b know several"),
+        (("zb_h1", 2, 2, 0), "chunks=0 must be 1 for 'zb_h1'"),
+        (("recompute", 2, 0), "micro_batches=0 must be"),
+    ],
+)
+def test_schedules_that_cannot_be_made_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(*arguments)

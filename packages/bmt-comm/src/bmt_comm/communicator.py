@@ -95,12 +95,19 @@ class Work(Protocol):
 
     def wait(self) -> Any: ...
 
+    def is_completed(self) -> bool:
+        """Whether it has been done, without waiting. On CPU it is known only to those that have waited."""
+        ...
+
 
 class _Done:
     """A collective that needed no communication."""
 
     def wait(self) -> None:
         return None
+
+    def is_completed(self) -> bool:
+        return True
 
 
 DONE: Work = _Done()
@@ -122,6 +129,9 @@ class _Pending:
         if self._finish is not None:
             self._finish()
         self._finish = self._keep = None
+
+    def is_completed(self) -> bool:
+        return self._finish is None and all(work.is_completed() for work in self._works)
 
 
 class Communicator:

@@ -39,6 +39,11 @@ class ParallelContext:
     ``outer_zero``   all                                   like ``zero``, for parameters outside the pipeline
     ``outer_tp_zero``  same tensor index                   like ``tp_zero``, for parameters outside the pipeline
     ================ ===================================== ==============================================
+
+    Between two ranks NCCL carries messages in the order in which they are posted, so those to later stages go over
+    ``pipe`` and those to earlier ones over ``pipe_back``, of the same ranks. ``pipe_host`` and ``tp_zero_host`` have
+    the ranks of ``pipe`` and ``tp_zero``, and carry host memory: what the host must know, without waiting for the
+    device.
     """
 
     mesh: DeviceMesh
@@ -60,6 +65,9 @@ class ParallelContext:
     pipe: Communicator
     outer_zero: Communicator
     outer_tp_zero: Communicator
+    pipe_back: Communicator
+    pipe_host: Communicator
+    tp_zero_host: Communicator
     owns_process_group: bool = field(repr=False, default=True)
     subgroups: tuple[dist.ProcessGroup, ...] = field(repr=False, default=())
     """The process groups that were made for this layout."""
@@ -312,6 +320,18 @@ def _lay_out(
             communicators[group] = Communicator(None if alone else group, device)
         return communicators[group]
 
+    twins: list[dist.ProcessGroup] = []
+
+    def twin(comm: Communicator, backend: str | None, where: str) -> Communicator:
+        """Another communicator of the same ranks; on CPU one serves for all."""
+        if comm.size == 1 or device.type == "cpu":
+            return comm
+        twins.append(dist.new_group(list(comm.ranks), timeout, backend, use_local_synchronization=True))
+        return Communicator(twins[-1], device if where == "device" else where)
+
+    pipe, tp_zero = along(0), along(1)
+    pipe_back, pipe_host = twin(pipe, None, "device"), twin(pipe, "gloo", "cpu")
+    tp_zero_host = twin(tp_zero, "gloo", "cpu") if pipe_size > 1 else tp_zero
     return ParallelContext(
         mesh=mesh,
         device=device,
@@ -327,13 +347,16 @@ def _lay_out(
         zero_level=zero_level,
         world=communicators[everyone],
         zero=along(1, 2),
-        tp_zero=along(1),
+        tp_zero=tp_zero,
         tp=along(2),
-        pipe=along(0),
+        pipe=pipe,
         outer_zero=along(0, 1, 2),
         outer_tp_zero=along(0, 1),
+        pipe_back=pipe_back,
+        pipe_host=pipe_host,
+        tp_zero_host=tp_zero_host,
         owns_process_group=owns_process_group,
-        subgroups=tuple(group for group in groups.values() if group is not everyone),
+        subgroups=(*(group for group in groups.values() if group is not everyone), *twins),
     )
 
 

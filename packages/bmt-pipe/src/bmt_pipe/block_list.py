@@ -6,15 +6,20 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from bmt_comm import ParallelContext, check_agreement, current_context
 from bmt_zero import Block, link_blocks, stage_block
 
+from .call import Pipeline
 from .list_state import StagedState
 from .partition import split_layers
+from .recording import Recorder
+from .schedule import Schedule, make_schedule
+from .simulate import Timeline
 
 
 class PipelineTransformerBlockList(StagedState):
@@ -34,6 +39,7 @@ class PipelineTransformerBlockList(StagedState):
         num_hidden: how many hidden states the layers take and return.
         interleave: chunks of each stage.
         weights: the relative cost of each layer, by which stages are balanced; by default all cost the same.
+        tail_schedule: of calls with a tail: "1f1b", "interleaved_1f1b" or "zb_h1"; by default one of the first two.
 
     Attributes:
         num_layers: of all stages.
@@ -54,12 +60,16 @@ class PipelineTransformerBlockList(StagedState):
         *,
         interleave: int = 1,
         weights: Sequence[float] | None = None,
+        tail_schedule: str | None = None,
     ) -> None:
         super().__init__()
         context = current_context()
         for name, value in (("num_hidden", num_hidden), ("interleave", interleave)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
+        if tail_schedule is None:
+            tail_schedule = "1f1b" if interleave == 1 else "interleaved_1f1b"
+        make_schedule(tail_schedule, context.pipe_size, context.pipe_size, interleave)  # raises where it cannot be
         if weights is None and not isinstance(modules, Sized):
             modules = list(modules)
         costs = None if weights is None else [float(weight) for weight in weights]
@@ -91,6 +101,70 @@ class PipelineTransformerBlockList(StagedState):
             units = [block for block in dict.fromkeys(self.blocks_of(chunk)) if block not in linked]
             link_blocks(units)
             linked.update(units)
+        own = [self.blocks_of(chunk) for chunk in range(interleave)]
+        self._pipeline = Pipeline(own, self.all_chunks, context, tail_schedule)
+
+    def forward(
+        self,
+        *hidden_and_args: Any,
+        batch_related: Sequence[int | str] = (),
+        return_hidden_states: bool = False,
+        tail: Callable[..., Tensor] | None = None,
+        tail_args: tuple[Any, ...] = (),
+        **kwargs: Any,
+    ) -> Any:
+        r"""Run all layers, of all stages, on this rank's batch and those of the other stages.
+
+        Every rank of the pipeline must call it, and come to its backward. The first ``num_hidden`` arguments are
+        handed from layer to layer; each of their tensors has the batch as its first dimension. All others go to each
+        layer as they are, those of the batch in micro-batches.
+
+        Without a ``tail``, a stage keeps each micro-batch's input, and computes its layers again in backward.
+
+        Args:
+            batch_related: the arguments whose tensors go with the samples of the batch: positions among what follows
+                the first hidden state, and keywords. By default those tensors whose first dimension is as long as
+                the batch.
+            return_hidden_states: whether to return what went into every layer, too.
+            tail: computes the loss (0-dim) of a micro-batch from the last layer's hidden states and ``tail_args``:
+                a module, or a function that refers to the modules it uses. It runs on the last stage, whose copies
+                of anything else it refers to it sees.
+            tail_args: its further arguments, of this rank's batch, those of the batch in micro-batches.
+
+        Returns:
+            The last layer's hidden states (a tuple where there are several); with ``return_hidden_states`` a tuple of
+            them, followed by, for each, what went into every layer: shape (layers, \*hidden). With ``tail`` the mean
+            of the losses over this rank's samples; backward from it must have the same gradient on all stages.
+
+        Raises:
+            TypeError, ValueError: an argument that cannot be served, on the rank that has passed it.
+            StageFailedError: another stage has raised an exception.
+            StageLostError: another stage cannot be reached any more.
+        """
+        hidden, args = hidden_and_args[: self.num_hidden], hidden_and_args[self.num_hidden :]
+        if len(hidden) < self.num_hidden:
+            raise ValueError(f"{len(hidden)} hidden states were passed, and num_hidden={self.num_hidden}")
+        found = self._pipeline(hidden, args, kwargs, batch_related, return_hidden_states, tail, tail_args)
+        if tail is not None or return_hidden_states or self.num_hidden > 1:
+            return found
+        return found[0]
+
+    @contextmanager
+    def record(self) -> Iterator[list[tuple[Schedule, Timeline]]]:
+        """Measure when each rank does what. All ranks of the pipeline must enter and leave it.
+
+        Yields a list, which holds (schedule, timeline) on leaving: of the last call within and its backward, the
+        only ones of this list. See :func:`plot_timeline`.
+        """
+        pipeline = self._pipeline
+        results: list[tuple[Schedule, Timeline]] = []
+        pipeline.recorder = Recorder(self._pipe)
+        try:
+            yield results
+            if pipeline.last_schedule is not None:
+                results.append((pipeline.last_schedule, pipeline.recorder.timeline(pipeline.last_schedule)))
+        finally:
+            pipeline.recorder = None
 
     def _take(self, layers: Iterator[nn.Module], context: ParallelContext) -> None:
         """Make Blocks of this stage's layers, and drop the others."""

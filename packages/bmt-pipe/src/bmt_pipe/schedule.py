@@ -22,6 +22,7 @@ arXiv:2401.10241 (ZB-H1).
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -145,6 +146,35 @@ def zero_bubble_h1(stages: int, micro_batches: int) -> Schedule:
         mine += [Action(Kind.WEIGHT, i) for i in range(max(micro_batches - rank, 0), micro_batches)]
         actions.append(tuple(mine))
     return Schedule(stages, micro_batches, 1, False, tuple(actions))
+
+
+SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
+    "recompute": recompute,
+    "1f1b": one_forward_one_backward,
+    "interleaved_1f1b": interleaved_one_forward_one_backward,
+    "zb_h1": zero_bubble_h1,
+}
+"""The functions above, by the names that settings and the command line give them."""
+
+_WITH_CHUNKS = ("recompute", "interleaved_1f1b")
+
+
+def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """The schedule of a name in ``SCHEDULES``.
+
+    Raises:
+        ValueError: no schedule is called so, it knows no chunks where there are several, or its function refuses
+            the numbers.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+    if name in _WITH_CHUNKS:
+        return SCHEDULES[name](stages, micro_batches, chunks)
+    if chunks != 1:
+        raise ValueError(
+            f"chunks={chunks!r} must be 1 for {name!r}; only {' and '.join(_WITH_CHUNKS)} know several on a rank"
+        )
+    return SCHEDULES[name](stages, micro_batches)
 
 
 def _check(stages: int, micro_batches: int, chunks: int) -> None:

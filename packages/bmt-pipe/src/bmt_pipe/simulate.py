@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeAlias
 
 from .schedule import Action, Kind, Schedule
 
@@ -18,12 +19,16 @@ UNIT_COSTS: Mapping[Kind, int] = {
 """What a micro-batch takes in all chunks of a rank together, where backward takes twice as long as forward."""
 
 
+Time: TypeAlias = Fraction | float
+"""Planned times are fractions, in the unit of the costs; measured ones are floats, in seconds."""
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """When everything happens.
+    """When everything happens, or happened.
 
     Attributes:
-        starts: for each rank, when each of its actions begins.
+        starts: for each rank, when each of its actions begins; 0 is the earliest of all.
         ends: when it ends.
         length: when all is done.
         waiting: for each rank, the time from 0 to ``length`` in which it does nothing.
@@ -31,15 +36,51 @@ class Timeline:
         inputs: for each rank, the most chunk inputs that it holds for a later recomputation.
     """
 
-    starts: tuple[tuple[Fraction, ...], ...]
-    ends: tuple[tuple[Fraction, ...], ...]
-    length: Fraction
-    waiting: tuple[Fraction, ...]
+    starts: tuple[tuple[Time, ...], ...]
+    ends: tuple[tuple[Time, ...], ...]
+    length: Time
+    waiting: tuple[Time, ...]
     activations: tuple[int, ...]
     inputs: tuple[int, ...]
 
+    @property
+    def measured(self) -> bool:
+        """Whether times are seconds that were measured."""
+        return isinstance(self.length, float)
 
-def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Timeline:
+
+def timeline_of(schedule: Schedule, starts: Sequence[Sequence[Time]], ends: Sequence[Sequence[Time]]) -> Timeline:
+    """The timeline in which the actions of each rank begin and end when ``starts`` and ``ends`` say."""
+    length: Time = max((rank_ends[-1] for rank_ends in ends if rank_ends), default=Fraction(0))
+    held = [_held(actions) for actions in schedule.actions]
+    return Timeline(
+        tuple(map(tuple, starts)),
+        tuple(map(tuple, ends)),
+        length,
+        tuple(length - sum(end - start for start, end in zip(*times)) for times in zip(starts, ends)),
+        tuple(activations for activations, _ in held),
+        tuple(inputs for _, inputs in held),
+    )
+
+
+def idle_share(timeline: Timeline) -> tuple[float, ...]:
+    """For each rank, which share of the whole time it does nothing, from 0 to 1."""
+    return tuple(float(waiting / timeline.length) if timeline.length else 0.0 for waiting in timeline.waiting)
+
+
+def mean_costs(schedule: Schedule, timeline: Timeline) -> dict[Kind, Time]:
+    """What ``simulate`` needs to plan with what was measured: what an action of each kind takes, as its ``costs``.
+
+    Only kinds that the schedule has are in it.
+    """
+    times: dict[Kind, list[Time]] = {}
+    for actions, starts, ends in zip(schedule.actions, timeline.starts, timeline.ends):
+        for action, start, end in zip(actions, starts, ends):
+            times.setdefault(action.kind, []).append(end - start)
+    return {kind: sum(taken) * schedule.chunks / len(taken) for kind, taken in times.items()}
+
+
+def simulate(schedule: Schedule, costs: Mapping[Kind, Time] = UNIT_COSTS) -> Timeline:
     """Run a schedule on paper. Sending takes no time.
 
     Args:
@@ -75,16 +116,7 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, float] = UNIT_COSTS) -> Ti
                 if len(ends[rank]) < len(actions)
             ]
             raise ValueError(f"the schedule never ends: {', '.join(waiting)}")
-    length = max((rank_ends[-1] for rank_ends in ends if rank_ends), default=Fraction(0))
-    held = [_held(actions) for actions in schedule.actions]
-    return Timeline(
-        tuple(map(tuple, starts)),
-        tuple(map(tuple, ends)),
-        length,
-        tuple(length - sum((exact[a.kind] for a in actions), Fraction(0)) for actions in schedule.actions),
-        tuple(activations for activations, _ in held),
-        tuple(inputs for _, inputs in held),
-    )
+    return timeline_of(schedule, starts, ends)
 
 
 def _place(schedule: Schedule, rank: int, action: Action) -> int:

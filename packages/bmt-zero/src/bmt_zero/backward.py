@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -13,10 +16,26 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
+_shadowed = threading.local()  # .tasks: the backward passes that this thread looks away from
+
+
 def in_backward() -> int | None:
     """The identity of the backward pass that is running in this thread, or None."""
     task = torch._C._current_graph_task_id()
-    return None if task == -1 else task
+    return None if task == -1 or task in getattr(_shadowed, "tasks", ()) else task
+
+
+@contextmanager
+def outside_backward() -> Iterator[None]:
+    """For an autograd node whose backward computes forward again, and backward from there: to Blocks that run
+    within, the pass that the node belongs to is not there."""
+    task = torch._C._current_graph_task_id()
+    before = getattr(_shadowed, "tasks", ())
+    _shadowed.tasks = (*before, task) if task != -1 else before
+    try:
+        yield
+    finally:
+        _shadowed.tasks = before
 
 
 class BackwardTracker:
@@ -31,6 +50,13 @@ class BackwardTracker:
         self._passes: dict[int, dict[Unit, None]] = {}
         self._reducing: list[Unit] = []
         self._prefetched: Unit | None = None
+        self.forbidden: str | None = None
+        """Why nothing may be gathered now, where not all ranks compute what this one does."""
+
+    def check_gathering(self, unit: Unit) -> None:
+        """Raise where ranks that do not compute what this one does would be waited for."""
+        if self.forbidden is not None:
+            raise RuntimeError(f"{unit.name} cannot be gathered {self.forbidden}")
 
     def enter(self, unit: Unit) -> None:
         """``unit`` takes part in the backward pass that is running."""
@@ -74,11 +100,13 @@ class BackwardTracker:
 
     def recover(self) -> None:
         """Forget backward passes that an exception has ended. Outside backward only."""
-        if not self._passes:
+        alive = getattr(_shadowed, "tasks", ())
+        ended = {task: units for task, units in self._passes.items() if task not in alive}
+        if not ended:
             return
-        passes, self._passes = self._passes, {}
-        self._reducing = []
-        for units in passes.values():
+        self._passes = {task: units for task, units in self._passes.items() if task in alive}
+        self._reducing = [u for u in self._reducing if not any(u in units for units in ended.values())]
+        for units in ended.values():
             for unit in units:
                 unit.abandon_backward()
 

@@ -471,6 +471,31 @@ class Bucket:
                 else:
                     param.grad.add_(view)
 
+    def set_gradients_aside(self) -> tuple[Any, ...]:
+        """Begin with none; :meth:`restore_gradients` takes what this returns."""
+        self.finish_reduce()
+        aside = ([p.grad for p in self.params], self.grads, self._grad_views, self._local_grad, self._grads_then)
+        for param in self.params:
+            param.grad = None
+        self.grads, self._grad_views, self._local_grad, self._grads_then = None, [], None, []
+        return aside
+
+    def restore_gradients(self, aside: tuple[Any, ...]) -> Tensor | None:
+        """Have the gradients again that were set aside; returns the flat one of what has come since."""
+        self.finish_reduce()
+        flat = self.grads
+        if all(p.grad is None for p in self.params):
+            flat = None
+        elif flat is None or not self._has_own_gradients():
+            flat = torch.zeros_like(self.shard)
+            for view, param in zip(self.local_views(flat), self.params, strict=True):
+                if param.grad is not None:
+                    view.copy_(param.grad)
+        grads, self.grads, self._grad_views, self._local_grad, self._grads_then = aside
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad
+        return flat
+
     def _has_own_gradients(self) -> bool:
         pairs = zip(self.params, self._grad_views, strict=True)
         return all(p.grad is view for p, view in pairs if self._gets_gradient(p))

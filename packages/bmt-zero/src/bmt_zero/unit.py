@@ -102,6 +102,8 @@ class Unit:
         self.chain: dict[int, Unit] = {0: self}  # position to unit, in the order of forward, for prefetching
         self.position = 0
         self.installed = False
+        self.held = False  # the full parameters stay where they are; see hold()
+        self.stand_in: Tensor | None = None  # what is read in place of a parameter that is gathered when it is read
         self._anchor = torch.zeros((), requires_grad=True)
         # Runs in those backward passes, and only those, that accumulate gradients of all leaves.
         self._accumulates: Any = self._anchor.view_as(self._anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -133,11 +135,14 @@ class Unit:
 
     def outdate(self) -> None:
         """A computation begins: see :meth:`Bucket.outdate`."""
+        if self.held:
+            return
         for bucket in self.buckets:
             bucket.outdate()
 
     def start_gather(self) -> None:
         """Start to gather what is not at hand."""
+        self.tracker.check_gathering(self)
         self.check_agreement()
         for bucket in self.buckets:
             bucket.follow_params()
@@ -151,10 +156,21 @@ class Unit:
 
     def free(self) -> None:
         """Free the full parameters, unless a call in backward needs them or a reduction uses their space."""
-        if not self._in_backward:
+        if not self._in_backward and not self.held:
             for bucket in self.buckets:
                 if not bucket.reducing_in_full:
                     bucket.free()
+
+    def hold(self) -> None:
+        """Keep the full parameters once they are gathered, from one micro-batch to the next, until
+        :meth:`release`; at level 3 they are freed all the same."""
+        self.release()
+        self.held = self.level < 3
+
+    def release(self) -> None:
+        """End :meth:`hold`."""
+        self.held = False
+        self.free()
 
     def check_agreement(self) -> None:
         """Before the first collective, and when parameters were frozen or unfrozen: the ranks hold parts of
@@ -257,7 +273,7 @@ class Unit:
         self.tracker.enter(self)
         self.tracker.finish_reductions()
         for bucket, grads in work:
-            bucket.reduce(list(map(_prepared, bucket.params, grads)), done=not self._in_backward)
+            bucket.reduce(list(map(_prepared, bucket.params, grads)), done=not (self._in_backward or self.held))
         self.tracker.note_reducing(self)
 
     def finish_reduce(self) -> None:
@@ -286,6 +302,9 @@ class Unit:
 
     def gather_parameter(self, param: DistributedParameter) -> Tensor:
         """``param``, whole, in storage of its own; see :meth:`DistributedParameter.gather`."""
+        if self.stand_in is not None:
+            return self.stand_in
+        self.tracker.check_gathering(self)
         self.check_agreement()
         if in_backward() is None:
             self.tracker.recover()

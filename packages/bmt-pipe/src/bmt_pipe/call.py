@@ -1,0 +1,262 @@
+"""Calling a pipeline from a model: arguments in, outputs out, and gradients the other way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_unflatten
+
+from bmt_comm import ParallelContext
+from bmt_zero import Block
+
+from .messages import Message
+from .recording import Recorder
+from .run import Plan, Run
+from .schedule import Schedule, make_schedule
+from .signature import SignatureCache, sign
+from .tail import Tail
+
+
+class Pipeline:
+    """This stage's chunks of layers, and what is remembered from one call to the next.
+
+    Args:
+        chunks: this stage's layers.
+        layers: the layers at each place in the chain of chunks.
+        context: the ranks.
+        tail_schedule: the name of the schedule for calls with a tail.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[Block]],
+        layers: Sequence[range],
+        context: ParallelContext,
+        tail_schedule: str,
+    ) -> None:
+        self.chunks = chunks
+        self.layers = layers
+        self.context = context
+        self.tail_schedule = tail_schedule
+        self.recorder: Recorder | None = None
+        self.last_schedule: Schedule | None = None
+        self._signatures = SignatureCache()
+        self._plans: dict[tuple[bytes, int], Plan] = {}
+        self._scale: Tensor | None = None  # the gradient that the last loss got
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def __call__(
+        self,
+        hidden: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch_related: Sequence[int | str],
+        return_hidden_states: bool,
+        tail: Callable[..., Tensor] | None,
+        tail_args: tuple[Any, ...],
+    ) -> tuple[Any, ...] | Tensor:
+        """The hidden states behind the last layer, and those of :class:`TransformerBlockList` where they are wanted;
+        or the loss."""
+        context = self.context
+        grad = torch.is_grad_enabled()
+        trains = any(p.requires_grad for chunk in self.chunks for block in chunk for p in block.unit.params)
+        signature, values, problem, prepared = None, [], None, None
+        try:
+            if tail is not None and return_hidden_states:
+                raise ValueError("return_hidden_states and tail cannot be combined: a tail returns the loss alone")
+            if tail is None and tail_args:
+                raise ValueError("tail_args were given without a tail")
+            signature, values = sign(
+                hidden,
+                args,
+                kwargs,
+                tail_args,
+                batch_related,
+                device=context.device,
+                grad=grad,
+                trains=trains,
+                options=(return_hidden_states, tail is not None, len(self.layers), self.tail_schedule),
+            )
+            if tail is not None:
+                scale = torch.ones((), device=context.device) if self._scale is None else self._scale
+                prepared = Tail(tail, context, scale, grad)
+        except (TypeError, ValueError) as error:
+            problem = error
+        key, signatures = self._signatures.exchange(context, signature, problem)
+        inputs_differ = grad and (
+            any(s.trains or any(leaf.requires_grad for leaf in s.leaves) for s in signatures)
+            or (prepared is not None and bool(prepared.grads))
+        )
+        pieces = self._pieces(min(s.batch for s in signatures))
+        plan = self._plans.get((key, pieces))
+        if plan is None or plan.differentiable != inputs_differ:
+            name = "recompute" if tail is None else self.tail_schedule
+            chunks = len(self.chunks)
+            schedule = make_schedule(name, context.pipe_size, pieces * context.pipe_size, chunks)
+            plan = Plan(signatures, schedule, inputs_differ, return_hidden_states, self.layers)
+            self._plans[key, pieces] = plan
+            while len(self._plans) > _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+        if self.recorder is not None:
+            self.last_schedule = plan.schedule
+        run = Run(self.chunks, context, plan, values, prepared, self.recorder)
+        if prepared is not None:
+            return self._loss(run, prepared)
+        return self._outputs(run)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """One of the copied Blocks, of the same ranks, that remembers nothing."""
+        return Pipeline(copy.deepcopy(self.chunks, memo), self.layers, self.context, self.tail_schedule)
+
+    def _pieces(self, smallest: int) -> int:
+        """How many micro-batches each stage's batch is cut into; the same everywhere, and none of them empty."""
+        context = self.context
+        wanted = -(-context.num_micro_batches // context.pipe_size)
+        found = torch.tensor([max(1, min(wanted, smallest))])
+        context.tp_zero_host.all_reduce(found, "min")
+        return int(found)
+
+    def _outputs(self, run: Run) -> tuple[Any, ...]:
+        outputs, taps = run.forward()
+        leaves = [*outputs, *taps]
+        if run.plan.differentiable:
+            which = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            wanted = [v for v, leaf in zip(run.values[run.stage], _own(run).leaves) if leaf.requires_grad]
+            attached = _Outputs.apply(run, len(outputs), self._anchor, [leaves[n] for n in which], *wanted)
+            for n, tensor in zip(which, attached, strict=True):
+                leaves[n] = tensor
+        form = run.plan.forms[Message("output", run.stage, len(self.layers) - 1)]
+        return (*form.structure.fill(leaves[: len(outputs)]), *leaves[len(outputs) :])
+
+    def _loss(self, run: Run, tail: Tail) -> Tensor:
+        loss, grads = run.forward_and_backward()
+        if not run.plan.differentiable:
+            return loss
+        tail.agree_on_use()
+        wanted = [
+            (value, grad)
+            for value, leaf, grad in zip(run.values[run.stage], _own(run).leaves, grads)
+            if leaf.requires_grad
+        ]
+        wanted += list(zip(tail.plain, tail.grads[len(tail.params) :]))
+        return _Loss.apply(self, run, tail, self._anchor, loss, [g for _, g in wanted], *(v for v, _ in wanted))
+
+    def note_scale(self, grad: Tensor) -> None:
+        """The gradient of a loss, for which the next one's will be computed: loss scales seldom change."""
+        self._scale = grad.detach().clone()
+
+
+_MOST_PLANS = 128
+
+
+def _own(run: Run) -> Any:
+    return run.plan.signatures[run.stage]
+
+
+class _Outputs(torch.autograd.Function):
+    """The outputs of a pipeline whose layers are computed again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, num_outputs: int, anchor: Tensor, outputs: list[Tensor], *wanted: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        ctx.floating = [x.is_floating_point() for x in outputs]
+        ctx.num_outputs = num_outputs
+        # Kept by autograd, which frees them after backward, unless told to retain the graph, and notices whoever
+        # writes into them.
+        ctx.places = list(run.inputs)
+        ctx.counts = [len(tensors) for tensors in run.inputs.values()]
+        count = _own(run).num_hidden
+        ctx.arguments = [
+            (s, n)
+            for s, found in enumerate(run.values)
+            for n, v in enumerate(found)
+            if n >= count and isinstance(v, Tensor)
+        ]
+        kept = [x for tensors in run.inputs.values() for x in tensors]
+        ctx.save_for_backward(*kept, *(run.values[s][n] for s, n in ctx.arguments))
+        run.inputs = {}
+        for found in run.values:
+            found[:] = [None if isinstance(v, Tensor) else v for v in found]
+        results = tuple(x.detach() for x in outputs)
+        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        run: Run = ctx.run
+        saved = iter(ctx.saved_tensors)
+        run.inputs = {place: [next(saved) for _ in range(count)] for place, count in zip(ctx.places, ctx.counts)}
+        for s, n in ctx.arguments:
+            run.values[s][n] = next(saved)
+        floating = [(n, grad) for n, (grad, is_float) in enumerate(zip(grads, ctx.floating)) if is_float]
+        found = run.backward(
+            [grad for n, grad in floating if n < ctx.num_outputs],
+            [grad for n, grad in floating if n >= ctx.num_outputs],
+        )
+        run.inputs = {}
+        for s, n in ctx.arguments:
+            run.values[s][n] = None
+        return (None, None, None, None, *(g for g, leaf in zip(found, _own(run).leaves) if leaf.requires_grad))
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose gradients have been computed, up to the factor that arrives in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pipeline: Pipeline,
+        run: Run,
+        tail: Tail,
+        anchor: Tensor,
+        loss: Tensor,
+        grads: list[Tensor | None],
+        *wanted: Tensor,
+    ) -> Tensor:
+        ctx.pipeline, ctx.run, ctx.tail, ctx.grads = pipeline, run, tail, grads
+        return loss.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        run: Run = ctx.run
+        tail: Tail = ctx.tail
+        if ctx.grads is None:
+            raise RuntimeError("backward from the loss of a pipeline's tail for a second time: its gradients are gone")
+        _check_same_on_stages(run.context, grad)
+        factor = grad.to(tail.scale.dtype) / tail.scale
+        ctx.pipeline.note_scale(grad.to(tail.scale.dtype))
+        for bucket, flat in run.arrived.items():
+            bucket.add_gradient(flat.mul_(factor))
+        run.arrived = {}
+        for param, found in zip(tail.params, tail.grads):
+            if found is not None:
+                param.unit.reduce_parameter(param, found.mul_(factor))
+        scaled = [None if g is None else g * factor for g in ctx.grads]
+        ctx.grads = tail.grads = None
+        return (None,) * 6 + tuple(scaled)
+
+
+def _check_same_on_stages(context: ParallelContext, grad: Tensor) -> None:
+    """Micro-batches of all stages are mixed in the gradients, so one factor must serve for all."""
+    if context.pipe.size == 1:
+        return
+    bounds = torch.stack([grad.float(), -grad.float()])
+    context.pipe.all_reduce(bounds, "max")
+    if context.device.type == "cpu":
+        if bounds[0] != -bounds[1] and not bounds.isnan().any():
+            raise ValueError(
+                f"the loss of a pipeline's tail got the gradient {-bounds[1]:g} on one stage and {bounds[0]:g} on "
+                f"another; weigh samples inside of the tail instead"
+            )
+    else:  # without waiting for the device
+        grad.mul_(torch.where(bounds[0] == -bounds[1], 1.0, torch.nan))

@@ -1,0 +1,77 @@
+"""A chunk of layers on one stage: run, and run again exactly as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from bmt_zero import Block
+
+
+def run_layers(
+    blocks: Sequence[Block], hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
+    """Hand ``hidden`` from layer to layer.
+
+    Returns the last layer's hidden states, and what went into each layer.
+
+    Raises:
+        ValueError: a layer returns fewer hidden states than it takes.
+    """
+    count = len(hidden)
+    inputs = []
+    for block in blocks:
+        inputs.append(hidden)
+        output = block(*hidden, *args, **kwargs)
+        hidden = tuple(output[:count]) if isinstance(output, (tuple, list)) else (output,)
+        if len(hidden) < count:
+            raise ValueError(f"a Block returned {len(hidden)} hidden states, and num_hidden={count}")
+    return hidden, inputs
+
+
+class Surroundings:
+    """What a computation depends on beside its arguments: random generators and autocast, as they are now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys((device.type, "cpu"))
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+        self._states = self._generators()
+
+    def _generators(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+
+    def _set(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.cuda.set_rng_state(states[1], self._device)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Within, all is as it was; after it, as it was before."""
+        now = self._generators()
+        self._set(self._states)
+        try:
+            with contextlib.ExitStack() as stack:
+                for kind, enabled, dtype in self._autocast:
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
+                yield
+        finally:
+            self._set(now)
+
+
+@contextlib.contextmanager
+def last_not_checkpointed(blocks: Sequence[Block]) -> Iterator[None]:
+    """Within, the last layer keeps its activations: where backward follows at once, they are needed first."""
+    last = blocks[-1]
+    before, last.use_checkpoint = last.use_checkpoint, False
+    try:
+        yield
+    finally:
+        last.use_checkpoint = before

@@ -1,0 +1,579 @@
+"""One call of a pipeline on one stage: its part of the schedule, action by action.
+
+[Note: failures]
+    A stage that raises still sends something in place of each message that the others wait for, and receives what
+    they send. At the end of each pass all stages tell each other how it went, and then all of them raise. So an
+    exception leaves no stage waiting, and no message on its way. (Ranks that wait for the failed one in another
+    collective, of its ZeRO or tensor-parallel group, wait until that times out.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from bmt_comm import ParallelContext
+from bmt_zero import Block
+from bmt_zero.backward import outside_backward, tracker_of
+from bmt_zero.bucket import Bucket
+
+from .chunk import Surroundings, last_not_checkpointed, run_layers
+from .messages import Form, Forms, Message, Post, StageLostError, TensorForm, put_together, structure_of, take_apart
+from .recording import Recorder
+from .routes import Pass
+from .schedule import Action, Kind, Schedule
+from .signature import OWN_VALUE, Signature, raise_first
+from .tail import Tail
+
+
+@dataclass
+class Plan:
+    """What is the same in every call with arguments of the same kind.
+
+    Attributes:
+        signatures: of each stage's arguments.
+        schedule: the actions of all stages.
+        differentiable: whether anything will be differentiated.
+        taps: whether the layers' inputs are wanted.
+        layers: which layers of the list are at each place.
+        forms: what each message consists of, as far as it is known.
+        learned: whether a call has been through, and all is known.
+    """
+
+    signatures: list[Signature]
+    schedule: Schedule
+    differentiable: bool
+    taps: bool
+    layers: Sequence[range]
+    forms: Forms = field(default_factory=Forms)
+    learned: bool = False
+
+    def __post_init__(self) -> None:
+        for i in range(self.schedule.micro_batches):
+            self._note_inputs(i)
+
+    @property
+    def stages(self) -> int:
+        return len(self.signatures)
+
+    def rows(self, micro_batch: int) -> slice:
+        """The rows of its origin's batch that a micro-batch consists of."""
+        origin, piece = micro_batch % self.stages, micro_batch // self.stages
+        pieces = self.schedule.micro_batches // self.stages
+        size, longer = divmod(self.signatures[origin].batch, pieces)
+        start = piece * size + min(piece, longer)
+        return slice(start, start + size + (piece < longer))
+
+    def weight(self, micro_batch: int) -> float:
+        """A micro-batch's share of its origin's batch."""
+        rows = self.rows(micro_batch)
+        return (rows.stop - rows.start) / max(self.signatures[micro_batch % self.stages].batch, 1)
+
+    def _note_inputs(self, micro_batch: int) -> None:
+        """The forms of the hidden states that come in, and of the gradients that are wanted of them."""
+        signature, rows = self.signatures[micro_batch % self.stages], self.rows(micro_batch)
+        count = rows.stop - rows.start
+        hidden, *_ = signature.structure.fill([None] * len(signature.leaves))
+        forms = [
+            TensorForm((count, *leaf.value.shape[1:]), leaf.value.dtype) if leaf.is_tensor else leaf.value
+            for leaf in signature.leaves[: signature.num_hidden]
+        ]
+        wanted = [form for form, leaf in zip(forms, signature.leaves) if leaf.requires_grad]
+        self.forms[Message("input", micro_batch, 0)] = Form(structure_of(hidden), tuple(forms))
+        self.forms[Message("input_grad", micro_batch, 0)] = Form(structure_of([None] * len(wanted)), tuple(wanted))
+
+
+class _Alive(NamedTuple):
+    """A chunk's computation for one micro-batch, between its forward and its backward."""
+
+    inputs: list[Tensor]  # leaves
+    arguments: dict[int, Tensor]  # leaves whose gradients are wanted, by the index of the argument
+    outputs: list[Tensor]
+    taps: list[Tensor]
+
+
+class Run:
+    """A call of the pipeline.
+
+    Args:
+        chunks: this stage's layers.
+        context: the ranks.
+        plan: what the call consists of.
+        values: the leaves of this rank's arguments.
+        tail: the loss, where it is computed inside.
+        recorder: told when each action runs.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[Block]],
+        context: ParallelContext,
+        plan: Plan,
+        values: list[Any],
+        tail: Tail | None,
+        recorder: Recorder | None,
+    ) -> None:
+        self.chunks = chunks
+        self.context = context
+        self.plan = plan
+        self.arrived: dict[Bucket, Tensor] = {}  # flat gradients, where the loss is computed inside
+        self.tail = tail
+        self.recorder = recorder
+        self.stage = context.pipe.rank
+        self.units = list(dict.fromkeys(block.unit for chunk in chunks for block in chunk))
+        self.values: list[list[Any]] = [[]] * plan.stages  # of each stage's arguments
+        self.values[self.stage] = values
+        self.inputs: dict[tuple[int, int], list[Tensor]] = {}  # by micro-batch and place: kept for recomputation
+        self.surroundings: dict[tuple[int, int], Surroundings] = {}
+        self._alive: dict[tuple[int, int], _Alive] = {}
+        self._deferred: dict[tuple[int, int], Any] = {}
+        self._tail_grads: dict[int, list[Tensor]] = {}
+        self._argument_grads: dict[tuple[int, int], Tensor] = {}  # by origin and index of the argument
+        self._post: Post
+        self._pass: Pass
+
+    @property
+    def recomputes(self) -> bool:
+        return self.plan.schedule.loss_outside and self.plan.differentiable
+
+    # --- passes -----------------------------------------------------------------------------------
+
+    def forward(self) -> tuple[list[Any], list[Any]]:
+        """All forwards, for a loss that is computed outside.
+
+        Returns the leaves of this rank's output, and of the layers' inputs where they are wanted, stacked.
+        """
+        self._exchange_arguments()
+        kept: list[tuple[list[Any], list[Any]]] = []
+        self._begin(Pass(self.plan.schedule, True, False, taps=self.plan.taps))
+        for unit in self.units:
+            unit.hold()
+        with self._all_stages():
+            self._send_inputs()
+            self._work()
+            for i in self._pass.own(self.stage):
+                kept.append((self._output(i), self._layer_inputs(i)))
+        if not self.plan.differentiable:
+            self._release()
+        outputs = [_joined([each[0][n] for each in kept], 0) for n in range(len(kept[0][0]))]
+        taps = [_joined([each[1][n] for each in kept], 1) for n in range(len(kept[0][1]))]
+        return outputs, taps
+
+    def backward(self, output_grads: list[Tensor | None], tap_grads: list[Tensor | None]) -> list[Tensor | None]:
+        """All backwards, from the gradients of the outputs of :meth:`forward` (of floating-point tensors).
+
+        Returns the gradient of each leaf of this rank's arguments.
+        """
+        with outside_backward():
+            tracker_of(self.context).finish_reductions()  # those whose end would need all stages
+            wanted = self._exchange_wanted(tap_grads)
+            flags = tuple(any(leaf.requires_grad for leaf in s.leaves[: s.num_hidden]) for s in self.plan.signatures)
+            self._begin(Pass(self.plan.schedule, False, True, tap_grads=wanted, input_grads=flags))
+            with self._all_stages(), self._reducing_once():
+                self._send_output_grads(output_grads, tap_grads)
+                self._work()
+                hidden = self._input_grads()
+            self._release()
+            return self._with_argument_grads(hidden)
+
+    def forward_and_backward(self) -> tuple[Tensor, list[Tensor | None]]:
+        """The whole schedule, with the loss inside.
+
+        Returns the mean of the tail's losses over this rank's samples, and the gradient of each leaf of its
+        arguments, for the gradient of the loss that the tail was told.
+        """
+        assert self.tail is not None
+        backward = self.plan.differentiable
+        tracker_of(self.context).finish_reductions()
+        self._exchange_arguments()
+        flags = tuple(any(leaf.requires_grad for leaf in s.leaves[: s.num_hidden]) for s in self.plan.signatures)
+        self._begin(Pass(self.plan.schedule, True, backward, tail=True, input_grads=flags))
+        for unit in self.units:
+            unit.hold()
+        self.tail.prepare(self.stage == self._pass.stage(self._pass.last))
+        hidden: list[Tensor | None] = []
+        with self._all_stages(), self._gradients_apart(), self._reducing_once(), self.tail.closing():
+            self._send_inputs()
+            self._work()
+            loss = self._losses()
+            if backward:
+                hidden = self._input_grads()
+        self._release()
+        return loss, self._with_argument_grads(hidden) if backward else []
+
+    @contextlib.contextmanager
+    def _gradients_apart(self) -> Iterator[None]:
+        """What arrives within is no parameter's gradient yet; it goes to ``arrived``."""
+        aside = {bucket: bucket.set_gradients_aside() for unit in self.units for bucket in unit.buckets}
+        try:
+            yield
+        finally:
+            for bucket, before in aside.items():
+                flat = bucket.restore_gradients(before)
+                if flat is not None:
+                    self.arrived[bucket] = flat
+
+    def _begin(self, what: Pass) -> None:
+        self._pass = what
+        self._post = Post(self.context, self.plan.forms, what.forward and not self.plan.learned)
+        self._post.expect(what.expected(self.stage))
+
+    def _work(self) -> None:
+        for action in self._pass.actions(self.stage):
+            self._do(action)
+
+    @contextlib.contextmanager
+    def _all_stages(self) -> Iterator[None]:
+        """See [Note: failures]."""
+        problem: BaseException | None = None
+        try:
+            yield
+        except (StageLostError, KeyboardInterrupt, SystemExit):
+            self._release()
+            raise
+        except BaseException as error:
+            problem = error
+            for peer, message in self._pass.routes(self.stage):
+                if message not in self._post.sent:
+                    self._post.send_broken(peer, message)
+            self._post.drain()
+        comm = self.context.pipe_host
+        failed = torch.zeros(comm.size, dtype=torch.uint8)
+        comm.all_gather(failed, torch.tensor([problem is not None], dtype=torch.uint8))
+        if bool(failed.any()):
+            self._release()
+            raise_first(self.context, problem)
+        self._post.close()
+        self.plan.learned = True
+
+    def _release(self) -> None:
+        for unit in self.units:
+            unit.release()
+        self._alive.clear()
+        self._deferred.clear()
+
+    @contextlib.contextmanager
+    def _reducing_once(self) -> Iterator[None]:
+        """At ZeRO levels 0 and 1, gradients of micro-batches are summed before ranks exchange them.
+
+        :meth:`_backward` lets the last one of each chunk reduce, unless the caller's ``no_sync`` is to."""
+        buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        self._no_sync = {bucket: bucket.no_sync and self.tail is None for bucket in buckets}
+        before = {bucket: bucket.no_sync for bucket in buckets}
+        self._left = dict.fromkeys(range(len(self.chunks)), self.plan.schedule.micro_batches)
+        try:
+            yield
+        finally:
+            for bucket, flag in before.items():
+                bucket.no_sync = flag
+
+    @contextlib.contextmanager
+    def _one_less(self, chunk: int) -> Iterator[None]:
+        """A micro-batch's gradients of a chunk become complete."""
+        self._left[chunk] -= 1
+        for block in self.chunks[chunk]:
+            for bucket in block.unit.buckets:
+                bucket.no_sync = self._no_sync[bucket] or self._left[chunk] > 0
+        yield
+
+    # --- actions ----------------------------------------------------------------------------------
+
+    def _do(self, action: Action) -> None:
+        kinds: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._backward,
+            Kind.WEIGHT: self._weight,
+        }
+        kinds[action.kind](action)
+
+    def _recorded(self, action: Action) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.action(action)
+
+    def _forward(self, action: Action) -> None:
+        i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)
+        message = Message("hidden" if place else "input", i, place)
+        source = self._pass.stage(place - 1) if place else self._pass.origin(i)
+        tensors = self._post.take(source, message)
+        with self._recorded(action):
+            if self.recomputes:
+                self.inputs[i, place] = tensors
+                self.surroundings[i, place] = Surroundings(self.context.device)
+                with torch.no_grad():
+                    hidden, inputs = self._run(action.chunk, i, tensors, {})
+            elif not self.plan.differentiable:
+                with torch.no_grad():
+                    hidden, inputs = self._run(action.chunk, i, tensors, {})
+            else:
+                hidden, inputs = self._run_with_grad(action.chunk, i, tensors)
+            form, outputs = take_apart(hidden)
+            if self.tail is not None and place == self._pass.last:
+                _, _, tail_args = self._arguments_of(i)
+                self._tail_grads[i] = self.tail.run(i, self.plan.weight(i), hidden, tail_args)
+        taps = take_apart(inputs)
+        for peer, message in self._pass.during(self.stage, action):
+            self._post.send(peer, message, *(taps if message.kind == "taps" else (form, outputs)))
+
+    def _recompute(self, action: Action) -> None:
+        i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)
+        with (
+            self._recorded(action),
+            self.surroundings[i, place].again(),
+            last_not_checkpointed(self.chunks[action.chunk]),
+        ):
+            self._run_with_grad(action.chunk, i, self.inputs[i, place])
+
+    def _backward(self, action: Action) -> None:
+        i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)
+        last = place == self._pass.last
+        if last and self.tail is not None:
+            grads = self._tail_grads.pop(i)
+        elif last:
+            grads = self._post.take(self._pass.origin(i), Message("output_grad", i, place))
+        else:
+            grads = self._post.take(self._pass.stage(place + 1), Message("hidden_grad", i, place + 1))
+        tap_grads: list[Tensor] = []
+        origin = self._pass.origin(i)
+        if self._pass.tap_grads and self._pass.tap_grads[origin][place]:
+            tap_grads = self._post.take(origin, Message("taps_grad", i, place))
+        with self._recorded(action):
+            alive = self._alive.pop((i, place))
+            roots = [x for x in (*alive.outputs, *(alive.taps if tap_grads else ())) if x.is_floating_point()]
+            pairs = [(x, g) for x, g in zip(roots, (*grads, *tap_grads), strict=True) if x.requires_grad]
+            if action.kind is Kind.BACKWARD:
+                with self._one_less(action.chunk):
+                    _backward_from(pairs)
+            else:
+                with deferred_weight_gradients() as self._deferred[i, place]:
+                    _backward_from(pairs)
+            self._add_argument_grads(i, alive.arguments)
+        floating = [x for x in alive.inputs if x.is_floating_point()]
+        for peer, message in self._pass.during(self.stage, action):
+            if message.kind == "input_grad":
+                tensors = [x for x, leaf in zip(alive.inputs, self._hidden_leaves(origin)) if leaf.requires_grad]
+            else:
+                tensors = floating
+            found = [torch.zeros_like(x) if x.grad is None else x.grad for x in tensors]
+            self._post.send(peer, message, self.plan.forms[message], found)
+
+    def _weight(self, action: Action) -> None:
+        i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)
+        with self._recorded(action), self._one_less(action.chunk):
+            self._deferred.pop((i, place)).run()
+
+    def _run(
+        self, chunk: int, micro_batch: int, tensors: list[Tensor], leaves: dict[int, Tensor]
+    ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
+        """Run a chunk on a micro-batch's hidden states. ``leaves``: gets the arguments whose gradients are wanted."""
+        place = self._pass.place(self.stage, chunk)
+        form = self.plan.forms[Message("hidden" if place else "input", micro_batch, place)]
+        args, kwargs, _ = self._arguments_of(micro_batch, leaves)
+        return run_layers(self.chunks[chunk], put_together(form, tensors), args, kwargs)
+
+    def _run_with_grad(
+        self, chunk: int, micro_batch: int, tensors: list[Tensor]
+    ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
+        """The same, for a backward to follow."""
+        place = self._pass.place(self.stage, chunk)
+        wanted = [True] * len(tensors)
+        if place == 0:
+            wanted = [leaf.requires_grad for leaf in self._hidden_leaves(self._pass.origin(micro_batch))]
+        inputs = [
+            x.detach().requires_grad_(want and x.is_floating_point()) for x, want in zip(tensors, wanted, strict=True)
+        ]
+        leaves: dict[int, Tensor] = {}
+        with torch.enable_grad():
+            hidden, taps = self._run(chunk, micro_batch, inputs, leaves)
+        self._alive[micro_batch, place] = _Alive(inputs, leaves, take_apart(hidden)[1], take_apart(taps)[1])
+        return hidden, taps
+
+    # --- arguments --------------------------------------------------------------------------------
+
+    def _hidden_leaves(self, origin: int) -> list[Any]:
+        signature = self.plan.signatures[origin]
+        return [signature.leaves[n] for n in signature.tensors(hidden=True)]
+
+    def _exchange_arguments(self) -> None:
+        """Get every stage's arguments, other than hidden states, whose micro-batches will come through here."""
+        comms = (self.context.pipe, self.context.pipe_host)
+        sends: tuple[list[Any], list[Any]] = ([], [])
+        recvs: tuple[list[Any], list[Any]] = ([], [])
+        for origin, signature in enumerate(self.plan.signatures):
+            if origin == self.stage:
+                continue
+            found: list[Any] = []
+            for n, leaf in enumerate(signature.leaves):
+                if self.stage not in self._readers(signature, n):
+                    found.append(None)
+                elif leaf.value is OWN_VALUE:
+                    found.append(self.values[self.stage][n])
+                elif not leaf.is_tensor:
+                    found.append(leaf.value)
+                else:
+                    device = "cpu" if leaf.on_host else self.context.device
+                    found.append(torch.empty(leaf.value.shape, dtype=leaf.value.dtype, device=device))
+                    if found[-1].numel():
+                        recvs[leaf.on_host].append((found[-1], origin))
+            self.values[origin] = found
+        mine = self.plan.signatures[self.stage]
+        for n in mine.tensors(hidden=False):
+            value = self.values[self.stage][n].detach().contiguous()
+            if value.numel():
+                sends[mine.leaves[n].on_host].extend((value, s) for s in self._readers(mine, n) if s != self.stage)
+        for on_host, comm in enumerate(comms):
+            comm.send_recv(sends[on_host], recvs[on_host])
+
+    def _readers(self, signature: Signature, leaf: int) -> range:
+        """The stages that need an argument of another one: all, or for the tail's the last."""
+        if leaf < signature.num_hidden:
+            return range(0)
+        in_tail = leaf >= len(signature.leaves) - signature.num_tail
+        return range(self.plan.stages - 1 if in_tail else 0, self.plan.stages)
+
+    def _arguments_of(
+        self, micro_batch: int, leaves: dict[int, Tensor] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+        """A micro-batch's arguments and those of the tail. ``leaves`` gets those whose gradients are wanted."""
+        origin = self._pass.origin(micro_batch)
+        signature, rows = self.plan.signatures[origin], self.plan.rows(micro_batch)
+        values: list[Any] = [None] * signature.num_hidden
+        for n in range(signature.num_hidden, len(signature.leaves)):
+            leaf, value = signature.leaves[n], self.values[origin][n]
+            if leaf.is_tensor and value is not None:  # None: of the tail, which runs elsewhere
+                value = value.detach()[rows] if leaf.batched else value.detach()
+                if leaf.requires_grad and torch.is_grad_enabled() and leaves is not None:
+                    value = leaves[n] = value.detach().requires_grad_()
+            values.append(value)
+        _, args, kwargs, tail_args = signature.structure.fill(values)
+        return args, kwargs, tail_args
+
+    def _add_argument_grads(self, micro_batch: int, leaves: dict[int, Tensor]) -> None:
+        origin = self._pass.origin(micro_batch)
+        signature = self.plan.signatures[origin]
+        for n, leaf in leaves.items():
+            if leaf.grad is None:
+                continue
+            whole = self._argument_grads.get((origin, n))
+            if whole is None:
+                whole = self._argument_grads[origin, n] = torch.zeros(
+                    signature.leaves[n].value.shape, dtype=leaf.dtype, device=leaf.device
+                )
+            (whole[self.plan.rows(micro_batch)] if signature.leaves[n].batched else whole).add_(leaf.grad)
+
+    def _with_argument_grads(self, hidden: list[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of all leaves of this rank's arguments, given those of the hidden states."""
+        comms = (self.context.pipe, self.context.pipe_host)
+        sends: tuple[list[Any], list[Any]] = ([], [])
+        recvs: tuple[list[Any], list[Any]] = ([], [])
+        mine: dict[int, list[Tensor]] = {}
+        for origin, signature in enumerate(self.plan.signatures):
+            for n in signature.tensors(hidden=False):
+                leaf = signature.leaves[n]
+                if not leaf.requires_grad:
+                    continue
+                grad = self._argument_grads.pop((origin, n), None)
+                if grad is None:
+                    device = "cpu" if leaf.on_host else self.context.device
+                    grad = torch.zeros(leaf.value.shape, dtype=leaf.value.dtype, device=device)
+                if origin != self.stage:
+                    sends[leaf.on_host].append((grad, origin))
+                    continue
+                mine[n] = [grad if s == self.stage else torch.empty_like(grad) for s in range(self.plan.stages)]
+                recvs[leaf.on_host].extend((g, s) for s, g in enumerate(mine[n]) if s != self.stage)
+        for on_host, comm in enumerate(comms):
+            comm.send_recv(sends[on_host], recvs[on_host])
+        grads = [*hidden, *[None] * (len(self.plan.signatures[self.stage].leaves) - len(hidden))]
+        for n, parts in mine.items():
+            grads[n] = torch.stack(parts).sum(0)
+        return grads
+
+    # --- this rank as an origin -------------------------------------------------------------------
+
+    def _send_inputs(self) -> None:
+        signature = self.plan.signatures[self.stage]
+        for peer, message in self._pass.before(self.stage):
+            rows = self.plan.rows(message.micro_batch)
+            tensors = [self.values[self.stage][n].detach()[rows] for n in signature.tensors(hidden=True)]
+            self._post.send(peer, message, self.plan.forms[message], [x.contiguous() for x in tensors])
+
+    def _output(self, micro_batch: int) -> list[Any]:
+        """The leaves of the output for a micro-batch of this rank."""
+        message = Message("output", micro_batch, self._pass.last)
+        tensors = self._post.take(self._pass.stage(self._pass.last), message)
+        return tree_flatten(put_together(self.plan.forms[message], tensors))[0]
+
+    def _layer_inputs(self, micro_batch: int) -> list[Any]:
+        """What went into each layer: for each hidden state, stacked over layers."""
+        if not self.plan.taps:
+            return []
+        layers: list[tuple[Any, ...]] = []
+        for place in range(self._pass.last + 1):
+            message = Message("taps", micro_batch, place)
+            tensors = self._post.take(self._pass.stage(place), message)
+            layers += put_together(self.plan.forms[message], tensors)
+        return [torch.stack(inputs) for inputs in zip(*layers, strict=True)]
+
+    def _exchange_wanted(self, tap_grads: list[Tensor | None]) -> tuple[tuple[bool, ...], ...]:
+        """For each origin and place, whether there are gradients of the layers' inputs."""
+        if not self.plan.taps:
+            return ()
+        comm = self.context.pipe_host
+        flags = torch.zeros(comm.size, dtype=torch.uint8)
+        comm.all_gather(flags, torch.tensor([any(g is not None for g in tap_grads)], dtype=torch.uint8))
+        last = self.plan.schedule.stages * self.plan.schedule.chunks
+        return tuple((bool(flag),) * last for flag in flags)
+
+    def _send_output_grads(self, output_grads: list[Tensor | None], tap_grads: list[Tensor | None]) -> None:
+        for peer, message in self._pass.before(self.stage):
+            form, rows = self.plan.forms[message], self.plan.rows(message.micro_batch)
+            if message.kind == "output_grad":
+                found = [None if g is None else g[rows] for g in output_grads]
+            else:
+                layers = self.plan.layers[message.place]
+                found = [None if g is None else g[layer, rows] for layer in layers for g in tap_grads]
+            tensors = [
+                torch.zeros(f.shape, dtype=f.dtype, device=self.context.device) if g is None else g.contiguous()
+                for f, g in zip(form.tensors, found, strict=True)
+            ]
+            self._post.send(peer, message, form, tensors)
+
+    def _input_grads(self) -> list[Tensor | None]:
+        """The gradients of the leaves of this rank's hidden states."""
+        signature = self.plan.signatures[self.stage]
+        grads: list[Tensor | None] = [None] * signature.num_hidden
+        wanted = [n for n in range(signature.num_hidden) if signature.leaves[n].requires_grad]
+        if wanted:
+            parts = [self._post.take(0, Message("input_grad", i, 0)) for i in self._pass.own(self.stage)]
+            for n, pieces in zip(wanted, zip(*parts, strict=True), strict=True):
+                grads[n] = _joined(list(pieces), 0)
+        return grads
+
+    def _losses(self) -> Tensor:
+        """The tail's losses, sent to the origins; their mean for this rank."""
+        assert self.tail is not None
+        for peer, message in self._pass.after(self.stage):
+            losses = torch.stack([self.tail.losses[i] for i in self._pass.own(peer)])
+            form, tensors = take_apart(losses)
+            self._post.send(peer, message, form, tensors)
+        last = self._pass.stage(self._pass.last)
+        [losses] = self._post.take(last, Message("loss", self.stage, self._pass.last))
+        return losses.sum()
+
+
+def _backward_from(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+
+
+def _joined(parts: list[Any], dim: int) -> Any:
+    """The parts of micro-batches in one; what is no tensor is taken from the first."""
+    if not isinstance(parts[0], Tensor):
+        return parts[0]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,0 +1,114 @@
+"""A small model with a stack of layers, as a pipeline and in plain PyTorch, and their comparison."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmt_comm import ParallelContext, slice_of
+from bmt_pipe import PipelineTransformerBlockList
+from bmt_zero import Block, BMTrainModelWrapper
+
+WIDTH = 7  # no number of ranks divides it
+DTYPE = torch.float64  # so that the order of sums does not blur what is compared
+
+
+class Layer(nn.Module):
+    """Uses a mask that belongs to samples, a bias that does not, and keyword arguments."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, *, scale: float = 1.0
+    ) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        if mask is not None:
+            hidden = hidden * mask[..., None]
+        out = x + scale * self.down(hidden)
+        return out if bias is None else out + bias
+
+
+def make_layers(count: int, seed: int = 0, factory: Callable[[], nn.Module] = Layer) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [factory() for _ in range(count)]
+
+
+class Model(nn.Module):
+    """Embedding and head around a list of layers; the head may be tied to the embedding."""
+
+    def __init__(self, count: int, tied: bool = False, make_list: Callable[[list[nn.Module]], nn.Module] | None = None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        layers = make_layers(count)
+        for part in (self.embedding, self.head, *layers):
+            part.to(DTYPE)
+        self.layers = (make_list or nn.ModuleList)(layers)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, tail: bool = False) -> Tensor:
+        x = self.embedding(ids)
+        if isinstance(self.layers, nn.ModuleList):
+            for layer in self.layers:
+                x = layer(x, mask)
+        elif tail:
+            return self.layers(x, mask, tail=self.loss, tail_args=(ids,))
+        else:
+            x = self.layers(x, mask)
+        return self.loss(x, ids)
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x).flatten(0, -2), ids.roll(1, -1).flatten())
+
+
+def pipeline_model(count: int, tied: bool = False, level: int = 3, checkpoint: bool = True, **options: Any) -> Model:
+    """The same, with the parameters of the stage's layers spread over the stage, all others over all ranks."""
+
+    def make_list(layers: list[nn.Module]) -> nn.Module:
+        blocks = [Block(layer, checkpoint, level) for layer in layers]
+        return PipelineTransformerBlockList(blocks, **options)
+
+    return BMTrainModelWrapper(Model(count, tied, make_list), zero_level=level)
+
+
+def rows_of(tensor: Tensor, param: Tensor) -> Tensor:
+    found = slice_of(param)
+    return tensor[found.row_start : found.row_stop].reshape(param.shape)
+
+
+def replica(ctx: ParallelContext) -> int:
+    """Which of the batches is this rank's."""
+    return ctx.rank // ctx.tp_size
+
+
+def batch_of(number: int, rows: int, length: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + number)
+    ids = torch.randint(0, 11, (rows, length), generator=generator)
+    return ids, torch.rand(rows, length, generator=generator, dtype=DTYPE)
+
+
+def plain_training(
+    count: int, tied: bool, batches: list[list[tuple[Tensor, Tensor]]], lr: float = 0.1
+) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """Plain PyTorch on the whole batch: what the parameters have changed by, and each replica's losses."""
+    model = Model(count, tied)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    losses = []
+    for step in batches:
+        optimizer.zero_grad()
+        found = [model(ids, mask) for ids, mask in step]
+        (sum(found) / len(found)).backward()
+        optimizer.step()
+        losses.append([loss.item() for loss in found])
+    return {name: value - before[name] for name, value in model.state_dict().items()}, losses

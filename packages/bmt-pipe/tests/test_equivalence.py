@@ -1,0 +1,73 @@
+"""Losses and updates of a pipeline are those of plain PyTorch on the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bmt_comm import ParallelContext
+from pipe_helpers import batch_of, pipeline_model, plain_training, replica, rows_of
+
+STEPS = 10
+
+
+def compare(
+    ctx: ParallelContext, count: int, rows: list[int], tied: bool = False, tail: bool = False, **options
+) -> None:
+    """Train on batches of as many rows as the replicas have, and compare all parameters."""
+    batches = [[batch_of(step * 10 + r, rows[r % len(rows)]) for r in range(ctx.replicas)] for step in range(STEPS)]
+    wanted, losses = plain_training(count, tied, batches)
+    model = pipeline_model(count, tied, **options)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, batch in enumerate(batches):
+        loss = model(*batch[replica(ctx)], tail=tail)
+        assert loss.item() == pytest.approx(losses[step][replica(ctx)], rel=1e-10)
+        optimizer.zero_grad()
+        (loss / ctx.replicas).backward()
+        optimizer.step()
+    for name, param in model.named_parameters():
+        change = rows_of(wanted[name], param)
+        assert (param - before[name] - change).norm() <= 1e-10 * wanted[name].norm(), name
+
+
+@pytest.mark.ranks(2, pipe_size=2, timeout=90)
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_two_stages(ctx: ParallelContext, interleave: int) -> None:
+    compare(ctx, 5, [3], interleave=interleave)
+
+
+@pytest.mark.ranks(3, pipe_size=3, num_micro_batches=6, timeout=90)
+def test_three_stages_with_uneven_micro_batches(ctx: ParallelContext) -> None:
+    compare(ctx, 5, [3], tied=True)
+
+
+@pytest.mark.ranks(4, pipe_size=4, num_micro_batches=12, timeout=90)
+def test_four_stages_with_batches_of_different_sizes(ctx: ParallelContext) -> None:
+    # The smallest batch has fewer samples than it is to be cut into.
+    compare(ctx, 9, [4, 2, 5], interleave=2, checkpoint=False)
+
+
+@pytest.mark.ranks(4, pipe_size=2, num_micro_batches=4, timeout=90)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_data_parallel_stages(ctx: ParallelContext, level: int) -> None:
+    compare(ctx, 5, [3], tied=True, level=level)
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_loss_inside(ctx: ParallelContext, schedule: str) -> None:
+    interleave = 2 if schedule.startswith("interleaved") else 1
+    compare(ctx, 5, [3], tied=True, tail=True, interleave=interleave, tail_schedule=schedule)
+
+
+@pytest.mark.ranks(4, pipe_size=2, num_micro_batches=4, timeout=90)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_loss_inside_with_data_parallel_stages(ctx: ParallelContext, level: int) -> None:
+    compare(ctx, 5, [2, 3], tail=True, level=level)
+
+
+@pytest.mark.ranks(1, timeout=60)
+@pytest.mark.parametrize("tail", [False, True])
+def test_one_stage(ctx: ParallelContext, tail: bool) -> None:
+    compare(ctx, 4, [3], tail=tail, interleave=2)
