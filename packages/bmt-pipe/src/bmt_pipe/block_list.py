@@ -15,13 +15,14 @@ from bmt_comm import ParallelContext, check_agreement, current_context
 from bmt_zero import Block, link_blocks, stage_block
 
 from .call import Pipeline
+from .list_state import StagedState
 from .partition import split_layers
 from .recording import Recorder
 from .schedule import Schedule, make_schedule
 from .simulate import Timeline
 
 
-class PipelineTransformerBlockList(nn.Module):
+class PipelineTransformerBlockList(StagedState):
     """A chain of layers, cut into stages; a rank has those of its own stage alone.
 
     Every rank passes all layers, in the same order. The chain is cut into ``interleave`` chunks for each stage, dealt
@@ -52,8 +53,6 @@ class PipelineTransformerBlockList(nn.Module):
             parameter that different stages would share, or a layer that cannot become a Block of one stage.
     """
 
-    handles_shards = True  # its saving and loading serve sharded parameters
-
     def __init__(
         self,
         modules: Iterable[nn.Module],
@@ -65,12 +64,12 @@ class PipelineTransformerBlockList(nn.Module):
     ) -> None:
         super().__init__()
         context = current_context()
-        if tail_schedule is None:
-            tail_schedule = "1f1b" if interleave == 1 else "interleaved_1f1b"
-        make_schedule(tail_schedule, context.pipe_size, context.pipe_size, interleave)  # raises where it cannot be
         for name, value in (("num_hidden", num_hidden), ("interleave", interleave)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
+        if tail_schedule is None:
+            tail_schedule = "1f1b" if interleave == 1 else "interleaved_1f1b"
+        make_schedule(tail_schedule, context.pipe_size, context.pipe_size, interleave)  # raises where it cannot be
         if weights is None and not isinstance(modules, Sized):
             modules = list(modules)
         costs = None if weights is None else [float(weight) for weight in weights]

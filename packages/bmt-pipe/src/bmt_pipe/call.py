@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,6 +110,10 @@ class Pipeline:
         if prepared is not None:
             return self._loss(run, prepared)
         return self._outputs(run)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """One of the copied Blocks, of the same ranks, that remembers nothing."""
+        return Pipeline(copy.deepcopy(self.chunks, memo), self.layers, self.context, self.tail_schedule)
 
     def _pieces(self, smallest: int) -> int:
         """How many micro-batches each stage's batch is cut into; the same everywhere, and none of them empty."""

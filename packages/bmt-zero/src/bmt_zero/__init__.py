@@ -12,7 +12,7 @@ from .parameter import DistributedParameter, ParameterInitializer
 from .precision import MixedPrecision
 from .stage import stage_block
 from .stage_entry import StageEntry, is_stage_local
-from .state import load_state_dict
+from .state import entries_of_stages, load_state_dict, serves_shards
 from .wrapper import BMTrainModelWrapper
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "StageEntry",
     "TransformerBlockList",
     "__version__",
+    "entries_of_stages",
     "grouped_parameters",
     "init_parameters",
     "is_stage_local",
@@ -37,5 +38,6 @@ __all__ = [
     "no_sync",
     "plan_layouts",
     "save",
+    "serves_shards",
     "stage_block",
 ]

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from bmt_comm import ParallelContext, check_agreement, current_context
 
 from .parameter import DistributedParameter
+from .stage_entry import StageEntry, is_stage_local
 from .state import (
     check_entries,
+    dtype_of,
     has_own_code,
     is_extra_state,
     load_state_dict,
     local_entries,
+    shape_of,
     unwrapped,
     whole_tensor,
     write_whole,
@@ -59,13 +62,13 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     """
     context = current_context()
     path = Path(file_name)
-    has_code = _has_own_code(model, loading=False)
+    has_code = _has_own_code(model, context, loading=False)
     check_agreement(context.world, "save", _facts(model, has_code))
     entries = model.state_dict() if has_code else local_entries(model)
     if path.suffix == ".safetensors":
         for name, value in entries.items():
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{name!r} is a {type(value).__name__}, and safetensors holds tensors only; use .pt")
+            if shape_of(value) is None:
+                raise ValueError(f"{name!r} is no tensor, and safetensors holds tensors only; use .pt")
     _raise_alike(context, _find_obstacle(path) if context.rank == 0 else None)
     taken: dict[int, Any] = {}
     for value in entries.values():
@@ -105,7 +108,7 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     """
     context = current_context()
     path = Path(file_name)
-    has_code = _has_own_code(model, loading=True) or _has_own_code(model, loading=False)
+    has_code = _has_own_code(model, context, loading=True) or _has_own_code(model, context, loading=False)
     check_agreement(context.world, "load", _facts(model, has_code))
     state: Mapping[str, Any] = {}
     problem: Exception | None = None
@@ -115,7 +118,7 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
         except (OSError, ValueError, ImportError) as error:
             problem = error
     _raise_alike(context, problem, problem)
-    found = context.world.broadcast_object([(k, _shape(v), _dtype(v)) for k, v in state.items()])
+    found = context.world.broadcast_object([(k, shape_of(v), dtype_of(v)) for k, v in state.items()])
     if has_code:
         load_state_dict(model, {f[0]: _receive(context, state, *f) for f in found}, strict)
         return
@@ -127,8 +130,13 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
             continue
         value = _receive(context, state, name, shape, dtype)
         target = entries[name]
+        is_here = not isinstance(target, StageEntry) or target.is_here
+        if isinstance(target, StageEntry):
+            target = target.value
         if is_extra_state(name):
             extra_state[name] = value
+        elif not is_here:
+            pass
         elif isinstance(target, DistributedParameter):
             write_whole(target, value)
         else:
@@ -274,21 +282,21 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _has_own_code(model: nn.Module, loading: bool) -> bool:
-    return any(has_own_code(unwrapped(module), loading) for module in model.modules())
+def _has_own_code(model: nn.Module, context: ParallelContext, loading: bool) -> bool:
+    found = any(has_own_code(unwrapped(module), loading) for module in model.modules())
+    if context.pipe_size == 1:
+        return found
+    flag = torch.tensor(int(found), device=context.device)  # another stage's layers may have some
+    context.pipe.all_reduce(flag, "max")
+    return bool(flag)
 
 
 def _facts(model: nn.Module, has_code: bool) -> list[str]:
     """What ranks must agree on."""
-    entries = dict(model.named_parameters(remove_duplicate=False)) if has_code else local_entries(model)
-    return [f"{name}: {_shape(value)} {_dtype(value)}" for name, value in entries.items()]
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    if isinstance(value, DistributedParameter):
-        return value.bmt_slice.shape
-    return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
-def _dtype(value: Any) -> torch.dtype | None:
-    return value.dtype if isinstance(value, Tensor) else None
+    if has_code:  # which stands in the way of asking for the entries as they are
+        entries: dict[str, Any] = {
+            n: p for n, p in model.named_parameters(remove_duplicate=False) if not is_stage_local(p)
+        }
+    else:
+        entries = local_entries(model)
+    return [f"{name}: {shape_of(value)} {dtype_of(value)}" for name, value in entries.items()]

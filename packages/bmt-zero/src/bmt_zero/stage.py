@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from bmt_comm import ParallelContext, current_context
 
-from .block import Block, check_reach, check_stage, find_slots
+from .block import Block, find_slots
 from .conversion import convert, whole_values
 from .parameter import DistributedParameter
+from .reach import check_reach, check_stage
 from .stage_entry import STAGE_LOCAL_ATTRIBUTE
 from .unit import make_standalone
 

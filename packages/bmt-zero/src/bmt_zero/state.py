@@ -14,22 +14,26 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import cut_piece
+from bmt_comm import Communicator, cut_piece
 
 from .parameter import DistributedParameter
+from .stage_entry import StageEntry
 from .unit import refresh_flat_weights
 
 if TYPE_CHECKING:
     from .unit import Unit
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+HANDLES_SHARDS = "handles_shards"  # set on classes and hooks whose loading and saving serve sharded parameters
 EXTRA_STATE = "_extra_state"  # what torch calls the entry of get_extra_state()
 
 # Whether state_dict() of sharded modules gathers. Off while this module asks for the parameters themselves.
@@ -47,9 +51,51 @@ def local_entries(model: nn.Module) -> dict[str, Any]:
 
 def whole_tensor(value: Any) -> Any:
     """The whole tensor of a parameter; anything else as it is. Every rank must take part."""
+    if isinstance(value, StageEntry):
+        return value.spread(whole_tensor(value.value) if value.is_here else None)
     if isinstance(value, DistributedParameter):
         return value.gather_all()
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """The shape of the whole tensor of an entry; None for what is no tensor."""
+    if isinstance(value, StageEntry):
+        return value.shape
+    if isinstance(value, DistributedParameter):
+        return value.bmt_slice.shape
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def dtype_of(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, (Tensor, StageEntry)) else None
+
+
+def entries_of_stages(own: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
+    """The entries of every stage, one stage after the other, where ``own`` are those of this rank's.
+
+    Whole tensors, or, while :func:`local_entries` asks for entries, :class:`StageEntry`s. Names of one value on its
+    stage are names of one value here. Every rank of ``comm``, which goes over the stages, must call it.
+    """
+    numbers: dict[Any, int] = {}
+    facts = [(n, shape_of(v), dtype_of(v), numbers.setdefault(_identity(v), len(numbers))) for n, v in own.items()]
+    found: dict[str, Any] = {}
+    for owner, theirs in enumerate(comm.all_gather_object(facts)):
+        values: dict[int, Any] = {}
+        for name, shape, dtype, number in theirs:
+            if number not in values:
+                mine = own[name] if owner == comm.rank else None
+                entry = StageEntry(mine, shape, dtype, comm, owner)
+                values[number] = whole_tensor(entry) if _gathers.get() else entry
+            found[name] = values[number]
+    return found
+
+
+def _identity(value: Any) -> Any:
+    """The same for what is one value under several names: tensors are detached, each by itself."""
+    if isinstance(value, DistributedParameter) or not isinstance(value, Tensor) or not value.numel():
+        return id(value)
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def write_whole(param: DistributedParameter, whole: Tensor) -> None:
@@ -126,6 +172,13 @@ class BlockState:
         return load_state_dict(self, state_dict, strict, assign)  # type: ignore[arg-type]
 
 
+def serves_shards(hook: F) -> F:
+    """Mark a hook for loading that serves sharded parameters, unlike those that were written for whole ones."""
+    setattr(hook, HANDLES_SHARDS, True)
+    return hook
+
+
+@serves_shards
 def _cut_entries(
     block: Any,
     state_dict: dict[str, Any],
@@ -161,18 +214,14 @@ def has_own_code(module: nn.Module, loading: bool) -> bool:
     """Whether a module has code of its own for saving, or for loading, its entries."""
     methods = ("_load_from_state_dict", "load_state_dict") if loading else ("_save_to_state_dict", "state_dict")
     for cls in type(module).__mro__:
-        if cls is nn.Module or issubclass(cls, BlockState) or "handles_shards" in vars(cls):
+        if cls is nn.Module or issubclass(cls, BlockState) or HANDLES_SHARDS in vars(cls):
             continue
         if any(name in vars(cls) for name in methods):
             return True
     if loading:
-        hooks = {k: h for k, h in module._load_state_dict_pre_hooks.items() if _hook_of(h) is not _cut_entries}
-        return bool(hooks or module._load_state_dict_post_hooks)
+        hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+        return not all(getattr(getattr(hook, "hook", hook), HANDLES_SHARDS, False) for hook in hooks)
     return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
-
-
-def _hook_of(registered: Any) -> Any:
-    return getattr(registered, "hook", registered)
 
 
 class StateDictError(ValueError):
@@ -189,12 +238,10 @@ def check_entries(expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
     if strict and surplus:
         problems.append(f"entries the model does not have: {_some(surplus)}")
     for name, shape in shapes.items():
-        value = expected.get(name)
-        if isinstance(value, Tensor) and not is_extra_state(name):
-            wanted = value.bmt_slice.shape if isinstance(value, DistributedParameter) else tuple(value.shape)
-            if shape != wanted:
-                what = "no tensor" if shape is None else f"shape {tuple(shape)}"
-                problems.append(f"{name!r} has {what}, the model's has shape {wanted}")
+        wanted = shape_of(expected.get(name))
+        if wanted is not None and not is_extra_state(name) and shape != wanted:
+            what = "no tensor" if shape is None else f"shape {tuple(shape)}"
+            problems.append(f"{name!r} has {what}, the model's has shape {wanted}")
     if problems:
         raise StateDictError("the state dict does not fit the model; nothing was loaded: " + "; ".join(problems))
 

@@ -1,0 +1,83 @@
+"""State dicts of all stages' layers, where every stage has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from bmt_comm import Communicator
+from bmt_zero import entries_of_stages, load_state_dict, serves_shards
+
+
+class StagedState(nn.Module):
+    """Layers that are named by their numbers in a chain, of which every pipeline stage has some.
+
+    Every rank must call ``state_dict`` and ``load_state_dict``, of this module or of one that contains it. The entries
+    are those of all layers, in the order of the chain. Each stage judges and loads what belongs to its own layers, and
+    all stages hear of what does not fit.
+    """
+
+    handles_shards = True  # its saving and loading serve sharded parameters
+
+    num_layers: int
+    _pipe: Communicator  # over the stages
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_tell_other_stages)
+
+    def _layer_of(self, name: str, prefix: str) -> int | None:
+        """The number of the layer, of any stage, that an entry belongs to."""
+        if not name.startswith(prefix):
+            return None
+        number, dot, _ = name[len(prefix) :].partition(".")
+        if not dot or not number.isdecimal() or str(int(number)) != number or int(number) >= self.num_layers:
+            return None
+        return int(number)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole tensors of the layers of all stages. Every rank must call it."""
+        destination = super().state_dict(*args, **kwargs)
+        if self._pipe.size == 1:
+            return destination
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        own = {name: value for name, value in destination.items() if self._layer_of(name, prefix) is not None}
+        for name in own:
+            del destination[name]
+        entries = entries_of_stages(own, self._pipe)
+        for name in sorted(entries, key=lambda name: self._layer_of(name, prefix) or 0):
+            destination[name] = entries[name]
+        versions = getattr(destination, "_metadata", None)
+        if versions is not None:
+            mine = {name: v for name, v in versions.items() if self._layer_of(f"{name}.", prefix) is not None}
+            for theirs in self._pipe.all_gather_object(mine):
+                versions.update(theirs)
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load whole tensors under plain names; see :func:`bmt_zero.load_state_dict`."""
+        return load_state_dict(self, state_dict, strict, assign)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *problems: list[str]
+    ) -> None:
+        unexpected = problems[1]
+        known = len(unexpected)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *problems)
+        unexpected[known:] = [name for name in unexpected[known:] if self._layer_of(name, prefix) is None]
+        # What comes behind is of the layers, until the hook.
+        self.__dict__["_loading"] = (prefix, [(found, len(found)) for found in problems])
+
+
+@serves_shards
+def _tell_other_stages(layers: StagedState, _incompatible: Any) -> None:
+    """What does not fit a layer of any stage, in the order of the chain, is a problem on all of them."""
+    prefix, problems = layers.__dict__.pop("_loading")
+    if layers._pipe.size == 1:
+        return
+    everyone = layers._pipe.all_gather_object([found[known:] for found, known in problems])
+    for (found, known), of_stages in zip(problems, zip(*everyone, strict=True), strict=True):
+        merged = [problem for of_stage in of_stages for problem in of_stage]
+        found[known:] = sorted(merged, key=lambda name: layers._layer_of(name, prefix) or 0)
