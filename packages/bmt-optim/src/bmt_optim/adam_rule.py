@@ -17,8 +17,8 @@ from .state_layout import StateTensor, like_parameter
 class Adam(DistributedOptimizer):
     """AdamW (Loshchilov & Hutter, `arXiv:1711.05101 <https://arxiv.org/abs/1711.05101>`_), on the engine.
 
-    The update is :class:`AdamOptimizer`'s, whose state dicts it loads and whose step is the faster one on many
-    small parameters. This one steps together with optimizers that communicate, and can do without master weights.
+    The update is :class:`AdamOptimizer`'s, and so are the state dicts. This one steps together with optimizers that
+    communicate, and can do without master weights; that one has the shorter way to the kernel.
 
     Args:
         params: parameters, or parameter groups.

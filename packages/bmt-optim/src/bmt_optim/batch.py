@@ -19,7 +19,8 @@ _SPAN = 1 << 24
 class Batch:
     """The matrices of one parameter group that are at the same step and on the same device.
 
-    All lists have one entry per matrix. Tensors are this rank's parts, some of them perhaps empty.
+    There is at least one, and all lists have one entry per matrix. Tensors are this rank's parts, some of them
+    perhaps empty.
 
     Attributes:
         matrices: the logical tensors.
@@ -38,7 +39,7 @@ class Batch:
         self,
         matrices: Sequence[Matrix],
         locals_: Sequence[Tensor],
-        grads: Sequence[Tensor],
+        grads: list[Tensor],
         states: Sequence[dict[str, Any]],
         options: Mapping[str, Any],
         step: int,
@@ -54,6 +55,11 @@ class Batch:
         self.states = states
         self._locals = locals_
         self.weights = [entry["master"] if "master" in entry else t.contiguous() for entry, t in zip(states, locals_)]
+
+    @property
+    def device(self) -> torch.device:
+        """On which everything is."""
+        return self.weights[0].device
 
     def __len__(self) -> int:
         return len(self.matrices)

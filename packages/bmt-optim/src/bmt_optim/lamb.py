@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,8 +17,6 @@ from .options import check_betas, check_not_negative
 from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter
 
-_CHUNK = 1 << 16
-"""Elements that stay in a CPU core's cache from one pass to the next."""
 _SETTLED = 1 << 30
 """A step at which bias corrections are 1."""
 
@@ -82,66 +80,39 @@ class DistributedLamb(DistributedOptimizer):
         return {"exp_avg": like_parameter(shape), "exp_avg_sq": like_parameter(shape)}
 
     def rule(self, batch: Batch) -> Rule:
-        yield []  # the norms are of a direction that the moments have to move for
-        options, step, lr = batch.options, batch.step, float(batch.options["lr"])
-        correct = options["bias_correction"]
-        if correct == "lr":
+        yield []  # the norms are of a direction for which the moments have to move
+        options, lr = batch.options, float(batch.options["lr"])
+        step = batch.step if options["bias_correction"] in (True, "moments") else _SETTLED
+        if options["bias_correction"] == "lr":
             beta1, beta2 = options["betas"]
-            lr *= math.sqrt(1 - beta2**step) / (1 - beta1**step)
-        directions, squares = _directions(batch, step if correct in (True, "moments") else _SETTLED)
-        (squares,) = yield [Sum(squares, batch.matrices)]
-        if not squares:
-            return
-        norms = torch.stack(squares).sqrt()  # (matrices, 2): of weights and of directions
-        ratios = torch.where((norms > 0).all(dim=1), norms[:, 0] / norms[:, 1], 1)
-        sizes = (ratios * lr).unbind()
+            lr *= math.sqrt(1 - beta2**batch.step) / (1 - beta1**batch.step)
+        directions = _directions(batch, step)
+        squares = torch.stack([_squares(batch.weights), _squares(directions)], dim=1)  # (matrices, 2)
+        (totals,) = yield [Sum(squares.unbind(), batch.matrices)]
+        norms = torch.stack(totals).sqrt()
+        rates = lr * torch.where((norms > 0).all(dim=1), norms[:, 0] / norms[:, 1], 1)
+        each = rates.unbind()
         for indices, weights in batch.writable():
             for i, weight in zip(indices, weights):
-                weight.addcmul_(directions[i], sizes[i])
+                weight.addcmul_(directions[i], each[i])
 
 
-def _directions(batch: Batch, step: int) -> tuple[list[Tensor], Sequence[Tensor]]:
-    """-r of every matrix, and per matrix Σp² and Σr² of this rank's part, fp32 of shape (2,). The moments move.
+def _directions(batch: Batch, step: int) -> list[Tensor]:
+    """-r of every matrix, in new memory; the moments move.
 
-    A step of Adam with rate 1 turns -weight_decay·p into -r.
+    It is what a step of Adam at a rate of 1 makes of -weight_decay·p.
     """
-    weights, exp_avgs, exp_avg_sqs = batch.weights, batch.state("exp_avg"), batch.state("exp_avg_sq")
-    directions = [torch.empty_like(w, dtype=torch.float32) for w in weights]
-    if not weights or weights[0].device.type != "cpu":
-        _move(batch, step, weights, list(batch.grads), exp_avgs, exp_avg_sqs, directions)
-        norms = [torch._foreach_norm(tensors, 2, dtype=torch.float32) for tensors in (weights, directions)]
-        return directions, [torch.stack(pair).square() for pair in zip(*norms)]
-    squares = torch.zeros(len(batch), 2, dtype=torch.float64)
-    infinite = torch.zeros(())
-    for i, tensors in enumerate(zip(weights, batch.grads, exp_avgs, exp_avg_sqs, directions)):
-        # Bit by bit, so that each pass finds what the one before it has left in the cache.
-        for weight, grad, exp_avg, exp_avg_sq, direction in zip(*(t.view(-1).split(_CHUNK) for t in tensors)):
-            _move(batch, step, [weight], [grad], [exp_avg], [exp_avg_sq], [direction])
-            bmt_kernels.power_sum([weight], out=(infinite, squares[i, 0]))
-            bmt_kernels.power_sum([direction], out=(infinite, squares[i, 1]))
-    return directions, squares.float().unbind()
-
-
-def _move(
-    batch: Batch,
-    step: int,
-    weights: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    directions: list[Tensor],
-) -> None:
-    """Move the moments, and write -r into the directions."""
+    directions = [torch.empty_like(w, dtype=torch.float32) for w in batch.weights]
     if batch.options["weight_decay"]:
-        torch._foreach_copy_(directions, weights)
+        torch._foreach_copy_(directions, batch.weights)
         torch._foreach_mul_(directions, -batch.options["weight_decay"])
     else:
         torch._foreach_zero_(directions)
     bmt_kernels.adam_step(
         directions,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
+        batch.grads,
+        batch.state("exp_avg"),
+        batch.state("exp_avg_sq"),
         lr=1.0,
         betas=batch.options["betas"],
         eps=batch.options["eps"],
@@ -150,6 +121,14 @@ def _move(
         grad_scale=batch.grad_scale,
         grad_factor=batch.grad_factor,
     )
+    return directions
+
+
+def _squares(tensors: list[Tensor]) -> Tensor:
+    """The sum of squares of each tensor: fp32, on the device."""
+    if tensors[0].device.type == "cuda":  # in one launch
+        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square()
+    return torch.stack([bmt_kernels.power_sum([t]).total for t in tensors]).float()
 
 
 Lamb = DistributedLamb
