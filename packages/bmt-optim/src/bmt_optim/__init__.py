@@ -4,14 +4,25 @@ from . import lr_scheduler
 from ._version import __version__
 from .adam import AdamOptimizer
 from .adam_offload import AdamOffloadOptimizer
+from .adam_rule import Adam
+from .distributed import DistributedOptimizer
+from .exchange import Communication
+from .lamb import DistributedLamb, Lamb
 from .loss import FusedCrossEntropy
 from .manager import OptimManager
+from .muon import Muon
 from .saving import save_optimizer
 
 __all__ = [
+    "Adam",
     "AdamOffloadOptimizer",
     "AdamOptimizer",
+    "Communication",
+    "DistributedLamb",
+    "DistributedOptimizer",
     "FusedCrossEntropy",
+    "Lamb",
+    "Muon",
     "OptimManager",
     "__version__",
     "lr_scheduler",

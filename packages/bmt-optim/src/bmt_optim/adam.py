@@ -24,7 +24,7 @@ import bmt_kernels
 from bmt_comm import slice_of
 
 from .adam_runs import HALF, MOMENTS, GroupPlan, Home, Launch
-from .runs import local_grad, merge_adjacent
+from .runs import zero_grads
 from .state_dict import gather_state, match_groups, state_value, whole_number
 
 Call = tuple[Launch, dict[str, Any]]
@@ -144,22 +144,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Fill the gradients with zeros, or drop them."""
         if set_to_none:
             super().zero_grad(set_to_none=True)
-            return
-        grads = []
-        for group in self.param_groups:
-            for param in group["params"]:
-                grad = param.grad
-                if grad is None:
-                    continue
-                if grad.grad_fn is not None:
-                    grad.detach_()
-                elif grad.requires_grad:
-                    grad.requires_grad_(False)
-                local = local_grad(param)
-                assert local is not None
-                grads.append(local)
-        for flat in merge_adjacent(grads):
-            flat.zero_()
+        else:
+            zero_grads(self._params())
 
     @torch.no_grad()
     def sync_masters(self) -> None:
@@ -201,7 +187,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         }
         if gather:
             keys = [(*MOMENTS, "master") if p.dtype in HALF else MOMENTS for p in params]
-            found["state"] = gather_state(found["state"], params, keys)
+            tensors = [dict.fromkeys(k, (slice_of(p), torch.float32)) for k, p in zip(keys, params)]
+            found["state"] = gather_state(found["state"], params, tensors)
         return found
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 
 from bmt_comm import ParallelContext, deferred_weight_gradients
@@ -94,8 +95,8 @@ class _Alive(NamedTuple):
 
     inputs: list[Tensor]  # leaves
     arguments: dict[int, Tensor]  # leaves whose gradients are wanted, by the index of the argument
-    outputs: list[Tensor]
-    taps: list[Tensor]
+    outputs: list[GradientEdge | None]  # of floating-point tensors, where there is a gradient to pass on
+    taps: list[GradientEdge | None]
 
 
 class Run:
@@ -132,6 +133,7 @@ class Run:
         self.inputs: dict[tuple[int, int], list[Tensor]] = {}  # by micro-batch and place: kept for recomputation
         self.surroundings: dict[tuple[int, int], Surroundings] = {}
         self._alive: dict[tuple[int, int], _Alive] = {}
+        self._retains = False  # the backward that is running may be run again
         self._deferred: dict[tuple[int, int], Any] = {}
         self._tail_grads: dict[int, list[Tensor]] = {}
         self._argument_grads: dict[tuple[int, int], Tensor] = {}  # by origin and index of the argument
@@ -170,6 +172,7 @@ class Run:
 
         Returns the gradient of each leaf of this rank's arguments.
         """
+        self._retains = torch._C._autograd._get_current_graph_task_keep_graph()
         with outside_backward():
             tracker_of(self.context).finish_reductions()  # those whose end would need all stages
             wanted = self._exchange_wanted(tap_grads)
@@ -255,7 +258,8 @@ class Run:
     def _release(self) -> None:
         for unit in self.units:
             unit.release()
-        self._alive.clear()
+        if not self._retains:
+            self._alive.clear()
         self._deferred.clear()
 
     @contextlib.contextmanager
@@ -303,7 +307,7 @@ class Run:
         source = self._pass.stage(place - 1) if place else self._pass.origin(i)
         tensors = self._post.take(source, message)
         with self._recorded(action):
-            if self.recomputes:
+            if self.recomputes and not self._keeps_input_alone(action.chunk):
                 self.inputs[i, place] = tensors
                 self.surroundings[i, place] = Surroundings(self.context.device)
                 with torch.no_grad():
@@ -321,8 +325,16 @@ class Run:
         for peer, message in self._pass.during(self.stage, action):
             self._post.send(peer, message, *(taps if message.kind == "taps" else (form, outputs)))
 
+    def _keeps_input_alone(self, chunk: int) -> bool:
+        """Whether a chunk that is run for its backward keeps but its input, and need not be run twice."""
+        blocks = self.chunks[chunk]
+        return len(blocks) == 1 and blocks[0].use_checkpoint and not self.plan.taps
+
     def _recompute(self, action: Action) -> None:
         i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)
+        if (i, place) in self._alive:
+            with self._recorded(action):
+                return
         with (
             self._recorded(action),
             self.surroundings[i, place].again(),
@@ -344,15 +356,14 @@ class Run:
         if self._pass.tap_grads and self._pass.tap_grads[origin][place]:
             tap_grads = self._post.take(origin, Message("taps_grad", i, place))
         with self._recorded(action):
-            alive = self._alive.pop((i, place))
-            roots = [x for x in (*alive.outputs, *(alive.taps if tap_grads else ())) if x.is_floating_point()]
-            pairs = [(x, g) for x, g in zip(roots, (*grads, *tap_grads), strict=True) if x.requires_grad]
+            alive = self._alive[i, place] if self._retains else self._alive.pop((i, place))
+            edges = [*alive.outputs, *(alive.taps if tap_grads else ())]
             if action.kind is Kind.BACKWARD:
                 with self._one_less(action.chunk):
-                    _backward_from(pairs)
+                    _backward_from(edges, [*grads, *tap_grads], self._retains)
             else:
                 with deferred_weight_gradients() as self._deferred[i, place]:
-                    _backward_from(pairs)
+                    _backward_from(edges, [*grads, *tap_grads], self._retains)
             self._add_argument_grads(i, alive.arguments)
         floating = [x for x in alive.inputs if x.is_floating_point()]
         for peer, message in self._pass.during(self.stage, action):
@@ -362,6 +373,8 @@ class Run:
                 tensors = floating
             found = [torch.zeros_like(x) if x.grad is None else x.grad for x in tensors]
             self._post.send(peer, message, self.plan.forms[message], found)
+        for x in (*alive.inputs, *alive.arguments.values()):
+            x.grad = None
 
     def _weight(self, action: Action) -> None:
         i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)
@@ -391,7 +404,12 @@ class Run:
         leaves: dict[int, Tensor] = {}
         with torch.enable_grad():
             hidden, taps = self._run(chunk, micro_batch, inputs, leaves)
-        self._alive[micro_batch, place] = _Alive(inputs, leaves, take_apart(hidden)[1], take_apart(taps)[1])
+        # Not the outputs themselves, which can go once they have been sent.
+        edges = [
+            [get_gradient_edge(x) if x.requires_grad else None for x in take_apart(tree)[1] if x.is_floating_point()]
+            for tree in (hidden, taps)
+        ]
+        self._alive[micro_batch, place] = _Alive(inputs, leaves, *edges)
         return hidden, taps
 
     # --- arguments --------------------------------------------------------------------------------
@@ -567,9 +585,10 @@ class Run:
         return losses.sum()
 
 
-def _backward_from(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _backward_from(edges: Sequence[GradientEdge | None], grads: Sequence[Tensor], retain: bool) -> None:
+    pairs = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
     if pairs:
-        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs], retain_graph=retain)
 
 
 def _joined(parts: list[Any], dim: int) -> Any:
