@@ -28,6 +28,7 @@ class Pipeline:
     Args:
         chunks: this stage's layers.
         layers: the layers at each place in the chain of chunks.
+        num_hidden: how many hidden states they take and return.
         context: the ranks.
         tail_schedule: the name of the schedule for calls with a tail.
     """
@@ -36,11 +37,13 @@ class Pipeline:
         self,
         chunks: Sequence[Sequence[Block]],
         layers: Sequence[range],
+        num_hidden: int,
         context: ParallelContext,
         tail_schedule: str,
     ) -> None:
         self.chunks = chunks
         self.layers = layers
+        self.num_hidden = num_hidden
         self.context = context
         self.tail_schedule = tail_schedule
         self.recorder: Recorder | None = None
@@ -67,6 +70,8 @@ class Pipeline:
         trains = any(p.requires_grad for chunk in self.chunks for block in chunk for p in block.unit.params)
         signature, values, problem, prepared = None, [], None, None
         try:
+            if len(hidden) < self.num_hidden:
+                raise ValueError(f"{len(hidden)} hidden states were passed, and num_hidden={self.num_hidden}")
             if tail is not None and return_hidden_states:
                 raise ValueError("return_hidden_states and tail cannot be combined: a tail returns the loss alone")
             if tail is None and tail_args:
@@ -123,7 +128,8 @@ class Pipeline:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """One of the copied Blocks, of the same ranks, that remembers nothing."""
-        return Pipeline(copy.deepcopy(self.chunks, memo), self.layers, self.context, self.tail_schedule)
+        chunks = copy.deepcopy(self.chunks, memo)
+        return Pipeline(chunks, self.layers, self.num_hidden, self.context, self.tail_schedule)
 
     def _agree_on_pieces(self, pieces: int) -> int:
         """How many micro-batches each stage's batch is cut into in all replicas; 0: one of them has failed."""

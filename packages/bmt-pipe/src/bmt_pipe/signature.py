@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -135,6 +135,8 @@ def _marked(
 ) -> list[bool | None]:
     """For each leaf whether ``batch_related`` names its argument; None where its shape is to tell."""
     positions = range(len(hidden) - 1 + len(args))
+    if isinstance(batch_related, str) or not isinstance(batch_related, Iterable):
+        raise TypeError(f"batch_related={batch_related!r} must be a list of positions and keywords")
     for name in batch_related:
         if isinstance(name, bool) or not isinstance(name, (int, str)):
             raise TypeError(f"batch_related holds {name!r}; it names arguments by their position or keyword")
