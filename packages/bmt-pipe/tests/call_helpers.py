@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from pipe_helpers import DTYPE, WIDTH, make_layers
+from pipe_helpers import DTYPE, WIDTH, make_layers, rows_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -45,6 +45,7 @@ class Twins:
         count: int = 5,
         num_hidden: int = 1,
         checkpoint: bool = True,
+        level: int | None = None,
         prepare: Callable[[int, nn.Module], object] = lambda index, layer: None,
         **options: Any,
     ) -> None:
@@ -54,7 +55,7 @@ class Twins:
             prepare(index, layer)
         self.plain = PlainList(layers)
         self.plain.num_hidden = num_hidden
-        blocks = [Block(copy.deepcopy(layer), checkpoint) for layer in layers]
+        blocks = [Block(copy.deepcopy(layer), checkpoint, level) for layer in layers]
         self.piped = PipelineTransformerBlockList(blocks, num_hidden, **options)
 
     def check(
@@ -90,7 +91,8 @@ class Twins:
             if index in self.piped._modules:
                 own = dict(self.piped._modules[index].named_parameters())[inner]
                 assert id(own) in mine
-                same(f"{what}: gradient of {name}", own.grad, grad if param.requires_grad else None, tolerance)
+                wanted = rows_of(grad, own) if param.requires_grad else None
+                same(f"{what}: gradient of {name}", own.grad, wanted, tolerance)
         self.plain.zero_grad()
         self.piped.zero_grad()
 

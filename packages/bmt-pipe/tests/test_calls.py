@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bmt_comm import ParallelContext
 from bmt_pipe import PipelineTransformerBlockList
+from bmt_pipe.messages import StageFailedError
 
 
 class Anything(nn.Module):
@@ -248,10 +249,13 @@ def test_what_is_differentiated(ctx: ParallelContext, checkpoint: bool) -> None:
     twins.check(
         "states", [x, mask], lambda f, x, m: f(x, m, return_hidden_states=True), lambda o: weighted(o[1 if r else 0])
     )
-    out = twins.piped(x, mask)
-    out.sum().backward()
-    with pytest.raises(RuntimeError, match="second time"):
+    for layers in (twins.piped, Twins(ctx, Layer, 3).piped):  # of the latter, a stage has one layer alone
+        out = layers(x, mask)
         out.sum().backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            out.sum().backward()
+    with pytest.raises(RuntimeError, match="once_differentiable|create_graph|does not require grad"):
+        torch.autograd.grad(twins.piped(x, mask).square().sum(), x, create_graph=True)[0].sum().backward()
     grads = torch.autograd.grad(twins.piped(x, mask).square().sum(), [x, mask])
     wanted = torch.autograd.grad(twins.plain(x, mask).square().sum(), [x, mask])
     same("autograd.grad", grads, wanted, 1e-10)
@@ -272,19 +276,19 @@ def test_batches_of_all_sizes(ctx: ParallelContext) -> None:
 
 @pytest.mark.ranks(2, pipe_size=2, timeout=60)
 def test_writing_into_the_input_is_noticed(ctx: ParallelContext) -> None:
-    twins = Twins(ctx, Layer, 4)
-    bias = random(ctx.rank, WIDTH, grad=True)
-    x = hidden(ctx, 2, grad=False)
-    found = twins.piped(x, None, bias)
-    if ctx.rank == 0:
-        x.zero_()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            found.sum().backward()
-    else:
-        with pytest.raises(RuntimeError, match="stage 0 .*modified by an inplace operation"):
-            found.sum().backward()
-    twins.piped.zero_grad()
-    twins.check("after it", [hidden(ctx, 2), bias], lambda f, x, bias: f(x, None, bias))
+    for count in (2, 3, 4):  # stages of one layer work in a way of their own
+        twins = Twins(ctx, Layer, count)
+        bias = random(ctx.rank, WIDTH, grad=True)
+        for _ in range(2):
+            x = hidden(ctx, 2, grad=False)
+            found = twins.piped(x, None, bias)
+            if ctx.rank == 0:
+                x.zero_()
+            stage = "^" if ctx.rank == 0 else "stage 0 .*"
+            with pytest.raises(RuntimeError, match=f"{stage}.*modified by an inplace operation"):
+                found.sum().backward()
+        twins.piped.zero_grad()
+        twins.check("after it", [hidden(ctx, 2), bias], lambda f, x, bias: f(x, None, bias))
 
 
 class InPlace(Layer):
@@ -298,12 +302,13 @@ class InPlace(Layer):
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
 def test_layers_that_write_into_their_input_are_refused(ctx: ParallelContext) -> None:
     """Computed again from what is left of the input, gradients would be wrong."""
-    layers = PipelineTransformerBlockList([InPlace().to(DTYPE) for _ in range(4)])
-    x = hidden(ctx, 2)
-    with pytest.raises(RuntimeError, match="writes into"):
-        layers(x + 0)
-    with torch.no_grad():
-        layers(x + 0)
+    for count in (2, 4):
+        layers = PipelineTransformerBlockList([InPlace().to(DTYPE) for _ in range(count)])
+        x = hidden(ctx, 2, grad=False)
+        with pytest.raises(RuntimeError, match="writes into|in-place operation"):
+            layers(x + 0)
+        with torch.no_grad():
+            layers(x + 0)
 
 
 class Dropping(nn.Module):
@@ -395,3 +400,80 @@ def test_checkpointing_around_the_list(ctx: ParallelContext, reentrant: bool) ->
 
     for _ in range(2):
         twins.check("checkpoint", [hidden(ctx, 3)], call)
+
+
+class Skipping(Layer):
+    """Is left out where no sample wants it."""
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) if wanted.any() else x
+
+
+@pytest.mark.ranks(4, pipe_size=2, num_micro_batches=4, timeout=60)
+def test_layers_that_not_all_micro_batches_use(ctx: ParallelContext) -> None:
+    for level in range(4):
+        for wanted in ([True, False], [False, True], [False, False]):
+            twins = Twins(ctx, Skipping, 4, level=level)
+            mask = torch.tensor(wanted)[:, None].expand(2, 3)
+
+            def call(layers: nn.Module, x: Tensor, mask: Tensor = mask) -> Tensor:
+                if layers is twins.piped:  # noqa: B023
+                    return layers(x, mask)
+                return torch.cat([layers(x[i : i + 1], mask[i : i + 1]) for i in range(2)])
+
+            for _ in range(2):
+                twins.check(f"level {level}, {wanted}", [hidden(ctx, 2)], call)
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
+def test_gradients_with_the_loss_inside(ctx: ParallelContext, schedule: str) -> None:
+    r = ctx.rank
+    twins = Twins(ctx, Layer, 5, interleave=2 if "interleaved" in schedule else 1, tail_schedule=schedule)
+    target, shared = random(50 + r, 3, 3, WIDTH), random(60, WIDTH)
+
+    def tail(x: Tensor, target: Tensor, power: int, names: list[Any]) -> Tensor:
+        return ((x - target).abs() ** power * names[0]).mean()
+
+    def call(layers: nn.Module, x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+        if layers is twins.plain:
+            return tail(layers(x, mask, bias), target, 3, [shared])
+        return layers(x, mask, bias, tail=tail, tail_args=(target, 3, [shared, "name"]))
+
+    inputs = [hidden(ctx, 3), random(10 + r, 3, 3, grad=True), random(20 + r, WIDTH, grad=True)]
+    for grads in ((True, True, True), (False, True, False), (False, False, False), (r == 0, r == 1, True)):
+        given = [x.detach().requires_grad_(grad) for x, grad in zip(inputs, grads)]
+        for factor in (1.0, 3.0, 3.0):
+            twins.check(f"{grads}", given, call, lambda loss, factor=factor: loss * factor)
+    twins.check("two calls", inputs, lambda f, *xs: (call(f, *xs), call(f, *xs) * 2), lambda found: sum(found))
+    with torch.no_grad():
+        twins.check("no_grad", inputs, call)
+    twins.piped(inputs[0], tail=tail, tail_args=(target, 2, [shared]))  # no backward: leaves no gradient
+    assert all(param.grad is None or not param.grad.any() for param in twins.piped.parameters())
+    twins.check("after it", inputs, call)
+    for param in [*twins.piped.parameters(), *twins.plain.parameters()]:
+        param.requires_grad_(False)
+    twins.check("frozen", inputs, call)
+    loss = call(twins.piped, *inputs)
+    with pytest.raises(ValueError, match="on one stage and"):
+        (loss * (1 + r)).backward()
+
+
+class Holder:
+    """An object that a stage receives a copy of."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Holding(Layer):
+    def forward(self, x: Tensor, holder: Holder) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + holder.tensor
+
+
+@pytest.mark.ranks(2, pipe_size=2, timeout=60)
+def test_a_gradient_that_would_be_lost_is_refused(ctx: ParallelContext) -> None:
+    twins = Twins(ctx, Holding, 4)
+    twins.check("without", [hidden(ctx, 2)], lambda f, x: f(x, Holder(random(ctx.rank, WIDTH))))
+    with pytest.raises(ValueError, match="requires a gradient") if ctx.rank == 0 else pytest.raises(StageFailedError):
+        twins.piped(hidden(ctx, 2), Holder(random(0, WIDTH, grad=ctx.rank == 0)))

@@ -291,6 +291,10 @@ class Run:
         self._left = dict.fromkeys(range(len(self.chunks)), self.plan.schedule.micro_batches)
         try:
             yield
+            tracker_of(self.context).finish_reductions()
+            for bucket in buckets:  # those that the last micro-batch has not used
+                bucket.no_sync = self._no_sync[bucket]
+                bucket.reduce_waiting()
         finally:
             for bucket, flag in before.items():
                 bucket.no_sync = flag

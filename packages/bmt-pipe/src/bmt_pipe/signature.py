@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -91,7 +92,8 @@ def sign(
             state, and keywords. Empty: every tensor whose first dimension is as long as the batch.
 
     Raises:
-        TypeError, ValueError: hidden states or ``batch_related`` cannot be served.
+        TypeError, ValueError: hidden states or ``batch_related`` cannot be served, or an object holds a tensor
+            whose gradient would be lost.
     """
     values, spec = tree_flatten((hidden, args, kwargs, tail_args))
     num_hidden, num_tail = len(tree_flatten(hidden)[0]), len(tree_flatten(tail_args)[0])
@@ -103,7 +105,7 @@ def sign(
     leaves = []
     for index, value in enumerate(values):
         if not isinstance(value, Tensor):
-            leaves.append(Leaf(_sendable(value)))
+            leaves.append(Leaf(_sendable(value, grad)))
             continue
         if value.layout is not torch.strided:
             raise ValueError(f"an argument has layout {value.layout}; only dense tensors go through a pipeline")
@@ -160,12 +162,29 @@ def _marked(
     return tree_flatten(marks)[0]
 
 
-def _sendable(value: Any) -> Any:
+def _sendable(value: Any, grad: bool) -> Any:
+    pickler = _NoticingPickler(io.BytesIO())
     try:
-        pickle.dumps(value)
+        pickler.dump(value)
     except Exception:  # whatever an object's own code may raise
         return OWN_VALUE
+    if grad and pickler.wants_gradient:
+        raise ValueError(
+            f"an argument of type {type(value).__name__} holds a tensor that requires a gradient, which it would not "
+            f"get: other stages have copies; pass the tensor by itself, or in tuples, lists and dicts"
+        )
     return value
+
+
+class _NoticingPickler(pickle.Pickler):
+    """Notes whether there are tensors that require gradients."""
+
+    wants_gradient = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor) and obj.requires_grad:
+            self.wants_gradient = True
+        return NotImplemented
 
 
 class SignatureCache:

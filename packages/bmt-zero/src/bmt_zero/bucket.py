@@ -371,6 +371,12 @@ class Bucket:
         self._agree_on_use()
         self._reduce_work = _Reduction(self, flat)
 
+    def reduce_waiting(self) -> None:
+        """Reduce what has waited under ``no_sync`` where no backward comes that would; all ranks, or none."""
+        if self._local_grad is not None and not self.no_sync:
+            self.reduce([None] * len(self.params))
+            self.finish_reduce()
+
     def _agree_on_use(self) -> None:
         """Parameters that no rank has used yet get no gradient, as in plain PyTorch: optimizers leave them alone.
 
