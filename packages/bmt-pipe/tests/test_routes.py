@@ -90,8 +90,10 @@ def steps(what: Pass, stage: int) -> Iterator[Step]:
         i, place = action.micro_batch, action.chunk * p + stage
         origin = i % p
         if action.kind is Kind.FORWARD:
-            yield Step(False, (place - 1) % p, Message("hidden", i, place)) if place else Step(
-                False, origin, Message("input", i, 0)
+            yield (
+                Step(False, (place - 1) % p, Message("hidden", i, place))
+                if place
+                else Step(False, origin, Message("input", i, 0))
             )
         if action.kind in (Kind.BACKWARD, Kind.INPUT):
             if place < last:
