@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pipe_helpers import DeferringLinear, batch_of, pipeline_model, plain_training, replica, rows_of
 
 from bmt_comm import ParallelContext
-from pipe_helpers import DeferringLinear, batch_of, pipeline_model, plain_training, replica, rows_of
 
 STEPS = 10
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_unflatten
 
 from bmt_comm import ParallelContext
 from bmt_zero import Block
