@@ -2,11 +2,11 @@
 checkpointing, in one run.
 
 All candidates live in the same processes, have the same weights, the same global batch and the same micro-batches, and
-take turns. torch's stages hold the embedding and the head on the first and the last stage, and the layers are dealt out
-so that the most expensive stage is as cheap as can be; bmt_pipe computes both on every rank, for its part of the batch.
-Every layer is checkpointed. Reported are medians over rounds and the median of ratios within a round; the peak of what
-a step allocates beside the gradients that it leaves, on the rank where it is largest; and the share of the step that ranks
-are idle, as measured and as the simulator has it, given the measured costs of the actions.
+take turns. torch's first and last stage have the embedding and the head, and the layers are dealt out so that the most
+expensive stage is as cheap as can be; bmt_pipe computes both on every rank, for its part of the batch. Every layer is
+checkpointed. Reported are medians over rounds and the median of ratios within a round; the peak of what a step
+allocates beside the gradients that it leaves, of each rank; and the share of the step that ranks are idle, as measured
+and as the simulator has it, given the measured costs of the actions.
 """
 
 from __future__ import annotations
