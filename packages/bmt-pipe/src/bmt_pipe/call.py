@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from bmt_comm import ParallelContext
 from bmt_zero import Block
 
-from .messages import Message
+from .messages import Message, StageFailedError, connected
 from .recording import Recorder
 from .run import Plan, Run
 from .schedule import Schedule, make_schedule
@@ -27,6 +27,7 @@ class Pipeline:
     Args:
         chunks: this stage's layers.
         layers: the layers at each place in the chain of chunks.
+        num_hidden: how many hidden states they take and return.
         context: the ranks.
         tail_schedule: the name of the schedule for calls with a tail.
     """
@@ -35,11 +36,13 @@ class Pipeline:
         self,
         chunks: Sequence[Sequence[Block]],
         layers: Sequence[range],
+        num_hidden: int,
         context: ParallelContext,
         tail_schedule: str,
     ) -> None:
         self.chunks = chunks
         self.layers = layers
+        self.num_hidden = num_hidden
         self.context = context
         self.tail_schedule = tail_schedule
         self.recorder: Recorder | None = None
@@ -69,6 +72,8 @@ class Pipeline:
         problem: Exception | None = None
         prepared: Tail | None = None
         try:
+            if len(hidden) < self.num_hidden:
+                raise ValueError(f"{len(hidden)} hidden states were passed, and num_hidden={self.num_hidden}")
             if tail is not None and return_hidden_states:
                 raise ValueError("return_hidden_states and tail cannot be combined: a tail returns the loss alone")
             if tail is None and tail_args:
@@ -89,14 +94,22 @@ class Pipeline:
                 if scale is None:
                     scale = torch.ones((), dtype=torch.float64, device=context.device)
                 prepared = Tail(tail, context, scale, grad)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever it is, the other ranks are to know
             problem = error
-        key, signatures = self._signatures.exchange(context, signature, problem)
+        try:
+            key, signatures = self._signatures.exchange(context, signature, problem)
+        except Exception:
+            self._agree_on_pieces(0)
+            raise
         inputs_differ = grad and (
             any(s.trains or any(leaf.requires_grad for leaf in s.leaves) for s in signatures)
             or (prepared is not None and bool(prepared.grads))
         )
-        pieces = self._pieces(min(s.batch for s in signatures))
+        # The same everywhere, and none of them empty where that can be.
+        wanted = -(-context.num_micro_batches // context.pipe_size)
+        pieces = self._agree_on_pieces(max(1, min(wanted, *(s.batch for s in signatures))))
+        if not pieces:
+            raise StageFailedError("another data-parallel replica's call of the pipeline has failed; see its error")
         plan = self._plans.get((key, pieces))
         if plan is None or plan.differentiable != inputs_differ:
             name = "recompute" if tail is None else self.tail_schedule
@@ -109,20 +122,21 @@ class Pipeline:
         if self.recorder is not None:
             self.last_schedule = plan.schedule
         run = Run(self.chunks, context, plan, values, prepared, self.recorder)
-        if prepared is not None:
-            return self._loss(run, prepared)
-        return self._outputs(run)
+        try:
+            return self._outputs(run) if prepared is None else self._loss(run, prepared)
+        finally:
+            if not plan.learned:
+                self._plans.pop((key, pieces), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """One of the copied Blocks, of the same ranks, that remembers nothing."""
-        return Pipeline(copy.deepcopy(self.chunks, memo), self.layers, self.context, self.tail_schedule)
+        chunks = copy.deepcopy(self.chunks, memo)
+        return Pipeline(chunks, self.layers, self.num_hidden, self.context, self.tail_schedule)
 
-    def _pieces(self, smallest: int) -> int:
-        """How many micro-batches each stage's batch is cut into; the same everywhere, and none of them empty."""
-        context = self.context
-        wanted = -(-context.num_micro_batches // context.pipe_size)
-        found = torch.tensor([max(1, min(wanted, smallest))])
-        context.tp_zero_host.all_reduce(found, "min")
+    def _agree_on_pieces(self, pieces: int) -> int:
+        """How many micro-batches each stage's batch is cut into in all replicas; 0: one of them has failed."""
+        found = torch.tensor([pieces])
+        self.context.tp_zero_host.all_reduce(found, "min")
         return int(found)
 
     def _outputs(self, run: Run) -> tuple[Any, ...]:
@@ -197,14 +211,20 @@ class _Outputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         run: Run = ctx.run
-        saved = iter(ctx.saved_tensors)
-        run.inputs = {place: [next(saved) for _ in range(count)] for place, count in zip(ctx.places, ctx.counts)}
-        for s, n in ctx.arguments:
-            run.values[s][n] = next(saved)
+        problem: Exception | None = None
+        try:
+            saved = iter(ctx.saved_tensors)
+        except RuntimeError as error:  # somebody has written into them, or there was a backward before
+            problem = error
+        else:
+            run.inputs = {place: [next(saved) for _ in range(count)] for place, count in zip(ctx.places, ctx.counts)}
+            for s, n in ctx.arguments:
+                run.values[s][n] = next(saved)
         floating = [(n, grad) for n, (grad, is_float) in enumerate(zip(grads, ctx.floating)) if is_float]
         found = run.backward(
             [grad for n, grad in floating if n < ctx.num_outputs],
             [grad for n, grad in floating if n >= ctx.num_outputs],
+            problem,
         )
         run.inputs = {}
         for s, n in ctx.arguments:
@@ -259,7 +279,8 @@ def _same_on_stages(context: ParallelContext, grad: Tensor) -> Tensor:
     if context.pipe.size == 1:
         return grad
     bounds = torch.stack([grad, -grad])
-    context.pipe.all_reduce(bounds, "max")
+    with connected():
+        context.pipe.all_reduce(bounds, "max")
     if context.device.type != "cpu":
         return torch.where(bounds[0] == -bounds[1], grad, torch.nan)
     if bounds[0] != -bounds[1] and not bounds.isnan().any():

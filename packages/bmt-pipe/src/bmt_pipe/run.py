@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +26,18 @@ from bmt_zero.backward import outside_backward, tracker_of
 from bmt_zero.bucket import Bucket
 
 from .chunk import Surroundings, last_not_checkpointed, run_layers
-from .messages import Form, Forms, Message, Post, StageLostError, TensorForm, put_together, structure_of, take_apart
+from .messages import (
+    Form,
+    Forms,
+    Message,
+    Post,
+    StageLostError,
+    TensorForm,
+    connected,
+    put_together,
+    structure_of,
+    take_apart,
+)
 from .recording import Recorder
 from .routes import Pass
 from .schedule import Action, Kind, Schedule
@@ -167,10 +179,13 @@ class Run:
         taps = [_joined([each[1][n] for each in kept], 1) for n in range(len(kept[0][1]))]
         return outputs, taps
 
-    def backward(self, output_grads: list[Tensor | None], tap_grads: list[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self, output_grads: list[Tensor | None], tap_grads: list[Tensor | None], problem: Exception | None
+    ) -> list[Tensor | None]:
         """All backwards, from the gradients of the outputs of :meth:`forward` (of floating-point tensors).
 
-        Returns the gradient of each leaf of this rank's arguments.
+        Returns the gradient of each leaf of this rank's arguments. Raises ``problem``, why this rank cannot do its
+        part, when the other stages know.
         """
         self._retains = torch._C._autograd._get_current_graph_task_keep_graph()
         with outside_backward():
@@ -179,6 +194,8 @@ class Run:
             flags = tuple(any(leaf.requires_grad for leaf in s.leaves[: s.num_hidden]) for s in self.plan.signatures)
             self._begin(Pass(self.plan.schedule, False, True, tap_grads=wanted, input_grads=flags))
             with self._all_stages(), self._reducing_once():
+                if problem is not None:
+                    raise problem
                 self._send_output_grads(output_grads, tap_grads)
                 self._work()
                 hidden = self._input_grads()
@@ -248,7 +265,8 @@ class Run:
             self._post.drain()
         comm = self.context.pipe_host
         failed = torch.zeros(comm.size, dtype=torch.uint8)
-        comm.all_gather(failed, torch.tensor([problem is not None], dtype=torch.uint8))
+        with connected():
+            comm.all_gather(failed, torch.tensor([problem is not None], dtype=torch.uint8))
         if bool(failed.any()):
             self._release()
             raise_first(self.context, problem)
@@ -306,9 +324,11 @@ class Run:
         message = Message("hidden" if place else "input", i, place)
         source = self._pass.stage(place - 1) if place else self._pass.origin(i)
         tensors = self._post.take(source, message)
+        if self.recomputes:
+            self.inputs[i, place] = tensors
+        versions = [x._version for x in tensors] if self.recomputes else []
         with self._recorded(action):
             if self.recomputes and not self._keeps_input_alone(action.chunk):
-                self.inputs[i, place] = tensors
                 self.surroundings[i, place] = Surroundings(self.context.device)
                 with torch.no_grad():
                     hidden, inputs = self._run(action.chunk, i, tensors, {})
@@ -317,6 +337,11 @@ class Run:
                     hidden, inputs = self._run(action.chunk, i, tensors, {})
             else:
                 hidden, inputs = self._run_with_grad(action.chunk, i, tensors)
+            if versions != [x._version for x in tensors if versions]:
+                raise RuntimeError(
+                    "a layer writes into its input, which is needed to compute it again in backward; let the layer "
+                    "make a new tensor instead"
+                )
             form, outputs = take_apart(hidden)
             if self.tail is not None and place == self._pass.last:
                 _, _, tail_args = self._arguments_of(i)
@@ -388,7 +413,15 @@ class Run:
         place = self._pass.place(self.stage, chunk)
         form = self.plan.forms[Message("hidden" if place else "input", micro_batch, place)]
         args, kwargs, _ = self._arguments_of(micro_batch, leaves)
-        return run_layers(self.chunks[chunk], put_together(form, tensors), args, kwargs)
+        hidden, inputs = run_layers(self.chunks[chunk], put_together(form, tensors), args, kwargs)
+        rows = self.plan.rows(micro_batch)
+        for x in take_apart(hidden)[1]:
+            if x.dim() == 0 or len(x) != rows.stop - rows.start:
+                raise ValueError(
+                    f"a layer returned a hidden state of shape {tuple(x.shape)} for {rows.stop - rows.start} samples; "
+                    f"its first dimension must be the batch"
+                )
+        return hidden, inputs
 
     def _run_with_grad(
         self, chunk: int, micro_batch: int, tensors: list[Tensor]
@@ -433,7 +466,7 @@ class Run:
                 elif leaf.value is OWN_VALUE:
                     found.append(self.values[self.stage][n])
                 elif not leaf.is_tensor:
-                    found.append(leaf.value)
+                    found.append(copy.deepcopy(leaf.value))  # layers may change it
                 else:
                     device = "cpu" if leaf.on_host else self.context.device
                     found.append(torch.empty(leaf.value.shape, dtype=leaf.value.dtype, device=device))
@@ -445,8 +478,9 @@ class Run:
             value = self.values[self.stage][n].detach().contiguous()
             if value.numel():
                 sends[mine.leaves[n].on_host].extend((value, s) for s in self._readers(mine, n) if s != self.stage)
-        for on_host, comm in enumerate(comms):
-            comm.send_recv(sends[on_host], recvs[on_host])
+        with connected():
+            for on_host, comm in enumerate(comms):
+                comm.send_recv(sends[on_host], recvs[on_host])
 
     def _readers(self, signature: Signature, leaf: int) -> range:
         """The stages that need an argument of another one: all, or for the tail's the last."""
@@ -505,8 +539,9 @@ class Run:
                     continue
                 mine[n] = [grad if s == self.stage else torch.empty_like(grad) for s in range(self.plan.stages)]
                 recvs[leaf.on_host].extend((g, s) for s, g in enumerate(mine[n]) if s != self.stage)
-        for on_host, comm in enumerate(comms):
-            comm.send_recv(sends[on_host], recvs[on_host])
+        with connected():
+            for on_host, comm in enumerate(comms):
+                comm.send_recv(sends[on_host], recvs[on_host])
         grads = [*hidden, *[None] * (len(self.plan.signatures[self.stage].leaves) - len(hidden))]
         for n, parts in mine.items():
             grads[n] = torch.stack(parts).sum(0)
@@ -544,7 +579,8 @@ class Run:
             return ()
         comm = self.context.pipe_host
         flags = torch.zeros(comm.size, dtype=torch.uint8)
-        comm.all_gather(flags, torch.tensor([any(g is not None for g in tap_grads)], dtype=torch.uint8))
+        with connected():
+            comm.all_gather(flags, torch.tensor([any(g is not None for g in tap_grads)], dtype=torch.uint8))
         last = self.plan.schedule.stages * self.plan.schedule.chunks
         return tuple((bool(flag),) * last for flag in flags)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bmt_comm import ParallelContext
 
-from .messages import StageFailedError, Structure, TensorForm
+from .messages import StageFailedError, Structure, TensorForm, connected
 
 
 class _OwnValue:
@@ -135,6 +135,8 @@ def _marked(
 ) -> list[bool | None]:
     """For each leaf whether ``batch_related`` names its argument; None where its shape is to tell."""
     positions = range(len(hidden) - 1 + len(args))
+    if isinstance(batch_related, str) or not isinstance(batch_related, Iterable):
+        raise TypeError(f"batch_related={batch_related!r} must be a list of positions and keywords")
     for name in batch_related:
         if isinstance(name, bool) or not isinstance(name, (int, str)):
             raise TypeError(f"batch_related holds {name!r}; it names arguments by their position or keyword")
@@ -180,19 +182,28 @@ class SignatureCache:
 
         Raises:
             Exception: this rank's ``problem``, if it has one.
-            StageFailedError: another rank's.
+            TypeError: arguments are in containers that cannot be sent.
+            StageFailedError: another rank has a problem.
+            StageLostError: another rank cannot be reached.
             RuntimeError: stages disagree on what they call.
         """
         comm = context.pipe_host
-        packed = b"" if mine is None else pickle.dumps(mine)
-        digest = hashlib.sha256(packed).digest() if mine is not None else bytes(32)
+        packed = b""
+        if mine is not None:
+            try:
+                packed = pickle.dumps(mine)
+            except Exception as error:  # whatever an object's own code may raise
+                problem = TypeError(f"arguments are in containers that cannot be sent to other stages: {error}")
+        digest = hashlib.sha256(packed).digest() if packed else bytes(32)
         everyone = torch.empty(comm.size, 32, dtype=torch.uint8)
-        comm.all_gather(everyone, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        with connected():
+            comm.all_gather(everyone, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         digests = [row.numpy().tobytes() for row in everyone]
         if bytes(32) in digests:
             raise_first(context, problem)
         if any(each not in self._known for each in digests):
-            found = comm.all_gather_object(packed)
+            with connected():
+                found = comm.all_gather_object(packed)
             for each, data in zip(digests, found, strict=True):
                 self._known[each] = pickle.loads(data)  # from a rank of this job
         signatures = [self._known[each] for each in digests]
@@ -211,7 +222,8 @@ def raise_first(context: ParallelContext, problem: BaseException | None) -> None
     """Raise where any rank of the pipeline has a problem: its own, or else the first stage's that has one."""
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
     quotes = isinstance(problem, StageFailedError)  # tells of another stage's problem, not of one of its own
-    found = context.pipe_host.all_gather_object((text, quotes))
+    with connected():
+        found = context.pipe_host.all_gather_object((text, quotes))
     for stage, (text, quotes) in enumerate(found):
         if text is not None and not quotes:
             if problem is not None and not isinstance(problem, StageFailedError):
