@@ -2,11 +2,11 @@
 checkpointing, in one run.
 
 All candidates live in the same processes, have the same weights, the same global batch and the same micro-batches, and
-take turns. torch's stages hold the embedding and the head on the first and the last stage, and the layers are dealt out
-so that the most expensive stage is as cheap as can be; bmt_pipe computes both on every rank, for its part of the batch.
-Every layer is checkpointed. Reported are medians over rounds and the median of ratios within a round; the peak of what
-a step allocates beyond parameters and gradients, on the rank where it is largest; and the share of the step that ranks
-are idle, as measured and as the simulator has it, given the measured costs of the actions.
+take turns. torch's first and last stage have the embedding and the head, and the layers are dealt out so that the most
+expensive stage is as cheap as can be; bmt_pipe computes both on every rank, for its part of the batch. Every layer is
+checkpointed. Reported are medians over rounds and the median of ratios within a round; the peak of what a step
+allocates beside the gradients that it leaves, of each rank; and the share of the step that ranks are idle, as measured
+and as the simulator has it, given the measured costs of the actions.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Candidate:
     """A step to measure, and how its ranks spend it."""
 
     step: Callable[[], float]
+    params: list[nn.Parameter]  # of this rank
 
     def idle(self) -> tuple[list[float], list[float]]:
         """Of each rank, the idle share as measured and as simulated."""
@@ -97,8 +98,7 @@ class Torch(Candidate):
         own = split_layers([*[1.0] * shape.layers, head], stages)[stage]
         mine = [layers[i] for i in own if i < shape.layers]
         module = Stage(ends, mine, stage == 0, stage == stages - 1).to(context.device)
-        for param in module.parameters():
-            param.grad = torch.zeros_like(param)
+        self.params = list(module.parameters())
         self.busy = 0.0
         self.first, self.last = stage == 0, stage == stages - 1
         self.tokens = tokens.to(context.device)
@@ -146,8 +146,6 @@ class Ours(Candidate):
         self.ends = BMTrainModelWrapper(ends, zero_level=0)
         self.tail = tail is not None
         self.params = [*self.layers.parameters(), *self.ends.parameters()]
-        for param in self.params:
-            param.grad = torch.zeros_like(param)
         rows = len(tokens) // context.pipe_size
         self.tokens = tokens[context.pipe_rank * rows : (context.pipe_rank + 1) * rows].to(context.device)
 
@@ -169,8 +167,16 @@ class Ours(Candidate):
         return [float(s) for s in idle_share(timeline)], [float(s) for s in idle_share(planned)]
 
 
-def peak_of(step: Callable[[], object], device: torch.device) -> int:
-    """Bytes that a step has allocated at most at a time."""
+def peak_of(candidate: Candidate, device: torch.device) -> int:
+    """Bytes that a step has allocated at most at a time, beside the gradients that it leaves."""
+    step = candidate.step
+    for param in candidate.params:
+        param.grad = None
+    peak = _peak(step, device)
+    return peak - sum(param.grad.nbytes for param in candidate.params if param.grad is not None)
+
+
+def _peak(step: Callable[[], object], device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -204,11 +210,13 @@ def measure(arguments: argparse.Namespace) -> None:
         found = context.pipe_host.all_gather_object(candidate.step())
         losses[name] = found[-1] if isinstance(candidate, Torch) else statistics.fmean(found)
         candidate.step()
-        peaks[name] = context.pipe_host.all_gather_object(peak_of(candidate.step, context.device))
+        peaks[name] = context.pipe_host.all_gather_object(peak_of(candidate, context.device))
         shares[name] = candidate.idle()
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(arguments.rounds):
         for name, candidate in candidates.items():
+            for param in candidate.params:
+                param.grad = None
             context.synchronize()
             start = time.perf_counter()
             candidate.step()
@@ -217,12 +225,13 @@ def measure(arguments: argparse.Namespace) -> None:
     if context.rank == 0:
         first = next(iter(candidates))
         print(f"{machine()}; {arguments.ranks} stages, {micro_batches} micro-batches of {arguments.size}; {shape}")
-        print("  median seconds, speed relative to torch, peak MB and the largest share of it; idle % (as simulated)")
+        print("  median seconds, speed relative to torch; peak MB and idle % of each rank (as simulated)")
         for name, taken in times.items():
             ratio = median_ratio(times[first], taken)
             measured, planned = (" ".join(f"{100 * s:.0f}" for s in some) for some in shares[name])
             print(
-                f"  {name:32s} {statistics.median(taken):7.3f} {ratio:6.2f}x {max(peaks[name]) / MB:8.1f}"
+                f"  {name:28s} {statistics.median(taken):7.3f} {ratio:6.2f}x "
+                f"{' '.join(f'{peak / MB:6.1f}' for peak in peaks[name])}"
                 f"   {measured} ({planned or '-'})   loss {losses[name]:.6f}"
             )
         if arguments.plot:

@@ -1,5 +1,6 @@
 """The GPT-2 example: its model, its data, its checkpoints, and a whole run."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -28,6 +29,7 @@ from generate import generate  # noqa: E402
 from metrics import Metrics, plot  # noqa: E402
 from models import GPT, PRESETS, GPTConfig  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
+from train import Trainer, train  # noqa: E402
 
 TINY = GPTConfig(vocab_size=67, seq_len=12, num_layers=3, num_heads=2, hidden_size=14)
 
@@ -314,6 +316,12 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
         (["--heads", "8", "--tp", "3"], "--heads 8 is no multiple of --tp 3"),
         (["--held-out", "1"], "--held-out 1.0 must be between 0 and 1"),
         (["--resume", "--overwrite"], "choose one"),
+        (["--pipe", "2", "--tp", "2"], "--pipe 2 × --tp 2 = 4 does not divide the number of ranks, 1"),
+        (["--interleave", "2"], "--interleave 2 is for pipelines; pass --pipe"),
+        (["--pipe", "2", "--interleave", "4"], "--layers 6 are too few for --pipe 2 × --interleave 4, which need 8"),
+        (["--pipe", "2", "--interleave", "2", "--pipe-schedule", "zb_h1"], "zb_h1 has one part of the layers"),
+        (["--pipe", "2", "--micro-batches", "3"], "--micro-batches 3 is no multiple of --pipe 2"),
+        (["--pipe", "2", "--micro-batches", "16"], "more than the 8 sequences that --pipe 2 stages with"),
     ],
 )
 def test_bad_flags_are_errors(argv, message, capsys):
@@ -325,12 +333,16 @@ def test_bad_flags_are_errors(argv, message, capsys):
 # --- a whole run ----------------------------------------------------------------------------------
 
 
+FLAGS = [
+    *("--data", "text", "--vocab-size", "300", "--layers", "2", "--hidden", "32", "--heads", "2", "--seq-len", "32"),
+    *("--dropout", "0.1", "--steps", "24", "--save-interval", "16", "--warmup", "4", "--lr", "1e-2"),
+    *("--accumulation", "2", "--log-interval", "1", "--eval-interval", "8", "--sample-tokens", "8", "--device", "cpu"),
+]
+
+
 def run_training(folder, *flags, ranks=2):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(EXAMPLE / "train.py"), "--data", "text", "--vocab-size", "300", "--layers", "2", "--hidden", "32"]
-    command += ["--heads", "2", "--seq-len", "32", "--dropout", "0.1", "--steps", "24", "--save-interval", "16"]
-    command += ["--warmup", "4", "--lr", "1e-2", "--accumulation", "2", "--log-interval", "1", "--eval-interval", "8"]
-    command += ["--sample-tokens", "8", "--device", "cpu", *flags]
+    command += [str(EXAMPLE / "train.py"), *FLAGS, *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=folder, env=env, timeout=120, capture_output=True, text=True)
     return result.returncode, result.stdout + result.stderr
@@ -369,17 +381,104 @@ def test_training_learns_and_resumes_exactly(tmp_path):
     assert losses(tmp_path) == uninterrupted
 
 
-def test_losses_do_not_depend_on_the_tensor_parallel_size(tmp_path):
-    write_text(tmp_path)
-    found = {}
-    for ranks, size in ((1, 1), (2, 2), (4, 2)):
-        flags = ["--out", f"runs/{ranks}", "--tp", str(size), "--dropout", "0", "--steps", "8", "--lr", "3e-3"]
-        flags += ["--batch-size", "2" if ranks == 4 else "4"]  # as many sequences per step
-        code, output = run_training(tmp_path, *flags, ranks=ranks)
-        assert code == 0, output
-        found[ranks] = losses(tmp_path, str(ranks))
-    assert found[1][-1][1] < found[1][0][1] - 0.3
-    for ranks in (2, 4):
-        assert [step for step, _ in found[ranks]] == [step for step, _ in found[1]]
-        for (_, loss), (_, expected) in zip(found[ranks], found[1]):
-            assert loss == pytest.approx(expected, rel=1e-5)
+SHORT = ["--dropout", "0", "--steps", "8", "--lr", "3e-3", "--save-interval", "4"]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """A folder with text and ``runs/single``, which one process took; and that run's losses."""
+    folder = tmp_path_factory.mktemp("single")
+    write_text(folder)
+    code, output = run_training(folder, *SHORT, "--batch-size", "4", "--out", "runs/single", ranks=1)
+    assert code == 0, output
+    found = losses(folder, "single")
+    assert found[-1][1] < found[0][1] - 0.3
+    return folder, found
+
+
+def assert_same_losses(found, expected):
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    for (_, loss), (_, wanted) in zip(found, expected):
+        assert loss == pytest.approx(wanted, rel=1e-5)
+
+
+def run_here(folder, run, *flags):
+    """The same on the ranks of a test."""
+    os.chdir(folder)
+    train(parse_flags([*FLAGS, *SHORT, "--out", f"runs/{run}", *flags]))
+    bmt.shutdown()
+
+
+@pytest.mark.ranks(2, 4, init=False, timeout=120)
+def test_losses_do_not_depend_on_the_tensor_parallel_size(single, tmp_path):
+    folder, expected = single
+    run, ranks = tmp_path.name, int(os.environ["WORLD_SIZE"])
+    run_here(folder, run, "--tp", "2", "--batch-size", str(8 // ranks))
+    assert_same_losses(losses(folder, run), expected)
+
+
+@pytest.mark.ranks(2, init=False, timeout=120)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_losses_do_not_depend_on_the_schedule_of_a_pipeline(single, schedule):
+    folder, expected = single
+    flags = ["--pipe", "2", "--micro-batches", "4", "--pipe-schedule", schedule, "--batch-size", "2"]
+    run_here(folder, schedule, *flags)
+    assert_same_losses(losses(folder, schedule), expected)
+
+
+@pytest.mark.ranks(4, init=False, timeout=120)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tp", "2", "--batch-size", "2", "--micro-batches", "4"],
+        ["--tp", "2", "--batch-size", "2", "--pipe-schedule", "zb_h1", "--checkpointing"],
+        ["--batch-size", "1", "--zero-level", "2"],  # and two replicas of each stage
+    ],
+    ids=" ".join,
+)
+def test_losses_do_not_depend_on_what_a_pipeline_is_combined_with(single, tmp_path, flags):
+    folder, expected = single
+    run = tmp_path.name
+    run_here(folder, run, "--pipe", "2", *flags)
+    assert_same_losses(losses(folder, run), expected)
+
+
+@pytest.mark.ranks(2, init=False, timeout=120)
+def test_a_pipeline_resumes_exactly_and_its_model_loads_at_other_layouts(single):
+    folder, expected = single
+    flags = ["--batch-size", "2", "--dropout", "0.1"]
+    run_here(folder, "pipeline", "--pipe", "2", *flags)
+    uninterrupted = losses(folder, "pipeline")
+    last = folder / "runs" / "pipeline" / "checkpoints" / "step-000008"
+
+    # As if the run had been cut short after its first checkpoint.
+    with meeting() as rank:
+        if rank == 0:
+            shutil.rmtree(last)
+    run_here(folder, "pipeline", "--pipe", "2", *flags, "--resume")
+    assert losses(folder, "pipeline") == uninterrupted
+
+    def trainer_of(*flags):
+        args = parse_flags([*FLAGS, *SHORT, *flags])
+        bmt.init_distributed(pipe_size=args.pipe, num_micro_batches=args.micro_batches, device="cpu")
+        return Trainer(args)
+
+    trainer = trainer_of(*flags)
+    with pytest.raises(UsageError, match="saved with --pipe 2 --interleave 1 --tp 1, and this run has --pipe 1"):
+        load_checkpoint(last, trainer.model, trainer.manager, trainer.batches, trainer.corpus)
+    bmt.load(trainer.model, str(last / "model.pt"))
+    assert trainer.held_out_loss() == pytest.approx(uninterrupted[-1][1], rel=1e-5)
+    bmt.shutdown()
+    trainer = trainer_of("--pipe", "2", "--batch-size", "2")
+    bmt.load(trainer.model, "runs/single/checkpoints/step-000008/model.pt")
+    assert trainer.held_out_loss() == pytest.approx(expected[-1][1], rel=1e-5)
+
+
+@contextlib.contextmanager
+def meeting():
+    """The rank, within; all ranks come in and go out together."""
+    bmt.init_distributed(device="cpu")
+    bmt.synchronize()
+    yield bmt.rank()
+    bmt.synchronize()
+    bmt.shutdown()

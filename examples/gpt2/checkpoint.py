@@ -42,7 +42,7 @@ def save_checkpoint(
         "position": batches.position,
         "data": corpus.key,
         "seed": batches.seed,
-        "world_size": bmt.world_size(),
+        "layout": layout(model),
         "random": random_state(),
     }
     torch.save(state, unfinished / f"rank-{bmt.rank()}.pt")
@@ -59,7 +59,7 @@ def load_checkpoint(folder: Path, model: GPT, manager: bmt.optim.OptimManager, b
     """Go back to where a checkpoint was saved, and return its step. All ranks must call this.
 
     Raises:
-        UsageError: the checkpoint is of another model, other data or another number of ranks.
+        UsageError: the checkpoint is of another model, other data or another layout of ranks.
     """
     saved_config, config = read_config(folder), model.config
     if saved_config != config:
@@ -73,6 +73,8 @@ def load_checkpoint(folder: Path, model: GPT, manager: bmt.optim.OptimManager, b
     if ranks != bmt.world_size():
         raise UsageError(f"{folder} was saved by {ranks} ranks, and there are {bmt.world_size()}; use as many")
     state: dict[str, Any] = torch.load(folder / f"rank-{bmt.rank()}.pt", map_location="cpu", weights_only=True)
+    if state["layout"] != layout(model):
+        raise UsageError(f"{folder} was saved with {state['layout']}, and this run has {layout(model)}; use the same")
     if state["data"] != corpus.key:
         raise UsageError(f"{folder} was trained on other data; pass the same --data, --max-bytes and --vocab-size")
     if state["seed"] != batches.seed:
@@ -82,6 +84,11 @@ def load_checkpoint(folder: Path, model: GPT, manager: bmt.optim.OptimManager, b
     batches.position = state["position"]
     set_random_state(state["random"])
     return state["step"]
+
+
+def layout(model: GPT) -> str:
+    """The flags that decide, beside the number of ranks, of what a rank has the optimizer's state."""
+    return f"--pipe {bmt.config['pipe_size']} --interleave {model.interleave} --tp {bmt.config['tp_size']}"
 
 
 def list_checkpoints(root: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from argparse import BooleanOptionalAction
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from models import PRESETS, GPTConfig
 from models.gpt_config import DTYPES
 
 SCHEDULES = ("cosine", "linear", "noam", "constant")
+PIPE_SCHEDULES = ("recompute", "1f1b", "interleaved_1f1b", "zb_h1")
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
@@ -55,6 +57,16 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--optimizer", choices=("adam", "adam_offload"), default="adam", help="its state on GPU or host")
     group.add_argument("--zero-level", type=int, choices=range(4), default=3, help="what the ranks share out")
     group.add_argument("--tp", type=int, default=1, help="ranks that compute every layer together")
+    group.add_argument("--pipe", type=int, default=1, help="stages of a pipeline, each with a part of the layers")
+    group.add_argument("--micro-batches", type=int, default=hidden, help="of a pipeline; default: as many as stages")
+    group.add_argument("--interleave", type=int, default=1, help="parts of the layers that each stage has")
+    group.add_argument(
+        "--pipe-schedule",
+        choices=PIPE_SCHEDULES,
+        default="recompute",
+        help="recompute: the loss outside of the pipeline, and every stage computed again in backward; "
+        "the others: the loss inside",
+    )
     group.add_argument(
         "--checkpointing",
         action=BooleanOptionalAction,
@@ -79,12 +91,17 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
     parser.set_defaults(
         layers=None, heads=None, hidden=None, seq_len=None, vocab_size=None, dropout=None, data=None, epochs=None,
-        checkpointing=None, device=None,
+        checkpointing=None, device=None, micro_batches=None,
     )  # fmt: skip
     args = parser.parse_args(argv)
     if args.checkpointing is None:
         args.checkpointing = args.preset != "small-cpu"
-    for name in ("tp", "steps", "batch_size", "accumulation", "keep", "log_interval", "eval_sequences", "top_k"):
+    if args.micro_batches is None:
+        args.micro_batches = max(args.pipe, 1)
+    for name in (
+        *("tp", "pipe", "micro_batches", "interleave", "steps", "batch_size", "accumulation"),
+        *("keep", "log_interval", "eval_sequences", "top_k"),
+    ):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     for name in ("max_bytes", "warmup", "save_interval", "eval_interval", "sample_tokens", "lr", "clip", "seed"):
@@ -109,7 +126,43 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         if size % args.tp:
             parser.error(f"--{flag} {size} is no multiple of --tp {args.tp}")
+    try:
+        check_pipeline(args)
+    except UsageError as error:
+        parser.error(str(error))
     return args
+
+
+def check_pipeline(args: argparse.Namespace) -> None:
+    """Raise unless the ranks, the layers and the batch can be cut as ``--pipe`` and its companions say."""
+    ranks, together = int(os.environ.get("WORLD_SIZE", 1)), args.pipe * args.tp
+    if args.pipe == 1:
+        for name, default in (("micro_batches", 1), ("interleave", 1), ("pipe_schedule", "recompute")):
+            if (value := getattr(args, name)) != default:
+                raise UsageError(f"--{name.replace('_', '-')} {value} is for pipelines; pass --pipe, too")
+    if args.pipe_schedule in ("1f1b", "zb_h1") and args.interleave > 1:
+        raise UsageError(
+            f"--pipe-schedule {args.pipe_schedule} has one part of the layers on each stage, and --interleave is "
+            f"{args.interleave}; choose recompute or interleaved_1f1b"
+        )
+    parts = args.pipe * args.interleave
+    if args.config.num_layers < parts:
+        raise UsageError(
+            f"--layers {args.config.num_layers} are too few for --pipe {args.pipe} × --interleave {args.interleave}, "
+            f"which need {parts} or more"
+        )
+    if args.micro_batches % args.pipe:
+        raise UsageError(f"--micro-batches {args.micro_batches} is no multiple of --pipe {args.pipe}")
+    if args.micro_batches > args.batch_size * args.pipe:
+        raise UsageError(
+            f"--micro-batches {args.micro_batches} are more than the {args.batch_size * args.pipe} sequences that "
+            f"--pipe {args.pipe} stages with --batch-size {args.batch_size} have"
+        )
+    if ranks % together:
+        raise UsageError(
+            f"--pipe {args.pipe} × --tp {args.tp} = {together} does not divide the number of ranks, {ranks}; start a "
+            f"multiple of {together}: torchrun --nproc-per-node {together}"
+        )
 
 
 def model_config(args: argparse.Namespace) -> GPTConfig:

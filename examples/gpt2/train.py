@@ -3,6 +3,7 @@
 python train.py                                   one process
 torchrun --nproc-per-node 2 train.py              two, which share out the model
 torchrun --nproc-per-node 2 train.py --tp 2       two, which compute every layer together
+torchrun --nproc-per-node 2 train.py --pipe 2     two, each of which computes half of the layers
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ class Trainer:
         self.device: torch.device = bmt.config["device"]
         self.corpus: Corpus = load_corpus(args.data, args.max_bytes, args.config.vocab_size, args.cache)
         self.train_set, self.eval_set = split(self.corpus.ids, args.config.seq_len, args.held_out)
-        # Tensor-parallel ranks are one replica of the model, and see the same data.
+        # Tensor-parallel ranks are one replica of the model, and see the same data. The stages of a pipeline run
+        # what is outside of it each with data of its own, so they count.
         self.replicas: int = bmt.config["topology"].replicas
-        self.replica: int = bmt.config["data_rank"]
+        self.replica: int = bmt.rank() // args.tp
         self.batches = Batches(self.train_set, args.batch_size, args.seed, self.replica, self.replicas)
         self.sequences_per_step = args.batch_size * args.accumulation * self.replicas
         self.steps: int = args.steps
@@ -54,9 +56,9 @@ class Trainer:
         self.step = 0
         self.interrupted = False  # Ctrl-C was pressed; ranks agree to stop where they measure
 
-        self.model = GPT(args.config, use_checkpoint=args.checkpointing)
+        tail_schedule = None if args.pipe_schedule == "recompute" else args.pipe_schedule
+        self.model = GPT(args.config, args.checkpointing, args.interleave, tail_schedule)
         bmt.init_parameters(self.model)
-        self.loss_function = bmt.loss.FusedCrossEntropy(parallel=True)
         adam = bmt.optim.AdamOffloadOptimizer if args.optimizer == "adam_offload" else bmt.optim.AdamOptimizer
         self.optimizer = adam(parameter_groups(self.model, args.weight_decay), betas=(0.9, 0.95))
         self.scheduler = SCHEDULES[args.schedule](self.optimizer, args.lr, args.warmup, self.steps)
@@ -78,8 +80,7 @@ class Trainer:
 
     def loss(self, sequences: Tensor) -> Tensor:
         """The mean loss of predicting every next token: sequences (B, S + 1) to a scalar."""
-        scores = self.model(sequences[:, :-1])
-        return self.loss_function(scores.flatten(0, 1), sequences[:, 1:].flatten())
+        return self.model.loss(sequences[:, :-1], sequences[:, 1:])
 
     def train_step(self) -> tuple[Tensor, Tensor]:
         """Take one step; returns this rank's mean loss and the norm of the gradient, without waiting for them."""
@@ -186,7 +187,10 @@ def prepare_output(args: argparse.Namespace) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """The whole run."""
-    bmt.init_distributed(seed=args.seed, tp_size=args.tp, zero_level=args.zero_level, device=args.device)
+    bmt.init_distributed(
+        seed=args.seed, pipe_size=args.pipe, num_micro_batches=args.micro_batches, tp_size=args.tp,
+        zero_level=args.zero_level, device=args.device,
+    )  # fmt: skip
     prepare_output(args)
     trainer = Trainer(args)
     if args.resume:

@@ -1,5 +1,7 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 import bmtrain as bmt
@@ -27,32 +29,58 @@ class GPTLayer(bmt.DistributedModule):
 
 
 class GPT(bmt.DistributedModule):
-    """Scores of the next token at every position.
+    """Scores of the next token at every position, and their loss.
 
+    In a pipeline, each stage has a part of the layers; embeddings, final norm and head are shared out over all ranks.
     Between the halves of the layers, each tensor-parallel rank has a part of the sequence, in them its part of the
     heads and of the feed-forward, and of the scores its range of the vocabulary.
 
     Args:
         config: its sizes.
         use_checkpoint: whether a layer keeps only its input for backward, and computes the rest again there.
+        interleave: in a pipeline, parts of the layers that each stage has.
+        tail_schedule: in a pipeline, compute the loss inside of it, by this schedule.
     """
 
-    def __init__(self, config: GPTConfig, use_checkpoint: bool = True):
+    def __init__(
+        self, config: GPTConfig, use_checkpoint: bool = True, interleave: int = 1, tail_schedule: str | None = None
+    ):
         super().__init__()
         self.config = config
+        self.interleave = interleave
+        self.has_tail = tail_schedule is not None
         hidden, dtype = config.hidden_size, DTYPES[config.dtype]
         self.token_embedding = TokenEmbedding(config.vocab_size, hidden, dtype)
         self.position_embedding = PositionEmbedding(config.seq_len, hidden, dtype)
-        self.layers = bmt.TransformerBlockList(
-            [bmt.Block(GPTLayer(config), use_checkpoint=use_checkpoint) for _ in range(config.num_layers)]
-        )
+        layers = [bmt.Block(GPTLayer(config), use_checkpoint=use_checkpoint) for _ in range(config.num_layers)]
+        if bmt.config["pipe_size"] > 1:
+            self.layers = bmt.PipelineTransformerBlockList(layers, interleave=interleave, tail_schedule=tail_schedule)
+        else:
+            self.layers = bmt.TransformerBlockList(layers)
         self.final_norm = LayerNorm(hidden, dtype=dtype)
         if not config.tied:
             self.head = TokenEmbedding(config.vocab_size, hidden, dtype)
+        self.cross_entropy = bmt.loss.FusedCrossEntropy(parallel=True)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids (B, S) to scores (B, S, V / tensor-parallel ranks)."""
-        x = self.token_embedding(ids) + self.position_embedding(ids.shape[1])  # (B, S / ranks, H)
-        x = dropout(x, self.config.dropout, self.training)
-        x = self.final_norm(self.layers(x))
-        return (self.token_embedding if self.config.tied else self.head)(x, projection=True)
+        return self.scores(self.layers(self.embed(ids)))
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss, a scalar, of predicting ``targets`` (B, S), the tokens that come after ``ids`` (B, S)."""
+        if self.has_tail:
+            return self.layers(self.embed(ids), tail=self.loss_of_hidden, tail_args=(targets,))
+        return self.loss_of_hidden(self.layers(self.embed(ids)), targets)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """What comes before the layers: (B, S) to (B, S / tensor-parallel ranks, H)."""
+        x = self.token_embedding(ids) + self.position_embedding(ids.shape[1])
+        return dropout(x, self.config.dropout, self.training)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """What comes after them: (B, S / tensor-parallel ranks, H) to (B, S, V / tensor-parallel ranks)."""
+        return (self.token_embedding if self.config.tied else self.head)(self.final_norm(x), projection=True)
+
+    def loss_of_hidden(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss of what comes out of the layers, of a whole batch or, as a pipeline's tail, a micro-batch of it."""
+        return self.cross_entropy(self.scores(x).flatten(0, 1), targets.flatten())

@@ -49,6 +49,7 @@ SIGNATURES = {
         "mode": "BLOCK",
     },
     "TransformerBlockList": {"modules": REQUIRED, "num_hidden": 1},
+    "PipelineTransformerBlockList": {"modules": REQUIRED, "num_hidden": 1},
     "init_parameters": {"model": REQUIRED},
     "grouped_parameters": {"model": REQUIRED},
     "synchronize": {},
@@ -176,7 +177,10 @@ CONFIG_KEYS = [
     *("tp_zero_comm", "pp_zero_comm", "pp_tp_zero_comm", "load_stream", "calc_stream"),
 ]
 
-MODULES = ["benchmark", "debug", "distributed", "init", "loss", "lr_scheduler", "nccl", "nn", "optim", "store", "utils"]
+MODULES = [
+    *("benchmark", "debug", "distributed", "init", "loss", "lr_scheduler", "nccl", "nn", "optim", "pipeline", "store"),
+    "utils",
+]
 
 
 def find(name):
@@ -203,6 +207,13 @@ def test_functions_that_take_anything_take_what_scripts_pass():
     inspect.signature(bmtrain.ParameterInitializer).bind(print, 1, mean=2)
     inspect.signature(bmtrain.DistributedModule).bind()
     assert bmtrain.CheckpointBlock is bmtrain.Block
+    for cls in (bmtrain.TransformerBlockList, bmtrain.PipelineTransformerBlockList):
+        call = inspect.signature(cls.forward)
+        call.bind(None, "hidden", "mask", "bias", return_hidden_states=True)
+        assert call.parameters["return_hidden_states"].default is False
+        assert all(hasattr(cls, name) for name in ("__len__", "__iter__", "__getitem__"))
+    call.bind(None, "hidden", "mask", "bias", batch_related=[0])
+    assert not call.parameters["batch_related"].default
 
 
 @pytest.mark.parametrize("name", MODULES)

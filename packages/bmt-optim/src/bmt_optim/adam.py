@@ -169,8 +169,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Args:
             gather: assemble the unsharded tensors, on the CPU, one parameter at a time. A collective over
-                the ranks that share parameters. Rank 0 (of each pipeline stage) gets them all; on the other
-                ranks ``state`` is empty.
+                the ranks that share parameters. Rank 0 gets them all, or the first rank of each pipeline stage
+                those of what its stage has; on the other ranks ``state`` is empty.
         """
         self._settle()
         for plan in self._current_plans():
@@ -197,7 +197,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, at this or any other layout, or ``torch.optim.AdamW``'s.
+        """Load what :meth:`state_dict` returned, at this or any other layout (of a pipeline: with the same
+        stages), or ``torch.optim.AdamW``'s.
 
         Tensors may have the local or the full shape; of a full one this rank takes its slice. Values are
         copied. A half-precision parameter without ``master`` in the dict takes its current value as master;

@@ -201,7 +201,8 @@ class OptimManager:
         """The state of all optimizers and schedulers (``None`` where there is none) and of the loss scale.
 
         Args:
-            gather_opt: whether optimizers that can (ours) give their unsharded state, on rank 0; a collective.
+            gather_opt: whether optimizers that can (ours) give their unsharded state, on rank 0 (of each
+                pipeline stage, for what that has); a collective.
         """
         return {
             "optimizers": [

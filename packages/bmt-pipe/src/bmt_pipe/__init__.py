@@ -2,6 +2,7 @@
 
 from ._version import __version__
 from .block_list import PipelineTransformerBlockList
+from .messages import StageFailedError, StageLostError
 from .partition import split_layers
 from .plot import plot_timeline, plot_timelines, timeline_figure
 from .recording import Recorder
@@ -27,6 +28,8 @@ __all__ = [
     "PipelineTransformerBlockList",
     "Recorder",
     "Schedule",
+    "StageFailedError",
+    "StageLostError",
     "Timeline",
     "__version__",
     "idle_share",

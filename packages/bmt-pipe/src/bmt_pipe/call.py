@@ -17,7 +17,7 @@ from .messages import Message, StageFailedError, connected
 from .recording import Recorder
 from .run import Plan, Run
 from .schedule import Schedule, make_schedule
-from .signature import SignatureCache, sign
+from .signature import Signature, SignatureCache, sign
 from .tail import Tail
 
 
@@ -67,7 +67,10 @@ class Pipeline:
         context = self.context
         grad = torch.is_grad_enabled()
         trains = any(p.requires_grad for chunk in self.chunks for block in chunk for p in block.unit.params)
-        signature, values, problem, prepared = None, [], None, None
+        signature: Signature | None = None
+        values: list[Any] = []
+        problem: Exception | None = None
+        prepared: Tail | None = None
         try:
             if len(hidden) < self.num_hidden:
                 raise ValueError(f"{len(hidden)} hidden states were passed, and num_hidden={self.num_hidden}")
@@ -163,7 +166,7 @@ class Pipeline:
 
     def note_scale(self, grad: Tensor) -> None:
         """The gradient of a loss, for which the next one's will be computed: loss scales seldom change."""
-        self._scale = grad.detach().double().clone()
+        self._scale = grad.detach().clone()
 
 
 _MOST_PLANS = 128
@@ -253,8 +256,8 @@ class _Loss(torch.autograd.Function):
         tail: Tail = ctx.tail
         if ctx.grads is None:
             raise RuntimeError("backward from the loss of a pipeline's tail for a second time: its gradients are gone")
-        _check_same_on_stages(run.context, grad)
-        factor = grad.double() / tail.scale
+        grad = _same_on_stages(run.context, grad.double())
+        factor = grad / tail.scale
         ctx.pipeline.note_scale(grad)
         for bucket, flat in run.arrived.items():
             bucket.add_gradient(flat.mul_(factor))
@@ -263,22 +266,26 @@ class _Loss(torch.autograd.Function):
             if found is not None:
                 param.unit.reduce_gradient(param, found.mul_(factor))
         scaled = [None if g is None else g * factor for g in ctx.grads]
-        ctx.grads = tail.grads = None
+        ctx.grads, tail.grads = None, []
         return (None,) * 6 + tuple(scaled)
 
 
-def _check_same_on_stages(context: ParallelContext, grad: Tensor) -> None:
-    """Micro-batches of all stages are mixed in the gradients, so one factor must serve for all."""
+def _same_on_stages(context: ParallelContext, grad: Tensor) -> Tensor:
+    """The gradient of a loss. Micro-batches of all stages are mixed in what it scales, so all must have the same.
+
+    Raises:
+        ValueError: they do not. On a GPU, where finding out would mean to wait, NaN is returned then.
+    """
     if context.pipe.size == 1:
-        return
-    bounds = torch.stack([grad.float(), -grad.float()])
+        return grad
+    bounds = torch.stack([grad, -grad])
     with connected():
         context.pipe.all_reduce(bounds, "max")
-    if context.device.type == "cpu":
-        if bounds[0] != -bounds[1] and not bounds.isnan().any():
-            raise ValueError(
-                f"the loss of a pipeline's tail got the gradient {-bounds[1]:g} on one stage and {bounds[0]:g} on "
-                f"another; weigh samples inside of the tail instead"
-            )
-    else:  # without waiting for the device
-        grad.mul_(torch.where(bounds[0] == -bounds[1], 1.0, torch.nan))
+    if context.device.type != "cpu":
+        return torch.where(bounds[0] == -bounds[1], grad, torch.nan)
+    if bounds[0] != -bounds[1] and not bounds.isnan().any():
+        raise ValueError(
+            f"the loss of a pipeline's tail got the gradient {-bounds[1]:g} on one stage and {bounds[0]:g} on "
+            f"another; weigh samples inside of the tail instead"
+        )
+    return grad

@@ -166,6 +166,21 @@ class Bucket:
             if grad is not None:  # moved to another device or dtype
                 param.grad = grad.to(self.shard.device, self.shard.dtype)
 
+    def give_up(self) -> None:
+        """Give the memory back: the parameters have moved elsewhere, or are not used on this rank any more.
+
+        What refers to itself in circles, as Blocks do, would keep it until Python looks for such things.
+        """
+        self.finish_reduce()
+        self.finish_gather()
+        nothing = self.shard.new_empty(0)
+        for param in self.params:
+            if param.bucket is self:
+                param.grad = None
+                param.data = nothing
+        self.shard = self.full = nothing
+        self._templates, self.grads, self._grad_views, self._local_grad = [], None, [], None
+
     def follow_params(self) -> None:
         """Move where the parameters have been moved to: ``model.to(...)`` and the like give each a new tensor."""
         for param, pointer in zip(self.params, self._pointers, strict=True):

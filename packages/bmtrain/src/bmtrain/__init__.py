@@ -17,6 +17,7 @@ from bmt_comm import (
     wait_loader,
     world_size,
 )
+from bmt_pipe import PipelineTransformerBlockList, StageFailedError, StageLostError
 from bmt_zero import (
     Block,
     BMTrainModelWrapper,
@@ -33,7 +34,7 @@ from bmt_zero import (
     save,
 )
 
-from . import benchmark, debug, distributed, init, loss, lr_scheduler, nccl, nn, optim, store, utils
+from . import benchmark, debug, distributed, init, loss, lr_scheduler, nccl, nn, optim, pipeline, store, utils
 from ._version import __version__
 
 __all__ = [
@@ -46,6 +47,9 @@ __all__ = [
     "MixedPrecision",
     "ParallelContext",
     "ParameterInitializer",
+    "PipelineTransformerBlockList",
+    "StageFailedError",
+    "StageLostError",
     "TransformerBlockList",
     "__version__",
     "benchmark",
@@ -64,6 +68,7 @@ __all__ = [
     "nn",
     "no_sync",
     "optim",
+    "pipeline",
     "print_block",
     "print_dict",
     "print_rank",
