@@ -7,6 +7,7 @@ from .adam_offload import AdamOffloadOptimizer
 from .adam_rule import Adam
 from .distributed import DistributedOptimizer
 from .exchange import Communication
+from .galore import DistGaloreAdamW, GaLoreAdamW, get_galore_param_groups
 from .lamb import DistributedLamb, Lamb
 from .loss import FusedCrossEntropy
 from .manager import OptimManager
@@ -18,13 +19,16 @@ __all__ = [
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "Communication",
+    "DistGaloreAdamW",
     "DistributedLamb",
     "DistributedOptimizer",
     "FusedCrossEntropy",
+    "GaLoreAdamW",
     "Lamb",
     "Muon",
     "OptimManager",
     "__version__",
+    "get_galore_param_groups",
     "lr_scheduler",
     "save_optimizer",
 ]
