@@ -5,6 +5,7 @@ from ._version import __version__
 from .adam import AdamOptimizer
 from .adam_offload import AdamOffloadOptimizer
 from .adam_rule import Adam
+from .convert import to_distributed
 from .distributed import DistributedOptimizer
 from .exchange import Communication
 from .lamb import DistributedLamb, Lamb
@@ -12,6 +13,7 @@ from .loss import FusedCrossEntropy
 from .manager import OptimManager
 from .muon import Muon
 from .saving import save_optimizer
+from .torch_adafactor import TorchAdafactor
 
 __all__ = [
     "Adam",
@@ -24,7 +26,9 @@ __all__ = [
     "Lamb",
     "Muon",
     "OptimManager",
+    "TorchAdafactor",
     "__version__",
     "lr_scheduler",
     "save_optimizer",
+    "to_distributed",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -92,19 +93,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Add parameters, with options of their own where ``param_group`` names them (see ``torch.optim``)."""
         super().add_param_group(param_group)
         self._plan = None
-        group = self.param_groups[-1]
         try:
-            self.check_options(group)
-            for param in group["params"]:
-                if param.dtype is not torch.float32 and param.dtype not in HALF:
-                    raise TypeError(
-                        f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
-                        f"{type(self).__name__} takes float32, float16 and bfloat16"
-                    )
-                self.check_parameter(param, slice_of(param))
+            self._check_group(self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        self.check_options(group)
+        for param in group["params"]:
+            if param.dtype is not torch.float32 and param.dtype not in HALF:
+                raise TypeError(
+                    f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
+                    f"{type(self).__name__} takes float32, float16 and bfloat16"
+                )
+            self.check_parameter(param, slice_of(param))
 
     def step(self, closure: Callable[[], Any] | None = None, scale: float = 1) -> Any:
         """Update every parameter that has a gradient. The host does not wait for the device.
@@ -125,6 +128,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         run([self.begin_step(scale)])
         return loss
+
+    # torch's schedulers look for this mark, and for the one that _finish makes, and else warn that they are stepped
+    # before the optimizer: an OptimManager steps optimizers without a call of step.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def begin_step(self, scale: float = 1, grad_factor: Tensor | None = None) -> Step:
@@ -167,6 +174,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _finish(self, batches: list[Batch], record: Communication) -> None:
         self.communication = record
+        self._opt_called = True
         for batch in batches:
             for entry in batch.states:
                 entry["step"] = batch.step
@@ -310,6 +318,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._plan is None:
             self._plan = _Plan(self)
         return self._plan
+
+
+def steps_with_others(optimizer: Any) -> bool:
+    """Whether a step of ``optimizer`` is what :meth:`DistributedOptimizer.begin_step` begins and nothing else."""
+    if not isinstance(optimizer, DistributedOptimizer):
+        return False
+    step = inspect.unwrap(optimizer.step)
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return getattr(step, "__func__", step) is inspect.unwrap(DistributedOptimizer.step) and not any(hooks)
+
+
+def begin_steps(optimizers: Iterable[DistributedOptimizer], scale: float = 1) -> list[Step]:
+    """``begin_step`` of each.
+
+    Raises:
+        What :meth:`DistributedOptimizer.step` raises; nothing has been changed then.
+    """
+    steps: list[Step] = []
+    try:
+        for optimizer in optimizers:
+            steps.append(optimizer.begin_step(scale))
+    except BaseException:
+        for step in steps:
+            step.abandon()
+        raise
+    return steps
 
 
 class _Plan:

@@ -1,0 +1,178 @@
+"""How optimizers that others wrote, and our own, become ones that look at whole layers over shards.
+
+[Note: kinds of optimizers]
+    What an optimizer may be given depends on its update of an element:
+
+    - If it depends on nothing but that element's gradient, weight and state, the optimizer is *element-wise*, and is
+      right over shards as it is.
+    - If it depends on the other elements of the layer, too (norms, row sums, matrix products), the optimizer is
+      *layer-wise*, and would be silently wrong over shards. An :class:`Adapter` says which of our optimizers is the
+      same over shards.
+    - What is neither known to be the one nor the other is refused over shards.
+
+    Classes are known by their qualified names, so that nothing has to be imported. A class derived from a known one
+    is taken for that one as long as it overrides none of its methods.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .adam_rule import Adam
+from .distributed import DistributedOptimizer
+from .muon import Muon
+from .torch_adafactor import TorchAdafactor
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What makes a distributed optimizer of one of another class.
+
+    Attributes:
+        target: the distributed class.
+        options: the target's options, by name, for the options of a group or for the defaults. It raises ValueError
+            for what the target has not.
+        state: one parameter's state by the target's names; by default as it is.
+    """
+
+    target: type[DistributedOptimizer]
+    options: Callable[[Options], dict[str, Any]]
+    state: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+
+
+def adam(options: Options) -> dict[str, Any]:
+    """The options of AdamW, by torch or by us."""
+    refuse(options, amsgrad=False, maximize=False, differentiable=False, hold_steps=0)
+    _refuse_capturable(options)
+    return {**pick(options, "lr", "eps", "weight_decay"), "betas": tuple(number(beta) for beta in options["betas"])}
+
+
+def adam_with_l2(options: Options) -> dict[str, Any]:
+    """The options of torch's Adam, whose weight decay is another one unless it is decoupled."""
+    if options["weight_decay"] != 0 and not options.get("decoupled_weight_decay"):
+        raise ValueError(
+            f"weight_decay={options['weight_decay']!r} is added to the gradients by torch.optim.Adam, and taken from "
+            "the weights by ours; use torch.optim.AdamW, or weight_decay=0"
+        )
+    return adam(options)
+
+
+def muon(options: Options) -> dict[str, Any]:
+    """The options of torch's Muon, which are ours."""
+    refuse(options, maximize=False)
+    found = pick(options, "lr", "weight_decay", "momentum", "eps")
+    return {**found, **{name: options[name] for name in ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")}}
+
+
+def torch_adafactor(options: Options) -> dict[str, Any]:
+    """The options of torch's Adafactor."""
+    refuse(options, maximize=False)
+    return {**pick(options, "lr", "beta2_decay", "d", "weight_decay"), "eps": tuple(options["eps"])}
+
+
+ADAPTERS = {
+    "torch.optim.adam.Adam": Adapter(Adam, adam_with_l2),
+    "torch.optim.adamw.AdamW": Adapter(Adam, adam),
+    "torch.optim._adafactor.Adafactor": Adapter(TorchAdafactor, torch_adafactor),
+    "torch.optim._muon.Muon": Adapter(Muon, muon),
+    "bmt_optim.adam.AdamOptimizer": Adapter(Adam, adam),
+}
+
+ELEMENTWISE = frozenset(
+    {
+        *(
+            f"torch.optim.{name.lower()}.{name}"
+            for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+        ),
+        "torch.optim.sgd.SGD",
+        "bmt_optim.adam.AdamOptimizer",
+        "bmt_optim.adam_offload.AdamOffloadOptimizer",
+    }
+)
+
+REFUSED = {
+    "torch.optim.lbfgs.LBFGS": "it searches along a line with inner products over all parameters; nothing replaces it",
+    "galore_torch.adafactor.Adafactor": "there is no GaLore with Adafactor; use bmt_optim.GaLoreAdamW",
+    "galore_torch.adamw8bit.AdamW8bit": "its state has another format; use bmt_optim.GaLoreAdamW(..., nbits=8)",
+    "bmt_optim.adam_offload.AdamOffloadOptimizer": "its state is in host memory; it is right over shards as it is",
+}
+
+# By a part of a class's name, in lower case: which of ours has the same idea.
+_LIKE_OURS = {
+    "adafactor": "bmt_optim.Adafactor",
+    "came": "bmt_optim.CAME",
+    "galore": "bmt_optim.GaLoreAdamW",
+    "lamb": "bmt_optim.Lamb",
+    "muon": "bmt_optim.Muon",
+    "lars": None,
+    "shampoo": None,
+    "soap": None,
+}
+
+
+def known_name(cls: type) -> str | None:
+    """The name under which an optimizer class is known, be it that of a base none of whose methods it overrides."""
+    for number, base in enumerate(cls.__mro__):
+        name = f"{base.__module__}.{base.__qualname__}"
+        if name in ADAPTERS or name in ELEMENTWISE or name in REFUSED:
+            return None if any(_overrides(derived, base) for derived in cls.__mro__[:number]) else name
+    return None
+
+
+def explanation(cls: type) -> str:
+    """Why an optimizer of this class, without an adapter, is not taken over shards, and what to do."""
+    known = known_name(cls)
+    if known in REFUSED:
+        return f"{cls.__qualname__} cannot be made a distributed optimizer: {REFUSED[known]}"
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    for part, ours in _LIKE_OURS.items():
+        if part in cls.__qualname__.lower():
+            instead = f"use {ours}" if ours else "there is no distributed optimizer like it yet"
+            return (
+                f"{name} needs statistics of whole layers, of which this rank has parts, and there is no conversion "
+                f"of this class; {instead}"
+            )
+    return (
+        f"{name} is not known, and may need statistics of whole layers, of which this rank has parts; its steps would "
+        "then be wrong. If its update of an element depends on nothing but that element's gradient, weight and state, "
+        "say so by add_optimizer(..., elementwise=True), or by an attribute `elementwise = True` of the optimizer; if "
+        "not, derive it from bmt_optim.DistributedOptimizer"
+    )
+
+
+def refuse(options: Options, **wanted: Any) -> None:
+    """Raise ValueError if one of these options is there with another value."""
+    for name, value in wanted.items():
+        if options.get(name, value) != value:
+            raise ValueError(f"{name}={options[name]!r} has no counterpart; only {name}={value!r} can be converted")
+
+
+def pick(options: Options, *names: str) -> dict[str, Any]:
+    """Some of the options, that may be tensors of one element, as numbers."""
+    return {name: number(options[name]) for name in names}
+
+
+def number(value: Any) -> Any:
+    """A number, be it given as a tensor."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _refuse_capturable(options: Options) -> None:
+    if options.get("capturable"):
+        raise ValueError("capturable=True has no counterpart: steps communicate, and are not captured in CUDA graphs")
+
+
+def _overrides(derived: type, base: type) -> bool:
+    for name, value in vars(derived).items():
+        known = getattr(base, name, None)
+        # torch wraps the method `step` of every class of which there is an optimizer.
+        if callable(known) and not name.startswith("__") and inspect.unwrap(value) is not inspect.unwrap(known):
+            return True
+    return False
