@@ -2,9 +2,11 @@
 
 from . import lr_scheduler
 from ._version import __version__
+from .adafactor import Adafactor, DistributedAdafactor
 from .adam import AdamOptimizer
 from .adam_offload import AdamOffloadOptimizer
 from .adam_rule import Adam
+from .came import CAME, DistributedCAME
 from .convert import to_distributed
 from .distributed import DistributedOptimizer
 from .exchange import Communication
@@ -16,10 +18,14 @@ from .saving import save_optimizer
 from .torch_adafactor import TorchAdafactor
 
 __all__ = [
+    "CAME",
+    "Adafactor",
     "Adam",
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "Communication",
+    "DistributedAdafactor",
+    "DistributedCAME",
     "DistributedLamb",
     "DistributedOptimizer",
     "FusedCrossEntropy",
