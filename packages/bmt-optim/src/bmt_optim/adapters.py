@@ -21,9 +21,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .adafactor import DistributedAdafactor
 from .adam_rule import Adam
+from .came import DistributedCAME
 from .distributed import DistributedOptimizer
 from .muon import Muon
 from .torch_adafactor import TorchAdafactor
@@ -77,28 +80,45 @@ def torch_adafactor(options: Options) -> dict[str, Any]:
     return {**pick(options, "lr", "beta2_decay", "d", "weight_decay"), "eps": tuple(options["eps"])}
 
 
+def adafactor(options: Options) -> dict[str, Any]:
+    """The options of Hugging Face's Adafactor, which are ours."""
+    found = pick(options, "lr", "clip_threshold", "decay_rate", "beta1", "weight_decay")
+    flags = {name: options[name] for name in ("scale_parameter", "relative_step", "warmup_init")}
+    return {**found, **flags, "eps": tuple(options["eps"])}
+
+
+def adafactor_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Hugging Face's state; ``RMS`` is a tensor."""
+    return {**state, "RMS": torch.as_tensor(state["RMS"], dtype=torch.float32)}
+
+
+def came(options: Options) -> dict[str, Any]:
+    """The options of CAME, which are ours."""
+    found = pick(options, "lr", "clip_threshold", "weight_decay")
+    return {**found, "eps": tuple(options["eps"]), "betas": tuple(options["betas"])}
+
+
 ADAPTERS = {
-    "torch.optim.adam.Adam": Adapter(Adam, adam_with_l2),
-    "torch.optim.adamw.AdamW": Adapter(Adam, adam),
-    "torch.optim._adafactor.Adafactor": Adapter(TorchAdafactor, torch_adafactor),
-    "torch.optim._muon.Muon": Adapter(Muon, muon),
+    "torch.optim.Adam": Adapter(Adam, adam_with_l2),
+    "torch.optim.AdamW": Adapter(Adam, adam),
+    "torch.optim.Adafactor": Adapter(TorchAdafactor, torch_adafactor),
+    "torch.optim.Muon": Adapter(Muon, muon),
+    "transformers.optimization.Adafactor": Adapter(DistributedAdafactor, adafactor, adafactor_state),
+    "came_pytorch.CAME.CAME": Adapter(DistributedCAME, came),
     "bmt_optim.adam.AdamOptimizer": Adapter(Adam, adam),
 }
 
 ELEMENTWISE = frozenset(
     {
-        *(
-            f"torch.optim.{name.lower()}.{name}"
-            for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
-        ),
-        "torch.optim.sgd.SGD",
+        *(f"torch.optim.{name}" for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam")),
+        *(f"torch.optim.{name}" for name in ("RAdam", "RMSprop", "Rprop", "SGD")),
         "bmt_optim.adam.AdamOptimizer",
         "bmt_optim.adam_offload.AdamOffloadOptimizer",
     }
 )
 
 REFUSED = {
-    "torch.optim.lbfgs.LBFGS": "it searches along a line with inner products over all parameters; nothing replaces it",
+    "torch.optim.LBFGS": "it searches along a line with inner products over all parameters; nothing replaces it",
     "galore_torch.adafactor.Adafactor": "there is no GaLore with Adafactor; use bmt_optim.GaLoreAdamW",
     "galore_torch.adamw8bit.AdamW8bit": "its state has another format; use bmt_optim.GaLoreAdamW(..., nbits=8)",
     "bmt_optim.adam_offload.AdamOffloadOptimizer": "its state is in host memory; it is right over shards as it is",
@@ -120,7 +140,7 @@ _LIKE_OURS = {
 def known_name(cls: type) -> str | None:
     """The name under which an optimizer class is known, be it that of a base none of whose methods it overrides."""
     for number, base in enumerate(cls.__mro__):
-        name = f"{base.__module__}.{base.__qualname__}"
+        name = _qualified_name(base)
         if name in ADAPTERS or name in ELEMENTWISE or name in REFUSED:
             return None if any(_overrides(derived, base) for derived in cls.__mro__[:number]) else name
     return None
@@ -131,7 +151,7 @@ def explanation(cls: type) -> str:
     known = known_name(cls)
     if known in REFUSED:
         return f"{cls.__qualname__} cannot be made a distributed optimizer: {REFUSED[known]}"
-    name = f"{cls.__module__}.{cls.__qualname__}"
+    name = _qualified_name(cls)
     for part, ours in _LIKE_OURS.items():
         if part in cls.__qualname__.lower():
             instead = f"use {ours}" if ours else "there is no distributed optimizer like it yet"
@@ -162,6 +182,12 @@ def pick(options: Options, *names: str) -> dict[str, Any]:
 def number(value: Any) -> Any:
     """A number, be it given as a tensor."""
     return value.item() if isinstance(value, Tensor) else value
+
+
+def _qualified_name(cls: type) -> str:
+    # Versions of torch differ in the modules within torch.optim.
+    module = "torch.optim" if cls.__module__.startswith("torch.optim.") else cls.__module__
+    return f"{module}.{cls.__qualname__}"
 
 
 def _refuse_capturable(options: Options) -> None:

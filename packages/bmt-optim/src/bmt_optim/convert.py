@@ -35,6 +35,8 @@ def to_distributed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor] | 
     torch.optim.Adam without L2              Adam
     torch.optim.Adafactor                    TorchAdafactor
     torch.optim.Muon                         Muon
+    transformers.Adafactor                   Adafactor
+    came_pytorch.CAME                        CAME
     any DistributedOptimizer                 itself, with its state cut where need be
     ======================================== ==========================================
 
@@ -97,14 +99,6 @@ def distributed_where_needed(optimizer: Any, elementwise: bool = False) -> Any:
     return to_distributed(optimizer)
 
 
-def rebind(scheduler: Any, old: Any, new: torch.optim.Optimizer) -> None:
-    """Let a scheduler, and those that it consists of, have ``new`` where they have ``old``."""
-    if getattr(scheduler, "optimizer", None) is old:
-        scheduler.optimizer = new
-    for part in getattr(scheduler, "_schedulers", ()):
-        rebind(part, old, new)
-
-
 def _with_params(optimizer: torch.optim.Optimizer, params: Iterable[Tensor] | None) -> list[dict[str, Any]]:
     """Copies of the parameter groups, with other parameters."""
     groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
@@ -138,9 +132,9 @@ def _load(optimizer: DistributedOptimizer, state: Mapping[int, Mapping[str, Any]
 
 
 def _without_copies(value: Any) -> Any:
-    """The whole tensor of which a DTensor is a copy on every rank; anything else as it is."""
+    """The whole tensor of a DTensor that is cut along no dimension; anything else as it is."""
     placements = getattr(value, "placements", None)
-    return value.to_local() if placements and all(p.is_replicate() for p in placements) else value
+    return value.full_tensor() if placements and not any(p.is_shard() for p in placements) else value
 
 
 def _take_place(new: DistributedOptimizer, old: torch.optim.Optimizer) -> None:

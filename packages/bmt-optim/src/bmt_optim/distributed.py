@@ -200,7 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         A master weight whose rounded value is its parameter stays as it is.
         """
-        params = [p for p in self._params() if p in self.state]
+        params = [p for p in self._params() if self.state.get(p)]
         _sync_masters([self.state[p] for p in params], [local_tensor(p) for p in params])
 
     # --- state ------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found["state"] = {
             index: {**entry, "step": torch.tensor(float(entry["step"]))}
             for index, entry in sorted(found["state"].items())
-            if params[index].requires_grad or entry["step"] > 0
+            if params[index].requires_grad or entry.get("step", 0) > 0
         }
         if gather:
             layouts = [self._layout(p, group) for group in self.param_groups for p in group["params"]]
@@ -300,7 +300,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         wanted = set(also)
         for group in self.param_groups:
             for param in group["params"]:
-                if param in self.state or not (param.requires_grad or param.grad is not None or param in wanted):
+                # who looks up a state that is not there yet leaves an empty one behind
+                if self.state.get(param) or not (param.requires_grad or param.grad is not None or param in wanted):
                     continue
                 local, where = local_tensor(param), slice_of(param)
                 entry: dict[str, Any] = {"step": 0}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bmt_comm import ParallelContext, current_context
 
-from .convert import distributed_where_needed, rebind
+from .convert import distributed_where_needed
 from .distributed import begin_steps, steps_with_others
 from .engine import run
 from .gradients import global_norm, local_grads, overflow_here, scale_grads
@@ -109,8 +109,8 @@ class OptimManager:
         """Step ``optimizer``, and then ``lr_scheduler`` (anything with ``step()``), in :meth:`step`.
 
         Where parameters are sharded, an optimizer that needs statistics of whole layers is converted by
-        :func:`to_distributed`. :attr:`optimizers` then has the result, and so has the scheduler; ``optimizer`` may be
-        used as before, for it stands for the result.
+        :func:`to_distributed`, and the result is stepped in its place. ``optimizer`` stands for the result: scripts
+        and schedulers use it as before.
 
         Args:
             elementwise: the optimizer is of a class that is not known here, and its update of an element depends on
@@ -121,9 +121,7 @@ class OptimManager:
             TypeError: parameters are sharded, and this optimizer would be wrong, or may be for all that is known.
             ValueError: it cannot be converted as it is.
         """
-        given, optimizer = optimizer, distributed_where_needed(optimizer, elementwise)
-        if optimizer is not given:
-            rebind(lr_scheduler, given, optimizer)
+        optimizer = distributed_where_needed(optimizer, elementwise)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
         self._unscale_themselves.append(_takes(type(optimizer), "step", "scale"))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
+from .norms import square_sums
 from .options import check_not_negative
 from .requests import Rule, Sum
 from .state_layout import Size, StateTensor, like_parameter
@@ -28,9 +29,9 @@ class TorchAdafactor(DistributedOptimizer):
 
     RMS(p) is that before the step. Vectors and numbers have one ``variance`` per element for v.
 
-    It differs from ``transformers.Adafactor`` in where eps₁ comes in (there it is added to g²), in that the weight
-    decay is not scaled by RMS(p), and in the learning rate, which here is the bound of a relative step. State dicts
-    are those of ``torch.optim.Adafactor``, which loads them, too.
+    It differs from :class:`Adafactor` in where eps₁ comes in (there it is added to g²), in that the weight decay is
+    not scaled by RMS(p), and in the learning rate, which here is the bound of a relative step. State dicts are those
+    of ``torch.optim.Adafactor``, which loads ours, too.
 
     A step has two rounds: the sums of squares; then RMS(u).
 
@@ -83,9 +84,8 @@ class TorchAdafactor(DistributedOptimizer):
         shared = batch.pick(matrices, factored)
         grads = [batch.fp32_grad(i) for i in everything]
         row_vars, col_vars = batch.state("row_var", factored), batch.state("col_var", factored)
-        weights = [_square_sum(w) for w in batch.weights]
         norms, rows, columns, totals, means = yield [
-            Sum(weights, matrices),
+            Sum(square_sums(batch.weights).unbind(), matrices),
             Sum([_square_sum(grads[i], -1) for i in factored], shared, (-1,)),  # (*, R)
             Sum([_square_sum(grads[i], -2) for i in factored], shared, (-2,)),  # (*, C)
             Sum([_square_sum(grads[i], (-2, -1)) for i in factored], shared, (-2, -1)),  # (*)
@@ -104,7 +104,7 @@ class TorchAdafactor(DistributedOptimizer):
         for i in sorted(set(everything) - set(factored)):
             variance = batch.states[i]["variance"].lerp_(grads[i].square(), weight)
             updates[i] = _scaled(grads[i], variance.clone(), _epsilon(eps, matrices[i].param))
-        (squares,) = yield [Sum([_square_sum(u) for u in updates], matrices)]
+        (squares,) = yield [Sum(square_sums(updates).unbind(), matrices)]
         lr = float(options["lr"])
         step_size = min(lr, 1 / math.sqrt(batch.step))
         sizes = [float(max(math.prod(m.where.shape), 1)) for m in matrices]
@@ -117,7 +117,7 @@ class TorchAdafactor(DistributedOptimizer):
                 local.addcmul_(updates[i], rates[i])
 
 
-def _square_sum(tensor: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
+def _square_sum(tensor: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     return torch.linalg.vector_norm(tensor, dim=dim, dtype=torch.float32).square()
 
 
