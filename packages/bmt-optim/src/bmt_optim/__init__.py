@@ -10,6 +10,7 @@ from .came import CAME, DistributedCAME
 from .convert import to_distributed
 from .distributed import DistributedOptimizer
 from .exchange import Communication
+from .galore import DistGaloreAdamW, GaLoreAdamW, get_galore_param_groups
 from .lamb import DistributedLamb, Lamb
 from .loss import FusedCrossEntropy
 from .manager import OptimManager
@@ -24,16 +25,19 @@ __all__ = [
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "Communication",
+    "DistGaloreAdamW",
     "DistributedAdafactor",
     "DistributedCAME",
     "DistributedLamb",
     "DistributedOptimizer",
     "FusedCrossEntropy",
+    "GaLoreAdamW",
     "Lamb",
     "Muon",
     "OptimManager",
     "TorchAdafactor",
     "__version__",
+    "get_galore_param_groups",
     "lr_scheduler",
     "save_optimizer",
     "to_distributed",
