@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from galore_reference import reference_optimizer
 from layouts import cut_slice, layout, shards, tensors, update_error
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +32,13 @@ def came(params):
     return CAME(params, lr=0.1, weight_decay=0.1)
 
 
+def galore(params):
+    projected = [p for p in params if p.dim() == 2]
+    rest = [p for p in params if p.dim() != 2]
+    options = {"rank": 2, "update_proj_gap": 7, "scale": 0.5, "proj_type": "std"}
+    return reference_optimizer([{"params": projected, **options}, {"params": rest}], lr=0.05, weight_decay=0.1)
+
+
 MAKERS = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.02), weight_decay=0.1),
     "Adam": lambda ps: torch.optim.Adam(ps, lr=0.02, betas=(0.8, 0.9)),
@@ -42,6 +50,7 @@ MAKERS = {
         hugging_face, lr=0.1, relative_step=False, scale_parameter=False, beta1=0.8, weight_decay=0.1
     ),
     "CAME": came,
+    "GaLore": galore,
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.02, adjust_lr_fn="match_rms_adamw"),
     "Lamb": lambda ps: Lamb(ps, lr=0.02, weight_decay=0.1),
 }
@@ -80,7 +89,7 @@ def check_continuation(ctx, name, in_place):
         found = to_distributed(optimizer, [params[order[p]] for g in optimizer.param_groups for p in g["params"]])
     assert isinstance(found, DistributedOptimizer)
     assert found.param_groups is optimizer.param_groups
-    assert [group["mine"] for group in found.param_groups] == [0]
+    assert [group["mine"] for group in found.param_groups] == list(range(len(found.param_groups)))
     assert found.state[found.param_groups[0]["params"][0]]["step"] in ((0,) if "Muon" in name else (5,))
     train(found, params, range(5, 10))
     train(whole[1], whole[0], range(5, 10))
@@ -328,7 +337,7 @@ def test_names_are_those_of_the_classes():
     # Those of torch that are neither: a class for sparse gradients.
     assert {cls.__name__ for cls in torchs if known_name(cls) is None} == {"SparseAdam"}
     assert "SparseAdam is not known" in explanation(torch.optim.SparseAdam)
-    for make in (hugging_face, came):
+    for make in (hugging_face, came, galore):
         assert known_name(type(make([nn.Parameter(torch.ones(2))]))) in ADAPTERS
 
 

@@ -28,6 +28,7 @@ from .adafactor import DistributedAdafactor
 from .adam_rule import Adam
 from .came import DistributedCAME
 from .distributed import DistributedOptimizer
+from .galore import DistGaloreAdamW
 from .muon import Muon
 from .torch_adafactor import TorchAdafactor
 
@@ -98,6 +99,12 @@ def came(options: Options) -> dict[str, Any]:
     return {**found, "eps": tuple(options["eps"]), "betas": tuple(options["betas"])}
 
 
+def galore(options: Options) -> dict[str, Any]:
+    """The options of galore-torch's AdamW, whose moments are not quantised; those of a projection are in groups."""
+    found = {**pick(options, "lr", "eps", "weight_decay"), "correct_bias": options["correct_bias"]}
+    return {**found, "betas": tuple(options["betas"]), "nbits": 32}
+
+
 ADAPTERS = {
     "torch.optim.Adam": Adapter(Adam, adam_with_l2),
     "torch.optim.AdamW": Adapter(Adam, adam),
@@ -105,6 +112,7 @@ ADAPTERS = {
     "torch.optim.Muon": Adapter(Muon, muon),
     "transformers.optimization.Adafactor": Adapter(DistributedAdafactor, adafactor, adafactor_state),
     "came_pytorch.CAME.CAME": Adapter(DistributedCAME, came),
+    "galore_torch.adamw.AdamW": Adapter(DistGaloreAdamW, galore),
     "bmt_optim.adam.AdamOptimizer": Adapter(Adam, adam),
 }
 
@@ -120,7 +128,7 @@ ELEMENTWISE = frozenset(
 REFUSED = {
     "torch.optim.LBFGS": "it searches along a line with inner products over all parameters; nothing replaces it",
     "galore_torch.adafactor.Adafactor": "there is no GaLore with Adafactor; use bmt_optim.GaLoreAdamW",
-    "galore_torch.adamw8bit.AdamW8bit": "its state has another format; use bmt_optim.GaLoreAdamW(..., nbits=8)",
+    "galore_torch.adamw8bit.AdamW8bit": "use bmt_optim.GaLoreAdamW, whose moments have 8 bits by default",
     "bmt_optim.adam_offload.AdamOffloadOptimizer": "its state is in host memory; it is right over shards as it is",
 }
 

@@ -37,6 +37,7 @@ def to_distributed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor] | 
     torch.optim.Muon                         Muon
     transformers.Adafactor                   Adafactor
     came_pytorch.CAME                        CAME
+    galore_torch.GaLoreAdamW                 GaLoreAdamW, with ``nbits=32``
     any DistributedOptimizer                 itself, with its state cut where need be
     ======================================== ==========================================
 
