@@ -103,7 +103,7 @@ class Torch(Candidate):
         self.first, self.last = stage == 0, stage == stages - 1
         self.tokens = tokens.to(context.device)
         self.context = context
-        pipe = PipelineStage(module, stage, stages, context.device, group=context.pipe.group)
+        pipe = PipelineStage(module, stage, stages, context.device)
         for name in ("forward_one_chunk", "backward_one_chunk"):
             setattr(pipe, name, self._timed(getattr(pipe, name)))
 

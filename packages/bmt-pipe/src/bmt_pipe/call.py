@@ -164,9 +164,14 @@ class Pipeline:
         wanted += list(zip(tail.plain, tail.grads[len(tail.params) :]))
         return _Loss.apply(self, run, tail, self._anchor, loss, [g for _, g in wanted], *(v for v, _ in wanted))
 
-    def note_scale(self, grad: Tensor) -> None:
-        """The gradient of a loss, for which the next one's will be computed: loss scales seldom change."""
-        self._scale = grad.detach().clone()
+    def note_scale(self, grad: Tensor, scale: Tensor) -> None:
+        """The gradient of a loss, for which the next one's will be computed: loss scales seldom change.
+
+        ``scale``, for which this one's were, is kept instead of a gradient of 0, inf or NaN, from which there would be
+        no way back.
+        """
+        found = grad.detach()
+        self._scale = torch.where(found.isfinite() & (found != 0), found, scale)
 
 
 _MOST_PLANS = 128
@@ -258,7 +263,7 @@ class _Loss(torch.autograd.Function):
             raise RuntimeError("backward from the loss of a pipeline's tail for a second time: its gradients are gone")
         grad = _same_on_stages(run.context, grad.double())
         factor = grad / tail.scale
-        ctx.pipeline.note_scale(grad)
+        ctx.pipeline.note_scale(grad, tail.scale)
         for bucket, flat in run.arrived.items():
             bucket.add_gradient(flat.mul_(factor))
         run.arrived = {}

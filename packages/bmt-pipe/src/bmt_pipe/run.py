@@ -384,14 +384,15 @@ class Run:
         if self._pass.tap_grads and self._pass.tap_grads[origin][place]:
             tap_grads = self._post.take(origin, Message("taps_grad", i, place))
         with self._recorded(action):
-            alive = self._alive[i, place] if self._retains else self._alive.pop((i, place))
+            retain = self._retains and self._keeps_input_alone(action.chunk)  # others are computed again
+            alive = self._alive[i, place] if retain else self._alive.pop((i, place))
             edges = [*alive.outputs, *(alive.taps if tap_grads else ())]
             if action.kind is Kind.BACKWARD:
                 with self._one_less(action.chunk):
-                    _backward_from(edges, [*grads, *tap_grads], self._retains)
+                    _backward_from(edges, [*grads, *tap_grads], retain)
             else:
                 with deferred_weight_gradients() as self._deferred[i, place]:
-                    _backward_from(edges, [*grads, *tap_grads], self._retains)
+                    _backward_from(edges, [*grads, *tap_grads], retain)
             self._add_argument_grads(i, alive.arguments)
         floating = [x for x in alive.inputs if x.is_floating_point()]
         for peer, message in self._pass.during(self.stage, action):
