@@ -265,11 +265,10 @@ class Run:
         message = Message("hidden" if place else "input", i, place)
         source = self._pass.stage(place - 1) if place else self._pass.origin(i)
         tensors = self._post.take(source, message)
-        if self.recomputes:
-            self.inputs[i, place] = tensors
         versions = [x._version for x in tensors] if self.recomputes else []
         with self._recorded(action):
             if self.recomputes and not self._keeps_input_alone(action.chunk):
+                self.inputs[i, place] = tensors
                 self.surroundings[i, place] = Surroundings(self.context.device)
                 with torch.no_grad():
                     hidden, inputs = self._run(action.chunk, i, tensors, {})
