@@ -399,3 +399,23 @@ def test_bf16_parameters_are_as_good_as_in_one_process(device_type):
     one_process = error(low.state_dict())
     assert one_process < 0.05 * error(before)
     assert error(model.state_dict()) < 1.5 * one_process
+
+
+@pytest.mark.ranks(4, init=False, timeout=120)
+@pytest.mark.parametrize("level", [0, 1])
+def test_zero_bubbles_with_layers_that_put_nothing_off(device_type, level):
+    ctx = start(device_type)
+    plain = plain_model()
+    model = Model(level, "zb_h1")
+    model.layers = bmt.PipelineTransformerBlockList(
+        [bmt.Block(PlainLayer(), zero_level=level) for _ in range(LAYERS)], tail_schedule="zb_h1"
+    )
+    load_state_dict(model, plain.state_dict())
+    (model.loss(*own_batch(0)) / ctx.replicas).backward()
+    mean_loss(plain, 0).backward()
+    for name, param in plain.named_parameters():
+        print(name)
+    wanted = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        rows = param.bmt_slice
+        torch.testing.assert_close(param.grad, wanted[name].grad[rows.row_start : rows.row_stop], msg=lambda m, n=name: f"{n}: {m}")
