@@ -45,4 +45,5 @@ run overhead "$python" benchmarks/overhead.py
 run memory "$python" benchmarks/memory.py
 run train-step "$python" benchmarks/train_step.py
 run tensor-parallel "$python" benchmarks/tensor_parallel.py
+run pipeline "$python" benchmarks/pipeline.py
 exit $failed

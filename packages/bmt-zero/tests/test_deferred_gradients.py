@@ -320,7 +320,37 @@ def test_frozen_parameters(ctx, level):
     for module in (plain, blocks):
         for param in module.parameters():
             param.requires_grad_(True)
+    assert len(first_part(blocks, ctx, 2)) == 6
     check_equal_runs(ctx, plain, blocks, 2)
+
+
+class TakesWeight(nn.Module):
+    """Its linear layer's weight is an argument; where parameters are frozen, arguments enter with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = Linear(5, 5)
+        self.scale = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    def forward(self, x, weight):
+        return Product.apply(self.linear(x), weight) * self.scale
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_argument_gets_its_gradient_in_the_first_part(ctx, checkpointing):
+    plain = TakesWeight()
+    block = Block(copy.deepcopy(plain), checkpointing)
+    weights = [seeded(3, 5, 5).requires_grad_() for _ in range(2)]
+    with deferred_weight_gradients() as deferred:
+        loss_of(block(seeded(1, 3, 5), weights[0])).backward()
+    loss_of(plain(seeded(1, 3, 5), weights[1])).backward()
+    torch.testing.assert_close(weights[0].grad, weights[1].grad)
+    assert len(deferred) == 1
+    deferred.run()
+    grad = block.inner_module.linear._parameters["weight"].grad
+    assert grad is not None
+    assert grad.any()
 
 
 class Fails(Layer):

@@ -60,6 +60,14 @@ def test_ranks_of_a_stage_must_agree(ctx: Any) -> None:
     assert not is_stage_local(Block(nn.Linear(3, 3)).weight)
 
 
+def held_by(block: nn.Module) -> int:
+    """Bytes that the parameters of a sharded module take."""
+    buckets = {param.bucket for param in block.parameters()}
+    storages = {b.full.untyped_storage() for b in buckets} | {b.shard.untyped_storage() for b in buckets}
+    storages |= {p.untyped_storage() for p in block.parameters()}
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 @pytest.mark.ranks(4, pipe_size=2)
 @LEVEL
 def test_a_block_of_all_stages_moves_to_one(ctx: Any, level: int) -> None:
@@ -67,12 +75,18 @@ def test_a_block_of_all_stages_moves_to_one(ctx: Any, level: int) -> None:
     settings = {"use_checkpoint": False, "initialized": True, "zero_level": level, "precision": precision}
     plain = Layer()
     blocks = [Block(Layer(), **settings) for _ in range(2)]
+    assert held_by(blocks[0]) > 0
+    blocks[0].inner_module.a._parameters["bias"].requires_grad = False  # after the Block has sorted its parameters
+    plain.a.bias.requires_grad = ctx.pipe_rank != 0
     blocks[0].inner_module.a._parameters["bias"].group = "biases"
     blocks[0].inner_module.a._parameters["bias"].init_method = nn.init.zeros_
     identities = [id(p) for p in blocks[ctx.pipe_rank].parameters()]
     blocks[0](seeded(0, 2, 5)).sum().backward()  # leaves gradients
+    buckets = [bucket for block in blocks for bucket in block.unit.buckets]
     kept = [stage_block(block, keep=index == ctx.pipe_rank) for index, block in enumerate(blocks)]
+    assert all(bucket.shard.numel() == bucket.full.numel() == 0 for bucket in buckets)
     assert kept[1 - ctx.pipe_rank] is None
+    assert held_by(blocks[1 - ctx.pipe_rank]) == 0  # also as long as somebody refers to it
     block = kept[ctx.pipe_rank]
     assert block is blocks[ctx.pipe_rank]
     assert stage_block(block, True) is block  # it is one already

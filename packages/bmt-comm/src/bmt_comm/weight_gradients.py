@@ -242,7 +242,12 @@ def deferred_weight_gradients() -> Iterator[DeferredWeightGradients]:
 
 
 def deferring() -> DeferredWeightGradients | None:
-    """Where the backward pass that is running puts weight gradients off to; None: it does not."""
+    """Where the backward pass that is running puts weight gradients off to; None: it does not.
+
+    Nor does a backward that ``torch.compile`` has traced.
+    """
+    if torch.compiler.is_compiling():
+        return None
     found: DeferredWeightGradients | None = _compat.stashed_in_thread(_KEY)
     return found
 

@@ -24,7 +24,7 @@ import bmt_kernels
 from bmt_comm import slice_of
 
 from .adam_runs import HALF, MOMENTS, GroupPlan, Home, Launch
-from .runs import local_grad, merge_adjacent
+from .runs import zero_grads
 from .state_dict import gather_state, match_groups, state_value, whole_number
 
 Call = tuple[Launch, dict[str, Any]]
@@ -144,22 +144,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Fill the gradients with zeros, or drop them."""
         if set_to_none:
             super().zero_grad(set_to_none=True)
-            return
-        grads = []
-        for group in self.param_groups:
-            for param in group["params"]:
-                grad = param.grad
-                if grad is None:
-                    continue
-                if grad.grad_fn is not None:
-                    grad.detach_()
-                elif grad.requires_grad:
-                    grad.requires_grad_(False)
-                local = local_grad(param)
-                assert local is not None
-                grads.append(local)
-        for flat in merge_adjacent(grads):
-            flat.zero_()
+        else:
+            zero_grads(self._params())
 
     @torch.no_grad()
     def sync_masters(self) -> None:
@@ -183,8 +169,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Args:
             gather: assemble the unsharded tensors, on the CPU, one parameter at a time. A collective over
-                the ranks that share parameters. Rank 0 (of each pipeline stage) gets them all; on the other
-                ranks ``state`` is empty.
+                the ranks that share parameters. Rank 0 gets them all, or the first rank of each pipeline stage
+                those of what its stage has; on the other ranks ``state`` is empty.
         """
         self._settle()
         for plan in self._current_plans():
@@ -201,7 +187,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         }
         if gather:
             keys = [(*MOMENTS, "master") if p.dtype in HALF else MOMENTS for p in params]
-            found["state"] = gather_state(found["state"], params, keys)
+            tensors = [dict.fromkeys(k, (slice_of(p), torch.float32)) for k, p in zip(keys, params)]
+            found["state"] = gather_state(found["state"], params, tensors)
         return found
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -210,7 +197,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, at this or any other layout, or ``torch.optim.AdamW``'s.
+        """Load what :meth:`state_dict` returned, at this or any other layout (of a pipeline: with the same
+        stages), or ``torch.optim.AdamW``'s.
 
         Tensors may have the local or the full shape; of a full one this rank takes its slice. Values are
         copied. A half-precision parameter without ``master`` in the dict takes its current value as master;

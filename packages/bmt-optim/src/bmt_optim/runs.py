@@ -150,3 +150,22 @@ def local_grad(param: Tensor) -> Tensor | None:
     if grad.layout is not torch.strided:
         raise RuntimeError(f"a gradient of shape {tuple(grad.shape)} is sparse; sparse gradients are not supported")
     return grad
+
+
+@torch.no_grad()
+def zero_grads(params: Iterable[Tensor]) -> None:
+    """Fill the gradients that there are with zeros, neighbours in memory together."""
+    grads = []
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.grad_fn is not None:
+            grad.detach_()
+        elif grad.requires_grad:
+            grad.requires_grad_(False)
+        local = local_grad(param)
+        assert local is not None
+        grads.append(local)
+    for flat in merge_adjacent(grads):
+        flat.zero_()

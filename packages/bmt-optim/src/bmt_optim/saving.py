@@ -28,7 +28,8 @@ def save_optimizer(
     All ranks must call it. The state is gathered, one parameter at a time, into the host memory of the rank
     that writes: rank 0, or the first rank of each pipeline stage, which then need a name each. That is a copy:
     training may go on while it is written. ``torch.load(file_name, weights_only=True)`` gives what
-    ``load_state_dict`` takes, at any layout. The file appears under its name only when it is complete.
+    ``load_state_dict`` takes, at any layout with the same pipeline stages. The file appears under its name
+    only when it is complete.
 
     Args:
         optimizer: one whose ``state_dict`` takes ``gather`` (ours), or an :class:`OptimManager`.

@@ -17,25 +17,28 @@ from .slices import all_reduce_over, assemble, by_comms, cut
 
 
 def gather_state(
-    state: Mapping[int, Mapping[str, Any]], params: Sequence[Tensor], keys: Sequence[Sequence[str]]
+    state: Mapping[int, Mapping[str, Any]],
+    params: Sequence[Tensor],
+    tensors: Sequence[Mapping[str, tuple[Slice, torch.dtype]]],
 ) -> dict[int, dict[str, Any]]:
     """The unsharded state, on the CPU of the rank that keeps it; an empty dict on the others.
 
     Args:
-        state: by parameter index, ``step`` and, under ``keys[index]``, tensors of the local shape.
+        state: by parameter index, ``step`` and the tensors that ``tensors[index]`` names, of the local shape.
         params: the parameters, the same ones in the same order on every rank that shares them.
-        keys: the tensors that each parameter's state consists of.
+        tensors: the tensors that each parameter's state consists of: which part of each this rank holds, and its
+            dtype.
     """
     slices = [slice_of(p) for p in params]
     keep = keeps_gathered_state()
     steps = _agreed_steps([int(state[i]["step"]) if i in state else -1 for i in range(len(params))], params, slices)
     gathered: dict[int, dict[str, Any]] = {}
-    for index, (param, where, step) in enumerate(zip(params, slices, steps)):
+    for index, (param, step) in enumerate(zip(params, steps)):
         if step < 0:  # no rank has a state for it
             continue
         entry: dict[str, Any] = {"step": torch.tensor(float(step))}
-        for key in keys[index]:
-            local = state[index][key] if index in state else _no_state(param)
+        for key, (where, dtype) in tensors[index].items():
+            local = state[index][key] if index in state else _no_state(param, where, dtype)
             whole = assemble(local, where)
             if keep:
                 # A parameter that is not sharded is assembled without a copy; the result must not be the state.
@@ -129,9 +132,8 @@ def _agreed_steps(steps: list[int], params: Sequence[Tensor], slices: Sequence[S
     return agreed
 
 
-def _no_state(param: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.zeros_like(local_tensor(param), dtype=torch.float32)
+def _no_state(param: Tensor, where: Slice, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(where.local_shape, dtype=dtype, device=param.device)
 
 
 def keeps_gathered_state() -> bool:

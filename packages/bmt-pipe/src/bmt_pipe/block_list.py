@@ -102,7 +102,7 @@ class PipelineTransformerBlockList(StagedState):
             link_blocks(units)
             linked.update(units)
         own = [self.blocks_of(chunk) for chunk in range(interleave)]
-        self._pipeline = Pipeline(own, self.all_chunks, context, tail_schedule)
+        self._pipeline = Pipeline(own, self.all_chunks, num_hidden, context, tail_schedule)
 
     def forward(
         self,
@@ -142,8 +142,6 @@ class PipelineTransformerBlockList(StagedState):
             StageLostError: another stage cannot be reached any more.
         """
         hidden, args = hidden_and_args[: self.num_hidden], hidden_and_args[self.num_hidden :]
-        if len(hidden) < self.num_hidden:
-            raise ValueError(f"{len(hidden)} hidden states were passed, and num_hidden={self.num_hidden}")
         found = self._pipeline(hidden, args, kwargs, batch_related, return_hidden_states, tail, tail_args)
         if tail is not None or return_hidden_states or self.num_hidden > 1:
             return found

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_unflatten
 
 from bmt_comm import ParallelContext
 from bmt_zero import Block
 
-from .messages import Message
+from .messages import Message, StageFailedError, connected
 from .recording import Recorder
 from .run import Plan, Run
 from .schedule import Schedule, make_schedule
-from .signature import SignatureCache, sign
+from .signature import Signature, SignatureCache, sign
 from .tail import Tail
 
 
@@ -28,6 +27,7 @@ class Pipeline:
     Args:
         chunks: this stage's layers.
         layers: the layers at each place in the chain of chunks.
+        num_hidden: how many hidden states they take and return.
         context: the ranks.
         tail_schedule: the name of the schedule for calls with a tail.
     """
@@ -36,11 +36,13 @@ class Pipeline:
         self,
         chunks: Sequence[Sequence[Block]],
         layers: Sequence[range],
+        num_hidden: int,
         context: ParallelContext,
         tail_schedule: str,
     ) -> None:
         self.chunks = chunks
         self.layers = layers
+        self.num_hidden = num_hidden
         self.context = context
         self.tail_schedule = tail_schedule
         self.recorder: Recorder | None = None
@@ -65,8 +67,13 @@ class Pipeline:
         context = self.context
         grad = torch.is_grad_enabled()
         trains = any(p.requires_grad for chunk in self.chunks for block in chunk for p in block.unit.params)
-        signature, values, problem, prepared = None, [], None, None
+        signature: Signature | None = None
+        values: list[Any] = []
+        problem: Exception | None = None
+        prepared: Tail | None = None
         try:
+            if len(hidden) < self.num_hidden:
+                raise ValueError(f"{len(hidden)} hidden states were passed, and num_hidden={self.num_hidden}")
             if tail is not None and return_hidden_states:
                 raise ValueError("return_hidden_states and tail cannot be combined: a tail returns the loss alone")
             if tail is None and tail_args:
@@ -87,14 +94,22 @@ class Pipeline:
                 if scale is None:
                     scale = torch.ones((), dtype=torch.float64, device=context.device)
                 prepared = Tail(tail, context, scale, grad)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever it is, the other ranks are to know
             problem = error
-        key, signatures = self._signatures.exchange(context, signature, problem)
+        try:
+            key, signatures = self._signatures.exchange(context, signature, problem)
+        except Exception:
+            self._agree_on_pieces(0)
+            raise
         inputs_differ = grad and (
             any(s.trains or any(leaf.requires_grad for leaf in s.leaves) for s in signatures)
             or (prepared is not None and bool(prepared.grads))
         )
-        pieces = self._pieces(min(s.batch for s in signatures))
+        # The same everywhere, and none of them empty where that can be.
+        wanted = -(-context.num_micro_batches // context.pipe_size)
+        pieces = self._agree_on_pieces(max(1, min(wanted, *(s.batch for s in signatures))))
+        if not pieces:
+            raise StageFailedError("another data-parallel replica's call of the pipeline has failed; see its error")
         plan = self._plans.get((key, pieces))
         if plan is None or plan.differentiable != inputs_differ:
             name = "recompute" if tail is None else self.tail_schedule
@@ -107,20 +122,21 @@ class Pipeline:
         if self.recorder is not None:
             self.last_schedule = plan.schedule
         run = Run(self.chunks, context, plan, values, prepared, self.recorder)
-        if prepared is not None:
-            return self._loss(run, prepared)
-        return self._outputs(run)
+        try:
+            return self._outputs(run) if prepared is None else self._loss(run, prepared)
+        finally:
+            if not plan.learned:
+                self._plans.pop((key, pieces), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """One of the copied Blocks, of the same ranks, that remembers nothing."""
-        return Pipeline(copy.deepcopy(self.chunks, memo), self.layers, self.context, self.tail_schedule)
+        chunks = copy.deepcopy(self.chunks, memo)
+        return Pipeline(chunks, self.layers, self.num_hidden, self.context, self.tail_schedule)
 
-    def _pieces(self, smallest: int) -> int:
-        """How many micro-batches each stage's batch is cut into; the same everywhere, and none of them empty."""
-        context = self.context
-        wanted = -(-context.num_micro_batches // context.pipe_size)
-        found = torch.tensor([max(1, min(wanted, smallest))])
-        context.tp_zero_host.all_reduce(found, "min")
+    def _agree_on_pieces(self, pieces: int) -> int:
+        """How many micro-batches each stage's batch is cut into in all replicas; 0: one of them has failed."""
+        found = torch.tensor([pieces])
+        self.context.tp_zero_host.all_reduce(found, "min")
         return int(found)
 
     def _outputs(self, run: Run) -> tuple[Any, ...]:
@@ -154,7 +170,7 @@ class Pipeline:
         ``scale``, for which this one's were, is kept instead of a gradient of 0, inf or NaN, from which there would be
         no way back.
         """
-        found = grad.detach().double()
+        found = grad.detach()
         self._scale = torch.where(found.isfinite() & (found != 0), found, scale)
 
 
@@ -200,14 +216,20 @@ class _Outputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         run: Run = ctx.run
-        saved = iter(ctx.saved_tensors)
-        run.inputs = {place: [next(saved) for _ in range(count)] for place, count in zip(ctx.places, ctx.counts)}
-        for s, n in ctx.arguments:
-            run.values[s][n] = next(saved)
+        problem: Exception | None = None
+        try:
+            saved = iter(ctx.saved_tensors)
+        except RuntimeError as error:  # somebody has written into them, or there was a backward before
+            problem = error
+        else:
+            run.inputs = {place: [next(saved) for _ in range(count)] for place, count in zip(ctx.places, ctx.counts)}
+            for s, n in ctx.arguments:
+                run.values[s][n] = next(saved)
         floating = [(n, grad) for n, (grad, is_float) in enumerate(zip(grads, ctx.floating)) if is_float]
         found = run.backward(
             [grad for n, grad in floating if n < ctx.num_outputs],
             [grad for n, grad in floating if n >= ctx.num_outputs],
+            problem,
         )
         run.inputs = {}
         for s, n in ctx.arguments:
@@ -239,8 +261,8 @@ class _Loss(torch.autograd.Function):
         tail: Tail = ctx.tail
         if ctx.grads is None:
             raise RuntimeError("backward from the loss of a pipeline's tail for a second time: its gradients are gone")
-        _check_same_on_stages(run.context, grad)
-        factor = grad.double() / tail.scale
+        grad = _same_on_stages(run.context, grad.double())
+        factor = grad / tail.scale
         ctx.pipeline.note_scale(grad, tail.scale)
         for bucket, flat in run.arrived.items():
             bucket.add_gradient(flat.mul_(factor))
@@ -249,21 +271,26 @@ class _Loss(torch.autograd.Function):
             if found is not None:
                 param.unit.reduce_gradient(param, found.mul_(factor))
         scaled = [None if g is None else g * factor for g in ctx.grads]
-        ctx.grads = tail.grads = None
+        ctx.grads, tail.grads = None, []
         return (None,) * 6 + tuple(scaled)
 
 
-def _check_same_on_stages(context: ParallelContext, grad: Tensor) -> None:
-    """Micro-batches of all stages are mixed in the gradients, so one factor must serve for all."""
+def _same_on_stages(context: ParallelContext, grad: Tensor) -> Tensor:
+    """The gradient of a loss. Micro-batches of all stages are mixed in what it scales, so all must have the same.
+
+    Raises:
+        ValueError: they do not. On a GPU, where finding out would mean to wait, NaN is returned then.
+    """
     if context.pipe.size == 1:
-        return
-    bounds = torch.stack([grad.float(), -grad.float()])
-    context.pipe.all_reduce(bounds, "max")
-    if context.device.type == "cpu":
-        if bounds[0] != -bounds[1] and not bounds.isnan().any():
-            raise ValueError(
-                f"the loss of a pipeline's tail got the gradient {-bounds[1]:g} on one stage and {bounds[0]:g} on "
-                f"another; weigh samples inside of the tail instead"
-            )
-    else:  # without waiting for the device
-        grad.mul_(torch.where(bounds[0] == -bounds[1], 1.0, torch.nan))
+        return grad
+    bounds = torch.stack([grad, -grad])
+    with connected():
+        context.pipe.all_reduce(bounds, "max")
+    if context.device.type != "cpu":
+        return torch.where(bounds[0] == -bounds[1], grad, torch.nan)
+    if bounds[0] != -bounds[1] and not bounds.isnan().any():
+        raise ValueError(
+            f"the loss of a pipeline's tail got the gradient {-bounds[1]:g} on one stage and {bounds[0]:g} on "
+            f"another; weigh samples inside of the tail instead"
+        )
+    return grad

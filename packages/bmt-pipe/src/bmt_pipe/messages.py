@@ -11,12 +11,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import queue
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -111,6 +112,19 @@ class StageLostError(RuntimeError):
 
 class StageFailedError(RuntimeError):
     """Another stage has raised an exception."""
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """Around collectives of a pipeline, which fail where a stage is gone.
+
+    Raises:
+        StageLostError: they do.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise StageLostError(f"the connection to another stage is lost: {error}") from error
 
 
 _BROKEN = b""  # in place of a description: the sender has failed and sends nothing

@@ -10,12 +10,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 
 from bmt_comm import ParallelContext, deferred_weight_gradients
@@ -24,7 +26,18 @@ from bmt_zero.backward import outside_backward, tracker_of
 from bmt_zero.bucket import Bucket
 
 from .chunk import Surroundings, last_not_checkpointed, run_layers
-from .messages import Form, Forms, Message, Post, StageLostError, TensorForm, put_together, structure_of, take_apart
+from .messages import (
+    Form,
+    Forms,
+    Message,
+    Post,
+    StageLostError,
+    TensorForm,
+    connected,
+    put_together,
+    structure_of,
+    take_apart,
+)
 from .recording import Recorder
 from .routes import Pass
 from .schedule import Action, Kind, Schedule
@@ -94,8 +107,8 @@ class _Alive(NamedTuple):
 
     inputs: list[Tensor]  # leaves
     arguments: dict[int, Tensor]  # leaves whose gradients are wanted, by the index of the argument
-    outputs: list[Tensor]
-    taps: list[Tensor]
+    outputs: list[GradientEdge | None]  # of floating-point tensors, where there is a gradient to pass on
+    taps: list[GradientEdge | None]
 
 
 class Run:
@@ -132,6 +145,7 @@ class Run:
         self.inputs: dict[tuple[int, int], list[Tensor]] = {}  # by micro-batch and place: kept for recomputation
         self.surroundings: dict[tuple[int, int], Surroundings] = {}
         self._alive: dict[tuple[int, int], _Alive] = {}
+        self._retains = False  # the backward that is running may be run again
         self._deferred: dict[tuple[int, int], Any] = {}
         self._tail_grads: dict[int, list[Tensor]] = {}
         self._argument_grads: dict[tuple[int, int], Tensor] = {}  # by origin and index of the argument
@@ -165,17 +179,23 @@ class Run:
         taps = [_joined([each[1][n] for each in kept], 1) for n in range(len(kept[0][1]))]
         return outputs, taps
 
-    def backward(self, output_grads: list[Tensor | None], tap_grads: list[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self, output_grads: list[Tensor | None], tap_grads: list[Tensor | None], problem: Exception | None
+    ) -> list[Tensor | None]:
         """All backwards, from the gradients of the outputs of :meth:`forward` (of floating-point tensors).
 
-        Returns the gradient of each leaf of this rank's arguments.
+        Returns the gradient of each leaf of this rank's arguments. Raises ``problem``, why this rank cannot do its
+        part, when the other stages know.
         """
+        self._retains = torch._C._autograd._get_current_graph_task_keep_graph()
         with outside_backward():
             tracker_of(self.context).finish_reductions()  # those whose end would need all stages
             wanted = self._exchange_wanted(tap_grads)
             flags = tuple(any(leaf.requires_grad for leaf in s.leaves[: s.num_hidden]) for s in self.plan.signatures)
             self._begin(Pass(self.plan.schedule, False, True, tap_grads=wanted, input_grads=flags))
             with self._all_stages(), self._reducing_once():
+                if problem is not None:
+                    raise problem
                 self._send_output_grads(output_grads, tap_grads)
                 self._work()
                 hidden = self._input_grads()
@@ -245,7 +265,8 @@ class Run:
             self._post.drain()
         comm = self.context.pipe_host
         failed = torch.zeros(comm.size, dtype=torch.uint8)
-        comm.all_gather(failed, torch.tensor([problem is not None], dtype=torch.uint8))
+        with connected():
+            comm.all_gather(failed, torch.tensor([problem is not None], dtype=torch.uint8))
         if bool(failed.any()):
             self._release()
             raise_first(self.context, problem)
@@ -255,7 +276,8 @@ class Run:
     def _release(self) -> None:
         for unit in self.units:
             unit.release()
-        self._alive.clear()
+        if not self._retains:
+            self._alive.clear()
         self._deferred.clear()
 
     @contextlib.contextmanager
@@ -269,6 +291,10 @@ class Run:
         self._left = dict.fromkeys(range(len(self.chunks)), self.plan.schedule.micro_batches)
         try:
             yield
+            tracker_of(self.context).finish_reductions()
+            for bucket in buckets:  # those that the last micro-batch has not used
+                bucket.no_sync = self._no_sync[bucket]
+                bucket.reduce_waiting()
         finally:
             for bucket, flag in before.items():
                 bucket.no_sync = flag
@@ -302,9 +328,11 @@ class Run:
         message = Message("hidden" if place else "input", i, place)
         source = self._pass.stage(place - 1) if place else self._pass.origin(i)
         tensors = self._post.take(source, message)
+        if self.recomputes:
+            self.inputs[i, place] = tensors
+        versions = [x._version for x in tensors] if self.recomputes else []
         with self._recorded(action):
-            if self.recomputes:
-                self.inputs[i, place] = tensors
+            if self.recomputes and not self._keeps_input_alone(action.chunk):
                 self.surroundings[i, place] = Surroundings(self.context.device)
                 with torch.no_grad():
                     hidden, inputs = self._run(action.chunk, i, tensors, {})
@@ -313,6 +341,11 @@ class Run:
                     hidden, inputs = self._run(action.chunk, i, tensors, {})
             else:
                 hidden, inputs = self._run_with_grad(action.chunk, i, tensors)
+            if versions != [x._version for x in tensors if versions]:
+                raise RuntimeError(
+                    "a layer writes into its input, which is needed to compute it again in backward; let the layer "
+                    "make a new tensor instead"
+                )
             form, outputs = take_apart(hidden)
             if self.tail is not None and place == self._pass.last:
                 _, _, tail_args = self._arguments_of(i)
@@ -321,8 +354,16 @@ class Run:
         for peer, message in self._pass.during(self.stage, action):
             self._post.send(peer, message, *(taps if message.kind == "taps" else (form, outputs)))
 
+    def _keeps_input_alone(self, chunk: int) -> bool:
+        """Whether a chunk that is run for its backward keeps but its input, and need not be run twice."""
+        blocks = self.chunks[chunk]
+        return len(blocks) == 1 and blocks[0].use_checkpoint and not self.plan.taps
+
     def _recompute(self, action: Action) -> None:
         i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)
+        if (i, place) in self._alive:
+            with self._recorded(action):
+                return
         with (
             self._recorded(action),
             self.surroundings[i, place].again(),
@@ -344,15 +385,15 @@ class Run:
         if self._pass.tap_grads and self._pass.tap_grads[origin][place]:
             tap_grads = self._post.take(origin, Message("taps_grad", i, place))
         with self._recorded(action):
-            alive = self._alive.pop((i, place))
-            roots = [x for x in (*alive.outputs, *(alive.taps if tap_grads else ())) if x.is_floating_point()]
-            pairs = [(x, g) for x, g in zip(roots, (*grads, *tap_grads), strict=True) if x.requires_grad]
+            retain = self._retains and self._keeps_input_alone(action.chunk)  # others are computed again
+            alive = self._alive[i, place] if retain else self._alive.pop((i, place))
+            edges = [*alive.outputs, *(alive.taps if tap_grads else ())]
             if action.kind is Kind.BACKWARD:
                 with self._one_less(action.chunk):
-                    _backward_from(pairs)
+                    _backward_from(edges, [*grads, *tap_grads], retain)
             else:
                 with deferred_weight_gradients() as self._deferred[i, place]:
-                    _backward_from(pairs)
+                    _backward_from(edges, [*grads, *tap_grads], retain)
             self._add_argument_grads(i, alive.arguments)
         floating = [x for x in alive.inputs if x.is_floating_point()]
         for peer, message in self._pass.during(self.stage, action):
@@ -362,6 +403,8 @@ class Run:
                 tensors = floating
             found = [torch.zeros_like(x) if x.grad is None else x.grad for x in tensors]
             self._post.send(peer, message, self.plan.forms[message], found)
+        for x in (*alive.inputs, *alive.arguments.values()):
+            x.grad = None
 
     def _weight(self, action: Action) -> None:
         i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)
@@ -375,7 +418,15 @@ class Run:
         place = self._pass.place(self.stage, chunk)
         form = self.plan.forms[Message("hidden" if place else "input", micro_batch, place)]
         args, kwargs, _ = self._arguments_of(micro_batch, leaves)
-        return run_layers(self.chunks[chunk], put_together(form, tensors), args, kwargs)
+        hidden, inputs = run_layers(self.chunks[chunk], put_together(form, tensors), args, kwargs)
+        rows = self.plan.rows(micro_batch)
+        for x in take_apart(hidden)[1]:
+            if x.dim() == 0 or len(x) != rows.stop - rows.start:
+                raise ValueError(
+                    f"a layer returned a hidden state of shape {tuple(x.shape)} for {rows.stop - rows.start} samples; "
+                    f"its first dimension must be the batch"
+                )
+        return hidden, inputs
 
     def _run_with_grad(
         self, chunk: int, micro_batch: int, tensors: list[Tensor]
@@ -391,7 +442,12 @@ class Run:
         leaves: dict[int, Tensor] = {}
         with torch.enable_grad():
             hidden, taps = self._run(chunk, micro_batch, inputs, leaves)
-        self._alive[micro_batch, place] = _Alive(inputs, leaves, take_apart(hidden)[1], take_apart(taps)[1])
+        # Not the outputs themselves, which can go once they have been sent.
+        edges = [
+            [get_gradient_edge(x) if x.requires_grad else None for x in take_apart(tree)[1] if x.is_floating_point()]
+            for tree in (hidden, taps)
+        ]
+        self._alive[micro_batch, place] = _Alive(inputs, leaves, *edges)
         return hidden, taps
 
     # --- arguments --------------------------------------------------------------------------------
@@ -415,7 +471,7 @@ class Run:
                 elif leaf.value is OWN_VALUE:
                     found.append(self.values[self.stage][n])
                 elif not leaf.is_tensor:
-                    found.append(leaf.value)
+                    found.append(copy.deepcopy(leaf.value))  # layers may change it
                 else:
                     device = "cpu" if leaf.on_host else self.context.device
                     found.append(torch.empty(leaf.value.shape, dtype=leaf.value.dtype, device=device))
@@ -427,8 +483,9 @@ class Run:
             value = self.values[self.stage][n].detach().contiguous()
             if value.numel():
                 sends[mine.leaves[n].on_host].extend((value, s) for s in self._readers(mine, n) if s != self.stage)
-        for on_host, comm in enumerate(comms):
-            comm.send_recv(sends[on_host], recvs[on_host])
+        with connected():
+            for on_host, comm in enumerate(comms):
+                comm.send_recv(sends[on_host], recvs[on_host])
 
     def _readers(self, signature: Signature, leaf: int) -> range:
         """The stages that need an argument of another one: all, or for the tail's the last."""
@@ -487,8 +544,9 @@ class Run:
                     continue
                 mine[n] = [grad if s == self.stage else torch.empty_like(grad) for s in range(self.plan.stages)]
                 recvs[leaf.on_host].extend((g, s) for s, g in enumerate(mine[n]) if s != self.stage)
-        for on_host, comm in enumerate(comms):
-            comm.send_recv(sends[on_host], recvs[on_host])
+        with connected():
+            for on_host, comm in enumerate(comms):
+                comm.send_recv(sends[on_host], recvs[on_host])
         grads = [*hidden, *[None] * (len(self.plan.signatures[self.stage].leaves) - len(hidden))]
         for n, parts in mine.items():
             grads[n] = torch.stack(parts).sum(0)
@@ -526,7 +584,8 @@ class Run:
             return ()
         comm = self.context.pipe_host
         flags = torch.zeros(comm.size, dtype=torch.uint8)
-        comm.all_gather(flags, torch.tensor([any(g is not None for g in tap_grads)], dtype=torch.uint8))
+        with connected():
+            comm.all_gather(flags, torch.tensor([any(g is not None for g in tap_grads)], dtype=torch.uint8))
         last = self.plan.schedule.stages * self.plan.schedule.chunks
         return tuple((bool(flag),) * last for flag in flags)
 
@@ -567,9 +626,10 @@ class Run:
         return losses.sum()
 
 
-def _backward_from(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _backward_from(edges: Sequence[GradientEdge | None], grads: Sequence[Tensor], retain: bool) -> None:
+    pairs = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
     if pairs:
-        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs], retain_graph=retain)
 
 
 def _joined(parts: list[Any], dim: int) -> Any:

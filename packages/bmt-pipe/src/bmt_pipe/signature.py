@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bmt_comm import ParallelContext
 
-from .messages import StageFailedError, Structure, TensorForm
+from .messages import StageFailedError, Structure, TensorForm, connected
 
 
 class _OwnValue:
@@ -91,7 +92,8 @@ def sign(
             state, and keywords. Empty: every tensor whose first dimension is as long as the batch.
 
     Raises:
-        TypeError, ValueError: hidden states or ``batch_related`` cannot be served.
+        TypeError, ValueError: hidden states or ``batch_related`` cannot be served, or an object holds a tensor
+            whose gradient would be lost.
     """
     values, spec = tree_flatten((hidden, args, kwargs, tail_args))
     num_hidden, num_tail = len(tree_flatten(hidden)[0]), len(tree_flatten(tail_args)[0])
@@ -103,7 +105,7 @@ def sign(
     leaves = []
     for index, value in enumerate(values):
         if not isinstance(value, Tensor):
-            leaves.append(Leaf(_sendable(value)))
+            leaves.append(Leaf(_sendable(value, grad)))
             continue
         if value.layout is not torch.strided:
             raise ValueError(f"an argument has layout {value.layout}; only dense tensors go through a pipeline")
@@ -135,6 +137,8 @@ def _marked(
 ) -> list[bool | None]:
     """For each leaf whether ``batch_related`` names its argument; None where its shape is to tell."""
     positions = range(len(hidden) - 1 + len(args))
+    if isinstance(batch_related, str) or not isinstance(batch_related, Iterable):
+        raise TypeError(f"batch_related={batch_related!r} must be a list of positions and keywords")
     for name in batch_related:
         if isinstance(name, bool) or not isinstance(name, (int, str)):
             raise TypeError(f"batch_related holds {name!r}; it names arguments by their position or keyword")
@@ -158,12 +162,29 @@ def _marked(
     return tree_flatten(marks)[0]
 
 
-def _sendable(value: Any) -> Any:
+def _sendable(value: Any, grad: bool) -> Any:
+    pickler = _NoticingPickler(io.BytesIO())
     try:
-        pickle.dumps(value)
+        pickler.dump(value)
     except Exception:  # whatever an object's own code may raise
         return OWN_VALUE
+    if grad and pickler.wants_gradient:
+        raise ValueError(
+            f"an argument of type {type(value).__name__} holds a tensor that requires a gradient, which it would not "
+            f"get: other stages have copies; pass the tensor by itself, or in tuples, lists and dicts"
+        )
     return value
+
+
+class _NoticingPickler(pickle.Pickler):
+    """Notes whether there are tensors that require gradients."""
+
+    wants_gradient = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor) and obj.requires_grad:
+            self.wants_gradient = True
+        return NotImplemented
 
 
 class SignatureCache:
@@ -180,19 +201,28 @@ class SignatureCache:
 
         Raises:
             Exception: this rank's ``problem``, if it has one.
-            StageFailedError: another rank's.
+            TypeError: arguments are in containers that cannot be sent.
+            StageFailedError: another rank has a problem.
+            StageLostError: another rank cannot be reached.
             RuntimeError: stages disagree on what they call.
         """
         comm = context.pipe_host
-        packed = b"" if mine is None else pickle.dumps(mine)
-        digest = hashlib.sha256(packed).digest() if mine is not None else bytes(32)
+        packed = b""
+        if mine is not None:
+            try:
+                packed = pickle.dumps(mine)
+            except Exception as error:  # whatever an object's own code may raise
+                problem = TypeError(f"arguments are in containers that cannot be sent to other stages: {error}")
+        digest = hashlib.sha256(packed).digest() if packed else bytes(32)
         everyone = torch.empty(comm.size, 32, dtype=torch.uint8)
-        comm.all_gather(everyone, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        with connected():
+            comm.all_gather(everyone, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         digests = [row.numpy().tobytes() for row in everyone]
         if bytes(32) in digests:
             raise_first(context, problem)
         if any(each not in self._known for each in digests):
-            found = comm.all_gather_object(packed)
+            with connected():
+                found = comm.all_gather_object(packed)
             for each, data in zip(digests, found, strict=True):
                 self._known[each] = pickle.loads(data)  # from a rank of this job
         signatures = [self._known[each] for each in digests]
@@ -211,7 +241,8 @@ def raise_first(context: ParallelContext, problem: BaseException | None) -> None
     """Raise where any rank of the pipeline has a problem: its own, or else the first stage's that has one."""
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
     quotes = isinstance(problem, StageFailedError)  # tells of another stage's problem, not of one of its own
-    found = context.pipe_host.all_gather_object((text, quotes))
+    with connected():
+        found = context.pipe_host.all_gather_object((text, quotes))
     for stage, (text, quotes) in enumerate(found):
         if text is not None and not quotes:
             if problem is not None and not isinstance(problem, StageFailedError):

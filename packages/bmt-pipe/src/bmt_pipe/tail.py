@@ -22,6 +22,8 @@ from bmt_comm import ParallelContext
 from bmt_zero import Block, DistributedParameter
 from bmt_zero.backward import tracker_of
 
+from .messages import connected
+
 
 class Tail:
     """The tail of one call.
@@ -133,7 +135,8 @@ class Tail:
         used = torch.tensor([grad is not None for grad in self.grads[: len(self.params)]], dtype=torch.uint8)
         if comm.size == 1 or len(used) == 0:
             return
-        comm.broadcast(used, comm.size - 1)
+        with connected():
+            comm.broadcast(used, comm.size - 1)
         for n, (param, flag) in enumerate(zip(self.params, used.tolist(), strict=True)):
             if flag and self.grads[n] is None:
                 dtype = param.bucket.precision.param_dtype or param.dtype

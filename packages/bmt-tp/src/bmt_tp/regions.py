@@ -157,6 +157,9 @@ class _Keep:
         self._work.wait()
         del self._buffer
 
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
 
 def part_of(x: Tensor, dim: int, comm: Communicator) -> Tensor:
     """This rank's part of ``x`` along ``dim``, in storage of its own, so that the whole can be freed."""

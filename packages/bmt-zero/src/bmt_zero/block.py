@@ -145,6 +145,7 @@ class Block(BlockState, nn.Module):
                     whole = whole_values(chosen[placement.index], context.device, shard_comm, replicate_comm)
                     if whole is not None:
                         write_rows(shard, layout, placement, shard_comm.rank, whole)
+                before = [param.bucket for param in chosen if isinstance(param, DistributedParameter)]
                 converted = [convert(param, context) for param in chosen]
                 buckets.append(
                     Bucket(
@@ -159,6 +160,9 @@ class Block(BlockState, nn.Module):
                     )
                 )
                 narrow_slices(buckets[-1])
+                for bucket in before:
+                    if all(param.bucket is not bucket for param in bucket.params):
+                        bucket.give_up()
         if self._stage_local:
             for param in params.values():
                 setattr(param, STAGE_LOCAL_ATTRIBUTE, True)

@@ -166,6 +166,21 @@ class Bucket:
             if grad is not None:  # moved to another device or dtype
                 param.grad = grad.to(self.shard.device, self.shard.dtype)
 
+    def give_up(self) -> None:
+        """Give the memory back: the parameters have moved elsewhere, or are not used on this rank any more.
+
+        What refers to itself in circles, as Blocks do, would keep it until Python looks for such things.
+        """
+        self.finish_reduce()
+        self.finish_gather()
+        nothing = self.shard.new_empty(0)
+        for param in self.params:
+            if param.bucket is self:
+                param.grad = None
+                param.data = nothing
+        self.shard = self.full = nothing
+        self._templates, self.grads, self._grad_views, self._local_grad = [], None, [], None
+
     def follow_params(self) -> None:
         """Move where the parameters have been moved to: ``model.to(...)`` and the like give each a new tensor."""
         for param, pointer in zip(self.params, self._pointers, strict=True):
@@ -370,6 +385,12 @@ class Bucket:
         self._local_grad = None
         self._agree_on_use()
         self._reduce_work = _Reduction(self, flat)
+
+    def reduce_waiting(self) -> None:
+        """Reduce what has waited under ``no_sync`` where no backward comes that would; all ranks, or none."""
+        if self._local_grad is not None and not self.no_sync:
+            self.reduce([None] * len(self.params))
+            self.finish_reduce()
 
     def _agree_on_use(self) -> None:
         """Parameters that no rank has used yet get no gradient, as in plain PyTorch: optimizers leave them alone.

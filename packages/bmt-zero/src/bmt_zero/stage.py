@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from bmt_comm import ParallelContext, current_context
 
 from .block import Block, find_slots
+from .bucket import Bucket
 from .conversion import convert, whole_values
 from .parameter import DistributedParameter
 from .reach import check_reach, check_stage
@@ -29,7 +30,8 @@ def stage_block(module: nn.Module, keep: bool) -> Block | None:
         keep: whether this rank's stage is the one.
 
     Returns:
-        The Block; None where it is not kept. What is passed there must not be used any more.
+        The Block; None where it is not kept. Sharded parameters that are passed there give their memory back, and
+        nothing of it must be used any more.
 
     Raises:
         TypeError: ``module`` is no module.
@@ -41,10 +43,16 @@ def stage_block(module: nn.Module, keep: bool) -> Block | None:
         raise TypeError(f"modules must consist of torch.nn.Modules, and one of them is a {type(module).__name__}")
     if isinstance(module, Block):
         _move_block(module, context, keep)
-        return module if keep else None
-    slots = find_slots(module, context)
-    _move_parameters([slot.module._parameters[slot.name] for slot in slots], context, keep)
-    return Block(module, stage_local=True) if keep else None
+        if keep:
+            return module
+    else:
+        slots = find_slots(module, context)
+        _move_parameters([slot.module._parameters[slot.name] for slot in slots], context, keep)
+        if keep:
+            return Block(module, stage_local=True)
+    for bucket in _buckets(module.parameters()):
+        bucket.give_up()
+    return None
 
 
 def _move_block(block: Block, context: ParallelContext, keep: bool) -> None:
@@ -68,7 +76,7 @@ def _move_block(block: Block, context: ParallelContext, keep: bool) -> None:
 
 def _move_parameters(params: Iterable[nn.Parameter | None], context: ParallelContext, keep: bool) -> None:
     """Gather what is sharded over several stages, one bucket at a time, and shard it over this one."""
-    for bucket in dict.fromkeys(p.bucket for p in params if isinstance(p, DistributedParameter)):
+    for bucket in _buckets(params):
         if set(bucket.shard_comm.ranks) <= set(context.zero.ranks):
             continue
         wholes: list[Tensor | None] = []
@@ -78,3 +86,8 @@ def _move_parameters(params: Iterable[nn.Parameter | None], context: ParallelCon
         if keep:
             for param, whole in zip(bucket.params, wholes, strict=True):
                 make_standalone(convert(param, context), context, whole, level=3, stage_local=True)
+            bucket.give_up()
+
+
+def _buckets(params: Iterable[nn.Parameter | None]) -> list[Bucket]:
+    return list(dict.fromkeys(p.bucket for p in params if isinstance(p, DistributedParameter)))

@@ -1,0 +1,67 @@
+"""Adam as a rule: no rounds, one kernel call per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import bmt_kernels
+
+from .batch import Batch
+from .distributed import DistributedOptimizer, Params
+from .options import check_betas, check_not_negative
+from .requests import Rule
+from .state_layout import StateTensor, like_parameter
+
+
+class Adam(DistributedOptimizer):
+    """AdamW (Loshchilov & Hutter, `arXiv:1711.05101 <https://arxiv.org/abs/1711.05101>`_), on the engine.
+
+    The update is :class:`AdamOptimizer`'s, and so are the state dicts. This one steps together with optimizers that
+    communicate, and can do without master weights; that one has the shorter way to the kernel.
+
+    Args:
+        params: parameters, or parameter groups.
+        lr, betas, eps, weight_decay: as for :class:`AdamOptimizer`.
+        stochastic_rounding: see :class:`DistributedOptimizer`.
+
+    Raises:
+        TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
+        ValueError: an option out of range.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, stochastic_rounding)
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        check_not_negative(options, "lr", "eps", "weight_decay")
+        check_betas(options["betas"], 2)
+
+    def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
+        return {"exp_avg": like_parameter(shape), "exp_avg_sq": like_parameter(shape)}
+
+    def rule(self, batch: Batch) -> Rule:
+        yield []
+        for indices, weights in batch.writable():
+            bmt_kernels.adam_step(
+                weights,
+                batch.pick(batch.grads, indices),
+                batch.state("exp_avg", indices),
+                batch.state("exp_avg_sq", indices),
+                lr=float(batch.options["lr"]),
+                betas=batch.options["betas"],
+                eps=batch.options["eps"],
+                weight_decay=batch.options["weight_decay"],
+                step=batch.step,
+                grad_scale=batch.grad_scale,
+                grad_factor=batch.grad_factor,
+            )

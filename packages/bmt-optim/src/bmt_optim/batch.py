@@ -1,0 +1,118 @@
+"""What a rule works on: some matrices of one parameter group, with their gradients, weights and state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .matrix import Matrix
+from .rounding import round_stochastically
+
+HALF = (torch.float16, torch.bfloat16)
+_SPAN = 1 << 24
+"""How many elements of weights without masters have an fp32 copy at a time, or one matrix if it is larger."""
+
+
+class Batch:
+    """The matrices of one parameter group that are at the same step and on the same device.
+
+    There is at least one, and all lists have one entry per matrix. Tensors are this rank's parts, some of them
+    perhaps empty.
+
+    Attributes:
+        matrices: the logical tensors.
+        options: the group's options.
+        step: the number of this step, counted from 1.
+        grads: contiguous, fp32 or half precision, multiplied by the loss scale. Only read them; zero_grad may be
+            called as soon as the step is over.
+        grad_scale: what the gradients have been multiplied by.
+        grad_factor: what they are to be multiplied by besides, such as a clip coefficient: 0-dim fp32 on the
+            device; or ``None``.
+        weights: the weights to compute with, contiguous: fp32 masters, or the parameters themselves. Read them
+            here; write them through :meth:`writable`.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        locals_: Sequence[Tensor],
+        grads: list[Tensor],
+        states: Sequence[dict[str, Any]],
+        options: Mapping[str, Any],
+        step: int,
+        grad_scale: float,
+        grad_factor: Tensor | None,
+    ) -> None:
+        self.matrices = matrices
+        self.options = options
+        self.step = step
+        self.grads = grads
+        self.grad_scale = grad_scale
+        self.grad_factor = grad_factor
+        self.states = states
+        self._locals = locals_
+        self.weights = [entry["master"] if "master" in entry else t.contiguous() for entry, t in zip(states, locals_)]
+
+    @property
+    def device(self) -> torch.device:
+        """On which everything is."""
+        return self.weights[0].device
+
+    def __len__(self) -> int:
+        return len(self.matrices)
+
+    def state(self, key: str, indices: Sequence[int] | None = None) -> list[Tensor]:
+        """The state tensors under ``key``, of all matrices or of some."""
+        return [self.states[i][key] for i in (range(len(self)) if indices is None else indices)]
+
+    def pick(self, values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+        """Those entries of a list of the batch."""
+        return [values[i] for i in indices]
+
+    def fp32_grad(self, i: int) -> Tensor:
+        """A matrix's gradient in fp32, without the loss scale and with ``grad_factor``. Only read it."""
+        grad = self.grads[i].float()
+        if self.grad_scale != 1:
+            grad = grad / self.grad_scale
+        if self.grad_factor is not None:
+            grad = grad * self.grad_factor.to(grad.device)
+        return grad
+
+    def writable(self, indices: Sequence[int] | None = None) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """The weights, to be updated in place: fp32 tensors, in portions of indices and weights.
+
+        Parameters in half precision get their weight, rounded, when the loop goes on to the next portion: a master
+        is rounded to nearest, a weight without a master stochastically. Most often there is one portion. To be
+        iterated to its end::
+
+            for indices, weights in batch.writable():
+                for i, weight in zip(indices, weights):
+                    weight.sub_(updates[i])
+        """
+        indices = list(range(len(self)) if indices is None else indices)
+        direct = [i for i in indices if self.weights[i].dtype is torch.float32]
+        if direct:
+            yield direct, [self.weights[i] for i in direct]
+            stale = [i for i in direct if self.weights[i] is not self._locals[i]]
+            if stale:
+                torch._foreach_copy_([self._locals[i] for i in stale], [self.weights[i] for i in stale])
+        portion: list[int] = []
+        rest = [i for i in indices if self.weights[i].dtype is not torch.float32]
+        for n, i in enumerate(rest):
+            portion.append(i)
+            if n + 1 < len(rest) and sum(self.weights[j].numel() for j in (*portion, rest[n + 1])) <= _SPAN:
+                continue
+            weights = [self.weights[j].float() for j in portion]
+            yield portion, weights
+            for j, weight in zip(portion, weights):
+                matrix = self.matrices[j]
+                rounded = round_stochastically(weight, matrix.where, self._locals[j].dtype, self._seed(matrix))
+                self._locals[j].copy_(rounded)
+            portion = []
+
+    def _seed(self, matrix: Matrix) -> int:
+        """Differs between a parameter's steps, and between parameters."""
+        return self.step * 0x9E3779B1 + matrix.index

@@ -1,0 +1,371 @@
+"""The base of optimizers that are rules: parameter groups, state, master weights, state dicts, and the step."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmt_comm import Slice, local_tensor, slice_of
+
+from .batch import HALF, Batch
+from .engine import Step, run
+from .exchange import Communication
+from .matrix import Matrix, Presence, plan_matrices
+from .requests import Rule
+from .runs import local_grad, zero_grads
+from .state_dict import gather_state, match_groups, state_value, whole_number
+from .state_layout import StateTensor, like_parameter
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step is the same mathematics on one device and over shards of any kind.
+
+    The parameters may be whole, shards that carry a ``bmt_slice``, or DTensors; fp32, bf16 or fp16. All ranks that
+    share parameters give them in the same order and call the same methods. State is fp32 and of the gradients
+    freed of the loss scale. A half-precision parameter has an fp32 ``master`` in its state, of which it is the
+    rounded copy, or, with ``stochastic_rounding``, none: it is then updated in fp32 and rounded stochastically.
+
+    A subclass says what it computes in :meth:`rule` and what state it has in :meth:`state_layout`; see the note in
+    :mod:`bmt_optim.requests`.
+
+    Args:
+        params: parameters, or parameter groups.
+        defaults: the options of a group that does not set them.
+        stochastic_rounding: keep no masters of half-precision parameters. Rounding depends on the step, the
+            parameter and the element alone, not on the layout.
+
+    Attributes:
+        communication: what the last step communicated; shared by optimizers that step together.
+
+    Raises:
+        TypeError: a parameter of another dtype.
+        ValueError: an option out of range, or a parameter that this optimizer does not take.
+    """
+
+    counts_steps = True
+    """Whether the rule depends on ``batch.step``, so that a state dict without it does not do."""
+
+    def __init__(self, params: Params, defaults: dict[str, Any], stochastic_rounding: bool = False) -> None:
+        self.stochastic_rounding = stochastic_rounding
+        self.communication = Communication()
+        self._plan: _Plan | None = None
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = {"stochastic_rounding": self.stochastic_rounding, "communication": self.communication, "_plan": None}
+        return {**super().__getstate__(), **mine}
+
+    # --- what a subclass defines ------------------------------------------------------------------
+
+    def rule(self, batch: Batch) -> Rule:
+        """The step of a batch of matrices (see :mod:`bmt_optim.requests`)."""
+        raise NotImplementedError
+
+    def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
+        """The state tensors of a parameter of the global ``shape``, besides ``step`` and ``master``."""
+        raise NotImplementedError
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError or TypeError unless the options of a group are in range."""
+
+    def check_parameter(self, param: Tensor, where: Slice) -> None:
+        """Raise ValueError unless the optimizer takes this parameter."""
+
+    def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
+        """What the owner of a parameter of the global ``shape`` has to do, in any unit; owners share it evenly."""
+        return 0
+
+    def new_state(
+        self, key: str, tensor: StateTensor, shape: tuple[int, ...], device: torch.device, options: Mapping[str, Any]
+    ) -> Tensor:
+        """Memory, filled, for this rank's part (of ``shape``) of a state tensor of a parameter on ``device``."""
+        return torch.full(shape, tensor.fill, dtype=tensor.dtype, device=device)
+
+    # --- stepping ---------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own where ``param_group`` names them (see ``torch.optim``)."""
+        super().add_param_group(param_group)
+        self._plan = None
+        try:
+            self._check_group(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        self.check_options(group)
+        for param in group["params"]:
+            if param.dtype is not torch.float32 and param.dtype not in HALF:
+                raise TypeError(
+                    f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
+                    f"{type(self).__name__} takes float32, float16 and bfloat16"
+                )
+            self.check_parameter(param, slice_of(param))
+
+    def step(self, closure: Callable[[], Any] | None = None, scale: float = 1) -> Any:
+        """Update every parameter that has a gradient. The host does not wait for the device.
+
+        Args:
+            closure: evaluates the model again and returns the loss, which is returned.
+            scale: what the gradients are divided by (the loss scale); they are left as they are.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or is missing on some of the ranks that share its parameter.
+            ValueError: ``scale``, or an option of a group that was changed since, is out of range.
+
+            Nothing has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        run([self.begin_step(scale)])
+        return loss
+
+    # torch's schedulers look for this mark, and for the one that _finish makes, and else warn that they are stepped
+    # before the optimizer: an OptimManager steps optimizers without a call of step.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def begin_step(self, scale: float = 1, grad_factor: Tensor | None = None) -> Step:
+        """The first part of a step, up to what is to be communicated first. No state and no weight changes.
+
+        It ends with :func:`bmt_optim.engine.run`, which takes steps of several optimizers, or with
+        ``abandon``. Nothing of this optimizer may change in between.
+
+        Args:
+            scale: as for :meth:`step`.
+            grad_factor: what the gradients are multiplied by besides: a 0-dim fp32 tensor on their device.
+
+        Raises:
+            What :meth:`step` raises.
+        """
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale={scale!r} must be positive and finite")
+        for group in self.param_groups:
+            self.check_options(group)
+        plan = self._current_plan()
+        present = [m for m, there in zip(plan.matrices, plan.presence.update()) if there]
+        grads = [self._grad(m) for m in present]
+        self._materialize()
+        groups: dict[tuple[int, int, str], list[int]] = {}
+        for n, matrix in enumerate(present):
+            key = (plan.group_of[matrix.index], self.state[matrix.param]["step"] + 1, str(matrix.param.device))
+            groups.setdefault(key, []).append(n)
+        batches = []
+        for (number, step, _), members in sorted(groups.items()):
+            matrices = [present[n] for n in members]
+            states = [self.state[m.param] for m in matrices]
+            locals_ = [local_tensor(m.param) for m in matrices]
+            if step == 1:
+                _sync_masters(states, locals_)
+            group = self.param_groups[number]
+            batches.append(
+                Batch(matrices, locals_, [grads[n] for n in members], states, group, step, float(scale), grad_factor)
+            )
+        return Step([self.rule(batch) for batch in batches], lambda record: self._finish(batches, record))
+
+    def _finish(self, batches: list[Batch], record: Communication) -> None:
+        self.communication = record
+        self._opt_called = True
+        for batch in batches:
+            for entry in batch.states:
+                entry["step"] = batch.step
+
+    @staticmethod
+    def _grad(matrix: Matrix) -> Tensor:
+        grad = local_grad(matrix.param)
+        if grad is None:  # of an empty part; see the note in bmt_optim.matrix
+            return torch.zeros(matrix.where.local_shape, device=matrix.param.device)
+        return grad.detach().contiguous()
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Fill the gradients with zeros, or drop them."""
+        if set_to_none:
+            super().zero_grad(set_to_none=True)
+        else:
+            zero_grads(self._params())
+
+    @torch.no_grad()
+    def sync_masters(self) -> None:
+        """Take over what was written into half-precision parameters since the last step.
+
+        A master weight whose rounded value is its parameter stays as it is.
+        """
+        params = [p for p in self._params() if self.state.get(p)]
+        _sync_masters([self.state[p] for p in params], [local_tensor(p) for p in params])
+
+    # --- state ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """The state by parameter index, in torch's format.
+
+        Every parameter that requires a gradient has ``step`` (a tensor), the tensors of :meth:`state_layout` and,
+        in half precision, ``master``: parts of the local shape, and the optimizer's own memory.
+
+        Args:
+            gather: assemble the unsharded tensors, on the CPU, one at a time. A collective over the ranks that
+                share parameters. Rank 0 (of each pipeline stage) gets them all; on the other ranks ``state`` is
+                empty.
+        """
+        self._materialize()
+        found = super().state_dict()
+        params = self._params()
+        found["state"] = {
+            index: {**entry, "step": torch.tensor(float(entry["step"]))}
+            for index, entry in sorted(found["state"].items())
+            if params[index].requires_grad or entry.get("step", 0) > 0
+        }
+        if gather:
+            layouts = [self._layout(p, group) for group in self.param_groups for p in group["params"]]
+            tensors = [
+                {key: (tensor.part(slice_of(p)), tensor.dtype) for key, tensor in layout.items()}
+                for p, layout in zip(params, layouts)
+            ]
+            found["state"] = gather_state(found["state"], params, tensors)
+        return found
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise what :meth:`load_state_dict` would raise, and change nothing."""
+        self._parse(state_dict)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, at this or any other layout.
+
+        Tensors may have the local or the full shape; of a full one this rank takes its slice. Values are
+        copied. A half-precision parameter without ``master`` in the dict takes its current value as master;
+        parameters themselves are not touched. A parameter without state in the dict starts afresh.
+
+        Raises:
+            ValueError: the dict does not fit; the optimizer is unchanged.
+        """
+        entries = self._parse(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+            group.update(
+                {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "param_names")}
+            )
+        self.state.clear()
+        self._materialize([p for p, values in entries.items() if values is not None])
+        for param, values in entries.items():
+            mine = self.state.get(param)
+            for key, value in (values or {}).items():
+                assert mine is not None
+                mine[key] = value if key == "step" else mine[key].copy_(value)
+
+    def _parse(self, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any] | None]:
+        """Per parameter what is to be loaded: the step, and tensors of the local shape."""
+        saved = match_groups(self, state_dict)
+        options: list[dict[str, Any]] = []
+        for index, (mine, theirs) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
+            merged = {**mine, **{key: value for key, value in theirs.items() if key != "params"}}
+            try:
+                self.check_options(merged)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"param_groups[{index}] of the state dict: {error}") from None
+            options += [merged] * len(mine["params"])
+        entries: dict[Tensor, dict[str, Any] | None] = {}
+        for index, ((param, values), group) in enumerate(zip(saved, options)):
+            if values is None:
+                entries[param] = None
+                continue
+            entry: dict[str, Any] = {"step": 0}
+            if self.counts_steps or "step" in values:
+                entry["step"] = whole_number(values, "step", index)
+            for key, tensor in self._layout(param, group).items():
+                if key != "master" or key in values:
+                    entry[key] = state_value(values, key, index, tensor.part(slice_of(param)))
+            entries[param] = entry
+        return entries
+
+    def _layout(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, StateTensor]:
+        shape = slice_of(param).shape
+        layout = self.state_layout(shape, options)
+        if param.dtype in HALF and not self.stochastic_rounding:
+            layout = {**layout, "master": like_parameter(shape)}
+        return layout
+
+    @torch.no_grad()
+    def _materialize(self, also: Iterable[Tensor] = ()) -> None:
+        """Give every parameter that requires a gradient its state, keeping what there is."""
+        wanted = set(also)
+        for group in self.param_groups:
+            for param in group["params"]:
+                # who looks up a state that is not there yet leaves an empty one behind
+                if self.state.get(param) or not (param.requires_grad or param.grad is not None or param in wanted):
+                    continue
+                local, where = local_tensor(param), slice_of(param)
+                entry: dict[str, Any] = {"step": 0}
+                for key, tensor in self._layout(param, group).items():
+                    entry[key] = self.new_state(key, tensor, tensor.part(where).local_shape, local.device, group)
+                    if key == "master":
+                        entry[key].copy_(local)
+                self.state[param] = entry
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _current_plan(self) -> _Plan:
+        if self._plan is None:
+            self._plan = _Plan(self)
+        return self._plan
+
+
+def steps_with_others(optimizer: Any) -> bool:
+    """Whether a step of ``optimizer`` is what :meth:`DistributedOptimizer.begin_step` begins and nothing else."""
+    if not isinstance(optimizer, DistributedOptimizer):
+        return False
+    step = inspect.unwrap(optimizer.step)
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return getattr(step, "__func__", step) is inspect.unwrap(DistributedOptimizer.step) and not any(hooks)
+
+
+def begin_steps(optimizers: Iterable[DistributedOptimizer], scale: float = 1) -> list[Step]:
+    """``begin_step`` of each.
+
+    Raises:
+        What :meth:`DistributedOptimizer.step` raises; nothing has been changed then.
+    """
+    steps: list[Step] = []
+    try:
+        for optimizer in optimizers:
+            steps.append(optimizer.begin_step(scale))
+    except BaseException:
+        for step in steps:
+            step.abandon()
+        raise
+    return steps
+
+
+class _Plan:
+    """What is known of the parameters from the first step on."""
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        groups = optimizer.param_groups
+        params = [(p, number) for number, group in enumerate(groups) for p in group["params"]]
+        self.group_of = [number for _, number in params]
+        costs = [float(optimizer.cost(slice_of(p).shape, groups[number])) for p, number in params]
+        self.matrices = plan_matrices([p for p, _ in params], costs)
+        self.presence = Presence(self.matrices)
+
+
+def _sync_masters(states: Iterable[dict[str, Any]], locals_: Iterable[Tensor]) -> None:
+    for entry, local in zip(states, locals_):
+        if "master" in entry:
+            master = entry["master"]
+            torch.where(master.to(local.dtype) == local, master, local.float(), out=master)

@@ -1,0 +1,118 @@
+"""The engine: advances the rules of any number of optimizers together, one packed round of requests at a time.
+
+[Note: phases of a round]
+    The ranks that share a matrix form a grid: its rows are cut over one communicator, and one of its dimensions
+    over the tensor-parallel one. A request that concerns both goes over one after the other, so a round has two
+    phases, and at most one collective per communicator, operation and phase:
+
+    ======== ================================== ==================================
+    request  phase 0                            phase 1
+    ======== ================================== ==================================
+    Sum, Max over the ranks that cut rows       over tensor-parallel ranks
+    Own      pieces, in the owner's row         the matrix, on the owner
+    Return   pieces, in the owner's row         slices, on all ranks
+    Share    the tensor, in the owner's row     on all ranks
+    ======== ================================== ==================================
+
+    All ranks that share a matrix are in the same round at the same time, whatever other matrices they have, because
+    rounds depend on options and steps alone (see the note in :mod:`bmt_optim.requests`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from bmt_comm import Communicator
+
+from .exchange import Communication, Reduction, Transfer, move_packed, reduce_packed
+from .grid import Answer, answer_to
+from .requests import Request, Rule
+
+
+class Step:
+    """An optimizer's step in flight: its rules, each at its first yield. Nothing that lasts has changed yet.
+
+    Args:
+        rules: of the batches that are stepped.
+        finish: called when all rules have come to their end.
+    """
+
+    def __init__(self, rules: Sequence[Rule], finish: Callable[[Communication], None]) -> None:
+        self.finish = finish
+        self.waiting: list[tuple[Rule, Sequence[Request]]] = []
+        with torch.no_grad():
+            for rule in rules:
+                try:
+                    self.waiting.append((rule, next(rule)))
+                except StopIteration:
+                    raise RuntimeError(f"{rule!r} ended without a yield; its changes could not be abandoned") from None
+
+    def abandon(self) -> None:
+        """Let nothing have happened."""
+        for rule, _ in self.waiting:
+            rule.close()
+        self.waiting = []
+
+
+@torch.no_grad()
+def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | None = None) -> bool:
+    """Take steps to their end together, or abandon them all.
+
+    A collective over the ranks that share parameters, and over ``comm``; all of them must bring the same steps in
+    the same order.
+
+    Args:
+        steps: from ``begin_step`` of optimizers.
+        flag: 0-dim fp32, above 0 if the steps must not be taken. It travels with the requests of round 0, where
+            these go over the same ranks, and the host then waits for it. Without one, nothing waits. With one,
+            there may be no steps.
+        comm: the ranks that abandon their steps together; ``None``: this one.
+
+    Returns:
+        Whether the steps were taken.
+    """
+    record = Communication()
+    waiting = [pair for step in steps for pair in step.waiting]
+    while waiting or flag is not None:
+        answers = [[answer_to(request) for request in requests] for _, requests in waiting]
+        flat = [answer for found in answers for answer in found]
+        flags = []
+        if flag is not None and comm is not None and comm.size > 1:
+            flags = [Reduction(comm, "sum", (flag > 0).float().reshape(1))]
+        record.rounds += any(answer.asks for answer in flat)
+        _communicate(flat, flags, record)
+        if flag is not None:
+            total = flags[0].value if flags else flag
+            if bool(total > 0):
+                for step in steps:
+                    step.abandon()
+                return False
+            flag = None
+        still = []
+        for (rule, _), found in zip(waiting, answers):
+            with contextlib.suppress(StopIteration):
+                still.append((rule, rule.send([answer.result() for answer in found])))
+        waiting = still
+    for step in steps:
+        step.waiting = []
+        step.finish(record)
+    return True
+
+
+def _communicate(answers: Sequence[Answer], flags: Sequence[Reduction], record: Communication) -> None:
+    """One round: both phases of all answers, and the flags in phase 0."""
+    for phase in (0, 1):
+        reductions = list(flags) if phase == 0 else []
+        transfers: list[Transfer] = []
+        for answer in answers:
+            found = answer.begin(phase)
+            reductions += found[0]
+            transfers += found[1]
+        reduce_packed(reductions, record)
+        move_packed(transfers, record)
+        for answer in answers:
+            answer.end(phase)

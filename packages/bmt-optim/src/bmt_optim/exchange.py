@@ -1,0 +1,126 @@
+"""Packed communication: many small messages between the same ranks travel as one.
+
+A *reduction* is a value that the ranks of a communicator add up (or take the largest of). A *transfer* is a tensor
+that goes from one rank of a communicator to another. The functions here take the ones of one phase of a round and
+make one collective of those that share a communicator, an operation and a dtype.
+
+Collectives come in one order everywhere (operation, then numbers of the ranks), so that ranks which have several
+communicators, and others which have only some of them, never wait for each other in a circle. Communicators with
+the same ranks are used as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from bmt_comm import Communicator
+
+_Item = TypeVar("_Item")
+
+
+@dataclass
+class Communication:
+    """What a step communicated, on this rank.
+
+    Attributes:
+        rounds: in which a rule asked for something; the same on one rank as on many.
+        collectives: calls of collectives, an exchange of packed messages being one.
+        bytes: sent; of an all-reduce over n ranks 2 (n - 1) / n of the buffer.
+    """
+
+    rounds: int = 0
+    collectives: int = 0
+    bytes: int = 0
+
+
+@dataclass(eq=False)
+class Reduction:
+    """``value`` (fp32) becomes the sum or maximum over ``comm``."""
+
+    comm: Communicator
+    op: str
+    value: Tensor
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A tensor that goes from rank ``source`` of ``comm`` to ``target``, into a tensor of its shape and dtype.
+
+    Ranks that are neither have no part in it and need not make one.
+    """
+
+    comm: Communicator
+    op: str
+    source: int
+    target: int
+    tensor: Tensor | None
+    into: Tensor | None
+    like: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        like = self.tensor if self.tensor is not None else self.into
+        assert like is not None
+        self.like = like
+
+
+def reduce_packed(reductions: Sequence[Reduction], record: Communication) -> None:
+    """Replace each reduction's value by its result. One all-reduce per communicator and operation."""
+    for group in _in_order(reductions, lambda r: (r.op, r.comm.ranks, str(r.value.device))):
+        comm, device = group[0].comm, group[0].value.device
+        values = [r.value.reshape(-1) for r in group]
+        buffer = torch.cat(values).to(comm.device)
+        if not buffer.numel():
+            continue
+        comm.all_reduce(buffer, group[0].op)
+        record.collectives += 1
+        record.bytes += 2 * (comm.size - 1) * buffer.nbytes // comm.size
+        parts = buffer.to(device).split([v.numel() for v in values])
+        for reduction, part in zip(group, parts):
+            reduction.value = part.view(reduction.value.shape)
+
+
+def move_packed(transfers: Sequence[Transfer], record: Communication) -> None:
+    """Carry out all transfers. One exchange per communicator, operation and dtype."""
+    for group in _in_order(transfers, lambda t: (t.op, t.comm.ranks, str(t.like.dtype))):
+        comm = group[0].comm
+        sends: dict[int, list[Tensor]] = {}
+        receives: dict[int, list[Tensor]] = {}
+        for transfer in group:
+            if transfer.like.numel() == 0:  # on both sides
+                continue
+            if transfer.source == transfer.target:
+                assert transfer.into is not None
+                assert transfer.tensor is not None
+                transfer.into.copy_(transfer.tensor)
+            elif transfer.source == comm.rank:
+                assert transfer.tensor is not None
+                sends.setdefault(transfer.target, []).append(transfer.tensor.reshape(-1))
+            else:
+                assert transfer.into is not None
+                receives.setdefault(transfer.source, []).append(transfer.into)
+        outgoing = [(torch.cat(parts).to(comm.device), peer) for peer, parts in sorted(sends.items())]
+        incoming = [
+            (torch.empty(sum(t.numel() for t in parts), dtype=parts[0].dtype, device=comm.device), peer)
+            for peer, parts in sorted(receives.items())
+        ]
+        if not outgoing and not incoming:
+            continue
+        comm.send_recv(outgoing, incoming)
+        record.collectives += 1
+        record.bytes += sum(message.nbytes for message, _ in outgoing)
+        for message, peer in incoming:
+            for into, part in zip(receives[peer], message.split([t.numel() for t in receives[peer]])):
+                into.copy_(part.view(into.shape))
+
+
+def _in_order(items: Sequence[_Item], key: Callable[[_Item], tuple[Any, ...]]) -> list[list[_Item]]:
+    """The items that share a key, by ascending key."""
+    found: dict[tuple[Any, ...], list[_Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return [found[k] for k in sorted(found)]

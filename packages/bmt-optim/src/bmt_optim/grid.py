@@ -1,0 +1,271 @@
+"""Answers to requests: what each needs to be reduced or moved in the two phases of a round (see the engine's note).
+
+A matrix's ranks form a grid. What its owner assembles goes over the rows of the owner's tensor-parallel column and
+all others at once (phase 0: each column's piece, to the owner's row), and then over the tensor-parallel ranks of
+that row (phase 1: the pieces, to the owner). The way back is the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .exchange import Reduction, Transfer
+from .matrix import Matrix
+from .requests import Max, Own, Request, Return, Share, Sum
+
+
+class Answer:
+    """To one request. The engine calls ``begin``, communicates, and calls ``end``, for phase 0 and then phase 1."""
+
+    asks: bool
+    """Whether there is anything in the request."""
+
+    def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
+        raise NotImplementedError
+
+    def end(self, phase: int) -> None:
+        """Take over what has been communicated."""
+
+    def result(self) -> list[Tensor | None]:
+        raise NotImplementedError
+
+
+def answer_to(request: Request) -> Answer:
+    """A new answer.
+
+    Raises:
+        TypeError: it is no request, or its values are not what it takes.
+        ValueError: its lists are not equally long.
+    """
+    lists = [request.values, request.matrices, *([request.shapes] if isinstance(request, Share) else [])]
+    if len({len(each) for each in lists}) > 1:
+        raise ValueError(f"{type(request).__name__} has lists of {[len(each) for each in lists]} entries")
+    if isinstance(request, Sum):
+        return _Reduce(request)
+    return {Own: _Own, Return: _Return, Share: _Share}[type(request)](request)
+
+
+class _Reduce(Answer):
+    def __init__(self, request: Sum) -> None:
+        self.asks = len(request.values) > 0
+        self.op = "max" if isinstance(request, Max) else "sum"
+        self.values = list(request.values)
+        for value in self.values:
+            if value.dtype is not torch.float32:
+                raise TypeError(f"a statistic of dtype {value.dtype} is to be reduced; statistics are float32")
+        self.comms = [matrix.cut_along(request.over) for matrix in request.matrices]
+        self.pending: list[tuple[int, Reduction]] = []
+
+    def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
+        self.pending = [
+            (i, Reduction(comm, self.op, self.values[i]))
+            for i, comms in enumerate(self.comms)
+            if (comm := comms[phase]) is not None
+        ]
+        return [reduction for _, reduction in self.pending], []
+
+    def end(self, phase: int) -> None:
+        for i, reduction in self.pending:
+            self.values[i] = reduction.value
+
+    def result(self) -> list[Tensor | None]:
+        return list(self.values)
+
+
+class _Own(Answer):
+    def __init__(self, request: Own) -> None:
+        self.asks = len(request.values) > 0
+        self.matrices = request.matrices
+        self.values: list[Tensor | None] = [
+            v.reshape(-1, *m.where.piece_shape[1:]) for v, m in zip(request.values, request.matrices)
+        ]
+        for value, matrix in zip(request.values, request.matrices):
+            if value.shape != matrix.where.local_shape:
+                raise ValueError(
+                    f"a value of shape {tuple(value.shape)} stands for a part of shape {matrix.where.local_shape}"
+                )
+
+    def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
+        transfers: list[Transfer] = []
+        for i, matrix in enumerate(self.matrices):
+            if phase == 0 and matrix.row_comm is not None:
+                self.values[i] = self._piece(matrix, self.values[i], transfers)
+            elif phase == 1 and matrix.tp_comm is not None:
+                self.values[i] = self._whole(matrix, self.values[i], transfers)
+        return [], transfers
+
+    @staticmethod
+    def _piece(matrix: Matrix, local: Tensor | None, transfers: list[Transfer]) -> Tensor | None:
+        """This rank's piece where it is in the owner's row."""
+        comm, target = matrix.row_comm, matrix.owner[0]
+        assert comm is not None
+        assert local is not None
+        if comm.rank != target:
+            transfers.append(Transfer(comm, "own", comm.rank, target, local, None))
+            return None
+        piece = local.new_empty(matrix.where.piece_rows, *matrix.where.piece_shape[1:])
+        for source, (start, stop) in enumerate(matrix.rows):
+            mine = local if source == target else None
+            transfers.append(Transfer(comm, "own", source, target, mine, piece[start:stop]))
+        return piece
+
+    @staticmethod
+    def _whole(matrix: Matrix, piece: Tensor | None, transfers: list[Transfer]) -> Tensor | None:
+        """The matrix where this rank is the owner."""
+        comm, target = matrix.tp_comm, matrix.owner[1]
+        assert comm is not None
+        if piece is None:
+            return None
+        if comm.rank != target:
+            for part, _ in regions(matrix, comm.rank, piece, None):
+                transfers.append(Transfer(comm, "own", comm.rank, target, part, None))
+            return None
+        whole = piece.new_empty(matrix.where.shape)
+        for source in range(comm.size):
+            for part, into in regions(matrix, source, piece if source == target else None, whole):
+                transfers.append(Transfer(comm, "own", source, target, part, into))
+        return whole
+
+    def result(self) -> list[Tensor | None]:
+        return [
+            value.reshape(matrix.where.shape) if value is not None and matrix.owned else None
+            for value, matrix in zip(self.values, self.matrices)
+        ]
+
+
+class _Return(Answer):
+    def __init__(self, request: Return) -> None:
+        self.asks = len(request.values) > 0
+        self.matrices = request.matrices
+        self.dtype = request.dtype
+        self.values = list(request.values)
+        for value, matrix in zip(self.values, self.matrices):
+            _check_owned(value, matrix, matrix.where.shape, request.dtype)
+
+    def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
+        transfers: list[Transfer] = []
+        for i, matrix in enumerate(self.matrices):
+            if phase == 0 and matrix.tp_comm is not None and matrix.place[0] == matrix.owner[0]:
+                self.values[i] = self._piece(matrix, self.values[i], transfers)
+            elif phase == 1 and matrix.row_comm is not None:
+                self.values[i] = self._local(matrix, self.values[i], transfers)
+        return [], transfers
+
+    def _piece(self, matrix: Matrix, whole: Tensor | None, transfers: list[Transfer]) -> Tensor:
+        """This rank's piece, in the owner's row."""
+        comm, source = matrix.tp_comm, matrix.owner[1]
+        assert comm is not None
+        piece = torch.empty(matrix.where.piece_shape, dtype=self.dtype, device=_device(matrix))
+        for into, part in regions(matrix, comm.rank, piece, whole):
+            transfers.append(Transfer(comm, "return", source, comm.rank, part, into))
+        if whole is not None:
+            for target in range(comm.size):
+                if target != source:
+                    for _, part in regions(matrix, target, None, whole):
+                        transfers.append(Transfer(comm, "return", source, target, part, None))
+        return piece
+
+    def _local(self, matrix: Matrix, piece: Tensor | None, transfers: list[Transfer]) -> Tensor:
+        """This rank's slice."""
+        comm, source = matrix.row_comm, matrix.owner[0]
+        assert comm is not None
+        where = matrix.where
+        local = torch.empty(
+            where.row_stop - where.row_start, *where.piece_shape[1:], dtype=self.dtype, device=_device(matrix)
+        )
+        if comm.rank == source:
+            assert piece is not None
+            piece = piece.reshape(where.piece_rows, *where.piece_shape[1:])
+            for target, (start, stop) in enumerate(matrix.rows):
+                into = local if target == source else None
+                transfers.append(Transfer(comm, "return", source, target, piece[start:stop], into))
+        else:
+            transfers.append(Transfer(comm, "return", source, comm.rank, None, local))
+        return local
+
+    def result(self) -> list[Tensor | None]:
+        return [
+            value.reshape(matrix.where.local_shape) if value is not None else None
+            for value, matrix in zip(self.values, self.matrices)
+        ]
+
+
+class _Share(Answer):
+    def __init__(self, request: Share) -> None:
+        self.asks = len(request.values) > 0
+        self.matrices = request.matrices
+        self.dtype = request.dtype
+        self.shapes = request.shapes
+        self.values = list(request.values)
+        for value, matrix, shape in zip(self.values, self.matrices, self.shapes):
+            _check_owned(value, matrix, shape, request.dtype)
+
+    def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
+        transfers: list[Transfer] = []
+        for i, matrix in enumerate(self.matrices):
+            comm, source = (matrix.tp_comm, matrix.owner[1]) if phase == 0 else (matrix.row_comm, matrix.owner[0])
+            if comm is None or (phase == 0 and matrix.place[0] != matrix.owner[0]):
+                continue
+            value = self.values[i]
+            if comm.rank != source:
+                value = torch.empty(self.shapes[i], dtype=self.dtype, device=_device(matrix))
+                transfers.append(Transfer(comm, "share", source, comm.rank, None, value))
+            else:
+                transfers += [
+                    Transfer(comm, "share", source, target, value, None)
+                    for target in range(comm.size)
+                    if target != source
+                ]
+            self.values[i] = value
+        return [], transfers
+
+    def result(self) -> list[Tensor | None]:
+        return self.values
+
+
+def regions(
+    matrix: Matrix, tp_rank: int, piece: Tensor | None, whole: Tensor | None
+) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    """Views of a tensor-parallel rank's piece and of the matrix that are the same elements: one pair per block."""
+    where, dim = matrix.where, matrix.where.tp_dim
+    assert dim is not None
+    offset, extent = matrix.pieces[tp_rank]
+    cuts = [(0, offset, extent)]
+    if where.tp_blocks:
+        ranks = len(matrix.pieces)
+        cuts, at, start = [], 0, 0
+        for block in where.tp_blocks:
+            part = block // ranks
+            cuts.append((at, start + part * tp_rank, part))
+            at, start = at + part, start + block
+    for in_piece, in_whole, length in cuts:
+        yield (
+            None
+            if piece is None
+            else piece.reshape(_piece_shape(where.shape, dim, extent)).narrow(dim, in_piece, length),
+            None if whole is None else whole.narrow(dim, in_whole, length),
+        )
+
+
+def _piece_shape(shape: Sequence[int], dim: int, extent: int) -> tuple[int, ...]:
+    return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+def _device(matrix: Matrix) -> torch.device:
+    return matrix.param.device
+
+
+def _check_owned(value: Tensor | None, matrix: Matrix, shape: Sequence[int], dtype: torch.dtype) -> None:
+    if (value is not None) != matrix.owned:
+        raise ValueError(
+            f"parameter {matrix.index} has {'no value' if value is None else 'a value'} on a rank that is "
+            f"{'' if matrix.owned else 'not '}its owner"
+        )
+    if value is not None and (tuple(value.shape) != tuple(shape) or value.dtype is not dtype):
+        raise ValueError(
+            f"what the owner of parameter {matrix.index} has is {value.dtype} of shape {tuple(value.shape)}; "
+            f"{dtype} of shape {tuple(shape)} was announced"
+        )

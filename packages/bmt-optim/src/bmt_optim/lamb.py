@@ -1,0 +1,128 @@
+"""LAMB: Adam directions, scaled by layer so that a step is a fraction of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import bmt_kernels
+
+from .batch import Batch
+from .distributed import DistributedOptimizer, Params
+from .norms import square_sums
+from .options import check_betas, check_not_negative
+from .requests import Rule, Sum
+from .state_layout import StateTensor, like_parameter
+
+_SETTLED = 1 << 30
+"""A step at which bias corrections are 1."""
+
+
+class DistributedLamb(DistributedOptimizer):
+    """LAMB (You et al., `Large Batch Optimization <https://arxiv.org/abs/1904.00962>`_, algorithm 2).
+
+    For each parameter, in fp32 whatever its dtype::
+
+        m ← β₁m + (1-β₁)g        v ← β₂v + (1-β₂)g²
+        r = m̂ / (√v̂ + eps) + weight_decay·p
+        p ← p - lr·(‖p‖ / ‖r‖)·r                  without the ratio where one of the norms is 0
+
+    There are three conventions for m̂ and v̂, which ``bias_correction`` chooses between:
+
+    - ``True`` or ``"moments"``: m/(1-β₁ᵗ) and v/(1-β₂ᵗ), as in the published algorithm 2 and NVIDIA's FusedLAMB.
+    - ``"lr"``: m and v, and lr·√(1-β₂ᵗ)/(1-β₁ᵗ) for lr, as in pytorch-lamb and ColossalAI's DistributedLamb with
+      ``bias_correction=True``. The ratio of norms undoes most of a correction of m̂ and v̂, but not of lr: the
+      first steps are smaller by up to √(1-β₂)/(1-β₁).
+    - ``False``: m, v and lr, as in the third version of the paper on arXiv.
+
+    A step has one round: the norms.
+
+    Args:
+        params: parameters, or parameter groups.
+        lr, betas, eps, weight_decay: as in the formula.
+        bias_correction: as above.
+        stochastic_rounding: see :class:`DistributedOptimizer`.
+
+    Raises:
+        TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
+        ValueError: an option out of range.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        bias_correction: bool | Literal["moments", "lr"] = True,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults, stochastic_rounding)
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        check_not_negative(options, "lr", "eps", "weight_decay")
+        check_betas(options["betas"], 2)
+        if options["bias_correction"] not in (True, False, "moments", "lr"):
+            raise ValueError(f"bias_correction={options['bias_correction']!r} must be True, False, 'moments' or 'lr'")
+
+    def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
+        return {"exp_avg": like_parameter(shape), "exp_avg_sq": like_parameter(shape)}
+
+    def rule(self, batch: Batch) -> Rule:
+        yield []  # the norms are of a direction for which the moments have to move
+        options, lr = batch.options, float(batch.options["lr"])
+        step = batch.step if options["bias_correction"] in (True, "moments") else _SETTLED
+        if options["bias_correction"] == "lr":
+            beta1, beta2 = options["betas"]
+            lr *= math.sqrt(1 - beta2**batch.step) / (1 - beta1**batch.step)
+        directions = _directions(batch, step)
+        squares = torch.stack([square_sums(batch.weights), square_sums(directions)], dim=1)  # (matrices, 2)
+        (totals,) = yield [Sum(squares.unbind(), batch.matrices)]
+        norms = torch.stack(totals).sqrt()
+        rates = lr * torch.where((norms > 0).all(dim=1), norms[:, 0] / norms[:, 1], 1)
+        each = rates.unbind()
+        for indices, weights in batch.writable():
+            for i, weight in zip(indices, weights):
+                weight.addcmul_(directions[i], each[i])
+
+
+def _directions(batch: Batch, step: int) -> list[Tensor]:
+    """-r of every matrix, in new memory; the moments move.
+
+    It is what a step of Adam at a rate of 1 makes of -weight_decay·p.
+    """
+    directions = [torch.empty_like(w, dtype=torch.float32) for w in batch.weights]
+    if batch.options["weight_decay"]:
+        torch._foreach_copy_(directions, batch.weights)
+        torch._foreach_mul_(directions, -batch.options["weight_decay"])
+    else:
+        torch._foreach_zero_(directions)
+    bmt_kernels.adam_step(
+        directions,
+        batch.grads,
+        batch.state("exp_avg"),
+        batch.state("exp_avg_sq"),
+        lr=1.0,
+        betas=batch.options["betas"],
+        eps=batch.options["eps"],
+        weight_decay=0.0,
+        step=step,
+        grad_scale=batch.grad_scale,
+        grad_factor=batch.grad_factor,
+    )
+    return directions
+
+
+Lamb = DistributedLamb

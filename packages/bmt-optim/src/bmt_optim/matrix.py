@@ -1,0 +1,254 @@
+"""The logical tensors that an optimizer steps: where their parts are, who owns them, which have gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from bmt_comm import Communicator, Slice, slice_of
+
+
+@dataclass(eq=False)
+class Matrix:
+    """A logical tensor of which this rank holds a part. The ranks that share it form a grid (row × tp).
+
+    Attributes:
+        index: its place among the optimizer's parameters.
+        param: the parameter.
+        where: which part of it this rank holds.
+        rows: the row range, within this rank's piece, of every rank of ``where.row_comm``.
+        pieces: offset and extent along ``where.tp_dim`` of every rank of ``where.tp_comm``.
+        owner: the place in the grid, (row, tp), of the rank that assembles it.
+    """
+
+    index: int
+    param: Tensor
+    where: Slice
+    rows: Sequence[tuple[int, int]]
+    pieces: Sequence[tuple[int, int]]
+    owner: tuple[int, int] = (0, 0)
+
+    @property
+    def row_comm(self) -> Communicator | None:
+        """Over which dimension 0 of the piece is cut; ``None``: it is not."""
+        return _real(self.where.row_comm)
+
+    @property
+    def tp_comm(self) -> Communicator | None:
+        """Over which ``where.tp_dim`` is cut; ``None``: it is not."""
+        return _real(self.where.tp_comm)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's place in the grid."""
+        row, tp = self.row_comm, self.tp_comm
+        return (0 if row is None else row.rank, 0 if tp is None else tp.rank)
+
+    @property
+    def owned(self) -> bool:
+        """Whether this rank is the owner."""
+        return self.place == self.owner
+
+    def cut_along(self, over: tuple[int, ...] | None) -> tuple[Communicator | None, Communicator | None]:
+        """The communicators, of rows and of tensor parallelism, that cut the dimensions ``over`` (``None``: any)."""
+        if over is None:
+            return self.row_comm, self.tp_comm
+        dims = len(self.where.shape)
+        wanted = {d + dims if d < 0 else d for d in over}
+        if not all(0 <= d < dims for d in wanted):
+            raise ValueError(f"over={over} are not dimensions of a tensor of shape {self.where.shape}")
+        return (
+            self.row_comm if 0 in wanted else None,
+            self.tp_comm if self.where.tp_dim in wanted else None,
+        )
+
+
+def _real(comm: Communicator | None) -> Communicator | None:
+    return comm if comm is not None and comm.size > 1 else None
+
+
+def plan_matrices(params: Sequence[Tensor], costs: Sequence[float]) -> list[Matrix]:
+    """A :class:`Matrix` per parameter, with its owner.
+
+    A collective over the ranks that share parameters, where there are such.
+
+    Args:
+        params: the same ones in the same order on all ranks that share them.
+        costs: what owning each of them costs, in any unit.
+
+    Raises:
+        RuntimeError: ranks that share parameters disagree on their number, shapes or costs (on all of them).
+    """
+    slices = [slice_of(p) for p in params]
+    found: list[Matrix] = [
+        Matrix(i, p, where, [(where.row_start, where.row_stop)], [(where.tp_offset, where.tp_extent)])
+        for i, (p, where) in enumerate(zip(params, slices))
+    ]
+    here = dist.get_rank() if dist.is_initialized() else 0
+    groups = by_grid(found)
+    facts = [[(slices[i].shape, costs[i], *found[i].rows[0], *found[i].pieces[0]) for i in g] for g in groups]
+    grids = gather_over_grids([(found[g[0]], (here, mine)) for g, mine in zip(groups, facts)])
+    for grid in grids:
+        _check_same_matrices(grid)
+    shared: dict[int, list[int]] = {}  # the global ranks of the grid, in the order [tp][row]
+    heights: dict[int, int] = {}
+    for indices, grid in zip(groups, grids):
+        tp_rank = found[indices[0]].place[1]
+        ranks = [rank for column in grid for rank, _ in column]
+        for n, i in enumerate(indices):
+            found[i].rows = [facts[n][2:4] for _, facts in grid[tp_rank]]
+            found[i].pieces = [column[0][1][n][4:6] for column in grid]
+            shared[i], heights[i] = ranks, len(grid[0])
+    several = list(shared)
+    for i, chosen in zip(several, assign_owners([costs[i] for i in several], [shared[i] for i in several])):
+        tp, row = divmod(shared[i].index(chosen), heights[i])
+        found[i].owner = (row, tp)
+    return found
+
+
+def by_grid(matrices: Sequence[Matrix]) -> list[list[int]]:
+    """The indices of the matrices that several ranks share, together where the same communicators cut them."""
+    found: dict[tuple[Communicator | None, Communicator | None], list[int]] = {}
+    for n, matrix in enumerate(matrices):
+        key = (matrix.row_comm, matrix.tp_comm)
+        if key != (None, None):
+            found.setdefault(key, []).append(n)
+    return list(found.values())
+
+
+def gather_over_grids(brought: Sequence[tuple[Matrix, Any]]) -> list[list[list[Any]]]:
+    """What every rank of each matrix's grid brings with it (picklable), as [tp][row].
+
+    Collectives come in an order that is the same wherever two communicators meet: over rows first, then over
+    tensor-parallel ranks, and by rank numbers among those.
+    """
+    columns = [[mine] for _, mine in brought]
+    for n, comm in _in_order([matrix.row_comm for matrix, _ in brought]):
+        columns[n] = comm.all_gather_object(brought[n][1])
+    grids = [[column] for column in columns]
+    for n, comm in _in_order([matrix.tp_comm for matrix, _ in brought]):
+        grids[n] = comm.all_gather_object(columns[n])
+    return grids
+
+
+def _in_order(comms: Sequence[Communicator | None]) -> list[tuple[int, Communicator]]:
+    found = [(n, comm) for n, comm in enumerate(comms) if comm is not None]
+    return sorted(found, key=lambda item: item[1].ranks)
+
+
+def _check_same_matrices(grid: list[list[Any]]) -> None:
+    rank, first = grid[0][0]
+    for column in grid:
+        for other, facts in column:
+            for a, b in zip(first, facts):
+                if a[:2] != b[:2]:
+                    raise RuntimeError(
+                        f"ranks disagree on the parameters of an optimizer: one has shape {a[0]} and cost {a[1]} on "
+                        f"rank {rank}, and shape {b[0]} and cost {b[1]} on rank {other}; give every rank the same "
+                        "parameters in the same order, and groups the same options"
+                    )
+            if len(first) != len(facts):
+                raise RuntimeError(
+                    f"ranks disagree on the parameters of an optimizer: of those that they share rank {rank} has "
+                    f"{len(first)} and rank {other} has {len(facts)}"
+                )
+    for row in range(len(grid[0])):
+        for n, a in enumerate(first):
+            held = {column[row][1][n][2:4] for column in grid if column[row][1][n][5] == a[5]}
+            if len(held) > 1:
+                raise RuntimeError(
+                    f"a parameter of shape {a[0]} has its rows cut differently on tensor-parallel ranks: {sorted(held)}"
+                )
+
+
+def assign_owners(costs: Sequence[float], candidates: Sequence[Sequence[int]]) -> list[int]:
+    """For each item one of its candidate ranks, so that the ranks' sums of costs are about equal.
+
+    The costliest first, each to the rank with the least so far (Graham's LPT rule: the fullest rank has at most
+    4/3 of the best possible). A rank only counts what all the item's candidates know of, so that they all come
+    to the same result: items whose candidates are the same, or more.
+    """
+    chosen = [ranks[0] for ranks in candidates]
+    by_ranks: dict[frozenset[int], list[int]] = {}
+    for i, ranks in enumerate(candidates):
+        by_ranks.setdefault(frozenset(ranks), []).append(i)
+    loads: dict[frozenset[int], dict[int, float]] = {}
+    for ranks_set, items in sorted(by_ranks.items(), key=lambda item: (-len(item[0]), sorted(item[0]))):
+        load = {
+            rank: sum(found[rank] for others, found in loads.items() if ranks_set < others)
+            for rank in sorted(ranks_set)
+        }
+        for i in sorted(items, key=lambda i: (-costs[i], i)):
+            chosen[i] = min(load, key=lambda rank: (load[rank], rank))
+            load[chosen[i]] += costs[i]
+        loads[ranks_set] = {
+            rank: value - sum(found[rank] for others, found in loads.items() if ranks_set < others)
+            for rank, value in load.items()
+        }
+    return chosen
+
+
+class Presence:
+    """Which matrices have a gradient, agreed between the ranks that share them.
+
+    [Note: missing gradients]
+        A parameter without a gradient is not stepped, and all its ranks must think so, or their collectives would
+        differ. Whatever shards parameters (bmt-zero, FSDP2) makes gradients by a collective, so its ranks agree,
+        but for one thing: a rank whose part is empty may have no gradient where the others have one. So a matrix
+        is stepped if any rank has a gradient for it, and it is an error if one that holds elements lacks it.
+
+        Ranks exchange what they have at the first step, and then only when it changes here; for that, a change
+        must come on all ranks that share the parameters at once. (One that comes on some of them only leaves these
+        waiting in a collective that the others do not call, as in backward.)
+    """
+
+    _LACKS, _HAS = 2, 1
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self._matrices = matrices
+        shared = by_grid(matrices)
+        alone = sorted(set(range(len(matrices))) - {i for group in shared for i in group})
+        self._groups = [*shared, alone]
+        self._seen: list[list[tuple[int, bool]] | None] = [None] * len(self._groups)
+        self._present = [False] * len(matrices)
+
+    def update(self) -> list[bool]:
+        """Whether each matrix has a gradient. A collective where something has changed since the last call.
+
+        Raises:
+            RuntimeError: ranks that hold elements of a matrix disagree (on all that share it).
+        """
+        here = [[(self._say(m), m.param.requires_grad) for m in self._of(group)] for group in self._groups]
+        changed = [n for n, said in enumerate(here) if said != self._seen[n]]
+        for n in changed:
+            self._seen[n] = None
+        shared = [n for n in changed if n < len(self._groups) - 1]
+        grids = dict(
+            zip(shared, gather_over_grids([(self._of(self._groups[n])[0], [s for s, _ in here[n]]) for n in shared]))
+        )
+        for n in changed:
+            said = [s for s, _ in here[n]]
+            for theirs in (theirs for column in grids.get(n, []) for theirs in column):
+                said = [a | b for a, b in zip(said, theirs)]
+            for matrix, i, what in zip(self._of(self._groups[n]), self._groups[n], said):
+                if what == self._HAS | self._LACKS:
+                    raise RuntimeError(
+                        f"the gradient of parameter {matrix.index}, of shape {matrix.where.shape}, is there on some "
+                        "ranks that share it and missing on others; call zero_grad(set_to_none=False), or use the "
+                        "parameter on all of them"
+                    )
+                self._present[i] = what == self._HAS
+            self._seen[n] = here[n]
+        return self._present
+
+    def _of(self, group: Sequence[int]) -> list[Matrix]:
+        return [self._matrices[i] for i in group]
+
+    def _say(self, matrix: Matrix) -> int:
+        if matrix.param.grad is not None:
+            return self._HAS
+        return self._LACKS if matrix.where.numel else 0

@@ -1,0 +1,88 @@
+"""What kinds of tensors an optimizer's state consists of, and which part of each a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bmt_comm import Slice
+
+
+@dataclass(frozen=True)
+class Size:
+    """The length of a dimension of a state tensor that is none of the parameter's, and that nothing cuts."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """The layout of one state tensor, dimension by dimension.
+
+    Each of ``dims`` is a dimension of the parameter (0, 1, …), which is cut between ranks as that one is, or a
+    :class:`Size`, which is not cut. For a parameter of shape (R, C), ``(0, 1)`` is a moment, ``(0,)`` a number per
+    row, ``(1,)`` one per column, ``()`` one number, and ``(Size(k), 1)`` k of them per column. A tensor of which
+    several ranks hold the same part is the same on all of them.
+
+    Attributes:
+        dims: as above. The parameter's dimension 0 may only be the first.
+        dtype: of the tensor.
+        fill: what its elements are at first.
+    """
+
+    dims: tuple[int | Size, ...]
+    dtype: torch.dtype = torch.float32
+    fill: float = 0
+
+    def part(self, where: Slice) -> Slice:
+        """The part of the state tensor on the rank that holds ``where`` of the parameter.
+
+        Raises:
+            ValueError: the parameter's dimension 0 is not the first, so that the part is no :class:`Slice`.
+        """
+        if self.dims == tuple(range(len(where.shape))):
+            return where
+        if 0 in self.dims[1:]:
+            raise ValueError(f"dims={self.dims} have the parameter's dimension 0, by which ranks cut, not in front")
+        shape = tuple(d.size if isinstance(d, Size) else where.shape[d] for d in self.dims)
+        tp: dict[str, Any] = {}
+        if where.tp_dim is not None and where.tp_dim in self.dims:
+            tp = {
+                "tp_dim": self.dims.index(where.tp_dim),
+                "tp_offset": where.tp_offset,
+                "tp_extent": where.tp_extent,
+                "tp_comm": where.tp_comm,
+                "tp_blocks": where.tp_blocks,
+            }
+        if self.dims[:1] == (0,):
+            return Slice(shape, where.row_start, where.row_stop, where.row_comm, **tp)
+        whole = Slice(shape, 0, 0, None, **tp)
+        return Slice(shape, 0, whole.piece_rows, None, **tp)
+
+
+def like_parameter(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> StateTensor:
+    """One number per element, such as a moment or a master weight."""
+    return StateTensor(tuple(range(len(shape))), dtype)
+
+
+def row_statistic(shape: Sequence[int]) -> StateTensor:
+    """One number per row of the matrices that the last two dimensions are: shape (\\*, R)."""
+    return StateTensor(tuple(range(len(shape) - 1)))
+
+
+def column_statistic(shape: Sequence[int]) -> StateTensor:
+    """One number per column of the matrices that the last two dimensions are: shape (\\*, C)."""
+    return StateTensor((*range(len(shape) - 2), len(shape) - 1))
+
+
+def per_matrix() -> StateTensor:
+    """One number."""
+    return StateTensor(())
+
+
+def whole(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> StateTensor:
+    """A tensor of its own shape that all ranks have, such as a projector."""
+    return StateTensor(tuple(Size(n) for n in shape), dtype)

@@ -1,0 +1,334 @@
+"""What goes wrong on one rank is an error on all of them, soon, and the next call works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from call_helpers import Twins, hidden, random
+from pipe_helpers import DTYPE, WIDTH, Layer, Model, batch_of, pipeline_model
+from torch import Tensor, nn
+
+from bmt_comm import ParallelContext
+from bmt_pipe import PipelineTransformerBlockList
+from bmt_pipe.messages import StageFailedError
+
+
+class Boom(Exception):
+    pass
+
+
+class _FailInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Fragile.plan == "backward":
+            raise Boom("in backward")
+        return grad
+
+
+class Fragile(Layer):
+    """Fails on one stage: in forward, when it is computed again, or in backward."""
+
+    plan: str | None = None
+    after = 0  # so many calls are fine
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        if Fragile.plan in ("forward", "recompute") and (Fragile.plan == "recompute") == torch.is_grad_enabled():
+            Fragile.after -= 1
+            if Fragile.after < 0:
+                raise Boom(f"in {Fragile.plan}")
+        return _FailInBackward.apply(super().forward(x, *args, **kwargs))
+
+
+def fails(ctx: ParallelContext, rank: int, own: type[BaseException], match: str, run: Callable[[], object]) -> None:
+    """``run`` raises its own error on ``rank``, and on all others one that tells of it; soon."""
+    start = time.monotonic()
+    if ctx.rank == rank:
+        with pytest.raises(own, match=match) as raised:
+            run()
+        assert not isinstance(raised.value, StageFailedError)
+    else:
+        with pytest.raises(StageFailedError, match=rf"stage {rank} .*\(rank {rank}\).*{own.__name__}.*{match}"):
+            run()
+    assert time.monotonic() - start < 30
+
+
+@contextlib.contextmanager
+def failing(ctx: ParallelContext, rank: int, plan: str, after: int) -> Iterator[None]:
+    """Within, layers of ``rank`` fail after some good calls."""
+    Fragile.plan, Fragile.after = plan if ctx.rank == rank else None, after
+    try:
+        yield
+    finally:
+        Fragile.plan = None
+
+
+def check_failing_layers(ctx: ParallelContext, count: int, interleave: int) -> None:
+    twins = Twins(ctx, Fragile, count, interleave=interleave, checkpoint=count != 9)
+    x, bias = hidden(ctx, 4), random(ctx.rank, WIDTH, grad=True)
+    alone = count == 3  # a stage's only layer runs with gradients at once, and is not computed again as a whole
+
+    def call(layers: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
+        return layers(x, None, bias)
+
+    for grad in (True, False):
+        for learned in (False, True):  # the first call of its kind finds out what messages consist of
+            if learned:
+                twins.check("before it", [x, bias], call)
+            for rank, after in ((0, 0), (1, 3), (2, 1)):
+                plan = "recompute" if alone and grad else "forward"
+                with torch.set_grad_enabled(grad), failing(ctx, rank, plan, after):
+                    fails(ctx, rank, Boom, f"in {plan}", lambda: call(twins.piped, x, bias))
+    twins.check("after it", [x, bias], call)
+    for plan in ("backward",) if alone else ("recompute", "backward"):
+        for rank, after in ((0, 3), (1, 0), (2, 2)):
+            total = call(twins.piped, x, bias).sum()
+            with failing(ctx, rank, plan, after):
+                fails(ctx, rank, Boom, f"in {plan}", total.backward)
+            twins.piped.zero_grad()
+    twins.check("after backward", [x, bias], call)
+    twins.check("of another size", [hidden(ctx, 2, 2), bias], call)
+
+
+@pytest.mark.ranks(3, pipe_size=3, num_micro_batches=6, timeout=90)
+def test_a_layer_fails(ctx: ParallelContext) -> None:
+    for interleave, count in ((1, 7), (2, 9), (1, 3)):
+        check_failing_layers(ctx, count, interleave)
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
+def test_the_tail_fails(ctx: ParallelContext, schedule: str) -> None:
+    interleave = 2 if schedule.startswith("interleaved") else 1
+    model = pipeline_model(5, tail_schedule=schedule, interleave=interleave)
+    plain = Model(5)
+    ids, mask = batch_of(ctx.rank, 3)
+    calls = []
+
+    def broken(x: Tensor, ids: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise Boom("in the tail")
+        return model.loss(x, ids)
+
+    def run(tail: Callable[..., Any]) -> Tensor:
+        return model.layers(model.embedding(ids), mask, tail=tail, tail_args=(ids,))
+
+    def check() -> None:
+        model.zero_grad()
+        loss = model(ids, mask, tail=True)
+        torch.testing.assert_close(loss, plain(ids, mask))
+        loss.backward()
+        wanted = torch.autograd.grad(plain(ids, mask), plain.layers.parameters())
+        for grad in wanted:
+            ctx.world.all_reduce(grad)
+        for (name, _), grad in zip(plain.layers.named_parameters(), wanted, strict=True):
+            own = dict(model.layers.named_parameters()).get(name)
+            if own is not None:
+                torch.testing.assert_close(own.grad, grad)
+
+    for learned in (False, True):
+        calls.clear()
+        if learned:
+            check()
+        fails(ctx, 1, Boom, "in the tail", lambda: run(broken))
+    check()
+    fails(ctx, 1, TypeError, "must return the loss", lambda: run(lambda x, ids: None))
+    fails(ctx, 1, ValueError, "a loss is one number", lambda: run(lambda x, ids: model.head(x)))
+    check()
+
+
+class Odd(Layer):
+    """Returns something that cannot be handed on, or whose shape depends on the data."""
+
+    def forward(self, x: Tensor, mode: str = "") -> Any:  # type: ignore[override]
+        if mode == "mean":
+            return x.mean(0)
+        if mode == "scalar":
+            return x.sum()
+        if mode == "longer":
+            return torch.cat([x, x], 1) if x[0, 0, 0] > 100 else x
+        return super().forward(x)
+
+
+_Local = namedtuple("_Local", "value")
+_Local.__qualname__ = "nowhere"
+
+
+def check_bad_calls(ctx: ParallelContext, layers: nn.Module, rank: int) -> None:
+    x, mask = hidden(ctx, 3), random(ctx.rank, 3, 3)
+
+    def here(bad: Any, good: Any) -> Any:
+        return bad if ctx.rank == rank else good
+
+    def bad(error: type[BaseException], match: str, call: Callable[[], object]) -> None:
+        fails(ctx, rank, error, match, call)
+
+    # What a layer finds out, stage 0 finds out first.
+    fails(ctx, 0, RuntimeError, "shape", lambda: layers(here(random(0, 3, 3, 5), x)))
+    fails(ctx, 0, RuntimeError, "type", lambda: layers(here(x.detach().float(), x)))
+    fails(ctx, 0, RuntimeError, "must match", lambda: layers(x, here(random(0, 3, 4), mask)))
+
+    bad(ValueError, "must be a tensor", lambda: layers(here(None, x)))
+    bad(ValueError, "batch", lambda: layers(here(x.sum(), x)))
+    bad(ValueError, "dense", lambda: layers(x, here(mask.to_sparse(), mask)))
+    bad(ValueError, "num_hidden", lambda: layers(*here((), (x,))))
+    bad(TypeError, "cannot be sent", lambda: layers(x, here(_Local(1), None)))
+    bad(ValueError, "combined", lambda: layers(x, return_hidden_states=here(True, False), tail=lambda x: x.sum()))
+    bad(ValueError, "tail_args", lambda: layers(x, tail_args=here((1,), ())))
+
+    def name(*names: Any) -> Tensor:
+        return layers(x, mask, batch_related=here(names, ()))
+
+    bad(TypeError, "batch_related", lambda: name(0.5))
+    bad(TypeError, "batch_related", lambda: name(True))
+    bad(TypeError, "batch_related", lambda: name([0]))
+    bad(ValueError, "batch_related", lambda: name(7))
+    bad(ValueError, "batch_related", lambda: name(0, -1))
+    bad(ValueError, "batch_related", lambda: name("no"))
+    bad(TypeError, "batch_related", lambda: layers(x, mask, batch_related=here(None, ())))
+    bad(TypeError, "batch_related", lambda: layers(x, mask, batch_related=here("mask", ())))
+    bad(ValueError, "batch_related", lambda: layers(x, mask, random(0, 7), batch_related=[here(1, 0)]))
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)
+def test_bad_calls(ctx: ParallelContext) -> None:
+    r = ctx.rank
+    twins = Twins(ctx, Layer, 5)
+    layers, x = twins.piped, hidden(ctx, 3)
+    mask, bias = random(r, 3, 3), random(r, WIDTH, grad=True)
+    for rank in (0, 1):
+        check_bad_calls(ctx, layers, rank)
+
+    # Calls that do not fit together are an error everywhere.
+    for call in (
+        lambda: layers(x, *([mask] if r else [])),
+        lambda: layers(x, **({"mask": mask} if r else {"bias": bias})),
+        lambda: layers(x, return_hidden_states=r == 0),
+        lambda: layers(x, {"a": mask} if r else [mask]),
+        lambda: layers((x, x) if r else x),
+    ):
+        with pytest.raises(RuntimeError, match="different ways"):
+            call()
+    with torch.set_grad_enabled(r == 0), pytest.raises(RuntimeError, match="different ways"):
+        layers(x)
+    twins.check("after it", [x, mask, bias], lambda f, x, m, b: f(x, m, b))
+
+    odd = PipelineTransformerBlockList([Odd().to(DTYPE) for _ in range(4)])
+    for mode in ("mean", "scalar"):
+        with pytest.raises((ValueError, StageFailedError), match="its first dimension must be the batch"):
+            odd(x, mode)
+    assert odd(x, "longer").shape == x.shape
+    with pytest.raises(RuntimeError, match="shapes must follow from those of the arguments"):
+        odd(x + 1000, "longer")
+    assert odd(x, "longer").shape == x.shape
+    assert odd(torch.cat([x, x], 1) + 1000, "longer").shape == (3, 6 * 16, WIDTH)
+
+
+@pytest.mark.ranks(4, pipe_size=2, timeout=60)
+def test_a_bad_call_of_one_replica(ctx: ParallelContext) -> None:
+    """The other replica does not wait for it."""
+    layers = PipelineTransformerBlockList([Layer().to(DTYPE) for _ in range(3)])
+    x = hidden(ctx, 3)
+    for _ in range(2):
+        with pytest.raises((ValueError, StageFailedError), match=r"failed|must be a tensor"):
+            layers(None if ctx.rank == 1 else x)
+    layers(x).sum().backward()
+
+
+SCRIPT = """
+    import os, sys
+    import torch
+    from torch import nn
+    import bmt_comm
+    from bmt_pipe import PipelineTransformerBlockList
+    from bmt_pipe.messages import StageLostError
+
+    dying = ""
+
+    class Fatal(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if dying == "backward":
+                os._exit(7)
+            return grad
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            if dying == "forward":
+                os._exit(7)
+            return Fatal.apply(super().forward(x))
+
+    def run(rank, world, store, stage, moment):
+        global dying
+        url = f"file://{store}?rank={rank}&world_size={world}"
+        bmt_comm.init_distributed(url, pipe_size=world, device="cpu", timeout=60)
+        layers = PipelineTransformerBlockList([Layer(3, 3) for _ in range(2 * world)])
+        x = torch.ones(4, 3)
+        layers(x).sum().backward()
+        if stage == rank:
+            dying = moment
+        if dying == "between":
+            os._exit(7)
+        try:
+            for _ in range(2):
+                layers(x).sum().backward()
+        except StageLostError as error:
+            os._exit(3 if "is lost" in str(error) else 4)
+
+    # Children of one process, which has imported torch once for all of them.
+    ranks = {}
+    for number, case in enumerate(sys.argv[2:]):
+        stage, moment = case.split("-")
+        for rank in range(2):
+            child = os.fork()
+            if not child:
+                torch.set_num_threads(1)
+                try:
+                    run(rank, 2, f"{sys.argv[1]}{number}", int(stage), moment)
+                finally:
+                    os._exit(1)
+            ranks[child] = f"{case} {rank}"
+    while ranks:
+        child, status = os.wait()
+        print(ranks.pop(child), os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+def test_a_stage_dies(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    cases = ["1-forward", "0-backward", "1-backward", "0-between"]
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "store"), *cases],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        start_new_session=True,
+    )
+    try:
+        found = process.communicate(timeout=120)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    codes = {f"{case} {rank}": "7" if str(rank) == case[0] else "3" for case in cases for rank in range(2)}
+    assert dict(line.rsplit(" ", 1) for line in found.splitlines()) == codes

@@ -1,0 +1,194 @@
+"""Messages of a pass: each is sent once and expected once, in the same order, and no stage waits for ever."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bmt_pipe import Kind, Schedule, make_schedule
+from bmt_pipe.messages import Message
+from bmt_pipe.routes import Pass
+
+
+class Sent(NamedTuple):
+    """A message and its way."""
+
+    source: int
+    target: int
+    message: Message
+
+
+class Step(NamedTuple):
+    """What a stage does next: send a message, or wait for one."""
+
+    sends: bool
+    peer: int
+    message: Message
+
+
+def flags(draw: st.DrawFn, count: int) -> tuple[bool, ...]:
+    return tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> Pass:
+    """A pass as calls make them: forward, backward, or both with the loss inside, with or without gradients."""
+    name = draw(st.sampled_from(["recompute", "1f1b", "interleaved_1f1b", "zb_h1"]))
+    p, pieces = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    chunks = draw(st.integers(1, 3)) if name in ("recompute", "interleaved_1f1b") else 1
+    schedule = make_schedule(name, p, p * pieces, chunks)
+    if name != "recompute":
+        return Pass(schedule, True, draw(st.booleans()), tail=True, input_grads=flags(draw, p))
+    if draw(st.booleans()):
+        return Pass(schedule, True, False, taps=draw(st.booleans()))
+    tap_grads = tuple((flag,) * (p * chunks) for flag in flags(draw, p)) if draw(st.booleans()) else ()
+    return Pass(schedule, False, True, tap_grads=tap_grads, input_grads=flags(draw, p))
+
+
+def wanted(what: Pass) -> list[Sent]:
+    """All messages of a pass, from what a pipeline must move."""
+    schedule = what.schedule
+    p, places = schedule.stages, schedule.stages * schedule.chunks
+    last = places - 1
+    found = []
+    for i in range(schedule.micro_batches):
+        origin = i % p
+        if what.forward:
+            found.append(Sent(origin, 0, Message("input", i, 0)))
+            found += [Sent((k - 1) % p, k % p, Message("hidden", i, k)) for k in range(1, places)]
+            if not what.tail:
+                found.append(Sent(last % p, origin, Message("output", i, last)))
+            if what.taps:
+                found += [Sent(k % p, origin, Message("taps", i, k)) for k in range(places)]
+        if what.backward:
+            if not what.tail:
+                found.append(Sent(origin, last % p, Message("output_grad", i, last)))
+            if what.tap_grads:
+                found += [
+                    Sent(origin, k % p, Message("taps_grad", i, k)) for k in range(places) if what.tap_grads[origin][k]
+                ]
+            found += [Sent(k % p, (k - 1) % p, Message("hidden_grad", i, k)) for k in range(1, places)]
+            if what.input_grads[origin]:
+                found.append(Sent(0, origin, Message("input_grad", i, 0)))
+    if what.tail and what.forward:
+        found += [Sent(last % p, origin, Message("loss", origin, last)) for origin in range(p)]
+    return found
+
+
+def steps(what: Pass, stage: int) -> Iterator[Step]:
+    """What a stage sends and waits for, in order: takes follow from what an action computes with."""
+    p = what.schedule.stages
+    last = p * what.schedule.chunks - 1
+    own = range(stage, what.schedule.micro_batches, p)
+    yield from (Step(True, *route) for route in what.before(stage))
+    for action in what.actions(stage):
+        i, place = action.micro_batch, action.chunk * p + stage
+        origin = i % p
+        if action.kind is Kind.FORWARD:
+            yield (
+                Step(False, (place - 1) % p, Message("hidden", i, place))
+                if place
+                else Step(False, origin, Message("input", i, 0))
+            )
+        if action.kind in (Kind.BACKWARD, Kind.INPUT):
+            if place < last:
+                yield Step(False, (place + 1) % p, Message("hidden_grad", i, place + 1))
+            elif not what.tail:
+                yield Step(False, origin, Message("output_grad", i, last))
+            if what.tap_grads and what.tap_grads[origin][place]:
+                yield Step(False, origin, Message("taps_grad", i, place))
+        yield from (Step(True, *route) for route in what.during(stage, action))
+    yield from (Step(True, *route) for route in what.after(stage))
+    if what.forward and what.tail:
+        yield Step(False, last % p, Message("loss", stage, last))
+    elif what.forward:
+        for i in own:
+            yield Step(False, last % p, Message("output", i, last))
+            if what.taps:
+                yield from (Step(False, k % p, Message("taps", i, k)) for k in range(last + 1))
+    if what.backward and what.input_grads[stage]:
+        yield from (Step(False, 0, Message("input_grad", i, 0)) for i in own)
+
+
+def run(what: Pass, order: list[int]) -> dict[tuple[int, int], list[Message]]:
+    """Let stages take turns in ``order`` until all are through; returns what each has sent to each.
+
+    A stage sends without waiting, and receives from each other one in the order in which it expects messages.
+    """
+    stages = what.schedule.stages
+    expected = [what.expected(stage) for stage in range(stages)]
+    received: Counter[tuple[int, int]] = Counter()
+    sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    doing = [steps(what, stage) for stage in range(stages)]
+    waiting = [next(one, None) for one in doing]
+
+    def can_go_on(stage: int, step: Step) -> bool:
+        way = (step.peer, stage)
+        if step.peer == stage:
+            assert step.message in sent[way], f"stage {stage} needs {step.message} before it has made it"
+            return True
+        index = expected[stage][step.peer].index(step.message)  # ValueError: nobody said that it would come
+        while received[way] <= index and received[way] < len(sent[way]):
+            arriving = sent[way][received[way]]
+            assert arriving == expected[stage][step.peer][received[way]]
+            received[way] += 1
+        return received[way] > index
+
+    while any(waiting):
+        moved = False
+        for stage in order:
+            step = waiting[stage]
+            while step is not None and (step.sends or can_go_on(stage, step)):
+                if step.sends:
+                    sent[stage, step.peer].append(step.message)
+                step = waiting[stage] = next(doing[stage], None)
+                moved = True
+        assert moved, f"all stages wait: {dict(enumerate(waiting))}"
+    return sent
+
+
+@given(passes(), st.randoms(use_true_random=False))
+@settings(max_examples=150, deadline=None)
+def test_every_message_is_sent_and_expected_once_and_nobody_waits_for_ever(what, random) -> None:
+    stages = range(what.stages)
+    every = wanted(what)
+    sent = [Sent(stage, target, message) for stage in stages for target, message in what.routes(stage)]
+    assert Counter(sent) == Counter(every)
+    assert max(Counter(sent).values()) == 1
+
+    order = list(stages)
+    random.shuffle(order)
+    done = run(what, order)
+    assert Counter(Sent(*way, message) for way, found in done.items() for message in found) == Counter(every)
+    for stage in stages:
+        orders = what.expected(stage)
+        assert set(orders) == set(stages) - {stage}
+        for peer, messages in orders.items():
+            assert messages == done[peer, stage], f"from {peer} to {stage}"
+
+
+@given(passes())
+@settings(max_examples=50, deadline=None)
+def test_every_take_is_of_a_message_that_comes(what) -> None:
+    """Nothing is sent that is not used, and nothing used that is not sent."""
+    for stage in range(what.stages):
+        taken = Counter((step.peer, step.message) for step in steps(what, stage) if not step.sends)
+        assert taken == Counter((way.source, way.message) for way in wanted(what) if way.target == stage)
+
+
+@pytest.mark.parametrize("name", ["recompute", "1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_a_pass_has_the_actions_of_its_half(name: str, stages: int) -> None:
+    schedule: Schedule = make_schedule(name, stages, 2 * stages)
+    for stage in range(stages):
+        forward = Pass(schedule, True, False).actions(stage)
+        backward = Pass(schedule, False, True).actions(stage)
+        assert {a.kind for a in forward} == {Kind.FORWARD}
+        assert Kind.FORWARD not in {a.kind for a in backward}
+        assert Counter(forward + backward) == Counter(schedule.actions[stage])
+        assert tuple(Pass(schedule, True, True).actions(stage)) == schedule.actions[stage]
