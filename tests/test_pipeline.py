@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bmt_comm.weight_gradients
+import bmt_zero.bucket
 import bmtrain as bmt
 from bmt_zero import load_state_dict
 
@@ -195,6 +196,32 @@ def test_stages_of_tensor_parallel_ranks_train_as_one_process(device_type, level
         assert deferred[0] >= 3 * len(model.layers) * 4 * STEPS
     else:
         assert deferred[0] == 0
+
+
+@pytest.mark.ranks(4, init=False, timeout=120)
+def test_layers_that_put_nothing_off_are_reduced_once_in_zero_bubbles(device_type):
+    ctx = start(device_type)
+    plain = plain_model().layers
+    layers = bmt.PipelineTransformerBlockList(
+        [bmt.Block(PlainLayer(), zero_level=i % 2) for i in range(LAYERS)], tail_schedule="zb_h1"
+    )
+    load_state_dict(layers, plain.state_dict())
+    inputs = torch.randn(ctx.replicas, ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(ctx.device)
+    with mock.patch.object(bmt_zero.bucket, "_Reduction", wraps=bmt_zero.bucket._Reduction) as reductions:
+        (layers(inputs[ctx.rank], tail=mean_square) / ctx.replicas).backward()
+    assert reductions.call_count == len(layers)
+    for layer in plain:
+        inputs = layer(inputs)
+    mean_square(inputs).backward()
+    for index, layer in zip(layers.chunks[0], layers, strict=True):
+        for (name, param), wanted in zip(layer.named_parameters(), plain[index].parameters(), strict=True):
+            rows = param.bmt_slice
+            expected = wanted.grad[rows.row_start : rows.row_stop]
+            torch.testing.assert_close(param.grad, expected, msg=lambda m, n=f"{index}.{name}": f"{n}: {m}")
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.square().mean()
 
 
 # --- the manager ----------------------------------------------------------------------------------

@@ -226,6 +226,8 @@ class Run:
         self._no_sync = {bucket: bucket.no_sync and self.tail is None for bucket in buckets}
         before = {bucket: bucket.no_sync for bucket in buckets}
         self._left = dict.fromkeys(range(len(self.chunks)), self.plan.schedule.micro_batches)
+        for bucket in buckets:  # also what is complete before it comes to the gradients that are put off
+            bucket.no_sync = True
         try:
             yield
             tracker_of(self.context).finish_reductions()
