@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from galore_reference import on_rank_0, reference_optimizer, trained
+from galore_reference import needs_galore_torch, on_rank_0, reference_optimizer, trained
 from layouts import layout, shards, tensors, train, update_error
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -80,16 +80,19 @@ def check(ctx):
     assert 2 * min(comms, 1) <= renewing.collectives - quiet.collectives <= 2 * comms
 
 
+@needs_galore_torch
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_over_row_shards_it_is_the_published_one(ctx):
     check(ctx)
 
 
+@needs_galore_torch
 @pytest.mark.ranks(2, 4, tp_size=2)
 def test_over_tensor_parallel_shards_it_is_the_published_one(ctx):
     check(ctx)
 
 
+@needs_galore_torch
 @pytest.mark.ranks(4, tp_size=2)
 @pytest.mark.parametrize("fault", ["drop", "wrong group", "no tp", "no bases"])
 def test_a_dropped_or_misdirected_message_is_noticed(ctx, fault):
@@ -172,6 +175,7 @@ class Mlp(nn.Module):
         return self.layers(x)
 
 
+@needs_galore_torch
 @pytest.mark.ranks(2, 3, init=False)
 def test_dtensors_of_fsdp2_are_trained_as_the_whole():
     dist.init_process_group("gloo")

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from galore_reference import on_rank_0, reference_optimizer, step_reference
+from galore_reference import needs_galore_torch, on_rank_0, reference_optimizer, step_reference
 from layouts import layout, shards, tensors, train, update_error
 from torch import nn
 
@@ -142,6 +142,7 @@ def pair_groups(params):
     return [*({"params": [p], **o} for p, o in zip(params, options)), {"params": params[len(kinds) :]}]
 
 
+@needs_galore_torch
 @pytest.mark.ranks(2)
 def test_state_goes_to_the_published_one_and_back_between_two_projections(ctx, tmp_path):
     start = tensors(PAIR)
@@ -198,10 +199,12 @@ def test_state_of_bitsandbytes_is_taken_and_what_does_not_fit_is_refused():
     assert torch.equal(optimizer.state[p]["exp_avg_sq"], entry["state2"])
     assert torch.equal(optimizer.state[p]["absmax_avg"], entry["absmax1"])
     assert set(optimizer.state[p]) == set(before)
+    with pytest.raises(ValueError, match=r"exp_avg is torch\.uint8 in the state dict, and with nbits=32"):
+        DistGaloreAdamW([p], nbits=32).load_state_dict({"param_groups": [{"params": [0]}], "state": {0: entry}})
     entry["absmax2"] = torch.zeros(2)  # of blocks of 2048, as older versions had
     with pytest.raises(ValueError, match=r"absmax_avg_sq of parameter 0 has shape \(2,\)"):
         optimizer.load_state_dict({**saved, "state": {0: entry}})
-    projected = DistGaloreAdamW([{"params": [p], "rank": 4}])
+    projected = DistGaloreAdamW([{"params": [p], "rank": 4}], min_8bit_size=1)
     with pytest.raises(ValueError, match="no tensor 'ortho_right'"):
         projected.load_state_dict({**saved, "param_groups": projected.state_dict()["param_groups"]})
 

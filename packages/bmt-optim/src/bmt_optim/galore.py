@@ -43,12 +43,13 @@ class DistGaloreAdamW(DistributedOptimizer):
     ``proj_type`` says what is projected: "right" or "left" the one side, "full" both, "std" the shorter, "reverse_std"
     the longer one. :func:`get_galore_param_groups` makes groups of a model.
 
-    The projection of a matrix is renewed by one of the ranks that share it, from the whole gradient, in two rounds.
-    Owners have about equal work. The signs of the vectors are those of ``torch.linalg.svd``, for which the host
-    waits on the owner; nothing waits in other steps. A step has one round more where ranks cut the dimension that
-    is projected (of r), one for percentile clipping (norms of r), and one where 8-bit blocks are cut by other than
-    multiples of 256 elements (see :mod:`bmt_optim.blockwise`). Moments are cut as the dimension that is kept, and
-    the same on ranks that cut the projected one.
+    The projection of a matrix is renewed by one of the ranks that share it, from the whole gradient, in two rounds;
+    owners have about equal work. (One that is not sharded is decomposed by every rank that has a copy.) The signs of
+    the vectors are those of ``torch.linalg.svd``, for which the host waits on the owner; nothing waits in other steps.
+    A step has one round more where ranks cut the dimension that is projected (of r), one for percentile clipping
+    (norms of r), and one where 8-bit blocks are cut by other than multiples of 256 elements (see
+    :mod:`bmt_optim.blockwise`). Moments are cut as the dimension that is kept, and the same on ranks that cut the
+    projected one.
 
     Args:
         params: parameters, or parameter groups, which may set any option and have a ``rank``; then also
@@ -220,7 +221,9 @@ class DistGaloreAdamW(DistributedOptimizer):
                 options = {**group, **saved}
                 for param, key in zip(group["params"], saved["params"]):
                     if key in state:
-                        state[key] = _own_terms(state[key], slice_of(param).shape, options)
+                        shape = slice_of(param).shape
+                        state[key] = _own_terms(state[key], shape, options)
+                        _check_bits(state[key], self.state_layout(shape, options), options["nbits"])
             state_dict = {**state_dict, "state": state}
         return super()._parse(state_dict)
 
@@ -256,10 +259,21 @@ def _own_terms(values: Mapping[str, Any], shape: tuple[int, ...], options: Mappi
     found = {_FOREIGN.get(key, key): value for key, value in values.items()}
     projector = found.pop("projector", None)
     if projector is not None and "rank" in options and len(shape) == 2:
-        bases = projector.ortho_matrix
+        bases = getattr(projector, "ortho_matrix", None)
         keys = BASES[side_of(shape, options["proj_type"])]
         found.update(zip(keys, bases if isinstance(bases, (list, tuple)) else [bases]))
     return found
+
+
+def _check_bits(values: Mapping[str, Any], layout: Mapping[str, StateTensor], nbits: int) -> None:
+    """Refuse codes where numbers belong, and the reverse."""
+    for key in ("exp_avg", "exp_avg_sq"):
+        found = values.get(key)
+        if isinstance(found, Tensor) and (found.dtype is torch.uint8) != (layout[key].dtype is torch.uint8):
+            raise ValueError(
+                f"{key} is {found.dtype} in the state dict, and with nbits={nbits} it is {layout[key].dtype} here; "
+                "make the optimizer with the nbits and min_8bit_size that the state has"
+            )
 
 
 def get_galore_param_groups(
