@@ -30,7 +30,7 @@ PACKAGES = ["bmt-kernels", "bmt-comm", "bmt-zero", "bmt-tp", "bmt-pipe", "bmt-op
 
 BUILD_NEEDS = ["build", "hatchling>=1.26", "scikit-build-core>=1.0", "pybind11>=3.0", "editables", "packaging"]
 TOOL_NEEDS = ["pytest>=8", "packaging", "tomli; python_version < '3.11'"]
-TEST_NEEDS = ["pytest>=8", "hypothesis", "numpy", "safetensors", "transformers", "matplotlib"]
+TEST_NEEDS = ["pytest>=8", "hypothesis", "numpy", "safetensors", "transformers", "came-pytorch", "matplotlib"]
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
 
 

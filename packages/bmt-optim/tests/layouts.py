@@ -63,12 +63,12 @@ def train(optimizer, params, steps, grads_at, scale=1.0):
 
 
 def update_error(params, reference, start):
-    """‖Δp - Δq‖ / ‖Δq‖, the largest over the parameters."""
-    worst = 0.0
+    """‖Δp - Δq‖ / ‖Δq‖, the largest over the parameters; NaN if one of them is."""
+    errors = [0.0]
     for p, q, s in zip(params, reference, start):
         whole = assemble(local_tensor(p.detach()), slice_of(p)).double()
         q, s = q.detach().double(), s.detach().double()
         total = (q - s).norm().item()
         difference = (whole - q).norm().item()
-        worst = max(worst, difference / total if total else difference)
-    return worst
+        errors.append(difference / total if total else difference)
+    return torch.tensor(errors, dtype=torch.float64).max().item()

@@ -2,9 +2,11 @@
 
 from . import lr_scheduler
 from ._version import __version__
+from .adafactor import Adafactor, DistributedAdafactor
 from .adam import AdamOptimizer
 from .adam_offload import AdamOffloadOptimizer
 from .adam_rule import Adam
+from .came import CAME, DistributedCAME
 from .distributed import DistributedOptimizer
 from .exchange import Communication
 from .lamb import DistributedLamb, Lamb
@@ -14,10 +16,14 @@ from .muon import Muon
 from .saving import save_optimizer
 
 __all__ = [
+    "CAME",
+    "Adafactor",
     "Adam",
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "Communication",
+    "DistributedAdafactor",
+    "DistributedCAME",
     "DistributedLamb",
     "DistributedOptimizer",
     "FusedCrossEntropy",

@@ -13,6 +13,7 @@ import bmt_kernels
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
+from .norms import square_sums
 from .options import check_betas, check_not_negative
 from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter
@@ -87,7 +88,7 @@ class DistributedLamb(DistributedOptimizer):
             beta1, beta2 = options["betas"]
             lr *= math.sqrt(1 - beta2**batch.step) / (1 - beta1**batch.step)
         directions = _directions(batch, step)
-        squares = torch.stack([_squares(batch.weights), _squares(directions)], dim=1)  # (matrices, 2)
+        squares = torch.stack([square_sums(batch.weights), square_sums(directions)], dim=1)  # (matrices, 2)
         (totals,) = yield [Sum(squares.unbind(), batch.matrices)]
         norms = torch.stack(totals).sqrt()
         rates = lr * torch.where((norms > 0).all(dim=1), norms[:, 0] / norms[:, 1], 1)
@@ -122,13 +123,6 @@ def _directions(batch: Batch, step: int) -> list[Tensor]:
         grad_factor=batch.grad_factor,
     )
     return directions
-
-
-def _squares(tensors: list[Tensor]) -> Tensor:
-    """The sum of squares of each tensor: fp32, on the device."""
-    if tensors[0].device.type == "cuda":  # in one launch
-        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square()
-    return torch.stack([bmt_kernels.power_sum([t]).total for t in tensors]).float()
 
 
 Lamb = DistributedLamb
