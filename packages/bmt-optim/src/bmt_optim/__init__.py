@@ -9,6 +9,7 @@ from .adam_rule import Adam
 from .came import CAME, DistributedCAME
 from .distributed import DistributedOptimizer
 from .exchange import Communication
+from .galore import DistGaloreAdamW, GaLoreAdamW, get_galore_param_groups
 from .lamb import DistributedLamb, Lamb
 from .loss import FusedCrossEntropy
 from .manager import OptimManager
@@ -22,15 +23,18 @@ __all__ = [
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "Communication",
+    "DistGaloreAdamW",
     "DistributedAdafactor",
     "DistributedCAME",
     "DistributedLamb",
     "DistributedOptimizer",
     "FusedCrossEntropy",
+    "GaLoreAdamW",
     "Lamb",
     "Muon",
     "OptimManager",
     "__version__",
+    "get_galore_param_groups",
     "lr_scheduler",
     "save_optimizer",
 ]

@@ -86,6 +86,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """What the owner of a parameter of the global ``shape`` has to do, in any unit; owners share it evenly."""
         return 0
 
+    def new_state(
+        self, key: str, tensor: StateTensor, shape: tuple[int, ...], device: torch.device, options: Mapping[str, Any]
+    ) -> Tensor:
+        """Memory, filled, for this rank's part (of ``shape``) of a state tensor of a parameter on ``device``."""
+        return torch.full(shape, tensor.fill, dtype=tensor.dtype, device=device)
+
     # --- stepping ---------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -297,8 +303,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 local, where = local_tensor(param), slice_of(param)
                 entry: dict[str, Any] = {"step": 0}
                 for key, tensor in self._layout(param, group).items():
-                    shape = tensor.part(where).local_shape
-                    entry[key] = torch.full(shape, tensor.fill, dtype=tensor.dtype, device=local.device)
+                    entry[key] = self.new_state(key, tensor, tensor.part(where).local_shape, local.device, group)
                     if key == "master":
                         entry[key].copy_(local)
                 self.state[param] = entry

@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bmt_comm import Slice, cut_piece
+from bmt_comm import Slice
+
+from .slices import coordinates
 
 _LOW = 0xFFFFFFFF
 
@@ -43,20 +45,10 @@ def _indices(where: Slice, device: torch.device) -> Tensor:
     index = torch.zeros((1,) * dims, dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(dims)):
-        held = _coordinates(where, dim, device)
+        held = coordinates(where, dim, device)
         index = index + (held * stride).view([-1 if d == dim else 1 for d in range(dims)])
         stride *= where.shape[dim]
     return index.expand(where.local_shape) if dims else index.reshape(1)[: where.numel].reshape(where.local_shape)
-
-
-def _coordinates(where: Slice, dim: int, device: torch.device) -> Tensor:
-    """The indices along ``dim`` of the elements that this rank holds."""
-    length = where.shape[dim]
-    found = torch.arange(length, device=device)
-    if dim == where.tp_dim:
-        along = Slice((length,), 0, 0, None, 0, where.tp_offset, where.tp_extent, where.tp_comm, where.tp_blocks)
-        found = cut_piece(found, along)
-    return found[where.row_start : where.row_stop] if dim == 0 else found
 
 
 def _mixed(number: int) -> int:

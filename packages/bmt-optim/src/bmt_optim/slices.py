@@ -64,6 +64,16 @@ def cut(full: Tensor, where: Slice) -> Tensor:
     return full[where.row_start : where.row_stop]
 
 
+def coordinates(where: Slice, dim: int, device: torch.device) -> Tensor:
+    """The indices along ``dim`` of the logical tensor of the elements that this rank holds: int64, on ``device``."""
+    length = where.shape[dim]
+    found = torch.arange(length, device=device)
+    if dim == where.tp_dim:
+        along = Slice((length,), 0, 0, None, 0, where.tp_offset, where.tp_extent, where.tp_comm, where.tp_blocks)
+        found = cut_piece(found, along)
+    return found[where.row_start : where.row_stop] if dim == 0 else found
+
+
 def _concatenate(part: Tensor, dim: int, start: int, length: int, comm: Communicator | None) -> Tensor:
     """The tensor of ``length`` along ``dim`` of which this rank has ``part``, from ``start`` on."""
     if comm is None or comm.size == 1:

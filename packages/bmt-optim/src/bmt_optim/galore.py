@@ -1,0 +1,435 @@
+"""GaLore: AdamW whose moments are of gradients projected to a low rank, over any sharding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmt_comm import slice_of
+
+from .batch import Batch
+from .distributed import DistributedOptimizer, Params
+from .galore_projection import (
+    BASES,
+    CONTRACTED,
+    KEPT,
+    PROJECTIONS,
+    SIDES,
+    Side,
+    basis_shape,
+    leading_bases,
+    low_rank,
+    projector_of,
+    side_of,
+)
+from .moments import Moments, host_state, moments_layout
+from .options import check_betas, check_not_negative
+from .percentile_clipping import HISTORY, clip_factors
+from .requests import Max, Own, Request, Rule, Share, Sum
+from .slices import cut
+from .state_layout import Size, StateTensor, whole
+
+_PROJECTION = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+"""Options of a group with a ``rank`` that it need not name."""
+_STATE_DIMS: dict[str, Any] = {
+    "ortho_left": lambda r: (0, Size(r)),
+    "ortho_right": lambda r: (Size(r), 1),
+    "left": lambda r: (Size(r), 1),
+    "right": lambda r: (0, Size(r)),
+    "full": lambda r: (Size(r), Size(r)),
+}
+"""The dimensions of the bases, and of the moments by side."""
+_FOREIGN = {"state1": "exp_avg", "state2": "exp_avg_sq", "absmax1": "absmax_avg", "absmax2": "absmax_avg_sq"}
+"""What bitsandbytes calls our state tensors."""
+
+
+class DistGaloreAdamW(DistributedOptimizer):
+    """GaLore with AdamW (Zhao et al., `arXiv:2403.03507 <https://arxiv.org/abs/2403.03507>`_), as ``galore_torch``.
+
+    In parameter groups with a ``rank``, whose parameters are matrices (m, n), for each of them::
+
+        P, Q ← the leading left or right singular vectors of g       every update_proj_gap steps, from the first
+        r ← g·Qᵀ                             (or Pᵀ·g, or Pᵀ·g·Qᵀ)
+        m ← β₁m + (1-β₁)r        v ← β₂v + (1-β₂)r²
+        d ← m / (√v + eps) · √(1-β₂ᵗ) / (1-β₁ᵗ)
+        p ← (p - lr·scale·d·Q)(1 - lr·weight_decay)                  (or P·d, or P·d·Q)
+
+    In other groups r is g, and d is not projected back. The moments stay when the projection is renewed.
+
+    ``proj_type`` says what is projected: "right" or "left" the one side, "full" both, "std" the shorter, "reverse_std"
+    the longer one. :func:`get_galore_param_groups` makes groups of a model.
+
+    The projection of a matrix is renewed by one of the ranks that share it, from the whole gradient, in two rounds.
+    Owners have about equal work. The signs of the vectors are those of ``torch.linalg.svd``, for which the host
+    waits on the owner; nothing waits in other steps. A step has one round more where ranks cut the dimension that
+    is projected (of r), one for percentile clipping (norms of r), and one where 8-bit blocks are cut by other than
+    multiples of 256 elements (see :mod:`bmt_optim.blockwise`). Moments are cut as the dimension that is kept, and
+    the same on ranks that cut the projected one.
+
+    Args:
+        params: parameters, or parameter groups, which may set any option and have a ``rank``; then also
+            ``update_proj_gap`` (default 200), ``scale`` (0.25) and ``proj_type`` ("std").
+        lr, betas, eps, weight_decay: as in the formula.
+        nbits: 8 keeps moments in 8 bits, by blocks of 256 elements of the logical tensor; 32 in fp32.
+        min_8bit_size: moments with fewer elements, of the logical tensor, are kept in fp32.
+        percentile_clipping: below 100, the largest norm of a projected gradient is the percentile of its last 100
+            norms (see :func:`~bmt_optim.percentile_clipping.clip_factors`).
+        block_wise: must be True. (One maximum for a whole tensor would leave nothing of small moments.)
+        is_paged: keep moments of 100 000 elements and more in page-locked host memory; for parameters on CUDA.
+        args: a mapping or an object with ``optim_bits``, ``min_8bit_size``, ``percentile_clipping`` and
+            ``block_wise``, which then count instead.
+        correct_bias: False leaves the factor √(1-β₂ᵗ) / (1-β₁ᵗ) out.
+        stochastic_rounding: see :class:`DistributedOptimizer`.
+
+    Raises:
+        TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
+        ValueError: an option out of range, or a parameter in a group with a rank that is no matrix.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        nbits: int = 8,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        block_wise: bool = True,
+        is_paged: bool = False,
+        args: Any = None,
+        correct_bias: bool = True,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "nbits": nbits,
+            "min_8bit_size": min_8bit_size,
+            "percentile_clipping": percentile_clipping,
+            "block_wise": block_wise,
+            "is_paged": is_paged,
+            "correct_bias": correct_bias,
+            **_quantisation(args),
+        }
+        super().__init__(params, defaults, stochastic_rounding)
+
+    # --- parameters and options -------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; with a ``rank`` among the options, such as are projected (see the class)."""
+        super().add_param_group({**_PROJECTION, **param_group} if "rank" in param_group else param_group)
+        group = self.param_groups[-1]
+        for param in group["params"] if "rank" in group else ():
+            shape = slice_of(param).shape
+            if len(shape) != 2:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"GaLore projects matrices, and a parameter in a group with rank={group['rank']} has shape "
+                    f"{shape}; give it to a group without a rank"
+                )
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        check_not_negative(options, "lr", "eps", "weight_decay", "min_8bit_size")
+        check_betas(options["betas"], 2)
+        if options["nbits"] not in (8, 32):
+            raise ValueError(f"nbits={options['nbits']!r} must be 8 or 32")
+        if (
+            not 1 <= options["percentile_clipping"] <= 100
+            or int(options["percentile_clipping"]) != options["percentile_clipping"]
+        ):
+            raise ValueError(
+                f"percentile_clipping={options['percentile_clipping']!r} must be a whole number from 1 to 100 (off)"
+            )
+        if not options["block_wise"]:
+            raise ValueError(
+                f"block_wise={options['block_wise']!r} is not supported: with one maximum for a whole tensor, small "
+                "moments are lost; leave it True, or keep moments in fp32 with nbits=32"
+            )
+        if "rank" in options:
+            for name in ("rank", "update_proj_gap"):
+                if not isinstance(options[name], int) or options[name] < 1:
+                    raise ValueError(f"{name}={options[name]!r} must be a whole number above 0")
+            if not math.isfinite(options["scale"]):
+                raise ValueError(f"scale={options['scale']!r} must be finite")
+            if options["proj_type"] not in PROJECTIONS:
+                raise ValueError(f"proj_type={options['proj_type']!r} must be one of {PROJECTIONS}")
+
+    def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
+        """Of the singular value decomposition, about."""
+        return 0.0 if "rank" not in options else float(max(shape)) * min(shape) ** 2
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
+        found: dict[str, StateTensor] = {}
+        if options["percentile_clipping"] < 100:
+            found["gnorm_vec"] = whole((HISTORY,))
+        if "rank" not in options:
+            return {**found, **moments_layout(tuple(range(len(shape))), math.prod(shape), options)}
+        if len(shape) != 2:
+            raise ValueError(f"GaLore projects matrices, and a parameter in a group with a rank has shape {shape}")
+        side, r = side_of(shape, options["proj_type"]), low_rank(shape, options["rank"])
+        for key in BASES[side]:
+            found[key] = StateTensor(_STATE_DIMS[key](r))
+        numel = r * math.prod(shape[d] for d in KEPT[side]) if side != "full" else r * r
+        return {**found, **moments_layout(_STATE_DIMS[side](r), numel, options)}
+
+    def new_state(
+        self, key: str, tensor: StateTensor, shape: tuple[int, ...], device: torch.device, options: Mapping[str, Any]
+    ) -> Tensor:
+        if options["is_paged"] and device.type == "cuda" and key in ("exp_avg", "exp_avg_sq"):
+            found = host_state(tensor, shape)
+            if found is not None:
+                return found
+        return super().new_state(key, tensor, shape, device, options)
+
+    def synchronize(self) -> None:
+        """Wait until state in host memory is that after the last step.
+
+        Needed only by those who read ``optimizer.state`` themselves, and only with ``is_paged``.
+        """
+        paged = {p.device for group in self.param_groups if group["is_paged"] for p in group["params"]}
+        for device in paged:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
+        return super().__getstate__()
+
+    @torch.no_grad()
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """As :meth:`DistributedOptimizer.state_dict`.
+
+        A gathered state has the bases of a projection as galore-torch has them, in ``projector.ortho_matrix``, and
+        with fp32 moments loads into ``galore_torch.GaLoreAdamW``.
+        """
+        self.synchronize()
+        found = super().state_dict(gather)
+        if gather:
+            params = [(p, group) for group in self.param_groups for p in group["params"]]
+            for index, entry in found["state"].items():
+                param, group = params[index]
+                if "rank" in group:
+                    side = side_of(slice_of(param).shape, group["proj_type"])
+                    entry["projector"] = projector_of([entry.pop(key) for key in BASES[side]], group)
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, at this or any other layout, or galore-torch's.
+
+        Raises:
+            ValueError: the dict does not fit; the optimizer is unchanged.
+        """
+        self.synchronize()
+        super().load_state_dict(state_dict)
+
+    def _parse(self, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any] | None]:
+        if {"state", "param_groups"} <= set(state_dict):
+            state = dict(state_dict["state"])
+            for group, saved in zip(self.param_groups, state_dict["param_groups"]):
+                options = {**group, **saved}
+                for param, key in zip(group["params"], saved["params"]):
+                    if key in state:
+                        state[key] = _own_terms(state[key], slice_of(param).shape, options)
+            state_dict = {**state_dict, "state": state}
+        return super()._parse(state_dict)
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    def rule(self, batch: Batch) -> Rule:
+        layouts = [self.state_layout(m.where.shape, batch.options) for m in batch.matrices]
+        moments = Moments(batch, layouts)
+        if "rank" in batch.options:
+            yield from _Projected(batch, moments, layouts).rule()
+        else:
+            yield from _plain_rule(batch, moments)
+
+
+def _plain_rule(batch: Batch, moments: Moments) -> Rule:
+    options, factors = batch.options, None
+    lr = float(options["lr"])
+    if options["percentile_clipping"] < 100:
+        squares = [batch.fp32_grad(i).square().sum() for i in range(len(batch))]
+        (squares,) = yield [Sum(squares, batch.matrices)]
+        factors = _factors(batch, squares)
+
+    def grad(i: int) -> Tensor:
+        return batch.fp32_grad(i) if factors is None else batch.fp32_grad(i) * factors[i]
+
+    shared = moments.shared
+    (maxima,) = yield [Max([moments.maxima_ahead(i, grad(i)) for i in shared], batch.pick(batch.matrices, shared))]
+    moments.agree(shared, maxima)
+    one_by_one = factors is not None or options["is_paged"] or (batch.grad_factor is not None and options["nbits"] == 8)
+    for indices, weights in batch.writable():
+        if one_by_one:  # so that there is one copy of a gradient, or of a state, at a time
+            for i, weight in zip(indices, weights):
+                moments.step([i], [weight], [grad(i)], lr)
+        else:
+            grads = batch.pick(batch.grads, indices)
+            moments.step(indices, weights, grads, lr, batch.grad_scale, batch.grad_factor)
+        if options["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - lr * options["weight_decay"])
+
+
+class _Projected:
+    """The step of a batch in a group with a rank."""
+
+    def __init__(self, batch: Batch, moments: Moments, layouts: Sequence[Mapping[str, StateTensor]]) -> None:
+        self.batch, self.moments, self.layouts = batch, moments, layouts
+        self.sides = [side_of(m.where.shape, batch.options["proj_type"]) for m in batch.matrices]
+        self.lows: dict[int, Tensor] = {}
+        """Projected gradients that are known, for they took a round. Others are computed where they are needed."""
+
+    def rule(self) -> Rule:
+        batch, options = self.batch, self.batch.options
+        if (batch.step - 1) % options["update_proj_gap"] == 0:
+            yield from self._renew()
+        contracted = [
+            i
+            for i, (m, side) in enumerate(zip(batch.matrices, self.sides))
+            if any(comm is not None for comm in m.cut_along(CONTRACTED[side]))
+        ]
+        self.lows = yield from self._reduced(Sum, {i: self._project(i) for i in contracted}, CONTRACTED)
+        if options["percentile_clipping"] < 100:
+            self.lows = {i: self._low(i) for i in range(len(batch))}
+            squares = yield from self._reduced(Sum, {i: r.square().sum() for i, r in self.lows.items()}, KEPT)
+            factors = _factors(batch, [squares[i] for i in range(len(batch))])
+            self.lows = {i: r * factors[i] for i, r in self.lows.items()}
+        ahead = {i: self.moments.maxima_ahead(i, self._low(i)) for i in self.moments.shared}
+        maxima = yield from self._reduced(Max, ahead, KEPT)
+        self.moments.agree(list(maxima), list(maxima.values()))
+        for indices, weights in batch.writable():
+            for i, weight in zip(indices, weights):
+                self._step(i, weight)
+
+    def _renew(self) -> Generator[Sequence[Request], list[Any], None]:
+        """New bases, each by the owner of its matrix."""
+        batch = self.batch
+        # In the dtype of the parameter, which all ranks know, also those whose part is empty and has no gradient.
+        (wholes,) = yield [Own([g.to(m.param.dtype) for g, m in zip(batch.grads, batch.matrices)], batch.matrices)]
+        values: list[Tensor | None] = []
+        wanted: list[tuple[int, str]] = []
+        for i, gradient in enumerate(wholes):
+            keys = BASES[self.sides[i]]
+            found = None if gradient is None else leading_bases(gradient.float(), batch.options["rank"], self.sides[i])
+            values += [None if found is None else found[key] for key in keys]
+            wanted += [(i, key) for key in keys]
+        matrices = [batch.matrices[i] for i, _ in wanted]
+        shapes = [basis_shape(key, m.where.shape, batch.options["rank"]) for (_, key), m in zip(wanted, matrices)]
+        (bases,) = yield [Share(values, matrices, shapes)]
+        for (i, key), matrix, basis in zip(wanted, matrices, bases):
+            batch.states[i][key].copy_(cut(basis, self.layouts[i][key].part(matrix.where)))
+
+    def _reduced(
+        self, kind: type[Sum], values: Mapping[int, Tensor], over: Mapping[Side, tuple[int, ...]]
+    ) -> Generator[Sequence[Request], list[Any], dict[int, Tensor]]:
+        """``values`` by matrix, reduced over the ranks that cut what ``over`` names for the side of each."""
+        members = {side: [i for i in values if self.sides[i] == side] for side in SIDES}
+        matrices = self.batch.matrices
+        results = yield [
+            kind([values[i] for i in found], [matrices[i] for i in found], over[side])
+            for side, found in members.items()
+        ]
+        return {i: value for found, reduced in zip(members.values(), results) for i, value in zip(found, reduced)}
+
+    def _project(self, i: int) -> Tensor:
+        """What this rank's part of the gradient contributes to the projected one."""
+        state, low = self.batch.states[i], self.batch.fp32_grad(i)
+        if "ortho_left" in state:
+            low = state["ortho_left"].T @ low
+        return low @ state["ortho_right"].T if "ortho_right" in state else low
+
+    def _low(self, i: int) -> Tensor:
+        found = self.lows.get(i)
+        return self._project(i) if found is None else found
+
+    def _step(self, i: int, weight: Tensor) -> None:
+        state, options = self.batch.states[i], self.batch.options
+        low = self._low(i)
+        self.lows.pop(i, None)
+        down = torch.zeros_like(low)  # it becomes -d
+        self.moments.step([i], [down], [low], lr=1.0)
+        lr = float(options["lr"])
+        kept = 1 - lr * options["weight_decay"]
+        rate = kept * lr * options["scale"]
+        if self.sides[i] == "right":
+            weight.addmm_(down, state["ortho_right"], beta=kept, alpha=rate)
+        else:
+            if self.sides[i] == "full":
+                down = down @ state["ortho_right"]
+            weight.addmm_(state["ortho_left"], down, beta=kept, alpha=rate)
+
+
+def _factors(batch: Batch, squares: Sequence[Tensor]) -> list[Tensor]:
+    return clip_factors(batch.state("gnorm_vec"), squares, batch.step, batch.options["percentile_clipping"])
+
+
+def _quantisation(args: Any) -> dict[str, Any]:
+    """The options that ``args`` replaces."""
+    if args is None:
+        return {}
+    values = dict(args) if isinstance(args, Mapping) else vars(args)
+    names = {"optim_bits": "nbits", "nbits": "nbits"}
+    names.update({name: name for name in ("min_8bit_size", "percentile_clipping", "block_wise")})
+    for name in ("max_unorm", "skip_zeros"):
+        if values.get(name):
+            raise ValueError(f"{name}={values[name]!r} in args is not supported; leave it out")
+    return {names[key]: value for key, value in values.items() if key in names}
+
+
+def _own_terms(values: Mapping[str, Any], shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter as galore-torch has it, or bitsandbytes, under our names."""
+    found = {_FOREIGN.get(key, key): value for key, value in values.items()}
+    projector = found.pop("projector", None)
+    if projector is not None and "rank" in options and len(shape) == 2:
+        bases = projector.ortho_matrix
+        keys = BASES[side_of(shape, options["proj_type"])]
+        found.update(zip(keys, bases if isinstance(bases, (list, tuple)) else [bases]))
+    return found
+
+
+def get_galore_param_groups(
+    model: nn.Module,
+    weight_decay: float,
+    rank: int = 256,
+    update_proj_gap: int = 200,
+    scale: float = 0.25,
+    proj_type: str = "std",
+) -> list[dict[str, Any]]:
+    """Parameter groups for :class:`DistGaloreAdamW`: matrices, which are projected, and the rest.
+
+    Biases and parameters of one dimension (globally), such as those of norms, are not decayed.
+
+    Args:
+        model: sharded or not.
+        weight_decay: of all other parameters.
+        rank, update_proj_gap, scale, proj_type: of the matrices.
+    """
+    matrices: list[Tensor] = []
+    rest: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for name, param in model.named_parameters():
+        dims = len(slice_of(param).shape)
+        if name.endswith("bias") or dims < 2:
+            vectors.append(param)
+        else:
+            (matrices if dims == 2 else rest).append(param)
+    projection = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": proj_type}
+    return [
+        {"params": matrices, **projection, "weight_decay": weight_decay},
+        {"params": rest, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+
+
+GaLoreAdamW = DistGaloreAdamW

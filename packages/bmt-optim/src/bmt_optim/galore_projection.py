@@ -1,0 +1,150 @@
+"""The projection of GaLore: which sides of a gradient are projected, onto what, and how a state dict holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+PROJECTIONS = ("std", "reverse_std", "left", "right", "full")
+Side = Literal["left", "right", "full"]
+SIDES: tuple[Side, ...] = ("left", "right", "full")
+CONTRACTED: dict[Side, tuple[int, ...]] = {"left": (0,), "right": (1,), "full": (0, 1)}
+"""The dimensions of a gradient that its projection sums over."""
+KEPT: dict[Side, tuple[int, ...]] = {"left": (1,), "right": (0,), "full": ()}
+"""The dimensions of a gradient that the projected one still has."""
+BASES: dict[Side, tuple[str, ...]] = {
+    "left": ("ortho_left",),
+    "right": ("ortho_right",),
+    "full": ("ortho_left", "ortho_right"),
+}
+"""The state tensors that the projection consists of: ``ortho_left`` is (m, r), ``ortho_right`` (r, n)."""
+
+
+def side_of(shape: Sequence[int], proj_type: str) -> Side:
+    """Which side of a gradient of ``shape`` (m, n) is projected.
+
+    "std" projects the shorter one, and "reverse_std" the longer one: of a square gradient the right and the left.
+    """
+    if proj_type == "std":
+        return "right" if shape[0] >= shape[1] else "left"
+    if proj_type == "reverse_std":
+        return "left" if shape[0] >= shape[1] else "right"
+    for side in SIDES:
+        if proj_type == side:
+            return side
+    raise ValueError(f"proj_type={proj_type!r} must be one of {PROJECTIONS}")
+
+
+def low_rank(shape: Sequence[int], rank: int) -> int:
+    """The rank r of a projection of a gradient of ``shape``: at most its shorter side."""
+    return min(rank, *shape)
+
+
+def basis_shape(key: str, shape: Sequence[int], rank: int) -> tuple[int, int]:
+    """Of ``ortho_left`` or ``ortho_right`` for a gradient of ``shape``."""
+    r = low_rank(shape, rank)
+    return (shape[0], r) if key == "ortho_left" else (r, shape[1])
+
+
+def leading_bases(gradient: Tensor, rank: int, side: Side) -> dict[str, Tensor]:
+    """Orthonormal bases of the r leading left, or right, singular vectors of a whole gradient.
+
+    Their signs are those that ``torch.linalg.svd`` gives. A gradient that is not finite has NaN for a basis, like
+    everything else that is computed with it, rather than an error on the one rank that owns it. On CUDA the host
+    waits: the decomposition needs it.
+
+    Args:
+        gradient: fp32, (m, n). Only read.
+    """
+    try:
+        left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    except torch.linalg.LinAlgError:
+        left, right = _in_double(gradient)
+    r = low_rank(gradient.shape, rank)
+    found = {"ortho_left": left[:, :r], "ortho_right": right[:r]}
+    return {key: found[key].float().contiguous() for key in BASES[side]}
+
+
+def _in_double(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The singular vectors, where those in fp32 have not converged; NaN if these do not either."""
+    try:
+        left, _, right = torch.linalg.svd(gradient.double(), full_matrices=False)
+    except torch.linalg.LinAlgError:
+        m, n = gradient.shape
+        nan = gradient.new_full((), torch.nan)
+        return nan.expand(m, min(m, n)), nan.expand(min(m, n), n)
+    return left, right
+
+
+class GaLoreProjector:
+    """What a full state dict has under ``projector``: galore-torch's object of this name, with the same attributes.
+
+    Its optimizers go on with this one, for it projects as theirs does.
+
+    Attributes:
+        rank, update_proj_gap, scale, proj_type: of the parameter group.
+        ortho_matrix: (m, r) for the left side, (r, n) for the right one; for "full" a list of both; or ``None``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        verbose: bool = False,
+        update_proj_gap: int = 200,
+        scale: float = 1.0,
+        proj_type: str = "std",
+    ) -> None:
+        self.rank = rank
+        self.verbose = verbose
+        self.update_proj_gap = update_proj_gap
+        self.scale = scale
+        self.proj_type = proj_type
+        self.ortho_matrix: Tensor | list[Tensor] | None = None
+        self._side: Side | None = None
+
+    def project(self, full_rank_grad: Tensor, iter: int) -> Tensor:
+        """The projected gradient; every ``update_proj_gap`` steps, counted from 0, by new bases."""
+        self._side = side_of(full_rank_grad.shape, self.proj_type)
+        if self.ortho_matrix is None or iter % self.update_proj_gap == 0:
+            found = list(leading_bases(full_rank_grad.float(), self.rank, self._side).values())
+            self.ortho_matrix = found if self._side == "full" else found[0]
+        low = full_rank_grad
+        for key, basis in zip(BASES[self._side], self._bases(full_rank_grad)):
+            low = basis.T @ low if key == "ortho_left" else low @ basis.T
+        return low
+
+    def project_back(self, low_rank_grad: Tensor) -> Tensor:
+        """From the last gradient's projection to its shape, times ``scale``.
+
+        Raises:
+            RuntimeError: nothing has been projected yet.
+        """
+        if self._side is None:
+            raise RuntimeError("project_back needs the shape of a gradient; call project first")
+        full = low_rank_grad
+        for key, basis in zip(BASES[self._side], self._bases(low_rank_grad)):
+            full = basis @ full if key == "ortho_left" else full @ basis
+        return full * self.scale
+
+    def _bases(self, like: Tensor) -> list[Tensor]:
+        found = self.ortho_matrix if isinstance(self.ortho_matrix, list) else [self.ortho_matrix]
+        return [basis.to(like) for basis in found if basis is not None]
+
+
+def projector_of(bases: Sequence[Tensor], options: dict[str, Any]) -> GaLoreProjector:
+    """The object for a state dict."""
+    found = GaLoreProjector(
+        options["rank"],
+        update_proj_gap=options["update_proj_gap"],
+        scale=options["scale"],
+        proj_type=options["proj_type"],
+    )
+    found.ortho_matrix = list(bases) if len(bases) > 1 else bases[0]
+    return found
+
+
+# A file with a gathered state is read with ``weights_only=True``, which takes no classes that it does not know.
+torch.serialization.add_safe_globals([GaLoreProjector])
