@@ -28,6 +28,8 @@ from flags import parse_flags  # noqa: E402
 from generate import generate  # noqa: E402
 from metrics import Metrics, plot  # noqa: E402
 from models import GPT, PRESETS, GPTConfig  # noqa: E402
+from optimizers import LEARNING_RATES  # noqa: E402
+from plot import plot_runs  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from train import Trainer, train  # noqa: E402
 
@@ -305,7 +307,9 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(record["step"], record["eval_loss"]) for record in records] == [(0, 1.0), (5, 1.0), (10, 0.5)]
     plot(records, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    plot_runs({"one": records, "none": []}, tmp_path / "losses.png")
+    for name in ("loss.png", "losses.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -314,6 +318,7 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
         (["--steps", "0"], "--steps 0 must be at least 1"),
         (["--hidden", "30"], "hidden_size=30 is no multiple of num_heads=8"),
         (["--heads", "8", "--tp", "3"], "--heads 8 is no multiple of --tp 3"),
+        (["--optimizer", "galore", "--galore-rank", "0"], "--galore-rank 0 must be at least 1"),
         (["--held-out", "1"], "--held-out 1.0 must be between 0 and 1"),
         (["--resume", "--overwrite"], "choose one"),
         (["--pipe", "2", "--tp", "2"], "--pipe 2 × --tp 2 = 4 does not divide the number of ranks, 1"),
@@ -396,10 +401,10 @@ def single(tmp_path_factory):
     return folder, found
 
 
-def assert_same_losses(found, expected):
+def assert_same_losses(found, expected, tolerance=1e-5):
     assert [step for step, _ in found] == [step for step, _ in expected]
     for (_, loss), (_, wanted) in zip(found, expected):
-        assert loss == pytest.approx(wanted, rel=1e-5)
+        assert loss == pytest.approx(wanted, rel=tolerance)
 
 
 def run_here(folder, run, *flags):
@@ -415,6 +420,34 @@ def test_losses_do_not_depend_on_the_tensor_parallel_size(single, tmp_path):
     run, ranks = tmp_path.name, int(os.environ["WORLD_SIZE"])
     run_here(folder, run, "--tp", "2", "--batch-size", str(8 // ranks))
     assert_same_losses(losses(folder, run), expected)
+
+
+@pytest.mark.ranks(2, init=False, timeout=120)
+@pytest.mark.parametrize("optimizer", LEARNING_RATES)
+def test_every_optimizer_learns_resumes_exactly_and_does_the_same_at_any_layout(single, optimizer):
+    folder, _ = single
+    flags = ["--optimizer", optimizer, "--lr", str(3 * LEARNING_RATES[optimizer]), "--galore-gap", "3"]
+    run_here(folder, optimizer, *flags, "--batch-size", "2")
+    expected = losses(folder, optimizer)
+    assert expected[-1][1] < expected[0][1] - 0.2
+
+    # As if the run had been cut short after its first checkpoint.
+    with meeting() as rank:
+        if rank == 0:
+            shutil.rmtree(folder / "runs" / optimizer / "checkpoints" / "step-000008")
+    run_here(folder, optimizer, *flags, "--batch-size", "2", "--resume")
+    assert losses(folder, optimizer) == expected
+    other = "lamb" if optimizer == "muon" else "muon"
+    with pytest.raises(UsageError, match="pass the same --optimizer"):
+        run_here(folder, optimizer, "--optimizer", other, "--batch-size", "2", "--resume")
+    bmt.shutdown()
+
+    # Muon's matrix products are in bf16, and GaLore's moments in 8 bits.
+    tolerance = 1e-3 if optimizer in ("muon", "galore") else 3e-5
+    run_here(folder, f"{optimizer}-tp", *flags, "--tp", "2", "--batch-size", "4")
+    assert_same_losses(losses(folder, f"{optimizer}-tp"), expected, tolerance)
+    run_here(folder, f"{optimizer}-pipe", *flags, "--pipe", "2", "--batch-size", "2")
+    assert_same_losses(losses(folder, f"{optimizer}-pipe"), expected, tolerance)
 
 
 @pytest.mark.ranks(2, init=False, timeout=120)

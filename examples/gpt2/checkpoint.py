@@ -43,6 +43,7 @@ def save_checkpoint(
         "data": corpus.key,
         "seed": batches.seed,
         "layout": layout(model),
+        "optimizers": optimizer_kinds(manager),
         "random": random_state(),
     }
     torch.save(state, unfinished / f"rank-{bmt.rank()}.pt")
@@ -59,7 +60,7 @@ def load_checkpoint(folder: Path, model: GPT, manager: bmt.optim.OptimManager, b
     """Go back to where a checkpoint was saved, and return its step. All ranks must call this.
 
     Raises:
-        UsageError: the checkpoint is of another model, other data or another layout of ranks.
+        UsageError: the checkpoint is of another model, another optimizer, other data or another layout of ranks.
     """
     saved_config, config = read_config(folder), model.config
     if saved_config != config:
@@ -75,6 +76,9 @@ def load_checkpoint(folder: Path, model: GPT, manager: bmt.optim.OptimManager, b
     state: dict[str, Any] = torch.load(folder / f"rank-{bmt.rank()}.pt", map_location="cpu", weights_only=True)
     if state["layout"] != layout(model):
         raise UsageError(f"{folder} was saved with {state['layout']}, and this run has {layout(model)}; use the same")
+    saved, mine = state["optimizers"], optimizer_kinds(manager)
+    if saved != mine:
+        raise UsageError(f"{folder} was saved with {saved}, and this run has {mine}; pass the same --optimizer")
     if state["data"] != corpus.key:
         raise UsageError(f"{folder} was trained on other data; pass the same --data, --max-bytes and --vocab-size")
     if state["seed"] != batches.seed:
@@ -89,6 +93,11 @@ def load_checkpoint(folder: Path, model: GPT, manager: bmt.optim.OptimManager, b
 def layout(model: GPT) -> str:
     """The flags that decide, beside the number of ranks, of what a rank has the optimizer's state."""
     return f"--pipe {bmt.config['pipe_size']} --interleave {model.interleave} --tp {bmt.config['tp_size']}"
+
+
+def optimizer_kinds(manager: bmt.optim.OptimManager) -> str:
+    """The optimizers, by what state they have: that of Adam is the same on the host."""
+    return " and ".join(type(optimizer).__name__.replace("Offload", "") for optimizer in manager.optimizers)
 
 
 def list_checkpoints(root: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from errors import UsageError
 from models import PRESETS, GPTConfig
 from models.gpt_config import DTYPES
+from optimizers import LEARNING_RATES
 
 SCHEDULES = ("cosine", "linear", "noam", "constant")
 PIPE_SCHEDULES = ("recompute", "1f1b", "interleaved_1f1b", "zb_h1")
@@ -44,7 +45,17 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--epochs", type=float, default=hidden, help="passes over the data, instead of --steps")
     group.add_argument("--batch-size", type=int, default=4, help="sequences per rank and micro-batch")
     group.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
-    group.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
+    group.add_argument(
+        "--optimizer",
+        choices=LEARNING_RATES,
+        default="adam",
+        help="adam_offload: its state on the host; muon: of the layers' matrices, and Adam for the rest",
+    )
+    group.add_argument(
+        "--galore-rank", type=int, default=hidden, help="of GaLore's gradients; default: a quarter of --hidden"
+    )
+    group.add_argument("--galore-gap", type=int, default=200, help="steps between GaLore's projections")
+    group.add_argument("--lr", type=float, default=hidden, help=f"highest learning rate; default: {default_rates()}")
     group.add_argument("--schedule", choices=SCHEDULES, default="cosine", help="how the learning rate falls")
     group.add_argument("--warmup", type=int, default=20, help="steps in which the learning rate rises")
     group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices; biases and norms have none")
@@ -52,9 +63,10 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout")
 
     group = parser.add_argument_group("precision, memory, devices")
-    group.add_argument("--dtype", choices=DTYPES, default="fp32", help="of parameters, which Adam keeps in fp32 too")
+    group.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="of parameters, which the optimizer keeps in fp32 too"
+    )
     group.add_argument("--loss-scale", type=float, default=2.0**15, help="the first one, for fp16")
-    group.add_argument("--optimizer", choices=("adam", "adam_offload"), default="adam", help="its state on GPU or host")
     group.add_argument("--zero-level", type=int, choices=range(4), default=3, help="what the ranks share out")
     group.add_argument("--tp", type=int, default=1, help="ranks that compute every layer together")
     group.add_argument("--pipe", type=int, default=1, help="stages of a pipeline, each with a part of the layers")
@@ -91,16 +103,18 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
     parser.set_defaults(
         layers=None, heads=None, hidden=None, seq_len=None, vocab_size=None, dropout=None, data=None, epochs=None,
-        checkpointing=None, device=None, micro_batches=None,
+        checkpointing=None, device=None, micro_batches=None, lr=None, galore_rank=None,
     )  # fmt: skip
     args = parser.parse_args(argv)
     if args.checkpointing is None:
         args.checkpointing = args.preset != "small-cpu"
     if args.micro_batches is None:
         args.micro_batches = max(args.pipe, 1)
+    if args.lr is None:
+        args.lr = LEARNING_RATES[args.optimizer]
     for name in (
         *("tp", "pipe", "micro_batches", "interleave", "steps", "batch_size", "accumulation"),
-        *("keep", "log_interval", "eval_sequences", "top_k"),
+        *("keep", "log_interval", "eval_sequences", "top_k", "galore_gap"),
     ):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
@@ -119,6 +133,10 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         args.config = model_config(args)
     except ValueError as error:
         parser.error(str(error))
+    if args.galore_rank is None:
+        args.galore_rank = max(args.config.hidden_size // 4, 1)
+    if args.galore_rank < 1:
+        parser.error(f"--galore-rank {args.galore_rank} must be at least 1")
     for flag, size in (
         ("heads", args.config.num_heads),
         ("vocab-size", args.config.vocab_size),
@@ -131,6 +149,14 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     except UsageError as error:
         parser.error(str(error))
     return args
+
+
+def default_rates() -> str:
+    """The learning rates, in words."""
+    by_rate: dict[float, list[str]] = {}
+    for name, rate in LEARNING_RATES.items():
+        by_rate.setdefault(rate, []).append(name)
+    return "; ".join(f"{rate:g} for {', '.join(names)}" for rate, names in by_rate.items())
 
 
 def check_pipeline(args: argparse.Namespace) -> None:

@@ -27,6 +27,7 @@ from flags import check_output, parse_flags
 from generate import generate
 from metrics import Metrics, peak_memory, plot
 from models import GPT
+from optimizers import make_optimizers
 
 SCHEDULES = {
     "cosine": bmt.lr_scheduler.Cosine,
@@ -59,18 +60,20 @@ class Trainer:
         tail_schedule = None if args.pipe_schedule == "recompute" else args.pipe_schedule
         self.model = GPT(args.config, args.checkpointing, args.interleave, tail_schedule)
         bmt.init_parameters(self.model)
-        adam = bmt.optim.AdamOffloadOptimizer if args.optimizer == "adam_offload" else bmt.optim.AdamOptimizer
-        self.optimizer = adam(parameter_groups(self.model, args.weight_decay), betas=(0.9, 0.95))
-        self.scheduler = SCHEDULES[args.schedule](self.optimizer, args.lr, args.warmup, self.steps)
+        self.optimizers = make_optimizers(self.model, args)
+        schedule = SCHEDULES[args.schedule]
+        self.schedulers = [schedule(optimizer, args.lr, args.warmup, self.steps) for optimizer in self.optimizers]
         self.manager = bmt.optim.OptimManager(loss_scale=args.loss_scale if args.dtype == "fp16" else None)
-        self.manager.add_optimizer(self.optimizer, self.scheduler)
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers):
+            self.manager.add_optimizer(optimizer, scheduler)
         torch.manual_seed(args.seed + 1 + self.replica)  # every replica drops other activations
 
     def resume(self) -> None:
         """Go on from the newest checkpoint; the learning rate follows this run's flags."""
-        schedule = self.scheduler.state_dict()
+        schedules = [scheduler.state_dict() for scheduler in self.schedulers]
         self.step = load_checkpoint(find_checkpoint(self.args.out), self.model, self.manager, self.batches, self.corpus)
-        self.scheduler.load_state_dict({**schedule, "num_iter": self.scheduler.num_iter})
+        for scheduler, schedule in zip(self.schedulers, schedules):
+            scheduler.load_state_dict({**schedule, "num_iter": scheduler.num_iter})
 
     def save(self) -> None:
         save_checkpoint(
@@ -92,7 +95,8 @@ class Trainer:
                 loss = self.loss(self.batches.next().to(self.device)) / self.args.accumulation
                 self.manager.backward(loss)
             total += loss.detach()
-        norm = self.manager.clip_grad_norm(self.optimizer.param_groups, self.args.clip)
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        norm = self.manager.clip_grad_norm(groups, self.args.clip)
         self.manager.step()
         self.step += 1
         return total, norm
@@ -119,7 +123,7 @@ class Trainer:
             metrics.write({"step": 0, "eval_loss": self.held_out_loss()})
         clock, clock_step = time.perf_counter(), self.step
         while self.step < self.steps:
-            lr = self.scheduler.current_lr
+            lr = self.schedulers[0].current_lr
             loss, norm = self.train_step()
             metrics.advance()
             is_last = self.step == self.steps
@@ -152,13 +156,6 @@ class Trainer:
         return generate(
             self.model, self.corpus.tokenizer, args.prompt, args.sample_tokens, args.top_k, args.temperature, args.seed
         )
-
-
-def parameter_groups(model: GPT, weight_decay: float) -> list[dict]:
-    """Matrices with weight decay, and biases and norms without."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def take(sequences: Sequences, indices: list[int]) -> Tensor:

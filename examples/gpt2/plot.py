@@ -1,0 +1,68 @@
+"""One picture of the losses of several runs.
+
+python plot.py runs/a runs/b --out losses.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito's, which the colour-blind tell apart, without the yellow, which is too pale on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
+MARKERS = "osD^vPX"
+
+
+def plot_runs(runs: Mapping[str, Sequence[dict[str, Any]]], path: Path) -> None:
+    """Draw the losses over the steps: on held-out text with marks, and pale, in training.
+
+    Args:
+        runs: names, and records as in ``metrics.jsonl``.
+        path: of the picture.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, records) in enumerate(runs.items()):
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        for key, style in (
+            ("loss", {"alpha": 0.35, "linewidth": 1}),
+            ("eval_loss", {"label": name, "marker": marker, "markersize": 5}),
+        ):
+            points = [(record["step"], record[key]) for record in records if key in record]
+            if points:
+                axes.plot(*zip(*points), color=colour, **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title="held-out loss (marks) and training loss (pale)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """What a run has measured."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Draw the losses of several runs in one picture.")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders that train.py wrote (--out)")
+    parser.add_argument("--out", type=Path, default=Path("losses.png"), help="the picture (default: losses.png)")
+    args = parser.parse_args()
+    try:
+        runs = {folder.name: read_records(folder) for folder in args.runs}
+    except FileNotFoundError as error:
+        parser.error(f"{error.filename} does not exist; name folders that train.py wrote")
+    if len(runs) < len(args.runs):
+        parser.error(f"two of the runs have the same name: {', '.join(folder.name for folder in args.runs)}")
+    plot_runs(runs, args.out)
+    print(f"Wrote {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
