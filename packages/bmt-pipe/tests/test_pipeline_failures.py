@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,8 +55,7 @@ class Fragile(Layer):
 
 
 def fails(ctx: ParallelContext, rank: int, own: type[BaseException], match: str, run: Callable[[], object]) -> None:
-    """``run`` raises its own error on ``rank``, and on all others one that tells of it; soon."""
-    start = time.monotonic()
+    """``run`` raises its own error on ``rank``, and on all others one that tells of it."""
     if ctx.rank == rank:
         with pytest.raises(own, match=match) as raised:
             run()
@@ -65,7 +63,6 @@ def fails(ctx: ParallelContext, rank: int, own: type[BaseException], match: str,
     else:
         with pytest.raises(StageFailedError, match=rf"stage {rank} .*\(rank {rank}\).*{own.__name__}.*{match}"):
             run()
-    assert time.monotonic() - start < 30
 
 
 @contextlib.contextmanager
