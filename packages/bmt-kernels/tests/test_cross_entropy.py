@@ -381,6 +381,19 @@ def test_a_target_out_of_range_is_refused(device, wrong):
         cross_entropy(logits, target)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter(device, default):
+    logits, target = batch(1000, 33, torch.bfloat16, device)
+    expected = with_gradient(cross_entropy, logits, target)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = with_gradient(cross_entropy, logits, target)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected))
+
+
 def test_meta_tensors_give_shapes():
     logits, target = torch.empty(4, 10, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
     assert cross_entropy(logits, target, reduction="none").shape == (4,)

@@ -1,17 +1,22 @@
 """GaLore over shards is galore-torch's on whole matrices."""
 
+import functools
+import os
+import tempfile
+
 import pytest
 import torch
 import torch.distributed as dist
-from galore_reference import on_rank_0, reference_optimizer, step_reference, trained
+from galore_reference import needs_galore_torch, on_rank_0, reference_optimizer, trained
 from layouts import layout, shards, tensors, train, update_error
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from bmt_comm import slice_of
 from bmt_optim import DistGaloreAdamW, GaLoreAdamW, engine, get_galore_param_groups
-from bmt_optim.galore_projection import PROJECTIONS, leading_bases, side_of
+from bmt_optim.galore_projection import PROJECTIONS
 from bmt_optim.slices import assemble
+from bmt_optim.state_layout import Size, StateTensor
 
 # Tall, wide and square ones, each cut by rows, by tensor parallelism along either dimension, or both.
 MATRICES = [(24, 8), (12, 5), (7, 4), (4, 9), (3, 10), (2, 9), (8, 8), (6, 6), (1, 6)]
@@ -46,13 +51,16 @@ def reference_groups(params):
     flat = [p for p in mirrored["params"] if p.shape[0] < p.shape[1] and p.shape[0] <= RANK]
     assert len(flat) == 2
     order = mirrored["params"]
-    split = [{**mirrored, "params": [p], "proj_type": "right" if any(p is f for f in flat) else "reverse_std"} for p in order]
+    split = [
+        {**mirrored, "params": [p], "proj_type": "right" if any(p is f for f in flat) else "reverse_std"} for p in order
+    ]
     at = PROJECTIONS.index("reverse_std")
     return [*found[:at], *split, *found[at + 1 :]]
 
 
-def reference(steps, start):
-    return [p.detach() for p in trained(start, reference_groups, gradients, steps, **OPTIONS)[0]]
+@functools.cache
+def reference():
+    return [p.detach() for p in trained(weights(), reference_groups, gradients, range(10), **OPTIONS)[0]]
 
 
 def check(ctx):
@@ -64,7 +72,7 @@ def check(ctx):
     train(optimizer, params, range(8, 9), gradients)
     renewing = optimizer.communication
     train(optimizer, params, range(9, 10), gradients)
-    assert update_error(params, on_rank_0(lambda: reference(range(10), start)), start) <= 1e-5
+    assert update_error(params, on_rank_0(reference), start) <= 1e-5
     # Projected gradients where ranks cut what is contracted, in one all-reduce per communicator; bases every 4 steps.
     assert (quiet.rounds, renewing.rounds) == ((0, 2) if ctx.world_size == 1 else (1, 3))
     comms = 0 if ctx.world_size == 1 else 1 if ctx.tp_size == 1 else 2 if ctx.data_size == 1 else 3
@@ -72,11 +80,120 @@ def check(ctx):
     assert 2 * min(comms, 1) <= renewing.collectives - quiet.collectives <= 2 * comms
 
 
+@needs_galore_torch
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_over_row_shards_it_is_the_published_one(ctx):
     check(ctx)
 
 
+@needs_galore_torch
 @pytest.mark.ranks(2, 4, tp_size=2)
 def test_over_tensor_parallel_shards_it_is_the_published_one(ctx):
     check(ctx)
+
+
+@needs_galore_torch
+@pytest.mark.ranks(4, tp_size=2)
+@pytest.mark.parametrize("fault", ["drop", "wrong group", "no tp", "no bases"])
+def test_a_dropped_or_misdirected_message_is_noticed(ctx, fault):
+    reduce_packed, move_packed = engine.reduce_packed, engine.move_packed
+
+    def reduce_badly(reductions, record):
+        if fault == "drop":
+            return
+        if fault == "no tp":
+            reductions = [r for r in reductions if r.comm is not ctx.tp]
+        if fault == "wrong group":
+            rows = [r for r in reductions if r.comm is ctx.tp_zero]
+            for r, *shapes in zip(rows, *ctx.tp.all_gather_object([r.value.shape for r in rows])):
+                r.comm = ctx.tp if shapes[0] == shapes[1] else r.comm
+        reduce_packed(reductions, record)
+
+    def move_badly(transfers, record):
+        for t in transfers:
+            if t.into is not None:
+                t.into.zero_()
+        move_packed([t for t in transfers if t.op != "share" or t.comm is not ctx.tp_zero], record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "no bases":
+            patch.setattr(engine, "move_packed", move_badly)
+        else:
+            patch.setattr(engine, "reduce_packed", reduce_badly)
+        with pytest.raises(AssertionError, match="update_error"):
+            check(ctx)
+
+
+@pytest.mark.ranks(3, 4)
+def test_each_projection_is_one_svd_of_the_whole_gradient_by_one_rank(ctx):
+    shapes = MATRICES * 2
+    params = shards(tensors(shapes), layout(ctx, shapes))
+    optimizer = GaLoreAdamW([{"params": params, "rank": RANK, "update_proj_gap": 2, "proj_type": "full"}])
+    calls, svd = [], torch.linalg.svd
+
+    def counted(matrix, **options):
+        calls.append(tuple(matrix.shape))
+        return svd(matrix, **options)
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.chdir(folder)
+        patch.setattr(torch.linalg, "svd", counted)
+        train(optimizer, params, range(4), lambda step: tensors(shapes, step))
+        assert os.listdir(folder) == []
+    found = [[] for _ in range(ctx.world_size)]
+    dist.all_gather_object(found, calls)
+    assert sorted(shape for theirs in found for shape in theirs) == sorted(shapes * 2)
+    assert all(found)
+    bases = [(optimizer.state[p]["ortho_left"], optimizer.state[p]["ortho_right"], slice_of(p)) for p in params]
+    for (left, right, where), shape, g in zip(bases, shapes, tensors(shapes, 2)):
+        r = min(RANK, *shape)
+        left = assemble(left, StateTensor((0, Size(r))).part(where))
+        u, _, v = svd(g, full_matrices=False)
+        for mine, theirs in ((left, u[:, :r]), (right.T, v[:r].T)):
+            angles = torch.linalg.svdvals(mine.T @ theirs)  # cosines of those between the subspaces
+            torch.testing.assert_close(angles, torch.ones(r))
+            torch.testing.assert_close(mine.T @ mine, torch.eye(r), rtol=0, atol=1e-5)
+            assert torch.equal(mine, theirs)  # signs included
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_is_not_finite_leaves_no_rank_waiting(ctx):
+    params = shards(tensors([(6, 4)]), layout(ctx, [(6, 4)]))
+    optimizer = GaLoreAdamW([{"params": params, "rank": 2}])
+    params[0].grad = torch.full_like(params[0], torch.nan)
+    optimizer.step()
+    assert params[0].isnan().all()
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@needs_galore_torch
+@pytest.mark.ranks(2, 3, init=False)
+def test_dtensors_of_fsdp2_are_trained_as_the_whole():
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    plain, start, model = Mlp(), [p.detach().clone() for p in Mlp().parameters()], Mlp()
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    ours = get_galore_param_groups(model, 0.1, rank=2, update_proj_gap=4)
+    assert [len(group["params"]) for group in ours] == [2, 0, 2]
+    optimizer = DistGaloreAdamW(ours, lr=0.1, eps=1e-3, nbits=32)
+    theirs = reference_optimizer(get_galore_param_groups(plain, 0.1, rank=2, update_proj_gap=4), lr=0.1, eps=1e-3)
+    for step in range(10):
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        plain.zero_grad()
+        (model(x[rank * 6 // size : (rank + 1) * 6 // size]).pow(2).sum() * size / 18).backward()
+        (plain(x).pow(2).sum() / 18).backward()
+        optimizer.step()
+        theirs.step()
+    assert update_error(list(model.parameters()), list(plain.parameters()), start) <= 1e-5
+    assert optimizer.communication.collectives == 1

@@ -101,9 +101,7 @@ def test_arguments_of_all_kinds(ctx: ParallelContext, interleave: int) -> None:
     twins.check("aliases", [x, mask], lambda f, x, mask: f(x, mask, mask, x, own=x))
     twins.check("one wants", [x, mask.detach().requires_grad_(r == 1)], lambda f, x, mask: f(x, mask))
     wide = random(90 + r, WIDTH, 2, grad=True)
-    twins.check(
-        "strided", [x, wide], lambda f, x, wide: f(x.transpose(0, 1)[:, :, 1:].repeat(1, 1, 2)[..., :WIDTH], wide[:, 1])
-    )
+    twins.check("strided", [x, wide], lambda f, x, wide: f(x.transpose(0, 1), wide[:, 1]))
 
 
 class Stateful:
@@ -255,7 +253,7 @@ def test_what_is_differentiated(ctx: ParallelContext, checkpoint: bool) -> None:
         "states", [x, mask], lambda f, x, m: f(x, m, return_hidden_states=True), lambda o: weighted(o[1 if r else 0])
     )
     for layers in (twins.piped, Twins(ctx, Layer, 3).piped):  # of the latter, a stage has one layer alone
-        out = layers(x, mask)
+        out = layers(x)
         out.sum().backward()
         with pytest.raises(RuntimeError, match="second time"):
             out.sum().backward()
@@ -266,21 +264,22 @@ def test_what_is_differentiated(ctx: ParallelContext, checkpoint: bool) -> None:
     same("autograd.grad", grads, wanted, 1e-10)
 
 
+class NeverIdle(Layer):
+    """Is only called without samples where a rank has none at all."""
+
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        assert len(x) or x.shape[1] == 9
+        return super().forward(x, mask, bias)
+
+
 @pytest.mark.ranks(4, pipe_size=4, num_micro_batches=8, timeout=90)
 def test_batches_of_all_sizes(ctx: ParallelContext) -> None:
     r = ctx.rank
-    twins = Twins(ctx, Layer, 6)
+    twins = Twins(ctx, NeverIdle, 6)
     call = lambda f, x, mask, bias: f(x, mask, bias)  # noqa: E731
-    for step, (rows, length) in enumerate([(4, 3), (2, 5), (1 + r, 2 + r), (3, 1), (4, 3), (r, 3), (1 + (r == 2), 4)]):
-        inputs = [
-            hidden(ctx, rows, length, seed=step),
-            random(step, rows, length, grad=True),
-            random(r, WIDTH, grad=True),
-        ]
-        twins.check(f"{rows} rows of {length}", inputs, call)
-    other = torch.empty(3, 4, WIDTH, 2, dtype=DTYPE).copy_(random(5, 3, 4, WIDTH, 2))[..., 0].transpose(0, 1)
-    inputs = [other.requires_grad_(), random(6, 4, 3), random(7, WIDTH)]
-    twins.check("strided", [hidden(ctx, 4), *inputs[1:]], lambda f, x, m, b: f(other + 0 * x.mean(), m, b))
+    for step, (rows, length) in enumerate([(4, 3), (2, 5), (1 + r, 2 + r), (3, 1), (4, 3), (r, 9), (1 + (r == 2), 4)]):
+        mask, bias = random(step, rows, length, grad=True), random(r, WIDTH, grad=True)
+        twins.check(f"{rows} rows of {length}", [hidden(ctx, rows, length, seed=step), mask, bias], call)
 
 
 @pytest.mark.ranks(2, pipe_size=2, timeout=60)

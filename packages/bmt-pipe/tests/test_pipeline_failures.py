@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -251,16 +252,13 @@ def test_a_bad_call_of_one_replica(ctx: ParallelContext) -> None:
 
 
 SCRIPT = """
-    import os, sys, time
+    import os, sys
     import torch
     from torch import nn
     import bmt_comm
     from bmt_pipe import PipelineTransformerBlockList
     from bmt_pipe.messages import StageLostError
 
-    rank, world, store, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    url = f"file://{store}?rank={rank}&world_size={world}"
-    bmt_comm.init_distributed(url, pipe_size=world, device="cpu", timeout=60)
     dying = ""
 
     class Fatal(torch.autograd.Function):
@@ -280,46 +278,57 @@ SCRIPT = """
                 os._exit(7)
             return Fatal.apply(super().forward(x))
 
-    layers = PipelineTransformerBlockList([Layer(3, 3) for _ in range(2 * world)])
-    x = torch.ones(4, 3)
-    layers(x).sum().backward()
-    stage, _, moment = where.partition("-")
-    if int(stage) == rank:
-        dying = moment
-    if dying == "between":
-        os._exit(7)
-    try:
-        for _ in range(2):
-            layers(x).sum().backward()
-    except StageLostError as error:
-        print("lost", error, flush=True)
-        os._exit(3)
+    def run(rank, world, store, stage, moment):
+        global dying
+        url = f"file://{store}?rank={rank}&world_size={world}"
+        bmt_comm.init_distributed(url, pipe_size=world, device="cpu", timeout=60)
+        layers = PipelineTransformerBlockList([Layer(3, 3) for _ in range(2 * world)])
+        x = torch.ones(4, 3)
+        layers(x).sum().backward()
+        if stage == rank:
+            dying = moment
+        if dying == "between":
+            os._exit(7)
+        try:
+            for _ in range(2):
+                layers(x).sum().backward()
+        except StageLostError as error:
+            os._exit(3 if "is lost" in str(error) else 4)
+
+    # Children of one process, which has imported torch once for all of them.
+    ranks = {}
+    for number, case in enumerate(sys.argv[2:]):
+        stage, moment = case.split("-")
+        for rank in range(2):
+            child = os.fork()
+            if not child:
+                torch.set_num_threads(1)
+                try:
+                    run(rank, 2, f"{sys.argv[1]}{number}", int(stage), moment)
+                finally:
+                    os._exit(1)
+            ranks[child] = f"{case} {rank}"
+    while ranks:
+        child, status = os.wait()
+        print(ranks.pop(child), os.waitstatus_to_exitcode(status), flush=True)
 """
 
 
-@pytest.mark.parametrize("where", ["1-forward", "0-backward", "1-backward", "0-between"])
-def test_a_stage_dies(tmp_path: Path, where: str) -> None:
+def test_a_stage_dies(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    command = [sys.executable, str(script)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store"), where],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**environment, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
+    cases = ["1-forward", "0-backward", "1-backward", "0-between"]
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "store"), *cases],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        start_new_session=True,
+    )
     try:
-        found = [process.communicate(timeout=60)[0] for process in ranks]
+        found = process.communicate(timeout=120)[0]
     finally:
-        for process in ranks:
-            process.kill()
-    dead = int(where[0])
-    assert ranks[dead].returncode == 7, found[dead]
-    assert ranks[1 - dead].returncode == 3, found[1 - dead]
-    assert "lost" in found[1 - dead]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    codes = {f"{case} {rank}": "7" if str(rank) == case[0] else "3" for case in cases for rank in range(2)}
+    assert dict(line.rsplit(" ", 1) for line in found.splitlines()) == codes

@@ -124,7 +124,7 @@ def statistics(logits: Tensor, classes: Classes) -> Tensor:
         target, weight = classes.target, classes.weight
         return reference.cross_entropy_statistics(logits, target, weight, classes.first, classes.ignore_index, smooth)
     logits = _with_adjacent_columns(logits)
-    out = torch.empty(classes.kinds, len(logits), device=logits.device)
+    out = torch.empty(classes.kinds, len(logits), dtype=torch.float32, device=logits.device)
     rows = _packed_rows(logits, classes)
     kernels.module.cross_entropy_statistics(*kernels.where, rows, smooth, out.data_ptr(), *kernels.threads)
     return out

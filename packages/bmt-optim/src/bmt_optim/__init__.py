@@ -7,6 +7,7 @@ from .adam import AdamOptimizer
 from .adam_offload import AdamOffloadOptimizer
 from .adam_rule import Adam
 from .came import CAME, DistributedCAME
+from .convert import to_distributed
 from .distributed import DistributedOptimizer
 from .exchange import Communication
 from .galore import DistGaloreAdamW, GaLoreAdamW, get_galore_param_groups
@@ -15,6 +16,7 @@ from .loss import FusedCrossEntropy
 from .manager import OptimManager
 from .muon import Muon
 from .saving import save_optimizer
+from .torch_adafactor import TorchAdafactor
 
 __all__ = [
     "CAME",
@@ -33,8 +35,10 @@ __all__ = [
     "Lamb",
     "Muon",
     "OptimManager",
+    "TorchAdafactor",
     "__version__",
     "get_galore_param_groups",
     "lr_scheduler",
     "save_optimizer",
+    "to_distributed",
 ]

@@ -110,6 +110,7 @@ class DistributedAdafactor(DistributedOptimizer):
     def rule(self, batch: Batch) -> Rule:
         options, parts = batch.options, Parts(batch)
         scaled, beta1, decay = options["scale_parameter"], options["beta1"], options["weight_decay"]
+        self._check_state(batch)
         exp_avgs = None if beta1 is None else parts.state("exp_avg")
         sizes = batch.state("RMS", parts.order) if scaled else []
         average = FactoredAverage(parts, "exp_avg_sq")
@@ -139,6 +140,16 @@ class DistributedAdafactor(DistributedOptimizer):
             beta1=float(beta1 or 0),
             **parts.scaling,
         )
+
+    def _check_state(self, batch: Batch) -> None:
+        """Raise ValueError if an option that needs state was set when there was state without it."""
+        for key, needed_by in (("exp_avg", "beta1"), ("RMS", "scale_parameter")):
+            for matrix, entry in zip(batch.matrices, batch.states):
+                if key in self.state_layout(matrix.where.shape, batch.options) and key not in entry:
+                    raise ValueError(
+                        f"{needed_by}={batch.options[needed_by]!r} was set after the first step, and the state has no "
+                        f"{key}; set it when the optimizer is made"
+                    )
 
     @staticmethod
     def _rate(batch: Batch) -> float:

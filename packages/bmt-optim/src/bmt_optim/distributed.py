@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -98,19 +99,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Add parameters, with options of their own where ``param_group`` names them (see ``torch.optim``)."""
         super().add_param_group(param_group)
         self._plan = None
-        group = self.param_groups[-1]
         try:
-            self.check_options(group)
-            for param in group["params"]:
-                if param.dtype is not torch.float32 and param.dtype not in HALF:
-                    raise TypeError(
-                        f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
-                        f"{type(self).__name__} takes float32, float16 and bfloat16"
-                    )
-                self.check_parameter(param, slice_of(param))
+            self._check_group(self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        self.check_options(group)
+        for param in group["params"]:
+            if param.dtype is not torch.float32 and param.dtype not in HALF:
+                raise TypeError(
+                    f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
+                    f"{type(self).__name__} takes float32, float16 and bfloat16"
+                )
+            self.check_parameter(param, slice_of(param))
 
     def step(self, closure: Callable[[], Any] | None = None, scale: float = 1) -> Any:
         """Update every parameter that has a gradient. The host does not wait for the device.
@@ -131,6 +134,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         run([self.begin_step(scale)])
         return loss
+
+    # torch's schedulers look for this mark, and for the one that _finish makes, and else warn that they are stepped
+    # before the optimizer: an OptimManager steps optimizers without a call of step.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def begin_step(self, scale: float = 1, grad_factor: Tensor | None = None) -> Step:
@@ -173,6 +180,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _finish(self, batches: list[Batch], record: Communication) -> None:
         self.communication = record
+        self._opt_called = True
         for batch in batches:
             for entry in batch.states:
                 entry["step"] = batch.step
@@ -198,7 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         A master weight whose rounded value is its parameter stays as it is.
         """
-        params = [p for p in self._params() if p in self.state]
+        params = [p for p in self._params() if self.state.get(p)]
         _sync_masters([self.state[p] for p in params], [local_tensor(p) for p in params])
 
     # --- state ------------------------------------------------------------------------------------
@@ -221,7 +229,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found["state"] = {
             index: {**entry, "step": torch.tensor(float(entry["step"]))}
             for index, entry in sorted(found["state"].items())
-            if params[index].requires_grad or entry["step"] > 0
+            if params[index].requires_grad or entry.get("step", 0) > 0
         }
         if gather:
             layouts = [self._layout(p, group) for group in self.param_groups for p in group["params"]]
@@ -298,7 +306,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         wanted = set(also)
         for group in self.param_groups:
             for param in group["params"]:
-                if param in self.state or not (param.requires_grad or param.grad is not None or param in wanted):
+                # who looks up a state that is not there yet leaves an empty one behind
+                if self.state.get(param) or not (param.requires_grad or param.grad is not None or param in wanted):
                     continue
                 local, where = local_tensor(param), slice_of(param)
                 entry: dict[str, Any] = {"step": 0}
@@ -315,6 +324,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._plan is None:
             self._plan = _Plan(self)
         return self._plan
+
+
+def steps_with_others(optimizer: Any) -> bool:
+    """Whether a step of ``optimizer`` is what :meth:`DistributedOptimizer.begin_step` begins and nothing else."""
+    if not isinstance(optimizer, DistributedOptimizer):
+        return False
+    step = inspect.unwrap(optimizer.step)
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return getattr(step, "__func__", step) is inspect.unwrap(DistributedOptimizer.step) and not any(hooks)
+
+
+def begin_steps(optimizers: Iterable[DistributedOptimizer], scale: float = 1) -> list[Step]:
+    """``begin_step`` of each.
+
+    Raises:
+        What :meth:`DistributedOptimizer.step` raises; nothing has been changed then.
+    """
+    steps: list[Step] = []
+    try:
+        for optimizer in optimizers:
+            steps.append(optimizer.begin_step(scale))
+    except BaseException:
+        for step in steps:
+            step.abandon()
+        raise
+    return steps
 
 
 class _Plan:

@@ -68,7 +68,8 @@ def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | 
     Args:
         steps: from ``begin_step`` of optimizers.
         flag: 0-dim fp32, above 0 if the steps must not be taken. It travels with the requests of round 0, where
-            these go over the same ranks, and the host then waits for it. Without one, nothing waits.
+            these go over the same ranks, and the host then waits for it. Without one, nothing waits. With one,
+            there may be no steps.
         comm: the ranks that abandon their steps together; ``None``: this one.
 
     Returns:

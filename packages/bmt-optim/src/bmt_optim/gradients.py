@@ -1,7 +1,7 @@
 """Overflow and norm of gradients, and other totals, whatever shards, replicates or splits the parameters.
 
-All reduce on the device and leave the result there. All ranks must call them with the same parameters; a
-rank without gradients or with empty shards takes part like the others.
+All reduce on the device and leave the result there. All ranks must call those that communicate with the same
+parameters; a rank without gradients or with empty shards takes part like the others.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def local_grads(params: Sequence[Tensor]) -> list[Tensor]:
     return merge_adjacent(grad.detach() for grad in grads if grad is not None)
 
 
-def found_overflow(grads: Sequence[Tensor], context: ParallelContext, flags: Sequence[Tensor] = ()) -> Tensor:
-    """1 if any rank has an inf or a NaN among ``grads``, or a 1 among ``flags``, else 0.
+def overflow_here(grads: Sequence[Tensor], context: ParallelContext, flags: Sequence[Tensor] = ()) -> Tensor:
+    """1 if this rank has an inf or a NaN among ``grads``, or a 1 among ``flags``, else 0.
 
-    0-dim fp32 on the context's device, as the flags are. One all-reduce over the world.
+    0-dim fp32 on the context's device, as the flags are. Nothing is communicated.
     """
     flag = torch.zeros((), device=context.device)
     for other in flags:
@@ -44,7 +44,6 @@ def found_overflow(grads: Sequence[Tensor], context: ParallelContext, flags: Seq
     for device in {grad.device for grad in grads}:
         found = bmt_kernels.has_inf_or_nan([grad for grad in grads if grad.device == device])
         flag = torch.maximum(flag, found.to(context.device))
-    context.world.all_reduce(flag, "max")
     return flag
 
 

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from bmt_comm import ParallelContext, current_context
 
-from .gradients import found_overflow, global_norm, local_grads, scale_grads
+from .convert import distributed_where_needed
+from .distributed import begin_steps, steps_with_others
+from .engine import run
+from .gradients import global_norm, local_grads, overflow_here, scale_grads
 from .state_dict import match_groups
 
 
@@ -33,7 +36,11 @@ class OptimManager:
     gradients by it itself; for any other the gradients are divided in place just before its step, which
     loses small values where they are fp16.
 
-    The host waits for the device in one place: with a loss scale, :meth:`step` reads one overflow flag.
+    The host waits for the device in one place: with a loss scale, :meth:`step` reads one overflow flag. It is one
+    number, and rides in the first round of those optimizers that are a :class:`DistributedOptimizer`, which step
+    together: where the round goes over all ranks, the flag costs no collective of its own. The gradient norm does
+    not ride there, for what optimizers communicate depends on gradients that have been clipped; but it tells of
+    overflow, too, so that gradients which :meth:`clip_grad_norm` has seen are not looked at again.
 
     Args:
         loss_scale: the first loss scale; ``None``: no loss scale, and no check for overflow.
@@ -91,11 +98,30 @@ class OptimManager:
         self.optimizers: list[Any] = []  # torch.optim.Optimizer, some of whose methods take more than torch's
         self.lr_schedulers: list[Any] = []
         self._unscale_themselves: list[bool] = []
-        # Norms of the gradients at hand that were not finite, though perhaps every element is.
+        # For each norm of the gradients at hand 1 where it is not finite, though perhaps every element is; and the
+        # parameters over which these norms were.
         self._bad_norms: list[Tensor] = []
+        self._in_norms: set[Tensor] = set()
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Step ``optimizer``, and then ``lr_scheduler`` (anything with ``step()``), in :meth:`step`."""
+    def add_optimizer(
+        self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None, *, elementwise: bool = False
+    ) -> None:
+        """Step ``optimizer``, and then ``lr_scheduler`` (anything with ``step()``), in :meth:`step`.
+
+        Where parameters are sharded, an optimizer that needs statistics of whole layers is converted by
+        :func:`to_distributed`, and the result is stepped in its place. ``optimizer`` stands for the result: scripts
+        and schedulers use it as before.
+
+        Args:
+            elementwise: the optimizer is of a class that is not known here, and its update of an element depends on
+                nothing but that element's gradient, weight and state. An attribute ``elementwise = True`` of the
+                optimizer says the same.
+
+        Raises:
+            TypeError: parameters are sharded, and this optimizer would be wrong, or may be for all that is known.
+            ValueError: it cannot be converted as it is.
+        """
+        optimizer = distributed_where_needed(optimizer, elementwise)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
         self._unscale_themselves.append(_takes(type(optimizer), "step", "scale"))
@@ -104,6 +130,7 @@ class OptimManager:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` · loss_scale / grad_scale."""
+        self._forget_norms()  # for gradients are going to change
         return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: Tensor) -> None:
@@ -112,7 +139,7 @@ class OptimManager:
 
     def zero_grad(self) -> None:
         """Fill every gradient with zeros."""
-        self._bad_norms.clear()
+        self._forget_norms()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=False)
 
@@ -128,7 +155,8 @@ class OptimManager:
 
         The norm is over all elements of all logical parameters, each counted once however it is sharded,
         split or replicated. All ranks must call this with the same parameters. Gradients whose norm is not
-        finite are left as they are, and :meth:`step` will see an overflow.
+        finite are left as they are, and :meth:`step` will see an overflow. To gradients whose norm is finite
+        nothing may be added any more, but by a backward pass through :meth:`backward` or :meth:`scale_loss`.
 
         Args:
             param_groups: ``optimizer.param_groups``, or parameters.
@@ -155,6 +183,7 @@ class OptimManager:
         scale_grads(grads, factor.float())
         if self.loss_scale_enabled:
             self._bad_norms.append((~torch.isfinite(scaled)).float())
+            self._in_norms.update(params)
         return norm.float()
 
     def step(self) -> None:
@@ -163,18 +192,15 @@ class OptimManager:
         With a loss scale, an inf or NaN in any gradient on any rank makes all ranks skip the step, fill the
         gradients with zeros and divide the scale.
         """
-        if self.loss_scale_enabled and self._overflowed():
+        together = [optimizer for optimizer in self.optimizers if steps_with_others(optimizer)]
+        flag = self._overflow() if self.loss_scale_enabled else None
+        if not run(begin_steps(together, self.loss_scale), flag, self.context.world):
             self._shrink_scale()
             self.zero_grad()
             return
         for optimizer, scheduler, unscales in zip(self.optimizers, self.lr_schedulers, self._unscale_themselves):
-            if unscales:
-                optimizer.step(scale=self.loss_scale)
-            else:
-                if self.loss_scale != 1:
-                    for grad in local_grads(_parameters(optimizer.param_groups)):
-                        grad.div_(self.loss_scale)
-                optimizer.step()
+            if not any(optimizer is each for each in together):
+                self._step_alone(optimizer, unscales)
             if scheduler is not None:
                 scheduler.step()
         if self.loss_scale_enabled:
@@ -183,10 +209,26 @@ class OptimManager:
                 self.loss_scale = min(self.loss_scale * self.loss_scale_factor, self.max_loss_scale)
                 self.steps_since_last_scale = 0
 
-    def _overflowed(self) -> bool:
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        flags, self._bad_norms = self._bad_norms, []
-        return bool(found_overflow(local_grads(_parameters(groups)), self.context, flags) > 0)
+    def _step_alone(self, optimizer: Any, unscales: bool) -> None:
+        if unscales:
+            optimizer.step(scale=self.loss_scale)
+            return
+        if self.loss_scale != 1:
+            for grad in local_grads(_parameters(optimizer.param_groups)):
+                grad.div_(self.loss_scale)
+        optimizer.step()
+
+    def _overflow(self) -> Tensor:
+        """1 if this rank has found an inf or a NaN in the gradients, or a norm of them that is not finite, else 0."""
+        params = _parameters(group for optimizer in self.optimizers for group in optimizer.param_groups)
+        unseen = [p for p in params if p not in self._in_norms]
+        flag = overflow_here(local_grads(unseen), self.context, self._bad_norms)
+        self._forget_norms()
+        return flag
+
+    def _forget_norms(self) -> None:
+        self._bad_norms.clear()
+        self._in_norms.clear()
 
     def _shrink_scale(self) -> None:
         before = self.loss_scale

@@ -14,8 +14,9 @@ from bmt_comm import ParallelContext
 from bmt_zero import Block
 
 from .messages import Message, StageFailedError, connected
+from .plan import Plan
 from .recording import Recorder
-from .run import Plan, Run
+from .run import Run
 from .schedule import Schedule, make_schedule
 from .signature import Signature, SignatureCache, sign
 from .tail import Tail
@@ -144,7 +145,7 @@ class Pipeline:
         leaves = [*outputs, *taps]
         if run.plan.differentiable:
             which = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            wanted = [v for v, leaf in zip(run.values[run.stage], _own(run).leaves) if leaf.requires_grad]
+            wanted = [v for v, leaf in zip(run.arguments.values[run.stage], _own(run).leaves) if leaf.requires_grad]
             attached = _Outputs.apply(run, len(outputs), self._anchor, [leaves[n] for n in which], *wanted)
             for n, tensor in zip(which, attached, strict=True):
                 leaves[n] = tensor
@@ -158,15 +159,20 @@ class Pipeline:
         tail.agree_on_use()
         wanted = [
             (value, grad)
-            for value, leaf, grad in zip(run.values[run.stage], _own(run).leaves, grads)
+            for value, leaf, grad in zip(run.arguments.values[run.stage], _own(run).leaves, grads)
             if leaf.requires_grad
         ]
         wanted += list(zip(tail.plain, tail.grads[len(tail.params) :]))
         return _Loss.apply(self, run, tail, self._anchor, loss, [g for _, g in wanted], *(v for v, _ in wanted))
 
-    def note_scale(self, grad: Tensor) -> None:
-        """The gradient of a loss, for which the next one's will be computed: loss scales seldom change."""
-        self._scale = grad.detach().clone()
+    def note_scale(self, grad: Tensor, scale: Tensor) -> None:
+        """The gradient of a loss, for which the next one's will be computed: loss scales seldom change.
+
+        ``scale``, for which this one's were, is kept instead of a gradient of 0, inf or NaN, from which there would be
+        no way back.
+        """
+        found = grad.detach()
+        self._scale = torch.where(found.isfinite() & (found != 0), found, scale)
 
 
 _MOST_PLANS = 128
@@ -194,14 +200,14 @@ class _Outputs(torch.autograd.Function):
         count = _own(run).num_hidden
         ctx.arguments = [
             (s, n)
-            for s, found in enumerate(run.values)
+            for s, found in enumerate(run.arguments.values)
             for n, v in enumerate(found)
             if n >= count and isinstance(v, Tensor)
         ]
         kept = [x for tensors in run.inputs.values() for x in tensors]
-        ctx.save_for_backward(*kept, *(run.values[s][n] for s, n in ctx.arguments))
+        ctx.save_for_backward(*kept, *(run.arguments.values[s][n] for s, n in ctx.arguments))
         run.inputs = {}
-        for found in run.values:
+        for found in run.arguments.values:
             found[:] = [None if isinstance(v, Tensor) else v for v in found]
         results = tuple(x.detach() for x in outputs)
         ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
@@ -219,7 +225,7 @@ class _Outputs(torch.autograd.Function):
         else:
             run.inputs = {place: [next(saved) for _ in range(count)] for place, count in zip(ctx.places, ctx.counts)}
             for s, n in ctx.arguments:
-                run.values[s][n] = next(saved)
+                run.arguments.values[s][n] = next(saved)
         floating = [(n, grad) for n, (grad, is_float) in enumerate(zip(grads, ctx.floating)) if is_float]
         found = run.backward(
             [grad for n, grad in floating if n < ctx.num_outputs],
@@ -228,7 +234,7 @@ class _Outputs(torch.autograd.Function):
         )
         run.inputs = {}
         for s, n in ctx.arguments:
-            run.values[s][n] = None
+            run.arguments.values[s][n] = None
         return (None, None, None, None, *(g for g, leaf in zip(found, _own(run).leaves) if leaf.requires_grad))
 
 
@@ -258,7 +264,7 @@ class _Loss(torch.autograd.Function):
             raise RuntimeError("backward from the loss of a pipeline's tail for a second time: its gradients are gone")
         grad = _same_on_stages(run.context, grad.double())
         factor = grad / tail.scale
-        ctx.pipeline.note_scale(grad)
+        ctx.pipeline.note_scale(grad, tail.scale)
         for bucket, flat in run.arrived.items():
             bucket.add_gradient(flat.mul_(factor))
         run.arrived = {}

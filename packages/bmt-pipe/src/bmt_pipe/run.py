@@ -10,9 +10,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,81 +23,22 @@ from bmt_zero import Block
 from bmt_zero.backward import outside_backward, tracker_of
 from bmt_zero.bucket import Bucket
 
+from .arguments import Arguments
 from .chunk import Surroundings, last_not_checkpointed, run_layers
 from .messages import (
-    Form,
-    Forms,
     Message,
     Post,
     StageLostError,
-    TensorForm,
     connected,
     put_together,
-    structure_of,
     take_apart,
 )
+from .plan import Plan
 from .recording import Recorder
 from .routes import Pass
-from .schedule import Action, Kind, Schedule
-from .signature import OWN_VALUE, Signature, raise_first
+from .schedule import Action, Kind
+from .signature import raise_first
 from .tail import Tail
-
-
-@dataclass
-class Plan:
-    """What is the same in every call with arguments of the same kind.
-
-    Attributes:
-        signatures: of each stage's arguments.
-        schedule: the actions of all stages.
-        differentiable: whether anything will be differentiated.
-        taps: whether the layers' inputs are wanted.
-        layers: which layers of the list are at each place.
-        forms: what each message consists of, as far as it is known.
-        learned: whether a call has been through, and all is known.
-    """
-
-    signatures: list[Signature]
-    schedule: Schedule
-    differentiable: bool
-    taps: bool
-    layers: Sequence[range]
-    forms: Forms = field(default_factory=Forms)
-    learned: bool = False
-
-    def __post_init__(self) -> None:
-        for i in range(self.schedule.micro_batches):
-            self._note_inputs(i)
-
-    @property
-    def stages(self) -> int:
-        return len(self.signatures)
-
-    def rows(self, micro_batch: int) -> slice:
-        """The rows of its origin's batch that a micro-batch consists of."""
-        origin, piece = micro_batch % self.stages, micro_batch // self.stages
-        pieces = self.schedule.micro_batches // self.stages
-        size, longer = divmod(self.signatures[origin].batch, pieces)
-        start = piece * size + min(piece, longer)
-        return slice(start, start + size + (piece < longer))
-
-    def weight(self, micro_batch: int) -> float:
-        """A micro-batch's share of its origin's batch."""
-        rows = self.rows(micro_batch)
-        return (rows.stop - rows.start) / max(self.signatures[micro_batch % self.stages].batch, 1)
-
-    def _note_inputs(self, micro_batch: int) -> None:
-        """The forms of the hidden states that come in, and of the gradients that are wanted of them."""
-        signature, rows = self.signatures[micro_batch % self.stages], self.rows(micro_batch)
-        count = rows.stop - rows.start
-        hidden, *_ = signature.structure.fill([None] * len(signature.leaves))
-        forms = [
-            TensorForm((count, *leaf.value.shape[1:]), leaf.value.dtype) if leaf.is_tensor else leaf.value
-            for leaf in signature.leaves[: signature.num_hidden]
-        ]
-        wanted = [form for form, leaf in zip(forms, signature.leaves) if leaf.requires_grad]
-        self.forms[Message("input", micro_batch, 0)] = Form(structure_of(hidden), tuple(forms))
-        self.forms[Message("input_grad", micro_batch, 0)] = Form(structure_of([None] * len(wanted)), tuple(wanted))
 
 
 class _Alive(NamedTuple):
@@ -140,15 +79,13 @@ class Run:
         self.recorder = recorder
         self.stage = context.pipe.rank
         self.units = list(dict.fromkeys(block.unit for chunk in chunks for block in chunk))
-        self.values: list[list[Any]] = [[]] * plan.stages  # of each stage's arguments
-        self.values[self.stage] = values
+        self.arguments = Arguments(context, plan, values)
         self.inputs: dict[tuple[int, int], list[Tensor]] = {}  # by micro-batch and place: kept for recomputation
         self.surroundings: dict[tuple[int, int], Surroundings] = {}
         self._alive: dict[tuple[int, int], _Alive] = {}
         self._retains = False  # the backward that is running may be run again
         self._deferred: dict[tuple[int, int], Any] = {}
         self._tail_grads: dict[int, list[Tensor]] = {}
-        self._argument_grads: dict[tuple[int, int], Tensor] = {}  # by origin and index of the argument
         self._post: Post
         self._pass: Pass
 
@@ -163,7 +100,7 @@ class Run:
 
         Returns the leaves of this rank's output, and of the layers' inputs where they are wanted, stacked.
         """
-        self._exchange_arguments()
+        self.arguments.exchange()
         kept: list[tuple[list[Any], list[Any]]] = []
         self._begin(Pass(self.plan.schedule, True, False, taps=self.plan.taps))
         for unit in self.units:
@@ -200,7 +137,7 @@ class Run:
                 self._work()
                 hidden = self._input_grads()
             self._release()
-            return self._with_argument_grads(hidden)
+            return self.arguments.exchange_grads(hidden)
 
     def forward_and_backward(self) -> tuple[Tensor, list[Tensor | None]]:
         """The whole schedule, with the loss inside.
@@ -211,7 +148,7 @@ class Run:
         assert self.tail is not None
         backward = self.plan.differentiable
         tracker_of(self.context).finish_reductions()
-        self._exchange_arguments()
+        self.arguments.exchange()
         flags = tuple(any(leaf.requires_grad for leaf in s.leaves[: s.num_hidden]) for s in self.plan.signatures)
         self._begin(Pass(self.plan.schedule, True, backward, tail=True, input_grads=flags))
         for unit in self.units:
@@ -225,7 +162,7 @@ class Run:
             if backward:
                 hidden = self._input_grads()
         self._release()
-        return loss, self._with_argument_grads(hidden) if backward else []
+        return loss, self.arguments.exchange_grads(hidden) if backward else []
 
     @contextlib.contextmanager
     def _gradients_apart(self) -> Iterator[None]:
@@ -289,6 +226,8 @@ class Run:
         self._no_sync = {bucket: bucket.no_sync and self.tail is None for bucket in buckets}
         before = {bucket: bucket.no_sync for bucket in buckets}
         self._left = dict.fromkeys(range(len(self.chunks)), self.plan.schedule.micro_batches)
+        for bucket in buckets:  # also what is complete before it comes to the gradients that are put off
+            bucket.no_sync = True
         try:
             yield
             tracker_of(self.context).finish_reductions()
@@ -328,11 +267,10 @@ class Run:
         message = Message("hidden" if place else "input", i, place)
         source = self._pass.stage(place - 1) if place else self._pass.origin(i)
         tensors = self._post.take(source, message)
-        if self.recomputes:
-            self.inputs[i, place] = tensors
         versions = [x._version for x in tensors] if self.recomputes else []
         with self._recorded(action):
             if self.recomputes and not self._keeps_input_alone(action.chunk):
+                self.inputs[i, place] = tensors
                 self.surroundings[i, place] = Surroundings(self.context.device)
                 with torch.no_grad():
                     hidden, inputs = self._run(action.chunk, i, tensors, {})
@@ -348,7 +286,7 @@ class Run:
                 )
             form, outputs = take_apart(hidden)
             if self.tail is not None and place == self._pass.last:
-                _, _, tail_args = self._arguments_of(i)
+                _, _, tail_args = self.arguments.of(i)
                 self._tail_grads[i] = self.tail.run(i, self.plan.weight(i), hidden, tail_args)
         taps = take_apart(inputs)
         for peer, message in self._pass.during(self.stage, action):
@@ -394,7 +332,7 @@ class Run:
             else:
                 with deferred_weight_gradients() as self._deferred[i, place]:
                     _backward_from(edges, [*grads, *tap_grads], retain)
-            self._add_argument_grads(i, alive.arguments)
+            self.arguments.add_grads(i, alive.arguments)
         floating = [x for x in alive.inputs if x.is_floating_point()]
         for peer, message in self._pass.during(self.stage, action):
             if message.kind == "input_grad":
@@ -417,7 +355,7 @@ class Run:
         """Run a chunk on a micro-batch's hidden states. ``leaves``: gets the arguments whose gradients are wanted."""
         place = self._pass.place(self.stage, chunk)
         form = self.plan.forms[Message("hidden" if place else "input", micro_batch, place)]
-        args, kwargs, _ = self._arguments_of(micro_batch, leaves)
+        args, kwargs, _ = self.arguments.of(micro_batch, leaves)
         hidden, inputs = run_layers(self.chunks[chunk], put_together(form, tensors), args, kwargs)
         rows = self.plan.rows(micro_batch)
         for x in take_apart(hidden)[1]:
@@ -450,107 +388,9 @@ class Run:
         self._alive[micro_batch, place] = _Alive(inputs, leaves, *edges)
         return hidden, taps
 
-    # --- arguments --------------------------------------------------------------------------------
-
     def _hidden_leaves(self, origin: int) -> list[Any]:
         signature = self.plan.signatures[origin]
         return [signature.leaves[n] for n in signature.tensors(hidden=True)]
-
-    def _exchange_arguments(self) -> None:
-        """Get every stage's arguments, other than hidden states, whose micro-batches will come through here."""
-        comms = (self.context.pipe, self.context.pipe_host)
-        sends: tuple[list[Any], list[Any]] = ([], [])
-        recvs: tuple[list[Any], list[Any]] = ([], [])
-        for origin, signature in enumerate(self.plan.signatures):
-            if origin == self.stage:
-                continue
-            found: list[Any] = []
-            for n, leaf in enumerate(signature.leaves):
-                if self.stage not in self._readers(signature, n):
-                    found.append(None)
-                elif leaf.value is OWN_VALUE:
-                    found.append(self.values[self.stage][n])
-                elif not leaf.is_tensor:
-                    found.append(copy.deepcopy(leaf.value))  # layers may change it
-                else:
-                    device = "cpu" if leaf.on_host else self.context.device
-                    found.append(torch.empty(leaf.value.shape, dtype=leaf.value.dtype, device=device))
-                    if found[-1].numel():
-                        recvs[leaf.on_host].append((found[-1], origin))
-            self.values[origin] = found
-        mine = self.plan.signatures[self.stage]
-        for n in mine.tensors(hidden=False):
-            value = self.values[self.stage][n].detach().contiguous()
-            if value.numel():
-                sends[mine.leaves[n].on_host].extend((value, s) for s in self._readers(mine, n) if s != self.stage)
-        with connected():
-            for on_host, comm in enumerate(comms):
-                comm.send_recv(sends[on_host], recvs[on_host])
-
-    def _readers(self, signature: Signature, leaf: int) -> range:
-        """The stages that need an argument of another one: all, or for the tail's the last."""
-        if leaf < signature.num_hidden:
-            return range(0)
-        in_tail = leaf >= len(signature.leaves) - signature.num_tail
-        return range(self.plan.stages - 1 if in_tail else 0, self.plan.stages)
-
-    def _arguments_of(
-        self, micro_batch: int, leaves: dict[int, Tensor] | None = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """A micro-batch's arguments and those of the tail. ``leaves`` gets those whose gradients are wanted."""
-        origin = self._pass.origin(micro_batch)
-        signature, rows = self.plan.signatures[origin], self.plan.rows(micro_batch)
-        values: list[Any] = [None] * signature.num_hidden
-        for n in range(signature.num_hidden, len(signature.leaves)):
-            leaf, value = signature.leaves[n], self.values[origin][n]
-            if leaf.is_tensor and value is not None:  # None: of the tail, which runs elsewhere
-                value = value.detach()[rows] if leaf.batched else value.detach()
-                if leaf.requires_grad and torch.is_grad_enabled() and leaves is not None:
-                    value = leaves[n] = value.detach().requires_grad_()
-            values.append(value)
-        _, args, kwargs, tail_args = signature.structure.fill(values)
-        return args, kwargs, tail_args
-
-    def _add_argument_grads(self, micro_batch: int, leaves: dict[int, Tensor]) -> None:
-        origin = self._pass.origin(micro_batch)
-        signature = self.plan.signatures[origin]
-        for n, leaf in leaves.items():
-            if leaf.grad is None:
-                continue
-            whole = self._argument_grads.get((origin, n))
-            if whole is None:
-                whole = self._argument_grads[origin, n] = torch.zeros(
-                    signature.leaves[n].value.shape, dtype=leaf.dtype, device=leaf.device
-                )
-            (whole[self.plan.rows(micro_batch)] if signature.leaves[n].batched else whole).add_(leaf.grad)
-
-    def _with_argument_grads(self, hidden: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of all leaves of this rank's arguments, given those of the hidden states."""
-        comms = (self.context.pipe, self.context.pipe_host)
-        sends: tuple[list[Any], list[Any]] = ([], [])
-        recvs: tuple[list[Any], list[Any]] = ([], [])
-        mine: dict[int, list[Tensor]] = {}
-        for origin, signature in enumerate(self.plan.signatures):
-            for n in signature.tensors(hidden=False):
-                leaf = signature.leaves[n]
-                if not leaf.requires_grad:
-                    continue
-                grad = self._argument_grads.pop((origin, n), None)
-                if grad is None:
-                    device = "cpu" if leaf.on_host else self.context.device
-                    grad = torch.zeros(leaf.value.shape, dtype=leaf.value.dtype, device=device)
-                if origin != self.stage:
-                    sends[leaf.on_host].append((grad, origin))
-                    continue
-                mine[n] = [grad if s == self.stage else torch.empty_like(grad) for s in range(self.plan.stages)]
-                recvs[leaf.on_host].extend((g, s) for s, g in enumerate(mine[n]) if s != self.stage)
-        with connected():
-            for on_host, comm in enumerate(comms):
-                comm.send_recv(sends[on_host], recvs[on_host])
-        grads = [*hidden, *[None] * (len(self.plan.signatures[self.stage].leaves) - len(hidden))]
-        for n, parts in mine.items():
-            grads[n] = torch.stack(parts).sum(0)
-        return grads
 
     # --- this rank as an origin -------------------------------------------------------------------
 
@@ -558,7 +398,7 @@ class Run:
         signature = self.plan.signatures[self.stage]
         for peer, message in self._pass.before(self.stage):
             rows = self.plan.rows(message.micro_batch)
-            tensors = [self.values[self.stage][n].detach()[rows] for n in signature.tensors(hidden=True)]
+            tensors = [self.arguments.values[self.stage][n].detach()[rows] for n in signature.tensors(hidden=True)]
             self._post.send(peer, message, self.plan.forms[message], [x.contiguous() for x in tensors])
 
     def _output(self, micro_batch: int) -> list[Any]:

@@ -1,0 +1,212 @@
+"""How optimizers that others wrote, and our own, become ones that look at whole layers over shards.
+
+[Note: kinds of optimizers]
+    What an optimizer may be given depends on its update of an element:
+
+    - If it depends on nothing but that element's gradient, weight and state, the optimizer is *element-wise*, and is
+      right over shards as it is.
+    - If it depends on the other elements of the layer, too (norms, row sums, matrix products), the optimizer is
+      *layer-wise*, and would be silently wrong over shards. An :class:`Adapter` says which of our optimizers is the
+      same over shards.
+    - What is neither known to be the one nor the other is refused over shards.
+
+    Classes are known by their qualified names, so that nothing has to be imported. A class derived from a known one
+    is taken for that one as long as it overrides none of its methods.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adafactor import DistributedAdafactor
+from .adam_rule import Adam
+from .came import DistributedCAME
+from .distributed import DistributedOptimizer
+from .galore import DistGaloreAdamW
+from .muon import Muon
+from .torch_adafactor import TorchAdafactor
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What makes a distributed optimizer of one of another class.
+
+    Attributes:
+        target: the distributed class.
+        options: the target's options, by name, for the options of a group or for the defaults. It raises ValueError
+            for what the target has not.
+        state: one parameter's state by the target's names; by default as it is.
+    """
+
+    target: type[DistributedOptimizer]
+    options: Callable[[Options], dict[str, Any]]
+    state: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+
+
+def adam(options: Options) -> dict[str, Any]:
+    """The options of AdamW, by torch or by us."""
+    refuse(options, amsgrad=False, maximize=False, differentiable=False, hold_steps=0)
+    _refuse_capturable(options)
+    return {**pick(options, "lr", "eps", "weight_decay"), "betas": tuple(number(beta) for beta in options["betas"])}
+
+
+def adam_with_l2(options: Options) -> dict[str, Any]:
+    """The options of torch's Adam, whose weight decay is another one unless it is decoupled."""
+    if options["weight_decay"] != 0 and not options.get("decoupled_weight_decay"):
+        raise ValueError(
+            f"weight_decay={options['weight_decay']!r} is added to the gradients by torch.optim.Adam, and taken from "
+            "the weights by ours; use torch.optim.AdamW, or weight_decay=0"
+        )
+    return adam(options)
+
+
+def muon(options: Options) -> dict[str, Any]:
+    """The options of torch's Muon, which are ours."""
+    refuse(options, maximize=False)
+    found = pick(options, "lr", "weight_decay", "momentum", "eps")
+    return {**found, **{name: options[name] for name in ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")}}
+
+
+def torch_adafactor(options: Options) -> dict[str, Any]:
+    """The options of torch's Adafactor."""
+    refuse(options, maximize=False)
+    return {**pick(options, "lr", "beta2_decay", "d", "weight_decay"), "eps": tuple(options["eps"])}
+
+
+def adafactor(options: Options) -> dict[str, Any]:
+    """The options of Hugging Face's Adafactor, which are ours."""
+    found = pick(options, "lr", "clip_threshold", "decay_rate", "beta1", "weight_decay")
+    flags = {name: options[name] for name in ("scale_parameter", "relative_step", "warmup_init")}
+    return {**found, **flags, "eps": tuple(options["eps"])}
+
+
+def adafactor_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Hugging Face's state; ``RMS`` is a tensor."""
+    return {**state, "RMS": torch.as_tensor(state["RMS"], dtype=torch.float32)}
+
+
+def came(options: Options) -> dict[str, Any]:
+    """The options of CAME, which are ours."""
+    found = pick(options, "lr", "clip_threshold", "weight_decay")
+    return {**found, "eps": tuple(options["eps"]), "betas": tuple(options["betas"])}
+
+
+def galore(options: Options) -> dict[str, Any]:
+    """The options of galore-torch's AdamW, whose moments are not quantised; those of a projection are in groups."""
+    found = {**pick(options, "lr", "eps", "weight_decay"), "correct_bias": options["correct_bias"]}
+    return {**found, "betas": tuple(options["betas"]), "nbits": 32}
+
+
+ADAPTERS = {
+    "torch.optim.Adam": Adapter(Adam, adam_with_l2),
+    "torch.optim.AdamW": Adapter(Adam, adam),
+    "torch.optim.Adafactor": Adapter(TorchAdafactor, torch_adafactor),
+    "torch.optim.Muon": Adapter(Muon, muon),
+    "transformers.optimization.Adafactor": Adapter(DistributedAdafactor, adafactor, adafactor_state),
+    "came_pytorch.CAME.CAME": Adapter(DistributedCAME, came),
+    "galore_torch.adamw.AdamW": Adapter(DistGaloreAdamW, galore),
+    "bmt_optim.adam.AdamOptimizer": Adapter(Adam, adam),
+}
+
+ELEMENTWISE = frozenset(
+    {
+        *(f"torch.optim.{name}" for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam")),
+        *(f"torch.optim.{name}" for name in ("RAdam", "RMSprop", "Rprop", "SGD")),
+        "bmt_optim.adam.AdamOptimizer",
+        "bmt_optim.adam_offload.AdamOffloadOptimizer",
+    }
+)
+
+REFUSED = {
+    "torch.optim.LBFGS": "it searches along a line with inner products over all parameters; nothing replaces it",
+    "galore_torch.adafactor.Adafactor": "there is no GaLore with Adafactor; use bmt_optim.GaLoreAdamW",
+    "galore_torch.adamw8bit.AdamW8bit": "use bmt_optim.GaLoreAdamW, whose moments have 8 bits by default",
+    "bmt_optim.adam_offload.AdamOffloadOptimizer": "its state is in host memory; it is right over shards as it is",
+}
+
+# By a part of a class's name, in lower case: which of ours has the same idea.
+_LIKE_OURS = {
+    "adafactor": "bmt_optim.Adafactor",
+    "came": "bmt_optim.CAME",
+    "galore": "bmt_optim.GaLoreAdamW",
+    "lamb": "bmt_optim.Lamb",
+    "muon": "bmt_optim.Muon",
+    "lars": None,
+    "shampoo": None,
+    "soap": None,
+}
+
+
+def known_name(cls: type) -> str | None:
+    """The name under which an optimizer class is known, be it that of a base none of whose methods it overrides."""
+    for number, base in enumerate(cls.__mro__):
+        name = _qualified_name(base)
+        if name in ADAPTERS or name in ELEMENTWISE or name in REFUSED:
+            return None if any(_overrides(derived, base) for derived in cls.__mro__[:number]) else name
+    return None
+
+
+def explanation(cls: type) -> str:
+    """Why an optimizer of this class, without an adapter, is not taken over shards, and what to do."""
+    known = known_name(cls)
+    if known in REFUSED:
+        return f"{cls.__qualname__} cannot be made a distributed optimizer: {REFUSED[known]}"
+    name = _qualified_name(cls)
+    for part, ours in _LIKE_OURS.items():
+        if part in cls.__qualname__.lower():
+            instead = f"use {ours}" if ours else "there is no distributed optimizer like it yet"
+            return (
+                f"{name} needs statistics of whole layers, of which this rank has parts, and there is no conversion "
+                f"of this class; {instead}"
+            )
+    return (
+        f"{name} is not known, and may need statistics of whole layers, of which this rank has parts; its steps would "
+        "then be wrong. If its update of an element depends on nothing but that element's gradient, weight and state, "
+        "say so by add_optimizer(..., elementwise=True), or by an attribute `elementwise = True` of the optimizer; if "
+        "not, derive it from bmt_optim.DistributedOptimizer"
+    )
+
+
+def refuse(options: Options, **wanted: Any) -> None:
+    """Raise ValueError if one of these options is there with another value."""
+    for name, value in wanted.items():
+        if options.get(name, value) != value:
+            raise ValueError(f"{name}={options[name]!r} has no counterpart; only {name}={value!r} can be converted")
+
+
+def pick(options: Options, *names: str) -> dict[str, Any]:
+    """Some of the options, that may be tensors of one element, as numbers."""
+    return {name: number(options[name]) for name in names}
+
+
+def number(value: Any) -> Any:
+    """A number, be it given as a tensor."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _qualified_name(cls: type) -> str:
+    # Versions of torch differ in the modules within torch.optim.
+    module = "torch.optim" if cls.__module__.startswith("torch.optim.") else cls.__module__
+    return f"{module}.{cls.__qualname__}"
+
+
+def _refuse_capturable(options: Options) -> None:
+    if options.get("capturable"):
+        raise ValueError("capturable=True has no counterpart: steps communicate, and are not captured in CUDA graphs")
+
+
+def _overrides(derived: type, base: type) -> bool:
+    for name, value in vars(derived).items():
+        known = getattr(base, name, None)
+        # torch wraps the method `step` of every class of which there is an optimizer.
+        if callable(known) and not name.startswith("__") and inspect.unwrap(value) is not inspect.unwrap(known):
+            return True
+    return False

@@ -1,0 +1,363 @@
+"""Optimizers of other classes go on over shards as they would have gone on over whole tensors."""
+
+import copy
+import functools
+import inspect
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from galore_reference import reference_optimizer
+from layouts import cut_slice, layout, shards, tensors, update_error
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from bmt_comm import local_tensor, slice_of
+from bmt_optim import Adam, AdamOffloadOptimizer, AdamOptimizer, DistributedOptimizer, Lamb, Muon, to_distributed
+from bmt_optim.adapters import ADAPTERS, ELEMENTWISE, REFUSED, explanation, known_name
+from bmt_optim.convert import distributed_where_needed
+from bmt_optim.slices import cut
+
+SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), ()]
+
+
+def hugging_face(params, **options):
+    return pytest.importorskip("transformers").Adafactor(params, **options)
+
+
+def came(params):
+    from came_pytorch import CAME
+
+    return CAME(params, lr=0.1, weight_decay=0.1)
+
+
+def galore(params):
+    projected = [p for p in params if p.dim() == 2]
+    rest = [p for p in params if p.dim() != 2]
+    options = {"rank": 2, "update_proj_gap": 7, "scale": 0.5, "proj_type": "std"}
+    return reference_optimizer([{"params": projected, **options}, {"params": rest}], lr=0.05, weight_decay=0.1)
+
+
+MAKERS = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.02), weight_decay=0.1),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.02, betas=(0.8, 0.9)),
+    "AdamOptimizer": lambda ps: AdamOptimizer(ps, lr=0.02, weight_decay=0.1),
+    "torch Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.5, weight_decay=0.1),
+    "torch Adafactor, clipping": lambda ps: torch.optim.Adafactor(ps, lr=0.05, eps=(0.4, 0.9), d=1.5, beta2_decay=-0.3),
+    "Adafactor": hugging_face,
+    "Adafactor, manual": functools.partial(
+        hugging_face, lr=0.1, relative_step=False, scale_parameter=False, beta1=0.8, weight_decay=0.1
+    ),
+    "CAME": came,
+    "GaLore": galore,
+    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.02, adjust_lr_fn="match_rms_adamw"),
+    "Lamb": lambda ps: Lamb(ps, lr=0.02, weight_decay=0.1),
+}
+if not hasattr(torch.optim, "Muon"):  # before 2.9
+    del MAKERS["Muon"]
+
+
+def gradients(step, shapes=SHAPES):
+    return tensors(shapes, 100 + step)
+
+
+def train(optimizer, params, steps, shapes=SHAPES):
+    for step in steps:
+        for p, g in zip(params, gradients(step, shapes)):
+            p.grad = cut(g, slice_of(p)).clone()
+        optimizer.step()
+
+
+def check_continuation(ctx, name, in_place):
+    params = [nn.Parameter(t) for t in tensors(SHAPES)]
+    optimizer = MAKERS[name](params)
+    for index, group in enumerate(optimizer.param_groups):
+        group["mine"] = index
+    train(optimizer, params, range(5))
+    whole = copy.deepcopy((params, optimizer))
+    start = [p.detach().clone() for p in params]
+    if in_place:
+        for p, where in zip(params, layout(ctx, SHAPES)):
+            p.data = cut(p.detach(), where).clone()
+            p.bmt_slice = where
+        found = to_distributed(optimizer)
+    else:
+        old = params
+        params = shards(old, layout(ctx, SHAPES))
+        order = {p: n for n, p in enumerate(old)}
+        found = to_distributed(optimizer, [params[order[p]] for g in optimizer.param_groups for p in g["params"]])
+    assert isinstance(found, DistributedOptimizer)
+    assert found.param_groups is optimizer.param_groups
+    assert [group["mine"] for group in found.param_groups] == list(range(len(found.param_groups)))
+    assert found.state[found.param_groups[0]["params"][0]]["step"] in ((0,) if "Muon" in name else (5,))
+    train(found, params, range(5, 10))
+    train(whole[1], whole[0], range(5, 10))
+    assert update_error(params, whole[0], start) <= 1e-5, name
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_state_and_options_go_on_over_row_shards(ctx, in_place):
+    for name in MAKERS:
+        check_continuation(ctx, name, in_place)
+
+
+@pytest.mark.ranks(4, tp_size=2)
+def test_state_and_options_go_on_over_tensor_parallel_shards(ctx):
+    for name in MAKERS:
+        check_continuation(ctx, name, True)
+
+
+@pytest.mark.ranks(2, init=False)
+def test_what_was_trained_as_dtensors_goes_on():
+    dist.init_process_group("gloo")
+    start = tensors([(5, 4), (5,)], 7)
+    # The others cannot step DTensors themselves.
+    for name, trained in (("AdamW", 3), ("torch Adafactor", 0), ("Adafactor", 0), ("CAME", 0)):
+        whole, sharded = (nn.Linear(4, 5) for _ in range(2))
+        for model in (whole, sharded):
+            model.load_state_dict(dict(zip(("weight", "bias"), start)))
+        fully_shard(sharded)
+        theirs, converted = (MAKERS[name](model.parameters()) for model in (whole, sharded))
+        for step in range(6):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            for model, part in ((whole, x), (sharded, x[2 * dist.get_rank() :][:2])):
+                model.zero_grad()
+                model(part).pow(2).mean().backward()
+            if step == trained:
+                middle = [p.detach().clone() for p in whole.parameters()]
+                found = to_distributed(converted)
+            theirs.step()
+            (converted if step < trained else found).step()
+        assert update_error(sharded.parameters(), whole.parameters(), middle) <= 1e-5, name
+
+
+# --- what stands for what -----------------------------------------------------------------------------------------
+
+
+def sharded_pair(ctx, make):
+    """An optimizer over row shards, and one over whole tensors."""
+    shapes = [(6, 4), (5, 3)]
+    params = shards(tensors(shapes), [cut_slice(s, ctx.world) for s in shapes])
+    whole = [nn.Parameter(t) for t in tensors(shapes)]
+    return shapes, params, make(params), whole, make(whole)
+
+
+@pytest.mark.ranks(2)
+def test_the_given_optimizer_stands_for_the_result(ctx):
+    shapes, params, given, whole, reference = sharded_pair(ctx, lambda ps: torch.optim.Adafactor(ps, lr=0.1))
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        given,
+        [torch.optim.lr_scheduler.ConstantLR(given, 0.5, 2), torch.optim.lr_scheduler.ExponentialLR(given, 0.7)],
+        [2],
+    )
+    calls = []
+    given.register_step_post_hook(lambda optimizer, args, kwargs: calls.append(optimizer))
+    groups = given.param_groups[0]
+    found = to_distributed(given)
+    assert given.param_groups[0] is found.param_groups[0] is groups
+    rates = [0.05, 0.05, 0.1 * 0.7, 0.1 * 0.49]
+    for step, rate in enumerate(rates):
+        reference.param_groups[0]["lr"] = rate if step < 2 else found.param_groups[0]["lr"]
+        train(reference, whole, [step], shapes)
+        train([given, found][step % 2], params, [step], shapes)
+        scheduler.step()
+    assert calls == [found] * 4
+    assert update_error(params, whole, tensors(shapes)) <= 1e-5
+    # State goes through either, and to the reference.
+    saved = io.BytesIO()
+    gathered = found.state_dict(gather=True)
+    torch.save(given.state_dict(), saved)
+    saved.seek(0)
+    given.load_state_dict(torch.load(saved, weights_only=True))
+    for state in (given.state, found.state):
+        assert state[params[0]]["step"] == 4
+        assert state[params[0]]["row_var"].shape == (len(local_tensor(params[0])), 1)
+    if ctx.rank == 0:
+        torch.testing.assert_close(gathered["state"], reference.state_dict()["state"], rtol=1e-5, atol=1e-6)
+        reference.load_state_dict(gathered)
+        train(reference, whole, [4], shapes)
+    given.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(found.param_groups) == 2
+    given.zero_grad()
+    assert params[0].grad.count_nonzero() == 0
+
+
+@pytest.mark.ranks(1)
+def test_the_schedule_of_hugging_face_still_reads_what_adafactor_does(ctx):
+    from transformers.optimization import AdafactorSchedule
+
+    params = [nn.Parameter(t) for t in tensors([(6, 4), (5,)])]
+    given = hugging_face(params)
+    schedule = AdafactorSchedule(given)
+    to_distributed(given)
+    for step in range(3):
+        train(given, params, [step], [(6, 4), (5,)])
+        schedule.step()
+    scale = given.state[params[0]]["RMS"]
+    assert schedule.get_lr()[0] == pytest.approx(1e-2 * scale.item())
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_state_of_ours_is_cut_and_one_that_does_not_fit_changes_nothing(ctx):
+    shapes = [(6, 4), (5, 3)]
+    params = [nn.Parameter(t) for t in tensors(shapes)]
+    optimizer = Muon(params)
+    train(optimizer, params, range(2), shapes)
+    wanted = [cut(optimizer.state[p]["momentum_buffer"], cut_slice(s, ctx.world)) for p, s in zip(params, shapes)]
+    with pytest.raises(ValueError, match=r"params\[1\] has shape \(5,\), and the optimizer's parameter \(5, 3\)"):
+        to_distributed(optimizer, [params[0], nn.Parameter(torch.ones(5))])
+    with pytest.raises(ValueError, match="params are 1 and must be 2 tensors"):
+        to_distributed(optimizer, params[:1])
+    with pytest.raises(TypeError, match="float64"):
+        to_distributed(optimizer, [params[0], params[1].detach().double()])
+    assert optimizer.param_groups[0]["params"] == params
+    assert optimizer.state[params[0]]["momentum_buffer"].shape == (6, 4)
+    parts = shards(tensors(shapes), [cut_slice(s, ctx.world) for s in shapes])
+    assert to_distributed(optimizer, parts) is optimizer
+    for part, momentum in zip(parts, wanted):
+        assert torch.equal(optimizer.state[part]["momentum_buffer"], momentum)
+    train(optimizer, parts, [2], shapes)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: torch.optim.AdamW([p], amsgrad=True), r"param_groups\[0\] of AdamW: amsgrad=True"),
+        (lambda p: torch.optim.AdamW([p], maximize=True), "maximize=True"),
+        (lambda p: torch.optim.AdamW([p], capturable=True), "capturable=True"),
+        (lambda p: torch.optim.AdamW([p], differentiable=True), "differentiable=True"),
+        (lambda p: torch.optim.Adam([p], weight_decay=0.1), "weight_decay=0.1 is added to the gradients"),
+        (lambda p: torch.optim.Adafactor([p], maximize=True), "maximize=True"),
+        (lambda p: AdamOptimizer([p], hold_steps=2), "hold_steps=2"),
+        (lambda p: AdamOffloadOptimizer([p]), "in host memory"),
+        (lambda p: torch.optim.LBFGS([p]), "LBFGS cannot be made .* line"),
+        (lambda p: torch.optim.SGD([p], lr=0.1), "SGD is not known"),
+    ],
+)
+def test_what_means_something_else_is_refused_and_nothing_changes(make, message):
+    p = nn.Parameter(torch.ones(3, 2))
+    optimizer = make(p)
+    before = {key: value for key, value in vars(optimizer).items() if key != "state"}
+    groups = [dict(group) for group in optimizer.param_groups]
+    with pytest.raises((TypeError, ValueError), match=message):
+        to_distributed(optimizer)
+    assert optimizer.param_groups == groups
+    assert {key: value for key, value in vars(optimizer).items() if key != "state"} == before
+
+
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes():
+    p = nn.Parameter(torch.ones(3, 2))
+    optimizer = torch.optim.AdamW([p])
+    train(optimizer, [p], [0], [(3, 2)])
+    optimizer.state[p]["exp_avg"] = torch.ones(2, 2)
+    groups = [dict(group) for group in optimizer.param_groups]
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(2, 2\)"):
+        to_distributed(optimizer)
+    assert optimizer.param_groups == groups
+    assert "step" not in vars(optimizer)
+
+
+class Renamed(torch.optim.Adafactor):
+    """The same under another name."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.3)
+
+
+class Changed(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class LeftHalf(torch.optim.SGD):
+    def _init_group(self, group, *args):
+        return super()._init_group(group, *args)
+
+
+class SOAP(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        pass
+
+
+class Lion(SOAP):
+    pass
+
+
+class FusedLAMB(SOAP):
+    pass
+
+
+@pytest.mark.ranks(2)
+def test_over_shards_only_what_is_right_is_taken(ctx):
+    whole = [nn.Parameter(torch.ones(4, 2))]
+    parts = shards(whole, [cut_slice((4, 2), ctx.world)])
+    for make in (Changed, LeftHalf, SOAP, Lion, FusedLAMB, torch.optim.LBFGS, torch.optim.Adafactor):
+        optimizer = make(whole)
+        assert distributed_where_needed(optimizer) is optimizer
+    for make in (AdamOptimizer, AdamOffloadOptimizer, Lamb, torch.optim.SGD, torch.optim.Adam):
+        optimizer = make(parts)
+        assert distributed_where_needed(optimizer) is optimizer
+    assert type(distributed_where_needed(Renamed(parts))).__name__ == "TorchAdafactor"
+    for make, message in (
+        (Changed, r"test_convert\.Changed is not known.*elementwise=True"),
+        (LeftHalf, "LeftHalf is not known"),
+        (Lion, "Lion is not known"),
+        (SOAP, "SOAP needs statistics of whole layers.*no distributed optimizer like it"),
+        (FusedLAMB, r"FusedLAMB needs statistics of whole layers.*use bmt_optim\.Lamb"),
+        (torch.optim.LBFGS, "LBFGS cannot be made"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            distributed_where_needed(make(parts))
+    optimizer = Lion(parts)
+    assert distributed_where_needed(optimizer, elementwise=True) is optimizer
+    optimizer.elementwise = True
+    assert distributed_where_needed(optimizer) is optimizer
+    with pytest.raises(TypeError, match="LBFGS"):
+        distributed_where_needed(torch.optim.LBFGS(parts), elementwise=True)
+    assert isinstance(distributed_where_needed(torch.optim.Adafactor(parts), elementwise=True), DistributedOptimizer)
+
+
+def test_names_are_those_of_the_classes():
+    mine = [AdamOptimizer, AdamOffloadOptimizer]
+    torchs = [cls for cls in vars(torch.optim).values() if inspect.isclass(cls) and cls is not torch.optim.Optimizer]
+    found = {known_name(cls) for cls in [*mine, *torchs]} - {None}
+    theirs = ("transformers.", "came_pytorch.", "galore_torch.")
+    expected = {n for n in ADAPTERS.keys() | ELEMENTWISE | REFUSED.keys() if not n.startswith(theirs)}
+    if not hasattr(torch.optim, "Muon"):
+        expected.remove("torch.optim.Muon")
+    assert found == expected
+    # Those of torch that are neither: a class for sparse gradients.
+    assert {cls.__name__ for cls in torchs if known_name(cls) is None} == {"SparseAdam"}
+    assert "SparseAdam is not known" in explanation(torch.optim.SparseAdam)
+    for make in (hugging_face, came, galore):
+        assert known_name(type(make([nn.Parameter(torch.ones(2))]))) in ADAPTERS
+
+
+@pytest.mark.parametrize("name", sorted(name for name in ELEMENTWISE if name.startswith("torch.")))
+def test_elementwise_optimizers_of_torch_do_the_same_to_parts_as_to_the_whole(name):
+    make = getattr(torch.optim, name.split(".")[-1])
+    options = {"lr": 0.05} if make is torch.optim.Rprop else {"lr": 0.05, "weight_decay": 0.1}
+    if make in (torch.optim.SGD, torch.optim.RMSprop):
+        options["momentum"] = 0.9
+    whole = nn.Parameter(tensors([(6, 4)])[0])
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().split([1, 5])]
+    optimizers = [make([whole], **options), *(make([part], **options) for part in parts)]
+    for step in range(5):
+        whole.grad = gradients(step, [(6, 4)])[0]
+        for part, grad in zip(parts, whole.grad.split([1, 5])):
+            part.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(torch.cat([p.detach() for p in parts]), whole.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_an_unused_name_of_ours():
+    assert type(to_distributed(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))) is Adam

@@ -1,0 +1,226 @@
+"""OptimManager with optimizers that communicate: stepped together, skipped together, converted where need be."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import cut_slice, shards, tensors, update_error
+from torch import nn
+
+from bmt_comm import slice_of
+from bmt_optim import AdamOptimizer, Lamb, Muon, OptimManager, TorchAdafactor, gradients, save_optimizer
+from bmt_optim.lr_scheduler import Linear
+from bmt_optim.slices import cut
+
+SHAPES = [(6, 4), (5, 3), (7,), (3, 2), (4,), (8, 3)]
+
+
+def make(params, loss_scale=None, **settings):
+    """Two of ours that communicate, one of torch's that does when converted, and two element-wise ones."""
+    manager = OptimManager(loss_scale=loss_scale, grad_scale=1, **settings)
+    optimizers = [
+        Lamb(params[0:1] + params[2:3], lr=0.05),
+        torch.optim.SGD(params[3:4], lr=0.1, momentum=0.9),
+        Muon(params[1:2], lr=0.05),
+        AdamOptimizer(params[4:5], lr=0.05),
+        torch.optim.Adafactor(params[5:6], lr=0.1),
+    ]
+    manager.add_optimizer(optimizers[0], Linear(optimizers[0], 0.05, 2, 20))
+    manager.add_optimizer(optimizers[1], torch.optim.lr_scheduler.ExponentialLR(optimizers[1], 0.9))
+    manager.add_optimizer(optimizers[2])
+    manager.add_optimizer(optimizers[3])
+    manager.add_optimizer(optimizers[4], torch.optim.lr_scheduler.ExponentialLR(optimizers[4], 0.8))
+    return manager, optimizers
+
+
+def over_rows(ctx):
+    return shards(tensors(SHAPES), [cut_slice(s, ctx.world) for s in SHAPES])
+
+
+def give_gradients(manager, params, step, bad=None):
+    for p, g in zip(params, tensors(SHAPES, 50 + step)):
+        p.grad = cut(g, slice_of(p)).clone() * manager.loss_scale
+    if bad is not None:
+        params[bad].grad.fill_(torch.inf)
+
+
+def run(manager, params, steps, max_norm=None):
+    for step in steps:
+        give_gradients(manager, params, step)
+        if max_norm is not None:
+            manager.clip_grad_norm(params, max_norm)
+        manager.step()
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_mixed_manager_over_shards_is_the_same_over_whole_tensors(ctx, max_norm):
+    params, whole = over_rows(ctx), [nn.Parameter(t) for t in tensors(SHAPES)]
+    manager, optimizers = make(params, 1024.0)
+    plain, theirs = make(whole)
+    assert type(plain.optimizers[4]) is torch.optim.Adafactor
+    assert type(manager.optimizers[4]) is (TorchAdafactor if ctx.world_size > 1 else torch.optim.Adafactor)
+    assert manager.optimizers[4].param_groups is optimizers[4].param_groups
+    run(manager, params, range(6), max_norm)
+    run(plain, whole, range(6), max_norm)
+    assert update_error(params, whole, tensors(SHAPES)) <= 1e-5
+    assert [o.param_groups[0]["lr"] for o in optimizers] == [o.param_groups[0]["lr"] for o in theirs]
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("bad", [0, 1, 3, 5, None])
+def test_an_overflow_anywhere_skips_all_and_costs_no_collective(ctx, bad):
+    """``bad`` is the parameter; ``None``: it is in the norm alone."""
+    params = over_rows(ctx)
+    manager, _ = make(params, 64.0)
+    run(manager, params, range(2))
+    made = manager.optimizers[0].communication
+    assert manager.optimizers[2].communication is made
+    assert made.rounds == 2
+    # Sums of Lamb, of Adafactor and the flag are one; then there are what Muon sends, and the second round of all.
+    assert made.collectives == (4 if ctx.world_size > 1 else 0)
+    before = copy.deepcopy([p.detach() for p in params]), copy.deepcopy(manager.state_dict())
+    if bad is None:
+        give_gradients(manager, params, 2)
+        for p in params:
+            p.grad.fill_(3e38)
+        manager.clip_grad_norm(params, 1.0, 1)
+    else:
+        give_gradients(manager, params, 2, bad if ctx.rank == ctx.world_size - 1 else None)
+    manager.step()
+    assert manager.loss_scale == 32
+    assert all(p.grad.count_nonzero() == 0 for p in params)
+    after = manager.state_dict()
+    assert all(torch.equal(p, q) for p, q in zip(params, before[0]))
+    after["loss_scale"], after["steps_since_last_scale"] = 64.0, 2
+    torch.testing.assert_close(after, before[1], rtol=0, atol=0)
+    assert manager.optimizers[0].communication is made
+    run(manager, params, [2])
+    whole = [nn.Parameter(t) for t in tensors(SHAPES)]
+    run(make(whole)[0], whole, range(3))
+    assert update_error(params, whole, tensors(SHAPES)) <= 1e-5
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_have_been_clipped_are_not_looked_at_again(ctx):
+    seen = []
+    has_inf_or_nan = gradients.bmt_kernels.has_inf_or_nan
+
+    def counting(grads):
+        seen.append(sum(g.numel() for g in grads))
+        return has_inf_or_nan(grads)
+
+    params = [nn.Parameter(t) for t in tensors(SHAPES)]
+    total = sum(p.numel() for p in params)
+    manager, optimizers = make(params, 64.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients.bmt_kernels, "has_inf_or_nan", counting)
+        give_gradients(manager, params, 0)
+        manager.clip_grad_norm(params, 1.0)
+        manager.step()
+        assert seen == []
+        give_gradients(manager, params, 1)
+        manager.clip_grad_norm(optimizers[2].param_groups, 1.0)
+        manager.step()
+        assert seen == [total - 15]
+        give_gradients(manager, params, 2)
+        manager.step()
+        give_gradients(manager, params, 3)
+        manager.clip_grad_norm(params, 1.0)
+        manager.backward(params[4].sum())  # adds to gradients
+        params[4].grad[0] = torch.nan
+        manager.step()
+        assert seen[1:] == [total, total]
+    assert manager.loss_scale == 32
+
+
+@pytest.mark.ranks(1)
+def test_hooks_and_steps_of_subclasses_are_not_passed_by(ctx):
+    calls = []
+
+    class Noisy(Lamb):
+        def step(self, closure=None, scale=1):
+            calls.append("step")
+            return super().step(closure, scale)
+
+    shapes = [(3, 2)] * 3
+    params = [nn.Parameter(t) for t in tensors(shapes)]
+    manager = OptimManager(loss_scale=8.0)
+    optimizers = [Lamb(params[:1]), Noisy(params[1:2]), Lamb(params[2:])]
+    optimizers[2].register_step_pre_hook(lambda *_: calls.append("hook"))
+    for optimizer in optimizers:
+        manager.add_optimizer(optimizer)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    manager.step()
+    assert calls == ["step", "hook"]
+    assert [o.state[p]["step"] for o, p in zip(optimizers, params)] == [1, 1, 1]
+
+
+@pytest.mark.ranks(1)
+def test_an_option_out_of_range_steps_nothing(ctx):
+    params = [nn.Parameter(t) for t in tensors(SHAPES)]
+    manager, optimizers = make(params, 8.0)
+    give_gradients(manager, params, 0)
+    optimizers[2].param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr=-1"):
+        manager.step()
+    assert all(torch.equal(p, t) for p, t in zip(params, tensors(SHAPES)))
+    optimizers[2].param_groups[0]["lr"] = 0.05
+    manager.step()
+    # Lamb has a rate of 0 at first.
+    assert [torch.equal(p, t) for p, t in zip(params, tensors(SHAPES))] == [True, False, True, False, False, False]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("gather", [False, True])
+def test_states_go_on_at_the_same_layout_and_in_whole_tensors(ctx, gather, tmp_path):
+    params = over_rows(ctx)
+    manager, _ = make(params, 64.0)
+    run(manager, params, range(3))
+    saved = copy.deepcopy(manager.state_dict(gather_opt=gather))
+    if gather:
+        box = [saved, str(tmp_path)]
+        dist.broadcast_object_list(box)
+        box[0]["optimizers"][1] = saved["optimizers"][1]  # torch's SGD does not gather its state
+        saved, folder = box
+        save_optimizer(manager, f"{folder}/state.pt")
+        dist.barrier()
+        loaded = torch.load(f"{folder}/state.pt", weights_only=True)
+        torch.testing.assert_close(loaded["optimizers"][0]["state"], saved["optimizers"][0]["state"])
+    run(manager, params, range(3, 5))
+    resumed = over_rows(ctx)
+    others, _ = make(resumed, 8.0)
+    run(others, resumed, range(3))
+    others.load_state_dict(saved)
+    run(others, resumed, range(3, 5))
+    assert all(torch.equal(p, q) for p, q in zip(params, resumed))
+    if gather:  # into the optimizers that were not converted
+        whole = [nn.Parameter(t) for t in tensors(SHAPES)]
+        plain, _ = make(whole)
+        run(plain, whole, range(3))
+        saved["loss_scale"], saved["loss_scale_enabled"] = 1, False
+        saved["optimizers"][1] = plain.state_dict()["optimizers"][1]
+        plain.load_state_dict(saved)
+        run(plain, whole, range(3, 5))
+        assert update_error(params, whole, tensors(SHAPES)) <= 1e-5
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_may_be_wrong_over_shards_is_not_added(ctx):
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        def step(self):
+            pass
+
+    manager = OptimManager()
+    with pytest.raises(TypeError, match="Own is not known"):
+        manager.add_optimizer(Own(over_rows(ctx)))
+    with pytest.raises(ValueError, match="maximize=True"):
+        manager.add_optimizer(torch.optim.Adafactor(over_rows(ctx), maximize=True))
+    assert manager.optimizers == manager.lr_schedulers == []
+    manager.add_optimizer(Own(over_rows(ctx)), elementwise=True)
+    assert type(manager.optimizers[0]) is Own
