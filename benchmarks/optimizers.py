@@ -1,15 +1,16 @@
 """The step of every optimizer over the shards of one GPT (ZeRO-3): its time, its state, what it communicates.
 
-All candidates step the same parameters with the same gradients, those of one backward pass, and take turns; each has its
-own state. Reported are, for each of them,
+All candidates step the same parameters with the same gradients, those of one backward pass, and take turns; each has
+its own state. Reported are, for each of them,
 
 - the median time of a step over rounds, and the median of its ratio to fused Adam's within a round;
 - bytes of state, on all ranks together, per parameter of the model;
 - rounds, collectives, and MB that all ranks together send;
 - floating-point operations of the matrix products on the rank that has most, relative to the mean of the ranks.
 
-GaLore projects all matrices, to --rank dimensions. The steps in which it renews the projections have lines, and rounds, of
-their own. 8-bit Adam is GaLore's optimizer without a projection. Muon has the layers' matrices, and fused Adam the rest.
+GaLore projects all matrices, to --rank dimensions. The steps in which it renews the projections have lines, and rounds,
+of their own. 8-bit Adam is GaLore's optimizer without a projection. Muon has the layers' matrices, and fused Adam the
+rest.
 """
 
 from __future__ import annotations
