@@ -11,7 +11,7 @@ from bmt_optim import CAME, DistributedCAME
 
 came_pytorch = pytest.importorskip("came_pytorch")
 
-OPTIONS = {"lr": 0.03, "betas": (0.8, 0.95, 0.98), "weight_decay": 0.1}
+OPTIONS = {"lr": 0.3, "betas": (0.8, 0.95, 0.98), "weight_decay": 0.1}
 CASE = Case(DistributedCAME, came_pytorch.CAME, 3, OPTIONS, ("exp_avg_sq", "exp_avg_res"))
 
 

@@ -132,7 +132,7 @@ class FactoredAverage:
         self._rows = batch.state(f"{name}_row", parts.order[:count])
         self._cols = batch.state(f"{name}_col", parts.order[:count])
         if of_vectors:
-            self._cols += [average.view(-1) for average in batch.state(name, parts.order[count:])]
+            self._cols += _flat(batch.state(name, parts.order[count:]))
         self.row_sums = _empty([g.shape[:-1] for g in parts.grads], batch.device)
         self.col_sums = _empty([(*g.shape[:-2], g.shape[-1]) for g in parts.grads], batch.device)
         self.row_factors: list[Tensor] = []
@@ -162,22 +162,22 @@ class FactoredAverage:
         _average(self._rows, row_sums, widths, decay)
         vectors = self.col_sums[count : len(self._cols)]
         _average(self._cols, [*col_sums, *vectors], heights + [1] * len(vectors), decay)
-        row_factors, col_factors = [], [c.view(-1) for c in self._cols]
+        row_factors, col_factors = [], _flat(self._cols)
         if count:
             old = torch._foreach_mul(before, [decay / h for h in heights])
             new = torch._foreach_mul(totals, [(1 - decay) / (h * w) for h, w in zip(heights, widths)])
             means = torch._foreach_add(old, new)
-            row_factors = [r.view(-1) for r in self._rows]
-            each = [m.unsqueeze(-1).expand(r.shape).reshape(-1) for m, r in zip(means, self._rows)]
-            row_factors = list(torch.cat(row_factors).div_(torch.cat(each)).rsqrt_().split([len(e) for e in each]))
+            each = _flat([m.unsqueeze(-1).expand(r.shape) for m, r in zip(means, self._rows)])
+            quotients = torch.cat(_flat(self._rows)).div_(torch.cat(each))
+            row_factors = list(quotients.rsqrt_().split([e.numel() for e in each]))
         if col_factors:
-            col_factors = list(torch.cat(col_factors).rsqrt_().split([len(c) for c in col_factors]))
+            col_factors = list(torch.cat(col_factors).rsqrt_().split([c.numel() for c in col_factors]))
         missing = max((c.numel() for c in self.col_sums[count:]), default=0)
         ones = torch.ones(max(1, missing), device=self.row_sums[0].device)
         row_factors += [ones[:1]] * (len(self.row_sums) - count)
         col_factors += [ones[: c.numel()] for c in self.col_sums[len(col_factors) :]]
-        self.row_factors = [f.view(s.shape) for f, s in zip(row_factors, self.row_sums)]
-        self.col_factors = [f.view(s.shape) for f, s in zip(col_factors, self.col_sums)]
+        self.row_factors = _shaped(row_factors, [s.shape for s in self.row_sums])
+        self.col_factors = _shaped(col_factors, [s.shape for s in self.col_sums])
 
 
 def _as_matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -185,10 +185,19 @@ def _as_matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t if t.dim() >= 2 else t.view(1, -1) for t in tensors]
 
 
+def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Vectors of their elements. What is a vector stays as it is, here and in `_shaped`: a view costs time, too."""
+    return [t if t.dim() == 1 else t.reshape(-1) for t in tensors]
+
+
+def _shaped(vectors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    return [v if len(shape) == 1 else v.view(shape) for v, shape in zip(vectors, shapes)]
+
+
 def _empty(shapes: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
     """fp32 tensors, end to end in one buffer."""
     sizes = [math.prod(shape) for shape in shapes]
-    return [part.view(shape) for part, shape in zip(torch.empty(sum(sizes), device=device).split(sizes), shapes)]
+    return _shaped(torch.empty(sum(sizes), device=device).split(sizes), shapes)
 
 
 def _average(averages: list[Tensor], sums: Sequence[Tensor], counts: Sequence[int], decay: float) -> None:
