@@ -12,14 +12,23 @@ import torch.distributed as dist
 from torch import nn
 
 
+def _folder():
+    """Where galore-torch is installed, or ``None``."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    found = importlib.util.find_spec("galore_torch")
+    return None if found is None else Path(found.origin).parent
+
+
+FOLDER = _folder()
+needs_galore_torch = pytest.mark.skipif(FOLDER is None, reason="galore-torch and transformers are not installed")
+
+
 def galore_torch(module):
     """A module of galore-torch. Its ``__init__`` would import bitsandbytes, which nothing here needs."""
     if "galore_torch" not in sys.modules:
-        found = importlib.util.find_spec("galore_torch")
-        if found is None or found.origin is None:
-            pytest.skip("galore-torch is not installed")
         package = types.ModuleType("galore_torch")
-        package.__path__ = [str(Path(found.origin).parent)]
+        package.__path__ = [str(FOLDER)]
         sys.modules["galore_torch"] = package
     return importlib.import_module(f"galore_torch.{module}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,36 +13,16 @@ from bmt_comm import slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .galore_projection import (
-    BASES,
-    CONTRACTED,
-    KEPT,
-    PROJECTIONS,
-    SIDES,
-    Side,
-    basis_shape,
-    leading_bases,
-    low_rank,
-    projector_of,
-    side_of,
-)
+from .galore_projection import BASES, KEPT, PROJECTIONS, basis_layout, low_rank, projected_dims, projector_of, side_of
+from .galore_step import plain_rule, projected_rule
 from .moments import Moments, host_state, moments_layout
 from .options import check_betas, check_not_negative
-from .percentile_clipping import HISTORY, clip_factors
-from .requests import Max, Own, Request, Rule, Share, Sum
-from .slices import cut
-from .state_layout import Size, StateTensor, whole
+from .percentile_clipping import HISTORY
+from .requests import Rule
+from .state_layout import StateTensor, whole
 
 _PROJECTION = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 """Options of a group with a ``rank`` that it need not name."""
-_STATE_DIMS: dict[str, Any] = {
-    "ortho_left": lambda r: (0, Size(r)),
-    "ortho_right": lambda r: (Size(r), 1),
-    "left": lambda r: (Size(r), 1),
-    "right": lambda r: (0, Size(r)),
-    "full": lambda r: (Size(r), Size(r)),
-}
-"""The dimensions of the bases, and of the moments by side."""
 _FOREIGN = {"state1": "exp_avg", "state2": "exp_avg_sq", "absmax1": "absmax_avg", "absmax2": "absmax_avg_sq"}
 """What bitsandbytes calls our state tensors."""
 
@@ -63,12 +43,13 @@ class DistGaloreAdamW(DistributedOptimizer):
     ``proj_type`` says what is projected: "right" or "left" the one side, "full" both, "std" the shorter, "reverse_std"
     the longer one. :func:`get_galore_param_groups` makes groups of a model.
 
-    The projection of a matrix is renewed by one of the ranks that share it, from the whole gradient, in two rounds.
-    Owners have about equal work. The signs of the vectors are those of ``torch.linalg.svd``, for which the host
-    waits on the owner; nothing waits in other steps. A step has one round more where ranks cut the dimension that
-    is projected (of r), one for percentile clipping (norms of r), and one where 8-bit blocks are cut by other than
-    multiples of 256 elements (see :mod:`bmt_optim.blockwise`). Moments are cut as the dimension that is kept, and
-    the same on ranks that cut the projected one.
+    The projection of a matrix is renewed by one of the ranks that share it, from the whole gradient, in two rounds;
+    owners have about equal work. (One that is not sharded is decomposed by every rank that has a copy.) The signs of
+    the vectors are those of ``torch.linalg.svd``, for which the host waits on the owner; nothing waits in other steps.
+    A step has one round more where ranks cut the dimension that is projected (of r), one for percentile clipping
+    (norms of r), and one where 8-bit blocks are cut by other than multiples of 256 elements (see
+    :mod:`bmt_optim.blockwise`). Moments are cut as the dimension that is kept, and the same on ranks that cut the
+    projected one.
 
     Args:
         params: parameters, or parameter groups, which may set any option and have a ``rank``; then also
@@ -178,9 +159,9 @@ class DistGaloreAdamW(DistributedOptimizer):
             raise ValueError(f"GaLore projects matrices, and a parameter in a group with a rank has shape {shape}")
         side, r = side_of(shape, options["proj_type"]), low_rank(shape, options["rank"])
         for key in BASES[side]:
-            found[key] = StateTensor(_STATE_DIMS[key](r))
+            found[key] = basis_layout(key, shape, options["rank"])
         numel = r * math.prod(shape[d] for d in KEPT[side]) if side != "full" else r * r
-        return {**found, **moments_layout(_STATE_DIMS[side](r), numel, options)}
+        return {**found, **moments_layout(projected_dims(side, r), numel, options)}
 
     def new_state(
         self, key: str, tensor: StateTensor, shape: tuple[int, ...], device: torch.device, options: Mapping[str, Any]
@@ -240,138 +221,24 @@ class DistGaloreAdamW(DistributedOptimizer):
                 options = {**group, **saved}
                 for param, key in zip(group["params"], saved["params"]):
                     if key in state:
-                        state[key] = _own_terms(state[key], slice_of(param).shape, options)
+                        shape = slice_of(param).shape
+                        state[key] = _own_terms(state[key], shape, options)
+                        _check_bits(state[key], self.state_layout(shape, options), options["nbits"])
             state_dict = {**state_dict, "state": state}
         return super()._parse(state_dict)
 
     # --- the step ---------------------------------------------------------------------------------
 
     def rule(self, batch: Batch) -> Rule:
-        layouts = [self.state_layout(m.where.shape, batch.options) for m in batch.matrices]
-        moments = Moments(batch, layouts)
-        if "rank" in batch.options:
-            yield from _Projected(batch, moments, layouts).rule()
-        else:
-            yield from _plain_rule(batch, moments)
-
-
-def _plain_rule(batch: Batch, moments: Moments) -> Rule:
-    options, factors = batch.options, None
-    lr = float(options["lr"])
-    if options["percentile_clipping"] < 100:
-        squares = [batch.fp32_grad(i).square().sum() for i in range(len(batch))]
-        (squares,) = yield [Sum(squares, batch.matrices)]
-        factors = _factors(batch, squares)
-
-    def grad(i: int) -> Tensor:
-        return batch.fp32_grad(i) if factors is None else batch.fp32_grad(i) * factors[i]
-
-    shared = moments.shared
-    (maxima,) = yield [Max([moments.maxima_ahead(i, grad(i)) for i in shared], batch.pick(batch.matrices, shared))]
-    moments.agree(shared, maxima)
-    one_by_one = factors is not None or options["is_paged"] or (batch.grad_factor is not None and options["nbits"] == 8)
-    for indices, weights in batch.writable():
-        if one_by_one:  # so that there is one copy of a gradient, or of a state, at a time
-            for i, weight in zip(indices, weights):
-                moments.step([i], [weight], [grad(i)], lr)
-        else:
-            grads = batch.pick(batch.grads, indices)
-            moments.step(indices, weights, grads, lr, batch.grad_scale, batch.grad_factor)
-        if options["weight_decay"]:
-            torch._foreach_mul_(weights, 1 - lr * options["weight_decay"])
-
-
-class _Projected:
-    """The step of a batch in a group with a rank."""
-
-    def __init__(self, batch: Batch, moments: Moments, layouts: Sequence[Mapping[str, StateTensor]]) -> None:
-        self.batch, self.moments, self.layouts = batch, moments, layouts
-        self.sides = [side_of(m.where.shape, batch.options["proj_type"]) for m in batch.matrices]
-        self.lows: dict[int, Tensor] = {}
-        """Projected gradients that are known, for they took a round. Others are computed where they are needed."""
-
-    def rule(self) -> Rule:
-        batch, options = self.batch, self.batch.options
-        if (batch.step - 1) % options["update_proj_gap"] == 0:
-            yield from self._renew()
-        contracted = [
-            i
-            for i, (m, side) in enumerate(zip(batch.matrices, self.sides))
-            if any(comm is not None for comm in m.cut_along(CONTRACTED[side]))
-        ]
-        self.lows = yield from self._reduced(Sum, {i: self._project(i) for i in contracted}, CONTRACTED)
-        if options["percentile_clipping"] < 100:
-            self.lows = {i: self._low(i) for i in range(len(batch))}
-            squares = yield from self._reduced(Sum, {i: r.square().sum() for i, r in self.lows.items()}, KEPT)
-            factors = _factors(batch, [squares[i] for i in range(len(batch))])
-            self.lows = {i: r * factors[i] for i, r in self.lows.items()}
-        ahead = {i: self.moments.maxima_ahead(i, self._low(i)) for i in self.moments.shared}
-        maxima = yield from self._reduced(Max, ahead, KEPT)
-        self.moments.agree(list(maxima), list(maxima.values()))
-        for indices, weights in batch.writable():
-            for i, weight in zip(indices, weights):
-                self._step(i, weight)
-
-    def _renew(self) -> Generator[Sequence[Request], list[Any], None]:
-        """New bases, each by the owner of its matrix."""
-        batch = self.batch
-        # In the dtype of the parameter, which all ranks know, also those whose part is empty and has no gradient.
-        (wholes,) = yield [Own([g.to(m.param.dtype) for g, m in zip(batch.grads, batch.matrices)], batch.matrices)]
-        values: list[Tensor | None] = []
-        wanted: list[tuple[int, str]] = []
-        for i, gradient in enumerate(wholes):
-            keys = BASES[self.sides[i]]
-            found = None if gradient is None else leading_bases(gradient.float(), batch.options["rank"], self.sides[i])
-            values += [None if found is None else found[key] for key in keys]
-            wanted += [(i, key) for key in keys]
-        matrices = [batch.matrices[i] for i, _ in wanted]
-        shapes = [basis_shape(key, m.where.shape, batch.options["rank"]) for (_, key), m in zip(wanted, matrices)]
-        (bases,) = yield [Share(values, matrices, shapes)]
-        for (i, key), matrix, basis in zip(wanted, matrices, bases):
-            batch.states[i][key].copy_(cut(basis, self.layouts[i][key].part(matrix.where)))
-
-    def _reduced(
-        self, kind: type[Sum], values: Mapping[int, Tensor], over: Mapping[Side, tuple[int, ...]]
-    ) -> Generator[Sequence[Request], list[Any], dict[int, Tensor]]:
-        """``values`` by matrix, reduced over the ranks that cut what ``over`` names for the side of each."""
-        members = {side: [i for i in values if self.sides[i] == side] for side in SIDES}
-        matrices = self.batch.matrices
-        results = yield [
-            kind([values[i] for i in found], [matrices[i] for i in found], over[side])
-            for side, found in members.items()
-        ]
-        return {i: value for found, reduced in zip(members.values(), results) for i, value in zip(found, reduced)}
-
-    def _project(self, i: int) -> Tensor:
-        """What this rank's part of the gradient contributes to the projected one."""
-        state, low = self.batch.states[i], self.batch.fp32_grad(i)
-        if "ortho_left" in state:
-            low = state["ortho_left"].T @ low
-        return low @ state["ortho_right"].T if "ortho_right" in state else low
-
-    def _low(self, i: int) -> Tensor:
-        found = self.lows.get(i)
-        return self._project(i) if found is None else found
-
-    def _step(self, i: int, weight: Tensor) -> None:
-        state, options = self.batch.states[i], self.batch.options
-        low = self._low(i)
-        self.lows.pop(i, None)
-        down = torch.zeros_like(low)  # it becomes -d
-        self.moments.step([i], [down], [low], lr=1.0)
-        lr = float(options["lr"])
-        kept = 1 - lr * options["weight_decay"]
-        rate = kept * lr * options["scale"]
-        if self.sides[i] == "right":
-            weight.addmm_(down, state["ortho_right"], beta=kept, alpha=rate)
-        else:
-            if self.sides[i] == "full":
-                down = down @ state["ortho_right"]
-            weight.addmm_(state["ortho_left"], down, beta=kept, alpha=rate)
-
-
-def _factors(batch: Batch, squares: Sequence[Tensor]) -> list[Tensor]:
-    return clip_factors(batch.state("gnorm_vec"), squares, batch.step, batch.options["percentile_clipping"])
+        moments = Moments(
+            batch,
+            {
+                i: self.state_layout(m.where.shape, batch.options)["exp_avg"].part(m.where)
+                for i, (m, exp_avg) in enumerate(zip(batch.matrices, batch.state("exp_avg")))
+                if exp_avg.dtype is torch.uint8
+            },
+        )
+        return projected_rule(batch, moments) if "rank" in batch.options else plain_rule(batch, moments)
 
 
 def _quantisation(args: Any) -> dict[str, Any]:
@@ -392,10 +259,21 @@ def _own_terms(values: Mapping[str, Any], shape: tuple[int, ...], options: Mappi
     found = {_FOREIGN.get(key, key): value for key, value in values.items()}
     projector = found.pop("projector", None)
     if projector is not None and "rank" in options and len(shape) == 2:
-        bases = projector.ortho_matrix
+        bases = getattr(projector, "ortho_matrix", None)
         keys = BASES[side_of(shape, options["proj_type"])]
         found.update(zip(keys, bases if isinstance(bases, (list, tuple)) else [bases]))
     return found
+
+
+def _check_bits(values: Mapping[str, Any], layout: Mapping[str, StateTensor], nbits: int) -> None:
+    """Refuse codes where numbers belong, and the reverse."""
+    for key in ("exp_avg", "exp_avg_sq"):
+        found = values.get(key)
+        if isinstance(found, Tensor) and (found.dtype is torch.uint8) != (layout[key].dtype is torch.uint8):
+            raise ValueError(
+                f"{key} is {found.dtype} in the state dict, and with nbits={nbits} it is {layout[key].dtype} here; "
+                "make the optimizer with the nbits and min_8bit_size that the state has"
+            )
 
 
 def get_galore_param_groups(

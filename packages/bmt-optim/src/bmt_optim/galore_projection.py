@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .state_layout import Size, StateTensor
+
 PROJECTIONS = ("std", "reverse_std", "left", "right", "full")
 Side = Literal["left", "right", "full"]
 SIDES: tuple[Side, ...] = ("left", "right", "full")
@@ -47,6 +49,22 @@ def basis_shape(key: str, shape: Sequence[int], rank: int) -> tuple[int, int]:
     """Of ``ortho_left`` or ``ortho_right`` for a gradient of ``shape``."""
     r = low_rank(shape, rank)
     return (shape[0], r) if key == "ortho_left" else (r, shape[1])
+
+
+def basis_layout(key: str, shape: Sequence[int], rank: int) -> StateTensor:
+    """How ``ortho_left`` or ``ortho_right`` is cut: like the dimension of the parameter that it has."""
+    r = Size(low_rank(shape, rank))
+    return StateTensor((0, r) if key == "ortho_left" else (r, 1))
+
+
+def projected_dims(side: Side, r: int) -> tuple[int | Size, ...]:
+    """The dimensions of a projected gradient, for a :class:`StateTensor`."""
+    by_side: dict[Side, tuple[int | Size, ...]] = {
+        "left": (Size(r), 1),
+        "right": (0, Size(r)),
+        "full": (Size(r), Size(r)),
+    }
+    return by_side[side]
 
 
 def leading_bases(gradient: Tensor, rank: int, side: Side) -> dict[str, Tensor]:

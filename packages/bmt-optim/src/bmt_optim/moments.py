@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import bmt_kernels
+from bmt_comm import Slice
 
 from .batch import Batch
-from .blockwise import dequantise, maxima_here, maxima_of, quantise, shares_blocks, span_of
+from .blockwise import block_count, dequantise, maxima_here, maxima_of, quantise, shares_blocks, span_of
 from .state_layout import StateTensor
 
 MOMENTS = (("exp_avg", "absmax_avg", True), ("exp_avg_sq", "absmax_avg_sq", False))
@@ -49,15 +50,13 @@ class Moments:
 
     Args:
         batch: with ``betas``, ``eps`` and ``correct_bias`` among its options.
-        layouts: the state layout of each matrix.
+        parts: which part of its moments this rank holds of each matrix that has them in 8 bits.
     """
 
-    def __init__(self, batch: Batch, layouts: Sequence[Mapping[str, StateTensor]]) -> None:
+    def __init__(self, batch: Batch, parts: Mapping[int, Slice]) -> None:
         self._states = batch.states
         self._device = batch.device
-        self._eight = [layout["exp_avg"].dtype is torch.uint8 for layout in layouts]
-        self._parts = [layout["exp_avg"].part(m.where) for layout, m in zip(layouts, batch.matrices)]
-        self._blocks = [-(-math.prod(part.shape) // 256) for part in self._parts]
+        self._parts = parts
         self._maxima: dict[int, Tensor] = {}
         options = batch.options
         step = batch.step if options["correct_bias"] else _SETTLED
@@ -72,14 +71,14 @@ class Moments:
     @property
     def shared(self) -> list[int]:
         """The matrices whose blocks' maxima ranks have to agree on before :meth:`step`."""
-        return [i for i, eight in enumerate(self._eight) if eight and shares_blocks(self._parts[i])]
+        return [i for i, part in self._parts.items() if shares_blocks(part)]
 
     def maxima_ahead(self, i: int, grad: Tensor) -> Tensor:
         """The maxima that a step by ``grad`` (fp32) will give: of all blocks, 0 where this rank has nothing.
 
         fp32, of shape (2, blocks). Nothing changes.
         """
-        found = torch.zeros(2, self._blocks[i], device=self._device)
+        found = torch.zeros(2, block_count(self._parts[i].shape), device=self._device)
         span = span_of(self._parts[i])
         with self._near([i], store=False) as (state,):
             moments = self._dequantised(i, state)
@@ -112,8 +111,8 @@ class Moments:
             grad_scale, grad_factor: as in a :class:`Batch`; with a factor all moments must be in fp32.
         """
         scaled = {**self._settings, "lr": lr, "grad_scale": grad_scale}
-        plain = [n for n, i in enumerate(indices) if not self._eight[i]]
-        fused = [n for n, i in enumerate(indices) if self._eight[i] and self._is_fused(i)]
+        plain = [n for n, i in enumerate(indices) if i not in self._parts]
+        fused = [n for n, i in enumerate(indices) if i in self._parts and self._is_fused(i)]
         rest = sorted(set(range(len(indices))) - {*plain, *fused})
         assert grad_factor is None or not (fused or rest)
         with self._near(indices) as states:
@@ -160,7 +159,7 @@ class Moments:
         near: list[dict[str, Tensor]] = []
         for i in indices:
             state = self._states[i]
-            keys = [key for key, _, _ in MOMENTS] + ([key for _, key, _ in MOMENTS] if self._eight[i] else [])
+            keys = [key for key, _, _ in MOMENTS] + ([key for _, key, _ in MOMENTS] if i in self._parts else [])
             near.append({key: state[key].to(self._device, non_blocking=True) for key in keys})
         yield near
         for i, copies in zip(indices if store else (), near):

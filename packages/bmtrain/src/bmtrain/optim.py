@@ -1,5 +1,43 @@
 """Optimizers, and the manager that scales losses and steps them."""
 
-from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, save_optimizer
+from bmt_optim import (
+    CAME,
+    Adafactor,
+    Adam,
+    AdamOffloadOptimizer,
+    AdamOptimizer,
+    DistGaloreAdamW,
+    DistributedAdafactor,
+    DistributedCAME,
+    DistributedLamb,
+    DistributedOptimizer,
+    GaLoreAdamW,
+    Lamb,
+    Muon,
+    OptimManager,
+    TorchAdafactor,
+    get_galore_param_groups,
+    save_optimizer,
+    to_distributed,
+)
 
-__all__ = ["AdamOffloadOptimizer", "AdamOptimizer", "OptimManager", "save_optimizer"]
+__all__ = [
+    "CAME",
+    "Adafactor",
+    "Adam",
+    "AdamOffloadOptimizer",
+    "AdamOptimizer",
+    "DistGaloreAdamW",
+    "DistributedAdafactor",
+    "DistributedCAME",
+    "DistributedLamb",
+    "DistributedOptimizer",
+    "GaLoreAdamW",
+    "Lamb",
+    "Muon",
+    "OptimManager",
+    "TorchAdafactor",
+    "get_galore_param_groups",
+    "save_optimizer",
+    "to_distributed",
+]
