@@ -10,12 +10,15 @@ from bmt_optim import (
     DistributedAdafactor,
     DistributedCAME,
     DistributedLamb,
+    DistributedOptimizer,
     GaLoreAdamW,
     Lamb,
     Muon,
     OptimManager,
+    TorchAdafactor,
     get_galore_param_groups,
     save_optimizer,
+    to_distributed,
 )
 
 __all__ = [
@@ -28,10 +31,13 @@ __all__ = [
     "DistributedAdafactor",
     "DistributedCAME",
     "DistributedLamb",
+    "DistributedOptimizer",
     "GaLoreAdamW",
     "Lamb",
     "Muon",
     "OptimManager",
+    "TorchAdafactor",
     "get_galore_param_groups",
     "save_optimizer",
+    "to_distributed",
 ]
