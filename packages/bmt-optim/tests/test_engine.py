@@ -39,7 +39,9 @@ class Probe(DistributedOptimizer):
         largest = Max([g.max() if g.numel() else torch.tensor(-1e9) for g in batch.grads], batch.matrices)
         rows = Sum([g.float().sum(-1) for g in grads], matrices, (-1,))
         columns = Sum([g.float().sum(-2) for g in grads], matrices, (-2,))
-        self.first = yield [total, largest, rows, columns, Own(grads, matrices)]
+        both = Sum(torch.stack([torch.stack([g.sum(), g.square().sum()]) for g in batch.grads]), batch.matrices)
+        none = Max(torch.empty(0, 2), [])
+        self.first = yield [total, largest, rows, columns, both, none, Own(grads, matrices)]
         wholes = self.first[-1]
         back = Return([None if w is None else w * 2 for w in wholes], matrices, self.dtype)
         shapes = [(m.where.shape[0], 2) for m in matrices]
@@ -61,7 +63,9 @@ def check_answers(ctx):
     for dtype in (torch.float32, torch.bfloat16):
         grads, _, optimizer = probe(slices, dtype)
         optimizer.step()
-        total, largest, rows, columns, wholes = optimizer.first
+        total, largest, rows, columns, both, none, wholes = optimizer.first
+        torch.testing.assert_close(both, torch.stack([torch.stack([g.sum(), g.square().sum()]) for g in grads]))
+        assert none.shape == (0, 2)
         back, shared = optimizer.second
         for g, t, m in zip(grads, total, largest):
             torch.testing.assert_close(t, g.square().sum())

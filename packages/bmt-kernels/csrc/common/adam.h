@@ -34,8 +34,11 @@ static_assert(sizeof(AdamRow) == 7 * sizeof(int64_t), "rows are read from a pack
 enum WeightKind { kFp32, kBf16, kFp16, kFp32CopyBf16, kFp32CopyFp16, kWeightKinds };
 
 template <class Row>
+inline int weight_dtype(const Row& row) { return static_cast<int>(row.kinds & 0xff); }
+
+template <class Row>
 inline int weight_kind(const Row& row) {
-  if (row.copy == 0) return static_cast<int>(row.kinds & 0xff);
+  if (row.copy == 0) return weight_dtype(row);
   return static_cast<DType>((row.kinds >> 8) & 0xff) == DType::kBFloat16 ? kFp32CopyBf16 : kFp32CopyFp16;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/adam.h"
+#include "common/lamb.h"
 
 namespace bmt {
 
@@ -29,6 +30,13 @@ inline AdamSettings adam_settings(const pybind11::tuple& values) {
   const auto number = [&](size_t i) { return values[i].cast<double>(); };
   return {number(0), number(1), number(2), number(3), number(4),
           number(5), number(6), number(7), values[8].cast<bool>(), values[9].cast<bool>()};
+}
+
+// A tuple in the order of LambSettings.
+inline LambSettings lamb_settings(const pybind11::tuple& values) {
+  if (values.size() != 7) throw pybind11::value_error("a LAMB step has 7 settings");
+  const auto number = [&](size_t i) { return values[i].cast<double>(); };
+  return {number(0), number(1), number(2), number(3), number(4), number(5), values[6].cast<bool>()};
 }
 
 }  // namespace bmt

@@ -69,7 +69,6 @@ void adam_rows(const Kernels& kernels, const AdamRow* rows, int64_t count, const
   // caches; a small copy had better stay there for the next forward. The other arrays have been read, and stores past
   // the caches would make the step half as slow again.
   constexpr int64_t kBytesPerElement = 28;
-  constexpr int64_t kStreamFromBytes = int64_t{32} << 20;
   context.stream_copy = context.total * kBytesPerElement > kStreamFromBytes;
   run_parts(
       useful_threads(context.total, threads),

@@ -5,6 +5,7 @@
 #include "cpu/adam8bit.h"
 #include "cpu/cross_entropy.h"
 #include "cpu/factored.h"
+#include "cpu/lamb.h"
 #include "cpu/norms.h"
 #include "cpu/overflow.h"
 #include "cpu/quantize.h"
@@ -20,6 +21,7 @@ struct Kernels {
   Adam8bitKernels adam8bit;
   FactoredKernels factored;
   CrossEntropyKernels cross_entropy;
+  LambKernels lamb;
 };
 
 extern const Kernels kPortableKernels;

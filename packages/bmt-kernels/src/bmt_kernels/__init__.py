@@ -11,6 +11,7 @@ from bmt_kernels.factored import (
     factored_update_square_sum,
 )
 from bmt_kernels.info import BuildInfo, build_info
+from bmt_kernels.lamb import lamb_moments, lamb_update
 from bmt_kernels.linear_cross_entropy import linear_cross_entropy, parallel_linear_cross_entropy
 from bmt_kernels.norms import PowerSum, power_sum
 from bmt_kernels.offload import OffloadPipeline, OffloadRow, pinned_zeros
@@ -35,6 +36,8 @@ __all__ = [
     "factored_update",
     "factored_update_square_sum",
     "has_inf_or_nan",
+    "lamb_moments",
+    "lamb_update",
     "linear_cross_entropy",
     "parallel_cross_entropy",
     "parallel_linear_cross_entropy",

@@ -51,9 +51,9 @@ class Adam(DistributedOptimizer):
 
     def rule(self, batch: Batch) -> Rule:
         yield []
-        for indices, weights in batch.writable():
+        for indices, params, masters in batch.for_kernels():
             bmt_kernels.adam_step(
-                weights,
+                params,
                 batch.pick(batch.grads, indices),
                 batch.state("exp_avg", indices),
                 batch.state("exp_avg_sq", indices),
@@ -62,6 +62,7 @@ class Adam(DistributedOptimizer):
                 eps=batch.options["eps"],
                 weight_decay=batch.options["weight_decay"],
                 step=batch.step,
+                masters=masters,
                 grad_scale=batch.grad_scale,
                 grad_factor=batch.grad_factor,
             )

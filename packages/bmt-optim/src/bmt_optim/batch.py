@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,18 +92,51 @@ class Batch:
                 for i, weight in zip(indices, weights):
                     weight.sub_(updates[i])
         """
-        indices = list(range(len(self)) if indices is None else indices)
-        direct = [i for i in indices if self.weights[i].dtype is torch.float32]
+        direct, rest = self._by_way(indices)
         if direct:
             yield direct, [self.weights[i] for i in direct]
-            stale = [i for i in direct if self.weights[i] is not self._locals[i]]
-            if stale:
-                torch._foreach_copy_([self._locals[i] for i in stale], [self.weights[i] for i in stale])
+            self._store(i for i in direct if self.weights[i] is not self._locals[i])
+        yield from self._rounded(rest)
+
+    def for_kernels(
+        self, indices: Sequence[int] | None = None
+    ) -> Iterator[tuple[list[int], list[Tensor], list[Tensor | None] | None]]:
+        """As :meth:`writable`, for kernels that update masters and store their rounded copies in one pass.
+
+        Portions of indices, parameters and masters: entries of these, or all of them, may be ``None``, and then the
+        parameter is an fp32 tensor that is itself to be updated.
+        """
+        direct, rest = self._by_way(indices)
+        if direct:
+            copied = [self._locals[i].is_contiguous() and "master" in self.states[i] for i in direct]
+            params = [self._locals[i] if there else self.weights[i] for i, there in zip(direct, copied)]
+            masters = [self.weights[i] if there else None for i, there in zip(direct, copied)]
+            yield direct, params, masters if any(copied) else None
+            self._store(i for i, param in zip(direct, params) if param is not self._locals[i])
+        for portion, weights in self._rounded(rest):
+            yield portion, weights, None
+
+    def _by_way(self, indices: Sequence[int] | None) -> tuple[list[int], list[int]]:
+        """Those of the indices whose weights are fp32, and the others."""
+        wanted = list(range(len(self)) if indices is None else indices)
+        direct = [i for i in wanted if self.weights[i].dtype is torch.float32]
+        return direct, wanted if not direct else [i for i in wanted if self.weights[i].dtype is not torch.float32]
+
+    def _store(self, indices: Iterable[int]) -> None:
+        """Give the parameters their weights."""
+        stale = list(indices)
+        if stale:
+            torch._foreach_copy_([self._locals[i] for i in stale], [self.weights[i] for i in stale])
+
+    def _rounded(self, indices: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Copies in fp32 of weights without a master, in portions, which are rounded into them afterwards."""
+        sizes = [self.weights[i].numel() for i in indices]
         portion: list[int] = []
-        rest = [i for i in indices if self.weights[i].dtype is not torch.float32]
-        for n, i in enumerate(rest):
+        total = 0
+        for n, i in enumerate(indices):
             portion.append(i)
-            if n + 1 < len(rest) and sum(self.weights[j].numel() for j in (*portion, rest[n + 1])) <= _SPAN:
+            total += sizes[n]
+            if n + 1 < len(indices) and total + sizes[n + 1] <= _SPAN:
                 continue
             weights = [self.weights[j].float() for j in portion]
             yield portion, weights
@@ -111,7 +144,7 @@ class Batch:
                 matrix = self.matrices[j]
                 rounded = round_stochastically(weight, matrix.where, self._locals[j].dtype, self._seed(matrix))
                 self._locals[j].copy_(rounded)
-            portion = []
+            portion, total = [], 0
 
     def _seed(self, matrix: Matrix) -> int:
         """Differs between a parameter's steps, and between parameters."""

@@ -29,7 +29,7 @@ class Answer:
     def end(self, phase: int) -> None:
         """Take over what has been communicated."""
 
-    def result(self) -> list[Tensor | None]:
+    def result(self) -> Sequence[Tensor | None] | Tensor:
         raise NotImplementedError
 
 
@@ -52,11 +52,15 @@ class _Reduce(Answer):
     def __init__(self, request: Sum) -> None:
         self.asks = len(request.values) > 0
         self.op = "max" if isinstance(request, Max) else "sum"
+        self.comms = [matrix.cut_along(request.over) for matrix in request.matrices]
+        self.stacked = isinstance(request.values, Tensor)
+        self.whole = self.stacked and len(set(self.comms)) <= 1  # all statistics are one value
         self.values = list(request.values)
+        if self.whole:
+            self.values, self.comms = [request.values], self.comms[:1] or [(None, None)]
         for value in self.values:
             if value.dtype is not torch.float32:
                 raise TypeError(f"a statistic of dtype {value.dtype} is to be reduced; statistics are float32")
-        self.comms = [matrix.cut_along(request.over) for matrix in request.matrices]
         self.pending: list[tuple[int, Reduction]] = []
 
     def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
@@ -71,8 +75,10 @@ class _Reduce(Answer):
         for i, reduction in self.pending:
             self.values[i] = reduction.value
 
-    def result(self) -> list[Tensor | None]:
-        return list(self.values)
+    def result(self) -> Sequence[Tensor | None] | Tensor:
+        if self.whole:
+            return self.values[0]
+        return torch.stack(self.values) if self.stacked else self.values
 
 
 class _Own(Answer):

@@ -7,19 +7,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 import bmt_kernels
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .norms import square_sums
 from .options import check_betas, check_not_negative
 from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter
-
-_SETTLED = 1 << 30
-"""A step at which bias corrections are 1."""
 
 
 class DistributedLamb(DistributedOptimizer):
@@ -83,46 +78,39 @@ class DistributedLamb(DistributedOptimizer):
     def rule(self, batch: Batch) -> Rule:
         yield []  # the norms are of a direction for which the moments have to move
         options, lr = batch.options, float(batch.options["lr"])
-        step = batch.step if options["bias_correction"] in (True, "moments") else _SETTLED
+        numbers = {
+            "betas": options["betas"],
+            "eps": options["eps"],
+            "weight_decay": options["weight_decay"],
+            "step": batch.step,
+            "bias_correction": options["bias_correction"] in (True, "moments"),
+        }
         if options["bias_correction"] == "lr":
             beta1, beta2 = options["betas"]
             lr *= math.sqrt(1 - beta2**batch.step) / (1 - beta1**batch.step)
-        directions = _directions(batch, step)
-        squares = torch.stack([square_sums(batch.weights), square_sums(directions)], dim=1)  # (matrices, 2)
-        (totals,) = yield [Sum(squares.unbind(), batch.matrices)]
-        norms = torch.stack(totals).sqrt()
+        exp_avgs, exp_avg_sqs = batch.state("exp_avg"), batch.state("exp_avg_sq")
+        squares = bmt_kernels.lamb_moments(
+            batch.weights,
+            batch.grads,
+            exp_avgs,
+            exp_avg_sqs,
+            grad_scale=batch.grad_scale,
+            grad_factor=batch.grad_factor,
+            **numbers,
+        )
+        (squares,) = yield [Sum(squares.float(), batch.matrices)]  # (matrices, 2): of weights and of directions
+        norms = squares.sqrt()
         rates = lr * torch.where((norms > 0).all(dim=1), norms[:, 0] / norms[:, 1], 1)
-        each = rates.unbind()
-        for indices, weights in batch.writable():
-            for i, weight in zip(indices, weights):
-                weight.addcmul_(directions[i], each[i])
-
-
-def _directions(batch: Batch, step: int) -> list[Tensor]:
-    """-r of every matrix, in new memory; the moments move.
-
-    It is what a step of Adam at a rate of 1 makes of -weight_decay·p.
-    """
-    directions = [torch.empty_like(w, dtype=torch.float32) for w in batch.weights]
-    if batch.options["weight_decay"]:
-        torch._foreach_copy_(directions, batch.weights)
-        torch._foreach_mul_(directions, -batch.options["weight_decay"])
-    else:
-        torch._foreach_zero_(directions)
-    bmt_kernels.adam_step(
-        directions,
-        batch.grads,
-        batch.state("exp_avg"),
-        batch.state("exp_avg_sq"),
-        lr=1.0,
-        betas=batch.options["betas"],
-        eps=batch.options["eps"],
-        weight_decay=0.0,
-        step=step,
-        grad_scale=batch.grad_scale,
-        grad_factor=batch.grad_factor,
-    )
-    return directions
+        for indices, params, masters in batch.for_kernels():
+            some = len(indices) < len(batch)
+            bmt_kernels.lamb_update(
+                params,
+                batch.pick(exp_avgs, indices) if some else exp_avgs,
+                batch.pick(exp_avg_sqs, indices) if some else exp_avg_sqs,
+                torch.stack(batch.pick(rates.unbind(), indices)) if some else rates,
+                masters=masters,
+                **numbers,
+            )
 
 
 Lamb = DistributedLamb

@@ -50,13 +50,14 @@ class Sum:
     result is that of this rank's rows, or columns. A dimension that nothing cuts costs nothing.
 
     Attributes:
-        values: fp32; ``values[i]`` of the same shape on all ranks that take part.
+        values: fp32; ``values[i]`` of the same shape on all ranks that take part. Statistics of one shape may come as
+            one tensor, of which dimension 0 counts the matrices: many are then handled as fast as one.
         matrices: to which they belong, in the order of the batch.
 
-    Result: a list of fp32 tensors of the same shapes.
+    Result: a list of fp32 tensors of the same shapes, or one tensor if ``values`` is one.
     """
 
-    values: Sequence[Tensor]
+    values: Sequence[Tensor] | Tensor
     matrices: Sequence[Matrix]
     over: tuple[int, ...] | None = None
 

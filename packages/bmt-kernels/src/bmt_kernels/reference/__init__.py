@@ -18,6 +18,7 @@ from bmt_kernels.reference.factored import (
     factored_update,
     factored_update_square_sum,
 )
+from bmt_kernels.reference.lamb import lamb_moments, lamb_update
 from bmt_kernels.reference.norms import power_sum
 from bmt_kernels.reference.overflow import has_inf_or_nan
 from bmt_kernels.reference.quantize import dequantize_blockwise, dynamic_map, quantize_blockwise
@@ -35,6 +36,8 @@ __all__ = [
     "factored_update",
     "factored_update_square_sum",
     "has_inf_or_nan",
+    "lamb_moments",
+    "lamb_update",
     "power_sum",
     "quantize_blockwise",
 ]

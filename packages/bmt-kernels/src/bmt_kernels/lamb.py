@@ -1,0 +1,281 @@
+"""The two passes of a fused LAMB step over lists of tensors: the moments with the norms, and the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bmt_kernels import _library, _native, reference
+from bmt_kernels._compat import increment_version
+from bmt_kernels._lamb_table import lamb_table
+from bmt_kernels._tables import check_flag
+from bmt_kernels.adam import _address, _checked, _checked_betas, _checked_count
+from bmt_kernels.reference.lamb import sums_dtype
+
+
+def lamb_moments(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    bias_correction: bool = True,
+    grad_scale: float = 1.0,
+    grad_factor: Tensor | None = None,
+) -> Tensor:
+    """Move the moments, and add up the squares of weights and directions. The first pass of a LAMB step.
+
+    For each i, in fp32, with g = grad / grad_scale * grad_factor and t = step::
+
+        m  = beta1 * m + (1 - beta1) * g            exp_avgs[i]
+        v  = beta2 * v + (1 - beta2) * g * g        exp_avg_sqs[i]
+        r  = m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) + weight_decay * p
+
+    without the divisions by 1 - beta^t if there is no bias correction. r is not kept: `lamb_update` computes the same
+    again. From the sums, added up over the ranks that hold parts of a tensor, follows its rate
+    lr * ‖p‖ / ‖r‖; a step reads and writes 40 bytes per fp32 element, where Adam's moves 28.
+
+    Infinities and NaN propagate as in IEEE arithmetic, and subnormal numbers are kept. All the tensors of index i
+    have one shape and are on one device, the same for all i; they are contiguous, or dense with equal strides.
+    Empty lists and empty tensors are fine. The host does not wait for CUDA.
+
+    Args:
+        params: the weights, float32, bfloat16 or float16; the masters of those that have one. Only read.
+        grads: float32, bfloat16 or float16, not necessarily their parameters' dtype. Only read.
+        exp_avgs: float32, first moments. Written.
+        exp_avg_sqs: float32, second moments. Written.
+        betas: decay rates of the two moments, each in [0, 1).
+        eps: added to the denominator, not negative.
+        weight_decay: not negative.
+        step: the number of this step, counted from 1.
+        bias_correction: whether r is of the moments divided by 1 - beta^t.
+        grad_scale: what the gradients were multiplied by (the loss scale), positive.
+        grad_factor: a float32 tensor with one element, on the same device, by which the gradients are multiplied
+            besides, such as a clip coefficient.
+
+    Returns:
+        float64 of shape (number of parameters, 2), on the device: Σp² and Σr² of each, 0 of an empty one. They do not
+        depend on the number of threads nor on the CPU variant; between CPU, GPU and the reference they may differ in
+        rounding. (float32 on mps, which has no float64.)
+
+    Raises:
+        TypeError: an argument or an entry has a wrong type, dtype or layout.
+        ValueError: list lengths, shapes, devices or strides do not match; a tensor that is written to shares memory
+            with another; a number is out of its range.
+        RuntimeError: CUDA failed to launch the kernel.
+
+        Everything is checked first: after a TypeError or a ValueError no tensor has been modified.
+
+    Source: You et al., arXiv:1904.00962, algorithm 2.
+    """
+    if _library.tracing():
+        numbers = (betas, eps, weight_decay, step, bias_correction, grad_scale)
+        result: Tensor = _moments_operation(params, grads, exp_avgs, exp_avg_sqs, grad_factor, *numbers)
+        return result
+    settings = _settings(betas, eps, weight_decay, step, bias_correction, grad_scale)
+    rows, device = lamb_table(params, grads, exp_avgs, exp_avg_sqs, None)
+    if grad_factor is not None:
+        check_flag("grad_factor", grad_factor, device if len(params) else None)
+    sums = torch.zeros(len(params), 2, dtype=sums_dtype(device), device=device)
+    if not rows:
+        return sums
+    if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
+        factor, threads = _address(grad_factor), torch.get_num_threads()
+        cpu.module.lamb_moments(cpu.variant, rows, settings, factor, sums.data_ptr(), threads)
+    elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
+        partials = torch.empty(2 * cuda.lamb_blocks(rows), dtype=torch.float64, device=device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        factor = _address(grad_factor)
+        cuda.lamb_moments(device.index, stream, rows, settings, factor, sums.data_ptr(), partials.data_ptr())
+    else:
+        reference.lamb_moments(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            sums,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            step=step,
+            bias_correction=bias_correction,
+            grad_scale=grad_scale,
+            grad_factor=grad_factor,
+        )
+    return sums  # the moments are nobody's leaves: no backward can have saved them
+
+
+def lamb_update(
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    rates: Tensor,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    bias_correction: bool = True,
+    masters: Sequence[Tensor | None] | None = None,
+) -> None:
+    """Subtract rates[i] * r from every parameter, with the r of `lamb_moments`. The second pass of a LAMB step.
+
+    r is computed again from the moments and the weights, which are to be as `lamb_moments` left them, and the numbers
+    those that it was given. The tensors are as there, and what else is said there holds here.
+
+    Args:
+        params: float32, bfloat16 or float16. Written.
+        exp_avgs, exp_avg_sqs: float32, the moments. Only read.
+        rates: float32 of shape (number of parameters,), on the device of the parameters. Only read, there.
+        betas, eps, weight_decay, step, bias_correction: as in `lamb_moments`.
+        masters: float32 master weights of bfloat16 and float16 parameters: the update is applied to them, and the
+            parameters get copies rounded to nearest, ties to even. None for a float32 parameter. Without a master,
+            a half-precision parameter is itself updated, in fp32, and rounded.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in `lamb_moments`.
+    """
+    if _library.tracing():
+        mastered = [] if masters is None else [i for i, master in enumerate(masters) if master is not None]
+        present = [] if masters is None else [masters[i] for i in mastered]
+        numbers = (betas, eps, weight_decay, step, bias_correction)
+        with torch.no_grad():
+            _update_operation(params, exp_avgs, exp_avg_sqs, rates, present, mastered, *numbers)
+        return
+    settings = _settings(betas, eps, weight_decay, step, bias_correction, 1.0)
+    rows, device = lamb_table(params, None, exp_avgs, exp_avg_sqs, masters)
+    rates = _checked_rates(rates, len(params), device)
+    if not rows:
+        return
+    if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
+        cpu.module.lamb_update(cpu.variant, rows, settings, rates.data_ptr(), torch.get_num_threads())
+    elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        cuda.lamb_update(device.index, stream, rows, settings, rates.data_ptr())
+    else:
+        reference.lamb_update(
+            params,
+            exp_avgs,
+            exp_avg_sqs,
+            rates,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            step=step,
+            bias_correction=bias_correction,
+            masters=masters,
+        )
+        return  # PyTorch has counted its own writes
+    increment_version(params)
+    if masters is not None:
+        increment_version([master for master in masters if master is not None])
+
+
+def _checked_rates(rates: Tensor, count: int, device: torch.device) -> Tensor:
+    if not isinstance(rates, Tensor):
+        raise TypeError(f"rates is a {type(rates).__name__}; it must be a float32 tensor, one element per parameter")
+    if rates.dtype is not torch.float32:
+        raise TypeError(f"rates has dtype {rates.dtype}; it must be torch.float32")
+    if rates.shape != (count,):
+        raise ValueError(f"rates has shape {tuple(rates.shape)}; it must be ({count},), one element per parameter")
+    if count and rates.device != device:
+        raise ValueError(f"rates is on {rates.device}; it must be on {device} like the parameters")
+    return rates.contiguous()
+
+
+def _settings(
+    betas: tuple[float, float], eps: float, weight_decay: float, step: int, bias_correction: bool, grad_scale: float
+) -> tuple[object, ...]:
+    """In the order of LambSettings in csrc/common/lamb.h."""
+    beta1, beta2 = _checked_betas(betas)
+    eps = _checked("eps", eps, 0.0)
+    weight_decay = _checked("weight_decay", weight_decay, 0.0)
+    grad_scale = _checked("grad_scale", grad_scale, math.ulp(0.0))
+    _checked_count("step", step, 1)
+    if not isinstance(bias_correction, bool):
+        raise TypeError(f"bias_correction is a {type(bias_correction).__name__}; it must be a bool")
+    return beta1, beta2, eps, weight_decay, step, grad_scale, bias_correction
+
+
+# For torch.compile; masters come without the gaps between them.
+def _run_moments(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    grad_factor: Tensor | None,
+    betas: list[float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    bias_correction: bool,
+    grad_scale: float,
+) -> Tensor:
+    return lamb_moments(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        betas=(betas[0], betas[1]),
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        bias_correction=bias_correction,
+        grad_scale=grad_scale,
+        grad_factor=grad_factor,
+    )
+
+
+def _fake_moments(params: list[Tensor], *arguments: object) -> Tensor:
+    device = params[0].device if params else torch.device("cpu")
+    return torch.empty(len(params), 2, dtype=sums_dtype(device), device=device)
+
+
+def _run_update(
+    params: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    rates: Tensor,
+    masters: list[Tensor],
+    mastered: list[int],
+    betas: list[float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    bias_correction: bool,
+) -> None:
+    by_index = dict(zip(mastered, masters))
+    lamb_update(
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        rates,
+        betas=(betas[0], betas[1]),
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        bias_correction=bias_correction,
+        masters=[by_index.get(i) for i in range(len(params))] if masters else None,
+    )
+
+
+_moments_operation = _library.register(
+    "lamb_moments(Tensor[] params, Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] exp_avg_sqs, "
+    "Tensor? grad_factor, float[] betas, float eps, float weight_decay, SymInt step, bool bias_correction, "
+    "float grad_scale) -> Tensor",
+    _run_moments,
+    _fake_moments,
+)
+_update_operation = _library.register(
+    "lamb_update(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor rates, Tensor(b!)[] masters, "
+    "int[] mastered, float[] betas, float eps, float weight_decay, SymInt step, bool bias_correction) -> ()",
+    _run_update,
+    lambda *arguments: None,
+)
