@@ -160,6 +160,7 @@ def galore_torch() -> Any:
         assert found is not None
         assert found.origin is not None
         package.__path__ = [str(Path(found.origin).parent)]
+        package.__spec__ = found  # others look for it, too
         sys.modules["galore_torch"] = package
     return importlib.import_module("galore_torch.adamw").AdamW
 

@@ -29,6 +29,7 @@ def galore_torch(module):
     if "galore_torch" not in sys.modules:
         package = types.ModuleType("galore_torch")
         package.__path__ = [str(FOLDER)]
+        package.__spec__ = importlib.util.find_spec("galore_torch")  # others look for it, too
         sys.modules["galore_torch"] = package
     return importlib.import_module(f"galore_torch.{module}")
 
