@@ -41,6 +41,7 @@ run adam8bit "$python" benchmarks/adam8bit.py
 run norms "$python" benchmarks/norms.py
 run cross-entropy "$python" benchmarks/cross_entropy.py --large
 run factored "$python" benchmarks/factored.py
+run lamb "$python" benchmarks/lamb.py
 run overhead "$python" benchmarks/overhead.py
 run memory "$python" benchmarks/memory.py
 run train-step "$python" benchmarks/train_step.py
