@@ -42,6 +42,7 @@ run norms "$python" benchmarks/norms.py
 run cross-entropy "$python" benchmarks/cross_entropy.py --large
 run factored "$python" benchmarks/factored.py
 run optimizers "$python" benchmarks/optimizers.py --plot "$out/optimizers.png"
+run lamb "$python" benchmarks/lamb.py
 run overhead "$python" benchmarks/overhead.py
 run memory "$python" benchmarks/memory.py
 run train-step "$python" benchmarks/train_step.py

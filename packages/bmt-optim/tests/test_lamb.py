@@ -162,6 +162,26 @@ def test_in_half_precision_the_masters_follow_the_formula_and_loss_scale_does_no
     assert update_error(masters, reference(range(10), start, rounded), start) <= 1e-5
 
 
+@pytest.mark.ranks(2)
+def test_without_masters_each_weight_is_one_of_the_two_neighbours_of_the_formula(ctx):
+    # Rates differ between matrices.
+    start = [((n + 1) * t).bfloat16().float() for n, t in enumerate(tensors(SHAPES))]
+    params = shards(start, layout(ctx, SHAPES), torch.bfloat16)
+    exact = shards(start[1::2], [slice_of(p) for p in params[1::2]])
+    params[1::2] = exact  # in one batch with the others
+    optimizer = DistributedLamb(params, **{**OPTIONS, "lr": 0.3}, stochastic_rounding=True)
+    for p, g in zip(params, gradients(0)):
+        p.grad = cut(g, slice_of(p)).to(p.dtype)
+    optimizer.step()
+    expected = [t.double() for t in start]
+    Formula(expected, **{**OPTIONS, "lr": 0.3}).step([g.to(p.dtype).double() for p, g in zip(params, gradients(0))])
+    for p, e, s in zip(params, expected, start):
+        ours, wanted = p.detach().double(), cut(e, slice_of(p))
+        step = 2.0**-7 if p.dtype is torch.bfloat16 else 1e-6
+        assert ((ours - wanted).abs() <= step * wanted.abs() + 1e-6).all()
+        assert ((wanted - cut(s, slice_of(p))).abs() > 1e-4).any() or p.numel() == 0
+
+
 @pytest.mark.ranks(4, tp_size=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_state_gathered_at_one_layout_is_loaded_at_another_and_goes_on_exactly(ctx, dtype):

@@ -128,7 +128,7 @@ static DirectionSums adam_and_sums(const AdamRow& row, int64_t begin, int64_t en
                                                            exp_avg_sq + at, spread_out, scalars.decoupled,
                                                            scalars.update, false));
       sum_lanes.at[j] = sum_lanes.at[j] + d;
-      square_lanes.at[j] = square_lanes.at[j] + d * d;
+      square_lanes.at[j] = add_square(square_lanes.at[j], d);
     }
   }
   LaneSums sums = lane_sums(sum_lanes);

@@ -105,26 +105,24 @@ void lamb_update(int variant, const py::bytes& table, const py::tuple& settings,
   struct Context {
     const Kernels& kernels;
     const std::vector<LambRow>& rows;
-    int64_t blocks;
+    int64_t total;
     LambScalars scalars;
     const float* rates;
     bool stream_copy;
-  } context{kernels_at(variant), rows, total_blocks(rows.data(), count), lamb_scalars(lamb_settings(settings)),
+  } context{kernels_at(variant), rows, total_elements(rows.data(), count), lamb_scalars(lamb_settings(settings)),
             address<const float>(rates), false};
-  const int64_t total = total_elements(rows.data(), count);
   constexpr int64_t kBytesPerElement = 16;
-  context.stream_copy = total * kBytesPerElement > kStreamFromBytes;
+  context.stream_copy = context.total * kBytesPerElement > kStreamFromBytes;
   py::gil_scoped_release release;
   run_parts(
-      useful_threads(total, threads),
+      useful_threads(context.total, threads),
       [](void* pointer, int part, int parts) {
         const Context& c = *static_cast<const Context*>(pointer);
-        const auto update = [&](const LambRow& row, int64_t begin, int64_t end, int64_t) {
+        const auto update = [&](const LambRow& row, int64_t begin, int64_t end) {
           c.kernels.lamb.update[weight_kind(row)](row, begin, end, c.scalars, c.rates[row.index],
                                                   c.stream_copy && row.copy != 0);
         };
-        // Last block first: the caches hold what the first pass came to last.
-        visit_blocks_backwards(c.rows.data(), static_cast<int64_t>(c.rows.size()), c.blocks, part, parts, update);
+        visit_part(c.rows.data(), static_cast<int64_t>(c.rows.size()), c.total, part, parts, update);
       },
       &context);
 }

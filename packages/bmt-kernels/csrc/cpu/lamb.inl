@@ -49,10 +49,9 @@ static LambSums moments(const LambRow& row, int64_t begin, int64_t end, const La
       store_f32(exp_avg + at, m);
       store_f32(exp_avg_sq + at, v);
       const Vec w = load(Weight(), weight + at);
-      const Wide p = widen(w);
-      const Wide r = widen(bmt::lamb_direction(w, m, v, spread_out));
-      weight_lanes.at[j] = weight_lanes.at[j] + p * p;
-      direction_lanes.at[j] = direction_lanes.at[j] + r * r;
+      const Vec r = bmt::lamb_direction(w, m, v, spread_out);
+      weight_lanes.at[j] = add_square(weight_lanes.at[j], widen(w));
+      direction_lanes.at[j] = add_square(direction_lanes.at[j], widen(r));
     }
   }
   LaneSums weights = lane_sums(weight_lanes);

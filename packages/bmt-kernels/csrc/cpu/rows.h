@@ -74,22 +74,6 @@ void visit_blocks(const Row* rows, int64_t count, int64_t blocks, int part, int 
   }
 }
 
-// The same from the last block of the piece to the first.
-template <class Row, class Visit>
-void visit_blocks_backwards(const Row* rows, int64_t count, int64_t blocks, int part, int parts, Visit visit) {
-  const int64_t first = blocks * part / parts;
-  const int64_t last = blocks * (part + 1) / parts;
-  int64_t stop = blocks;
-  for (int64_t i = count - 1; i >= 0 && stop > first; --i) {
-    const int64_t start = stop - blocks_of(rows[i].numel);
-    for (int64_t block = std::min(last, stop) - 1; block >= std::max(first, start); --block) {
-      const int64_t begin = (block - start) * kBlock;
-      visit(rows[i], begin, std::min(begin + kBlock, rows[i].numel), block);
-    }
-    stop = start;
-  }
-}
-
 // Arrays that are only written are stored past the caches, so that their lines are not read first, where a call
 // moves more bytes than this: its arrays push each other out of the caches anyway.
 constexpr int64_t kStreamFromBytes = int64_t{32} << 20;

@@ -71,6 +71,10 @@ BMT_INLINE Wide widen(Vec a) {
 }
 BMT_INLINE Wide operator+(Wide a, Wide b) { return {_mm256_add_pd(a.low, b.low), _mm256_add_pd(a.high, b.high)}; }
 BMT_INLINE Wide operator*(Wide a, Wide b) { return {_mm256_mul_pd(a.low, b.low), _mm256_mul_pd(a.high, b.high)}; }
+// sum + x * x, where x was widened: its square is exact, so fused or not the bits are the same.
+BMT_INLINE Wide add_square(Wide sum, Wide x) {
+  return sum + x * x;
+}
 BMT_INLINE void store_wide(double* p, Wide a) {
   _mm256_storeu_pd(p, a.low);
   _mm256_storeu_pd(p + 4, a.high);

@@ -70,6 +70,10 @@ BMT_INLINE Wide widen(Vec a) {
 }
 BMT_INLINE Wide operator+(Wide a, Wide b) { return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)}; }
 BMT_INLINE Wide operator*(Wide a, Wide b) { return {_mm512_mul_pd(a.low, b.low), _mm512_mul_pd(a.high, b.high)}; }
+// sum + x * x, where x was widened: its square is exact, so fused or not the bits are the same.
+BMT_INLINE Wide add_square(Wide sum, Wide x) {
+  return {_mm512_fmadd_pd(x.low, x.low, sum.low), _mm512_fmadd_pd(x.high, x.high, sum.high)};
+}
 BMT_INLINE void store_wide(double* p, Wide a) {
   _mm512_storeu_pd(p, a.low);
   _mm512_storeu_pd(p + 8, a.high);

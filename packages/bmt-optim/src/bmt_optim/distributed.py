@@ -161,14 +161,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         present = [m for m, there in zip(plan.matrices, plan.presence.update()) if there]
         grads = [self._grad(m) for m in present]
         self._materialize()
-        groups: dict[tuple[int, int, str], list[int]] = {}
-        for n, matrix in enumerate(present):
-            key = (plan.group_of[matrix.index], self.state[matrix.param]["step"] + 1, str(matrix.param.device))
+        entries = [self.state[m.param] for m in present]
+        groups: dict[tuple[int, int, torch.device], list[int]] = {}
+        for n, (matrix, entry) in enumerate(zip(present, entries)):
+            key = (plan.group_of[matrix.index], entry["step"] + 1, matrix.param.device)
             groups.setdefault(key, []).append(n)
         batches = []
-        for (number, step, _), members in sorted(groups.items()):
+        for (number, step, _), members in sorted(groups.items(), key=lambda group: (*group[0][:2], str(group[0][2]))):
             matrices = [present[n] for n in members]
-            states = [self.state[m.param] for m in matrices]
+            states = [entries[n] for n in members]
             locals_ = [local_tensor(m.param) for m in matrices]
             if step == 1:
                 _sync_masters(states, locals_)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -32,12 +33,12 @@ class Matrix:
     pieces: Sequence[tuple[int, int]]
     owner: tuple[int, int] = (0, 0)
 
-    @property
+    @cached_property
     def row_comm(self) -> Communicator | None:
         """Over which dimension 0 of the piece is cut; ``None``: it is not."""
         return _real(self.where.row_comm)
 
-    @property
+    @cached_property
     def tp_comm(self) -> Communicator | None:
         """Over which ``where.tp_dim`` is cut; ``None``: it is not."""
         return _real(self.where.tp_comm)
