@@ -26,7 +26,8 @@ def use_fallbacks(ctx):
 
     def gather(x, matrices, dim, group, *, return_A):
         calls.append("gather")
-        return symmetric_memory._fused_all_gather_matmul_fallback(x, matrices, dim, group, return_A=return_A)
+        options = {"return_A": return_A} if _compat.TAKES_RETURN_A else {}
+        return symmetric_memory._fused_all_gather_matmul_fallback(x, matrices, dim, group, **options)
 
     def scatter(*arguments):
         calls.append("scatter")

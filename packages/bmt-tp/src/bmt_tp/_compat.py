@@ -13,6 +13,11 @@ except ImportError:
 
 HAS_SYMMETRIC_MEMORY: bool = _symmetric_memory is not None and hasattr(torch.ops.symm_mem, "fused_all_gather_matmul")
 
+# Whether the gathered operand comes back on request; before, it always did.
+TAKES_RETURN_A: bool = HAS_SYMMETRIC_MEMORY and "return_A" in str(
+    torch.ops.symm_mem.fused_all_gather_matmul.default._schema
+)
+
 
 def enable_symmetric_memory(group_name: str) -> None:
     """Prepare a process group, where this version of PyTorch still wants that."""
@@ -21,7 +26,8 @@ def enable_symmetric_memory(group_name: str) -> None:
         enable(group_name)
 
 
-def fused_all_gather_matmul(*arguments: Any, **options: Any) -> Any:
+def fused_all_gather_matmul(*arguments: Any, return_A: bool) -> Any:
+    options = {"return_A": return_A} if TAKES_RETURN_A else {}
     return torch.ops.symm_mem.fused_all_gather_matmul(*arguments, **options)
 
 

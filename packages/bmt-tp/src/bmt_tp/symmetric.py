@@ -65,7 +65,7 @@ def gathered_products(
     whole, products = _compat.fused_all_gather_matmul(
         x, [matrix.to(x.dtype) for matrix in matrices], dim, comm.group.group_name, return_A=keep
     )
-    return whole, [product.contiguous() for product in products]
+    return (whole if keep else None), [product.contiguous() for product in products]
 
 
 def scattered_product(x: Tensor, matrix: Tensor, dim: int, comm: Communicator) -> Tensor:
