@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import pickle
@@ -225,6 +226,7 @@ class Post:
         while self._sent:
             work, _ = self._sent.popleft()
             work.wait()
+        _held.join()
 
     # --- transport --------------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ _counters: WeakKeyDictionary[ParallelContext, dict[tuple[Communicator, int, int]
     WeakKeyDictionary()
 )
 
-_held: queue.SimpleQueue[Work] = queue.SimpleQueue()
+_held: queue.Queue[Work | None] = queue.Queue()
 _holder: threading.Thread | None = None
 
 
@@ -303,6 +305,8 @@ def _hold(work: Work) -> None:
     if _holder is None or not _holder.is_alive():
         _holder = threading.Thread(target=_release_in_order, name="bmt-pipe-sends", daemon=True)
         _holder.start()
+        # A thread that still waits in the backend when the interpreter goes would be an abort.
+        atexit.register(_end_thread, _holder)
     _held.put(work)
 
 
@@ -310,8 +314,16 @@ def _release_in_order() -> None:
     while True:
         work = _held.get()
         try:
+            if work is None:
+                return
             work.wait()
         except RuntimeError:
             continue  # the peer is gone: whoever waits for it raises
         finally:
             del work
+            _held.task_done()
+
+
+def _end_thread(thread: threading.Thread) -> None:
+    _held.put(None)
+    thread.join(timeout=5)  # longer only where a peer is gone
