@@ -50,6 +50,7 @@ def lint(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """All tests, in one environment with all packages in place; arguments go to pytest."""
     install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
     arguments = session.posargs or ["tests", *[f"packages/{name}/tests" for name in PACKAGES]]
     session.run("python", "-m", "pytest", *arguments)
@@ -81,6 +82,7 @@ def tests_alone(session: nox.Session) -> None:
     """
     needs_environment(session)
     install(session, "torch", *TEST_NEEDS)
+    install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     failed = []
     for name in session.posargs or PACKAGES:
         uninstall_ours(session)
@@ -104,6 +106,7 @@ def tests_across(session: nox.Session) -> None:
     """The tests of packages together, of the example and of the documentation, with all wheels installed."""
     needs_environment(session)
     install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     uninstall_ours(session)
     install_wheels(session, *PACKAGES)
     session.run("python", "-m", "pytest", *(session.posargs or ["tests"]))
