@@ -246,6 +246,26 @@ def test_two_launched_processes_end_without_a_word(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "4.0\n", "")
 
 
+def test_a_process_may_end_right_after_a_collective(tmp_path):
+    """Unless it waits for the backend's thread, that asks for the interpreter's lock too late and, often, aborts."""
+    done = run_script(
+        tmp_path,
+        """
+        import sys
+
+        import torch
+        import bmt_comm as bmt
+
+        ctx = bmt.init_distributed()
+        values = torch.ones(10)
+        sys.setswitchinterval(0.05)  # the lock is not taken from the main thread before
+        ctx.world.all_reduce(values)
+        """,
+        processes=4,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_rank_that_raises_ends_the_job(tmp_path):
     done = run_script(
         tmp_path,

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .backend_threads import let_backend_threads_rest
 from .communicator import Communicator
 from .slice import forget_communicators
 
@@ -235,6 +236,7 @@ def _shutdown_at_exit() -> None:
     # After an exception the other ranks may be stuck in a collective; waiting for them would hide it.
     if not hasattr(sys, "last_type"):
         shutdown()
+    let_backend_threads_rest()
 
 
 atexit.register(_shutdown_at_exit)
