@@ -88,3 +88,85 @@ class TestWrongCalls:
             bk.factored_update_square_sum(grads, [both], [torch.ones(3)], grads[0][0, :1])
         with pytest.raises(ValueError, match=r"eps is -1\.0"):
             bk.factored_square_sums(grads, [torch.ones(3)], [both], eps=-1.0)
+
+
+def good_step():
+    call = good_call()
+    rows, cols = ones_for(call["grads"])
+    return {
+        **{name: call[name] for name in ("params", "grads", "exp_avgs", "masters")},
+        "row_averages": rows,
+        "col_averages": cols,
+        "lr": 0.1,
+        "eps": (1e-30, 1e-3),
+        "clip_threshold": 1.0,
+    }
+
+
+def good_adafactor():
+    return {**good_step(), "beta1": 0.9, "beta2": 0.99, "sizes": torch.ones(2)}
+
+
+def good_came():
+    rows, cols = ones_for(good_step()["grads"])
+    residuals = {"residual_row_averages": rows, "residual_col_averages": cols}
+    return {**good_step(), **residuals, "betas": (0.9, 0.99, 0.999)}
+
+
+WRONG_STEPS = {
+    "length": ({"row_averages": [torch.ones(3)]}, ValueError, r"row_averages has 1 entries and grads has 2"),
+    "rows": ({"row_averages": [torch.ones(4)] * 2}, ValueError, r"row_averages\[0\] has shape \(4,\); .*\(3,\)"),
+    "columns": ({"col_averages": [torch.ones(4).half()] * 2}, TypeError, r"col_averages\[0\] has dtype torch.float16"),
+    "params": ({"params": [torch.ones(4, 3).t()] * 2}, ValueError, r"params\[0\] has strides \(1, 3\)"),
+    "moments": ({"exp_avgs": [torch.ones(3, 4, device="meta")] * 2}, ValueError, r"exp_avgs\[0\] is on meta"),
+    "master": ({"masters": [torch.ones(3, 4), None]}, TypeError, r"masters\[0\] belongs to a float32"),
+    "lr": ({"lr": -1.0}, ValueError, r"lr is -1.0"),
+    "eps": ({"eps": (-1.0, 0.0)}, ValueError, r"eps\[0\] is -1.0"),
+    "other eps": ({"eps": (0.0, -1.0)}, ValueError, r"eps\[1\] is -1.0"),
+    "threshold": ({"clip_threshold": 0.0}, ValueError, r"clip_threshold is 0.0; it must be positive"),
+    "decay": ({"weight_decay": math.inf}, ValueError, r"weight_decay is inf"),
+    "scale": ({"grad_scale": 0.0}, ValueError, r"grad_scale is 0.0; it must be positive"),
+    "factor": ({"grad_factor": torch.ones(2)}, ValueError, r"grad_factor has shape \(2,\)"),
+}
+WRONG_ADAFACTOR = {
+    "beta1 alone": ({"exp_avgs": None}, ValueError, r"beta1 is 0.9 without exp_avgs"),
+    "beta2": ({"beta2": 1.0}, ValueError, r"beta2 is 1.0"),
+    "sizes": ({"sizes": torch.ones(3)}, ValueError, r"sizes has shape \(3,\); it must be \(2,\)"),
+    "strides of sizes": ({"sizes": torch.ones(4)[::2]}, ValueError, r"sizes has strides \(2,\)"),
+}
+WRONG_CAME = {
+    "betas": ({"betas": (0.9, 0.99, 1.0)}, ValueError, r"betas\[2\] is 1.0"),
+    "half of the residuals": ({"residual_row_averages": None}, ValueError, r"of columns only; pass both"),
+    "residual rows": (
+        {"residual_row_averages": [torch.ones(4)] * 2},
+        ValueError,
+        r"residual_row_averages\[0\] has shape \(4,\)",
+    ),
+    "strides of residuals": (
+        {"residual_col_averages": [torch.ones(8)[::2], torch.ones(5)]},
+        ValueError,
+        r"residual_col_averages\[0\] has strides \(2,\)",
+    ),
+}
+STEPS = [
+    *((bk.adafactor_step, good_adafactor, *case) for case in {**WRONG_STEPS, **WRONG_ADAFACTOR}.values()),
+    *((bk.came_step, good_came, *case) for case in {**WRONG_STEPS, **WRONG_CAME}.values()),
+]
+
+
+@pytest.mark.parametrize(("step", "good", "change", "error", "message"), STEPS)
+def test_wrong_whole_steps_are_named_and_change_nothing(step, good, change, error, message):
+    arguments, before = {**good(), **change}, good()
+    with pytest.raises(error, match=message):
+        step(**arguments)
+    for name in ("params", "exp_avgs", "row_averages", "col_averages"):
+        if name not in change:
+            assert all(torch.equal(a, b) for a, b in zip(arguments[name], before[name])), name
+
+
+def test_averages_of_a_whole_step_that_share_memory_are_found():
+    for name in ("row", "col"):
+        arguments = good_came()
+        arguments[f"residual_{name}_averages"] = arguments[f"{name}_averages"]
+        with pytest.raises(ValueError, match=rf"residual_{name}_averages\[0\] overlaps|overlaps residual_{name}"):
+            bk.came_step(**arguments)

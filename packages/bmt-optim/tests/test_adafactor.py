@@ -47,6 +47,11 @@ def test_faults_are_noticed(ctx, fault):
     checks.check_faults(MOMENTUM, ctx, fault)
 
 
+@pytest.mark.ranks(3)
+def test_what_one_rank_holds_is_stepped_there(ctx):
+    checks.check_undivided(MOMENTUM, ctx)
+
+
 @pytest.mark.ranks(2)
 def test_copies_do_not_communicate(ctx):
     checks.check_copies(MOMENTUM, ctx)

@@ -2,7 +2,8 @@
 //
 // A step is two passes over memory: the first moves the moments and adds up the squares of the weights and of the
 // directions r, the second computes the same r again and takes the step. Between them the caller turns the sums, of
-// all ranks, into a rate for each tensor. Computing r twice takes less time than writing and reading it would.
+// all ranks, into a rate for each tensor. Computing r twice takes less time than writing and reading it would, unless
+// it stays in the caches in between.
 //
 // Maths: You et al., "Large Batch Optimization for Deep Learning", arXiv:1904.00962, algorithm 2. V is float, or a
 // SIMD vector with + - * / and square_root; the order of the operations is fixed and nothing is contracted, so every
@@ -95,5 +96,12 @@ struct LambSums {
   double weights;
   double directions;
 };
+
+// What a direction is multiplied with: lr * |p| / |r|, or lr where one of the norms is 0.
+inline float lamb_rate(const LambSums& sums, double lr) {
+  const float weights = static_cast<float>(sqrt(sums.weights)), directions = static_cast<float>(sqrt(sums.directions));
+  const float ratio = weights > 0.0f && directions > 0.0f ? weights / directions : 1.0f;
+  return static_cast<float>(lr) * ratio;
+}
 
 }  // namespace bmt

@@ -6,9 +6,9 @@
 
 namespace bmt {
 
-// A tile's partial sums and column factors stay in the first-level cache.
+// A tile's partial sums and column factors stay in the first-level cache; most matrices' rows are in it whole.
 constexpr int64_t kFactoredTileRows = 64;
-constexpr int64_t kFactoredTileCols = 2048;
+constexpr int64_t kFactoredTileCols = 4096;
 // Where nothing is summed, rows are followed to their end: memory is streamed through in its order.
 constexpr int64_t kFactoredUpdateRows = 8;
 constexpr int64_t kFactoredUpdateCols = 8192;

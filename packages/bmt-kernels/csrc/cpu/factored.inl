@@ -23,55 +23,51 @@ BMT_INLINE void write(Many, T, typename T::Storage* p, Vec x) { store(T(), p, x)
 BMT_INLINE Vec all(Many, float x) { return spread(x); }
 #endif
 
-constexpr int kRowsAtOnce = 4;
-
-// Some rows of a tile.
+// A row of a tile.
 template <class Grad>
-struct TileRows {
+struct TileRow {
   const typename Grad::Storage* grad;
   float* exp_avg;
   const float* col_factors;
-  int64_t stride;
   float scale, eps, beta1, one_minus_beta1;
-  float multipliers[kRowsAtOnce];  // see row_multiplier
+  float multiplier;  // see row_multiplier
 };
 
-// What is summed: a function of element j of the r-th of the rows.
+// What is summed: a function of element j of the row.
 
 struct Square {};
 template <class Lanes, class Grad>
-BMT_INLINE auto term(Square, Lanes lanes, const TileRows<Grad>& rows, int r, int64_t j) {
-  return bmt::factored_square(read(lanes, Grad(), rows.grad + r * rows.stride + j), all(lanes, rows.scale),
-                              all(lanes, rows.eps));
+BMT_INLINE auto term(Square, Lanes lanes, const TileRow<Grad>& row, int64_t j) {
+  return bmt::factored_square(read(lanes, Grad(), row.grad + j), all(lanes, row.scale), all(lanes, row.eps));
 }
 
 template <class Lanes, class Grad>
-BMT_INLINE auto direction(Lanes lanes, const TileRows<Grad>& rows, int r, int64_t j) {
-  return bmt::factored_direction(read(lanes, Grad(), rows.grad + r * rows.stride + j),
-                                 all(lanes, rows.multipliers[r]), read(lanes, F32(), rows.col_factors + j));
+BMT_INLINE auto direction(Lanes lanes, const TileRow<Grad>& row, int64_t j) {
+  return bmt::factored_direction(read(lanes, Grad(), row.grad + j), all(lanes, row.multiplier),
+                                 read(lanes, F32(), row.col_factors + j));
 }
 
 struct UpdateSquare {};
 template <class Lanes, class Grad>
-BMT_INLINE auto term(UpdateSquare, Lanes lanes, const TileRows<Grad>& rows, int r, int64_t j) {
-  const auto u = direction(lanes, rows, r, j);
+BMT_INLINE auto term(UpdateSquare, Lanes lanes, const TileRow<Grad>& row, int64_t j) {
+  const auto u = direction(lanes, row, j);
   return u * u;
 }
 
 struct Residual {};
 template <class Lanes, class Grad>
-BMT_INLINE auto term(Residual, Lanes lanes, const TileRows<Grad>& rows, int r, int64_t j) {
-  const auto u = direction(lanes, rows, r, j);
-  float* exp_avg = rows.exp_avg + r * rows.stride + j;
-  const auto m = bmt::factored_momentum(read(lanes, F32(), exp_avg), u, all(lanes, rows.beta1),
-                                        all(lanes, rows.one_minus_beta1));
-  write(lanes, F32(), exp_avg, m);
-  return bmt::factored_residual(m, u, all(lanes, rows.eps));
+BMT_INLINE auto term(Residual, Lanes lanes, const TileRow<Grad>& row, int64_t j) {
+  const auto u = direction(lanes, row, j);
+  const auto m = bmt::factored_momentum(read(lanes, F32(), row.exp_avg + j), u, all(lanes, row.beta1),
+                                        all(lanes, row.one_minus_beta1));
+  write(lanes, F32(), row.exp_avg + j, m);
+  return bmt::factored_residual(m, u, all(lanes, row.eps));
 }
 
-// Every variant adds in this order: column j of a row goes to lane j % 16, left to right; the lanes are added
-// pairwise; a column is added from top to bottom. Hence all have the same bits.
-constexpr int kLanes = 16;
+// Every variant adds in this order: column j of a row goes to lane j % 32, left to right; the lanes are added
+// pairwise; a column is added from top to bottom. Hence all have the same bits. Rows are followed one at a time, for
+// the processor fetches ahead what is read in the order of memory; several lanes are several additions in flight.
+constexpr int kLanes = 32;
 
 BMT_INLINE float sum_of_lanes(float* lanes) {
   for (int width = kLanes / 2; width > 0; width /= 2) {
@@ -80,69 +76,57 @@ BMT_INLINE float sum_of_lanes(float* lanes) {
   return lanes[0];
 }
 
-// Adds the terms of kRows rows of n columns. Several rows at once load and store a column's sum only once and have
-// independent additions to wait for.
-template <class Term, bool kByColumn, int kRows, class Grad>
-BMT_INLINE void add_rows(const TileRows<Grad>& rows, int64_t n, float* row_sums, float* __restrict col_sums) {
-  float lanes[kRows][kLanes];
+// The sum of the terms of n columns; each is also added to its column's sum.
+template <class Term, bool kByColumn, class Grad>
+BMT_INLINE float add_row(const TileRow<Grad>& row, int64_t n, float* __restrict col_sums) {
+  float lanes[kLanes];
   int64_t j = 0;
 #if BMT_VECTOR
   constexpr int kParts = kLanes / kWidth;
-  Vec sums[kRows][kParts];
-  for (int r = 0; r < kRows; ++r) {
-    for (int part = 0; part < kParts; ++part) sums[r][part] = spread(0.0f);
-  }
+  Vec sums[kParts];
+  for (int part = 0; part < kParts; ++part) sums[part] = spread(0.0f);
+  const auto add = [&](int part, int64_t col) __attribute__((always_inline)) {
+    const Vec x = term(Term(), Many(), row, col);
+    sums[part] = sums[part] + x;
+    if (kByColumn) store_f32(col_sums + col, load_f32(col_sums + col) + x);
+  };
   for (; j + kLanes <= n; j += kLanes) {
-    for (int part = 0; part < kParts; ++part) {
-      const int64_t col = j + part * kWidth;
-      Vec col_sum = kByColumn ? load_f32(col_sums + col) : spread(0.0f);
-      for (int r = 0; r < kRows; ++r) {
-        const Vec x = term(Term(), Many(), rows, r, col);
-        sums[r][part] = sums[r][part] + x;
-        if (kByColumn) col_sum = col_sum + x;
-      }
-      if (kByColumn) store_f32(col_sums + col, col_sum);
-    }
+    for (int part = 0; part < kParts; ++part) add(part, j + part * kWidth);
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int part = 0; part < kParts; ++part) store_f32(lanes[r] + part * kWidth, sums[r][part]);
-  }
+  int left = 0;
+  for (; left < kParts && j + kWidth <= n; ++left, j += kWidth) add(left, j);
+  for (int part = 0; part < kParts; ++part) store_f32(lanes + part * kWidth, sums[part]);
+  const int first = left * kWidth;
 #else
-  for (int r = 0; r < kRows; ++r) {
-    for (int l = 0; l < kLanes; ++l) lanes[r][l] = 0.0f;
-  }
+  for (int l = 0; l < kLanes; ++l) lanes[l] = 0.0f;
   for (; j + kLanes <= n; j += kLanes) {
-    for (int r = 0; r < kRows; ++r) {
-      for (int l = 0; l < kLanes; ++l) {
-        const float x = term(Term(), One(), rows, r, j + l);
-        lanes[r][l] += x;
-        if (kByColumn) col_sums[j + l] += x;
-      }
-    }
-  }
-#endif
-  for (int l = 0; j + l < n; ++l) {
-    for (int r = 0; r < kRows; ++r) {
-      const float x = term(Term(), One(), rows, r, j + l);
-      lanes[r][l] += x;
+    for (int l = 0; l < kLanes; ++l) {
+      const float x = term(Term(), One(), row, j + l);
+      lanes[l] += x;
       if (kByColumn) col_sums[j + l] += x;
     }
   }
-  for (int r = 0; r < kRows; ++r) row_sums[r] = sum_of_lanes(lanes[r]);
+  const int first = 0;
+#endif
+  for (int l = first; j < n; ++l, ++j) {
+    const float x = term(Term(), One(), row, j);
+    lanes[l] += x;
+    if (kByColumn) col_sums[j] += x;
+  }
+  return sum_of_lanes(lanes);
 }
 
 template <class Grad>
-BMT_INLINE TileRows<Grad> tile_rows(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
+BMT_INLINE TileRow<Grad> first_row(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
   const int64_t first = (tile.batch * row.rows + tile.row) * row.cols + tile.col;
   return {address<const typename Grad::Storage>(row.grad) + first,
           address<float>(row.exp_avg) + first,
           address<const float>(row.col_factors) + tile.batch * row.cols + tile.col,
-          row.cols,
           bmt::grad_scale(s),
           s.eps,
           s.beta1,
           s.one_minus_beta1,
-          {}};
+          0.0f};
 }
 
 BMT_INLINE const float* tile_row_factors(const FactoredRow& row, const FactoredTile& tile) {
@@ -152,21 +136,13 @@ BMT_INLINE const float* tile_row_factors(const FactoredRow& row, const FactoredT
 template <class Term, bool kByColumn, class Grad>
 BMT_INLINE void add_tile(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s, float* row_sums,
                          float* col_sums) {
-  TileRows<Grad> rows = tile_rows<Grad>(row, tile, s);
+  TileRow<Grad> at = first_row<Grad>(row, tile, s);
   const float* factors = tile_row_factors(row, tile);
-  for (int64_t i = 0; i < tile.rows;) {
-    const int count = i + kRowsAtOnce <= tile.rows ? kRowsAtOnce : 1;
-    if (row.row_factors != 0) {
-      for (int r = 0; r < count; ++r) rows.multipliers[r] = bmt::row_multiplier(s, row, rows.scale, factors[i + r]);
-    }
-    if (count == kRowsAtOnce) {
-      add_rows<Term, kByColumn, kRowsAtOnce>(rows, tile.cols, row_sums + i, col_sums);
-    } else {
-      add_rows<Term, kByColumn, 1>(rows, tile.cols, row_sums + i, col_sums);
-    }
-    i += count;
-    rows.grad += count * rows.stride;
-    rows.exp_avg += count * rows.stride;
+  for (int64_t i = 0; i < tile.rows; ++i) {
+    if (row.row_factors != 0) at.multiplier = bmt::row_multiplier(s, row, at.scale, factors[i]);
+    row_sums[i] = add_row<Term, kByColumn>(at, tile.cols, col_sums);
+    at.grad += row.cols;
+    at.exp_avg += row.cols;
   }
 }
 
@@ -187,13 +163,13 @@ static double update_square_sum(const FactoredRow& row, const FactoredTile& tile
 }
 
 template <class Weight, class Copy, class Grad, bool kMomentum, class Lanes>
-BMT_INLINE void update_elements(Lanes lanes, const TileRows<Grad>& rows, typename Weight::Storage* __restrict weight,
+BMT_INLINE void update_elements(Lanes lanes, const TileRow<Grad>& row, typename Weight::Storage* __restrict weight,
                                 typename Copy::Storage* __restrict copy, float decay, int64_t j) {
-  auto change = direction(lanes, rows, 0, j);
+  auto change = direction(lanes, row, j);
   if (kMomentum) {
-    float* __restrict exp_avg = rows.exp_avg + j;
-    change = bmt::factored_momentum(read(lanes, F32(), exp_avg), change, all(lanes, rows.beta1),
-                                    all(lanes, rows.one_minus_beta1));
+    float* __restrict exp_avg = row.exp_avg + j;
+    change = bmt::factored_momentum(read(lanes, F32(), exp_avg), change, all(lanes, row.beta1),
+                                    all(lanes, row.one_minus_beta1));
     write(lanes, F32(), exp_avg, change);
   }
   const auto w = read(lanes, Weight(), weight + j) * all(lanes, decay) - change;
@@ -203,23 +179,23 @@ BMT_INLINE void update_elements(Lanes lanes, const TileRows<Grad>& rows, typenam
 
 template <class Weight, class Copy, class Grad, bool kMomentum>
 BMT_INLINE void update_tile(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
-  TileRows<Grad> rows = tile_rows<Grad>(row, tile, s);
+  TileRow<Grad> at = first_row<Grad>(row, tile, s);
   const float* factors = tile_row_factors(row, tile);
   const float decay = bmt::decay_factor(s, row);
   const int64_t first = (tile.batch * row.rows + tile.row) * row.cols + tile.col;
   auto* weight = address<typename Weight::Storage>(row.weight) + first;
   auto* copy = address<typename Copy::Storage>(row.copy) + first;
   for (int64_t i = 0; i < tile.rows; ++i) {
-    rows.multipliers[0] = bmt::row_multiplier(s, row, rows.scale, factors[i]);
+    at.multiplier = bmt::row_multiplier(s, row, at.scale, factors[i]);
     int64_t j = 0;
 #if BMT_VECTOR
     for (; j + kWidth <= tile.cols; j += kWidth) {
-      update_elements<Weight, Copy, Grad, kMomentum>(Many(), rows, weight, copy, decay, j);
+      update_elements<Weight, Copy, Grad, kMomentum>(Many(), at, weight, copy, decay, j);
     }
 #endif
-    for (; j < tile.cols; ++j) update_elements<Weight, Copy, Grad, kMomentum>(One(), rows, weight, copy, decay, j);
-    rows.grad += row.cols;
-    rows.exp_avg += row.cols;
+    for (; j < tile.cols; ++j) update_elements<Weight, Copy, Grad, kMomentum>(One(), at, weight, copy, decay, j);
+    at.grad += row.cols;
+    at.exp_avg += row.cols;
     weight += row.cols;
     copy += row.cols;
   }

@@ -1,4 +1,4 @@
-// The two passes of a LAMB step on part of a row.
+// The passes of a LAMB step on part of a row.
 
 namespace lamb {
 
@@ -25,56 +25,95 @@ BMT_INLINE void fetch_ahead(const T* p) {
 }
 #endif
 
-template <class Weight, class Grad>
-static LambSums moments(const LambRow& row, int64_t begin, int64_t end, const LambScalars& scalars) {
+// The first pass; with kKeep, element i of the row's directions goes to directions[i].
+template <class Weight, class Grad, bool kKeep>
+static LambSums moments(const LambRow& row, int64_t begin, int64_t end, const LambScalars& scalars,
+                        float* __restrict directions) {
   const auto* __restrict weight = address<const typename Weight::Storage>(row.weight);
   const auto* __restrict grad = address<const typename Grad::Storage>(row.grad);
   auto* __restrict exp_avg = address<float>(row.exp_avg);
   auto* __restrict exp_avg_sq = address<float>(row.exp_avg_sq);
   int64_t i = begin;
+  const auto factors = one_factors(scalars);
 #if BMT_VECTOR
   const auto spread_out = vector_factors(scalars);
   Lanes weight_lanes = no_lanes();
   Lanes direction_lanes = no_lanes();
-  for (; i + kLanes <= end; i += kLanes) {
-    for (int j = 0; j < kVectors; ++j) {
-      const int64_t at = i + j * kWidth;
-      fetch_ahead(weight + at);
-      fetch_ahead(grad + at);
-      fetch_ahead(exp_avg + at);
-      fetch_ahead(exp_avg_sq + at);
-      Vec m = load_f32(exp_avg + at);
-      Vec v = load_f32(exp_avg_sq + at);
-      bmt::move_moments(m, v, load(Grad(), grad + at), spread_out);
-      store_f32(exp_avg + at, m);
-      store_f32(exp_avg_sq + at, v);
-      const Vec w = load(Weight(), weight + at);
-      const Vec r = bmt::lamb_direction(w, m, v, spread_out);
-      weight_lanes.at[j] = add_square(weight_lanes.at[j], widen(w));
-      direction_lanes.at[j] = add_square(direction_lanes.at[j], widen(r));
-    }
-  }
-  LaneSums weights = lane_sums(weight_lanes);
-  LaneSums directions = lane_sums(direction_lanes);
 #else
   LaneSums weights = no_sums();
-  LaneSums directions = no_sums();
+  LaneSums direction_sums = no_sums();
 #endif
-  const auto factors = one_factors(scalars);
+  // Squares are added in single precision over `length` elements of a lane, and these sums in double precision.
+  const auto run = [&](int length) __attribute__((always_inline)) {
+#if BMT_VECTOR
+    Vec weight_squares[kVectors], direction_squares[kVectors];
+    for (int j = 0; j < kVectors; ++j) weight_squares[j] = direction_squares[j] = spread(0.0f);
+    for (int n = 0; n < length; ++n, i += kLanes) {
+      for (int j = 0; j < kVectors; ++j) {
+        const int64_t at = i + j * kWidth;
+        fetch_ahead(weight + at);
+        fetch_ahead(grad + at);
+        fetch_ahead(exp_avg + at);
+        fetch_ahead(exp_avg_sq + at);
+        Vec m = load_f32(exp_avg + at);
+        Vec v = load_f32(exp_avg_sq + at);
+        bmt::move_moments(m, v, load(Grad(), grad + at), spread_out);
+        store_f32(exp_avg + at, m);
+        store_f32(exp_avg_sq + at, v);
+        const Vec w = load(Weight(), weight + at);
+        const Vec r = bmt::lamb_direction(w, m, v, spread_out);
+        if (kKeep) store_f32(directions + at, r);
+        weight_squares[j] = weight_squares[j] + w * w;
+        direction_squares[j] = direction_squares[j] + r * r;
+      }
+    }
+    for (int j = 0; j < kVectors; ++j) {
+      weight_lanes.at[j] = weight_lanes.at[j] + widen(weight_squares[j]);
+      direction_lanes.at[j] = direction_lanes.at[j] + widen(direction_squares[j]);
+    }
+#else
+    float weight_squares[kLanes] = {}, direction_squares[kLanes] = {};
+    for (int n = 0; n < length; ++n, i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const int64_t at = i + lane;
+        bmt::move_moments(exp_avg[at], exp_avg_sq[at], load_one(Grad(), grad + at), factors);
+        const float w = load_one(Weight(), weight + at);
+        const float r = bmt::lamb_direction(w, exp_avg[at], exp_avg_sq[at], factors);
+        if (kKeep) directions[at] = r;
+        weight_squares[lane] += w * w;
+        direction_squares[lane] += r * r;
+      }
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      weights.at[lane] += static_cast<double>(weight_squares[lane]);
+      direction_sums.at[lane] += static_cast<double>(direction_squares[lane]);
+    }
+#endif
+  };
+  constexpr int kRun = 8;
+  while (i + kRun * kLanes <= end) run(kRun);
+  while (i + kLanes <= end) run(1);
+#if BMT_VECTOR
+  LaneSums weights = lane_sums(weight_lanes);
+  LaneSums direction_sums = lane_sums(direction_lanes);
+#endif
   for (; i < end; ++i) {
     bmt::move_moments(exp_avg[i], exp_avg_sq[i], load_one(Grad(), grad + i), factors);
     const float w = load_one(Weight(), weight + i);
     const double p = w;
-    const double r = bmt::lamb_direction(w, exp_avg[i], exp_avg_sq[i], factors);
+    const float direction = bmt::lamb_direction(w, exp_avg[i], exp_avg_sq[i], factors);
+    if (kKeep) directions[i] = direction;
+    const double r = direction;
     weights.at[(i - begin) % kLanes] += p * p;
-    directions.at[(i - begin) % kLanes] += r * r;
+    direction_sums.at[(i - begin) % kLanes] += r * r;
   }
-  return {total(weights), total(directions)};
+  return {total(weights), total(direction_sums)};
 }
 
-template <class Weight, class Copy>
+// The second pass; with kKept, `directions` are what the first has kept.
+template <class Weight, class Copy, bool kKept>
 static void update(const LambRow& row, int64_t begin, int64_t end, const LambScalars& scalars, float rate,
-                   bool stream_copy) {
+                   bool stream_copy, const float* __restrict directions) {
   auto* __restrict weight = address<typename Weight::Storage>(row.weight);
   auto* __restrict copy = address<typename Copy::Storage>(row.copy);
   const auto* __restrict exp_avg = address<const float>(row.exp_avg);
@@ -82,7 +121,7 @@ static void update(const LambRow& row, int64_t begin, int64_t end, const LambSca
   const auto factors = one_factors(scalars);
   const auto one = [&](int64_t i) {
     float w = load_one(Weight(), weight + i);
-    w = w - bmt::lamb_direction(w, exp_avg[i], exp_avg_sq[i], factors) * rate;
+    w = w - (kKept ? directions[i] : bmt::lamb_direction(w, exp_avg[i], exp_avg_sq[i], factors)) * rate;
     store_one(Weight(), weight + i, w);
     store_one(Copy(), copy + i, w);
   };
@@ -96,10 +135,14 @@ static void update(const LambRow& row, int64_t begin, int64_t end, const LambSca
   const Vec rates = spread(rate);
   for (; i + kWidth <= end; i += kWidth) {
     fetch_ahead(weight + i);
-    fetch_ahead(exp_avg + i);
-    fetch_ahead(exp_avg_sq + i);
     Vec w = load(Weight(), weight + i);
-    w = w - bmt::lamb_direction(w, load_f32(exp_avg + i), load_f32(exp_avg_sq + i), spread_out) * rates;
+    if constexpr (kKept) {
+      w = w - load_f32(directions + i) * rates;
+    } else {
+      fetch_ahead(exp_avg + i);
+      fetch_ahead(exp_avg_sq + i);
+      w = w - bmt::lamb_direction(w, load_f32(exp_avg + i), load_f32(exp_avg_sq + i), spread_out) * rates;
+    }
     store(Weight(), weight + i, w);
     if (stream_copy) {
       stream(Copy(), copy + i, w);
@@ -114,11 +157,16 @@ static void update(const LambRow& row, int64_t begin, int64_t end, const LambSca
 
 }  // namespace lamb
 
-#define BMT_LAMB_MOMENTS(weight) {lamb::moments<weight, F32>, lamb::moments<weight, BF16>, lamb::moments<weight, F16>}
-#define BMT_LAMB_KERNELS                                                                               \
-  {                                                                                                    \
-    {BMT_LAMB_MOMENTS(F32), BMT_LAMB_MOMENTS(BF16), BMT_LAMB_MOMENTS(F16)}, {                          \
-      lamb::update<F32, NoCopy>, lamb::update<BF16, NoCopy>, lamb::update<F16, NoCopy>,                \
-          lamb::update<F32, BF16>, lamb::update<F32, F16>                                              \
-    }                                                                                                  \
+#define BMT_LAMB_MOMENTS(keep, weight) \
+  {lamb::moments<weight, F32, keep>, lamb::moments<weight, BF16, keep>, lamb::moments<weight, F16, keep>}
+#define BMT_LAMB_ALL_MOMENTS(keep) \
+  {BMT_LAMB_MOMENTS(keep, F32), BMT_LAMB_MOMENTS(keep, BF16), BMT_LAMB_MOMENTS(keep, F16)}
+#define BMT_LAMB_UPDATES(kept)                                                                            \
+  {lamb::update<F32, NoCopy, kept>, lamb::update<BF16, NoCopy, kept>, lamb::update<F16, NoCopy, kept>, \
+   lamb::update<F32, BF16, kept>, lamb::update<F32, F16, kept>}
+#define BMT_LAMB_KERNELS                                                                              \
+  {                                                                                                   \
+    {BMT_LAMB_ALL_MOMENTS(false), BMT_LAMB_ALL_MOMENTS(true)}, {                                      \
+      BMT_LAMB_UPDATES(false), BMT_LAMB_UPDATES(true)                                           \
+    }                                                                                                 \
   }

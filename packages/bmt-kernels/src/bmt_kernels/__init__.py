@@ -10,8 +10,9 @@ from bmt_kernels.factored import (
     factored_update,
     factored_update_square_sum,
 )
+from bmt_kernels.factored_steps import adafactor_step, came_step
 from bmt_kernels.info import BuildInfo, build_info
-from bmt_kernels.lamb import lamb_moments, lamb_update
+from bmt_kernels.lamb import lamb_moments, lamb_step, lamb_update
 from bmt_kernels.linear_cross_entropy import linear_cross_entropy, parallel_linear_cross_entropy
 from bmt_kernels.norms import PowerSum, power_sum
 from bmt_kernels.offload import OffloadPipeline, OffloadRow, pinned_zeros
@@ -25,9 +26,11 @@ __all__ = [
     "OffloadRow",
     "PowerSum",
     "__version__",
+    "adafactor_step",
     "adam8bit_step",
     "adam_step",
     "build_info",
+    "came_step",
     "cross_entropy",
     "dequantize_blockwise",
     "dynamic_map",
@@ -37,6 +40,7 @@ __all__ = [
     "factored_update_square_sum",
     "has_inf_or_nan",
     "lamb_moments",
+    "lamb_step",
     "lamb_update",
     "linear_cross_entropy",
     "parallel_cross_entropy",

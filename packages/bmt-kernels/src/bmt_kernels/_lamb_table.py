@@ -1,4 +1,4 @@
-"""Checking the tensors of the two passes of a LAMB step and packing their addresses; see `_tables`.
+"""Checking the tensors of LAMB steps, in two passes or whole, and packing their addresses; see `_tables`.
 
 The row layout is that of ``csrc/common/lamb.h``.
 """
@@ -30,10 +30,11 @@ def lamb_table(
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor | None] | None,
+    whole_step: bool = False,
 ) -> Table:
-    """One row per non-empty parameter: of the first pass with `grads`, of the second without.
+    """One row per non-empty parameter: of the first pass with `grads`, of the second without, or of both.
 
-    Raises what `lamb_moments` and `lamb_update` document.
+    Raises what `lamb_moments`, `lamb_update` and `lamb_step` document.
     """
     lists = (params, grads, exp_avgs, exp_avg_sqs, masters)
     cpu = _native.cpu_module
@@ -41,10 +42,10 @@ def lamb_table(
         device = params[0].device
         code = _DLPACK_DEVICES.get(device.type)
         if code is not None:
-            rows = cpu.pack_lamb(*lists, device, code, device.index or 0)
+            rows = cpu.pack_lamb(*lists, whole_step, device, code, device.index or 0)
             if rows is not None:
                 return Table(rows, device)
-    return _lamb_table_checked(*lists)
+    return _lamb_table_checked(*lists, whole_step)
 
 
 def _lamb_table_checked(
@@ -53,6 +54,7 @@ def _lamb_table_checked(
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor | None] | None,
+    whole_step: bool = False,
 ) -> Table:
     lists: dict[str, Sequence[Tensor | None]] = {"params": params}
     if grads is not None:
@@ -67,7 +69,8 @@ def _lamb_table_checked(
     if len(params) == 0:
         return Table(b"", torch.device("cpu"))
 
-    written = ("params", "masters") if grads is None else ("exp_avgs", "exp_avg_sqs")
+    weights, moments = ("params", "masters"), ("exp_avgs", "exp_avg_sqs")
+    written = weights + moments if whole_step else weights if grads is None else moments
     rows = array("q")
     extents: list[tuple[int, int, str, bool]] = []  # begin, end, name, whether it is written to
     _check_tensor("params[0]", params[0])
@@ -94,7 +97,7 @@ def _lamb_table_checked(
             kinds, weight, copy = kinds << 8, addresses["masters"], weight
         if grads is not None:
             kinds |= _DTYPE_CODES[grads[i].dtype] << 16
-        moments = (addresses["exp_avgs"], addresses["exp_avg_sqs"])
-        rows.extend((weight, copy, addresses["grads"], *moments, param.numel(), i, kinds))
+        averages = (addresses["exp_avgs"], addresses["exp_avg_sqs"])
+        rows.extend((weight, copy, addresses["grads"], *averages, param.numel(), i, kinds))
     _check_overlaps(extents)
     return Table(rows.tobytes(), device)

@@ -38,7 +38,8 @@ class DistributedAdafactor(DistributedOptimizer):
     ρ is min(10⁻², 1/√t) with ``relative_step``, min(10⁻⁶t, 1/√t) with ``warmup_init`` besides, and else ``lr``. Rows
     and columns are the last two dimensions.
 
-    A step has two rounds: row and column sums with the sizes of the parameters, and the sizes of the updates.
+    A step has two rounds: row and column sums with the sizes of the parameters, and the sizes of the updates. On the
+    CPU, what one rank holds as a whole takes no part in them.
 
     State dicts are those of ``transformers.Adafactor``, where ``RMS`` is the parameter's at the start of the last
     step; it is kept only with ``scale_parameter``.
@@ -108,9 +109,18 @@ class DistributedAdafactor(DistributedOptimizer):
         return layout
 
     def rule(self, batch: Batch) -> Rule:
-        options, parts = batch.options, Parts(batch)
-        scaled, beta1, decay = options["scale_parameter"], options["beta1"], options["weight_decay"]
         self._check_state(batch)
+        whole, cut = batch.by_division()
+        if cut:
+            yield from self._step_together(Parts(batch, cut))
+        else:
+            yield []
+        self._step_alone(Parts(batch, whole))
+
+    def _step_together(self, parts: Parts) -> Rule:
+        """Of matrices that are cut between ranks."""
+        batch, options = parts.batch, parts.batch.options
+        scaled, beta1, decay = options["scale_parameter"], options["beta1"], options["weight_decay"]
         exp_avgs = None if beta1 is None else parts.state("exp_avg")
         sizes = batch.state("RMS", parts.order) if scaled else []
         average = FactoredAverage(parts, "exp_avg_sq")
@@ -119,7 +129,7 @@ class DistributedAdafactor(DistributedOptimizer):
         )
         squares = square_sums(batch.pick(batch.weights, parts.order)).unbind() if scaled else ()
         *sums, squares = yield [*average.requests(), Sum(squares, parts.matrices if scaled else [])]
-        average.update(sums, 1 - batch.step ** options["decay_rate"])
+        average.update(sums, self._beta2(batch))
         rates = torch.full((len(parts.order),), self._rate(batch), device=batch.device)
         if scaled:
             found = parts.root_mean_squares(squares)
@@ -141,6 +151,33 @@ class DistributedAdafactor(DistributedOptimizer):
             **parts.scaling,
         )
 
+    def _step_alone(self, parts: Parts) -> None:
+        """Of matrices that this rank holds as a whole."""
+        batch, options = parts.batch, parts.batch.options
+        scaled, beta1 = options["scale_parameter"], options["beta1"]
+        exp_avgs = None if beta1 is None else parts.state("exp_avg")
+        rows, cols = parts.averages("exp_avg_sq")
+        for chosen, params, masters in parts.for_kernels():
+            sizes = torch.empty(len(chosen), device=batch.device) if scaled else None
+            bmt_kernels.adafactor_step(
+                params,
+                batch.pick(parts.grads, chosen),
+                batch.pick(rows, chosen),
+                batch.pick(cols, chosen),
+                lr=self._rate(batch),
+                beta2=self._beta2(batch),
+                eps=(float(options["eps"][0]), float(options["eps"][1])),
+                clip_threshold=float(options["clip_threshold"]),
+                weight_decay=float(options["weight_decay"]),
+                exp_avgs=None if exp_avgs is None else batch.pick(exp_avgs, chosen),
+                beta1=float(beta1 or 0),
+                sizes=sizes,
+                masters=masters,
+                **parts.scaling,
+            )
+            if sizes is not None:
+                torch._foreach_copy_(batch.state("RMS", batch.pick(parts.order, chosen)), sizes.unbind())
+
     def _check_state(self, batch: Batch) -> None:
         """Raise ValueError if an option that needs state was set when there was state without it."""
         for key, needed_by in (("exp_avg", "beta1"), ("RMS", "scale_parameter")):
@@ -150,6 +187,11 @@ class DistributedAdafactor(DistributedOptimizer):
                         f"{needed_by}={batch.options[needed_by]!r} was set after the first step, and the state has no "
                         f"{key}; set it when the optimizer is made"
                     )
+
+    @staticmethod
+    def _beta2(batch: Batch) -> float:
+        """β₂ of the formula."""
+        return float(1 - batch.step ** batch.options["decay_rate"])
 
     @staticmethod
     def _rate(batch: Batch) -> float:

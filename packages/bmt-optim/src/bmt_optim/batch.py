@@ -68,6 +68,18 @@ class Batch:
         """The state tensors under ``key``, of all matrices or of some."""
         return [self.states[i][key] for i in (range(len(self)) if indices is None else indices)]
 
+    def by_division(self) -> tuple[list[int], list[int]]:
+        """Indices of matrices whose step can be made here at once, and of those for which it takes several ranks.
+
+        The first are those that this rank holds as a whole; what another rank holds as a whole is in neither. On the
+        ranks that share it, a matrix is among the second on all or on none. On CUDA all are: what can be won is the
+        time in which a matrix stays in a cache, and what is lost are kernel launches.
+        """
+        if self.device.type != "cpu":
+            return [], list(range(len(self)))
+        here = [i for i, m in enumerate(self.matrices) if m.undivided and m.where.numel]
+        return here, [i for i, m in enumerate(self.matrices) if not m.undivided]
+
     def pick(self, values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Those entries of a list of the batch."""
         return [values[i] for i in indices]

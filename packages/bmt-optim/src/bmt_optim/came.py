@@ -32,7 +32,8 @@ class DistributedCAME(DistributedOptimizer):
     Of a vector, v ← β₂v + (1-β₂)(g² + eps[0]), u = g / √v before clipping, and the step is lr·m. Rows and columns are
     the last two dimensions.
 
-    A step has three rounds: row and column sums of g², the sizes of the updates, row and column sums of (u-m)².
+    A step has three rounds: row and column sums of g², the sizes of the updates, row and column sums of (u-m)². On
+    the CPU, what one rank holds as a whole takes no part in them.
 
     State dicts are those of ``came_pytorch.CAME``, but without ``RMS``, which that writes and never reads.
 
@@ -78,7 +79,16 @@ class DistributedCAME(DistributedOptimizer):
         return {**layout, **factored_layout("exp_avg_res", shape)} if is_factored(shape) else layout
 
     def rule(self, batch: Batch) -> Rule:
-        options, parts = batch.options, Parts(batch)
+        whole, cut = batch.by_division()
+        if cut:
+            yield from self._step_together(Parts(batch, cut))
+        else:
+            yield []
+        self._step_alone(Parts(batch, whole))
+
+    def _step_together(self, parts: Parts) -> Rule:
+        """Of matrices that are cut between ranks."""
+        batch, options = parts.batch, parts.batch.options
         beta1, beta2, beta3 = (float(beta) for beta in options["betas"])
         eps = [float(e) for e in options["eps"]]
         average = FactoredAverage(parts, "exp_avg_sq")
@@ -109,6 +119,36 @@ class DistributedCAME(DistributedOptimizer):
         lr, decay = float(options["lr"]), options["weight_decay"]
         decays = torch.full_like(clips, 1 - lr * decay) if decay else None
         parts.update_weights(exp_avgs, instability, torch.full_like(clips, lr), decays)
+
+    @staticmethod
+    def _step_alone(parts: Parts) -> None:
+        """Of matrices that this rank holds as a whole."""
+        batch, options = parts.batch, parts.batch.options
+        beta1, beta2, beta3 = (float(beta) for beta in options["betas"])
+        rows, cols = parts.averages("exp_avg_sq")
+        res_rows, res_cols = parts.averages("exp_avg_res", of_vectors=False)
+        exp_avgs = parts.state("exp_avg")
+        for chosen, params, masters in parts.for_kernels():
+            matrices = [k for k, n in enumerate(chosen) if n < parts.count]
+            vectors = [k for k, n in enumerate(chosen) if n >= parts.count]
+            for some, has_residuals in ((matrices, True), (vectors, False)):
+                at = [chosen[k] for k in some]
+                bmt_kernels.came_step(
+                    [params[k] for k in some],
+                    batch.pick(parts.grads, at),
+                    batch.pick(exp_avgs, at),
+                    batch.pick(rows, at),
+                    batch.pick(cols, at),
+                    batch.pick(res_rows, at) if has_residuals else None,
+                    batch.pick(res_cols, at) if has_residuals else None,
+                    lr=float(options["lr"]),
+                    betas=(beta1, beta2, beta3),
+                    eps=(float(options["eps"][0]), float(options["eps"][1])),
+                    clip_threshold=float(options["clip_threshold"]),
+                    weight_decay=float(options["weight_decay"]),
+                    masters=None if masters is None else [masters[k] for k in some],
+                    **parts.scaling,
+                )
 
 
 CAME = DistributedCAME

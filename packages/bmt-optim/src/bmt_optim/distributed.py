@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -234,10 +235,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         }
         if gather:
             layouts = [self._layout(p, group) for group in self.param_groups for p in group["params"]]
-            tensors = [
-                {key: (tensor.part(slice_of(p)), tensor.dtype) for key, tensor in layout.items()}
-                for p, layout in zip(params, layouts)
-            ]
+            tensors = []
+            for index, (matrix, layout) in enumerate(zip(self._current_plan().matrices, layouts)):
+                parts = {key: _maintained_part(tensor, matrix) for key, tensor in layout.items()}
+                tensors.append({key: (part, layout[key].dtype) for key, part in parts.items()})
+                for key in layout if index in found["state"] else ():
+                    found["state"][index][key] = _maintained(found["state"][index][key], parts[key])
             found["state"] = gather_state(found["state"], params, tensors)
         return found
 
@@ -363,6 +366,23 @@ class _Plan:
         costs = [float(optimizer.cost(slice_of(p).shape, groups[number])) for p, number in params]
         self.matrices = plan_matrices([p for p, _ in params], costs)
         self.presence = Presence(self.matrices)
+
+
+def _maintained_part(tensor: StateTensor, matrix: Matrix) -> Slice:
+    """The part of a state tensor that this rank keeps up to date.
+
+    A matrix that one rank holds may have been stepped there alone, and then what all ranks have a copy of, such as
+    column statistics, is up to date on that rank only.
+    """
+    part, rows = tensor.part(matrix.where), matrix.row_comm
+    if part.row_comm is not None or rows is None or not matrix.undivided:
+        return part
+    holder = next((rank for rank, (start, stop) in enumerate(matrix.rows) if start < stop), 0)
+    return replace(part, row_stop=part.row_stop if rows.rank == holder else 0, row_comm=rows)
+
+
+def _maintained(value: Tensor, part: Slice) -> Tensor:
+    return value if tuple(value.shape) == part.local_shape else value.reshape(-1)[:0].reshape(part.local_shape)
 
 
 def _sync_masters(states: Iterable[dict[str, Any]], locals_: Iterable[Tensor]) -> None:

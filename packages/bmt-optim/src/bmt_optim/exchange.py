@@ -28,7 +28,7 @@ class Communication:
     """What a step communicated, on this rank.
 
     Attributes:
-        rounds: in which a rule asked for something; the same on one rank as on many.
+        rounds: in which a rule asked for something.
         collectives: calls of collectives, an exchange of packed messages being one.
         bytes: sent; of an all-reduce over n ranks 2 (n - 1) / n of the buffer.
     """

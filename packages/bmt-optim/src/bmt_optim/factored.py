@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,20 +45,25 @@ def factored_layout(name: str, shape: tuple[int, ...]) -> dict[str, StateTensor]
 
 
 class Parts:
-    """The tensors of a batch as matrices, (\\*, R, C): those that are, and then vectors and numbers as single rows.
+    """Tensors of a batch as matrices, (\\*, R, C): those that are, and then vectors and numbers as single rows.
+
+    Args:
+        batch: the batch.
+        chosen: of which of its matrices; by default of all.
 
     Attributes:
         batch: the batch.
-        order: its indices in the order of the lists here.
+        order: indices of the batch in the order of the lists here.
         count: how many are matrices.
         matrices, grads: as in the batch, in this order; the gradients as matrices.
         scaling: ``grad_scale`` and ``grad_factor``, for the kernels.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, chosen: Sequence[int] | None = None) -> None:
         self.batch = batch
-        matrices = [i for i, m in enumerate(batch.matrices) if is_factored(m.where.shape)]
-        vectors = [i for i, m in enumerate(batch.matrices) if not is_factored(m.where.shape)]
+        wanted = range(len(batch)) if chosen is None else chosen
+        matrices = [i for i in wanted if is_factored(batch.matrices[i].where.shape)]
+        vectors = [i for i in wanted if not is_factored(batch.matrices[i].where.shape)]
         self.order = matrices + vectors
         self.count = len(matrices)
         self.matrices: list[Matrix] = batch.pick(batch.matrices, self.order)
@@ -72,6 +77,23 @@ class Parts:
     def state(self, key: str) -> list[Tensor]:
         """State tensors of the parameters' shapes, as matrices."""
         return _as_matrices(self.batch.state(key, self.order))
+
+    def averages(self, name: str, of_vectors: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+        """The state's row and column averages under ``name``, of matrices and, if they are kept, of vectors.
+
+        A vector's column average is its own, and its row average one that nobody keeps.
+        """
+        matrices, vectors = self.order[: self.count], self.order[self.count :] if of_vectors else []
+        rows = self.batch.state(f"{name}_row", matrices) + [torch.zeros(1, device=self.batch.device) for _ in vectors]
+        return rows, self.batch.state(f"{name}_col", matrices) + _flat(self.batch.state(name, vectors))
+
+    def for_kernels(self) -> Iterator[tuple[list[int], list[Tensor], list[Tensor | None] | None]]:
+        """As the batch's, with places in the lists here for indices, and parameters and masters as matrices."""
+        place = {i: n for n, i in enumerate(self.order)}
+        for indices, params, masters in self.batch.for_kernels(self.order):
+            if masters is not None:
+                masters = [None if m is None else _as_matrices([m])[0] for m in masters]
+            yield [place[i] for i in indices], _as_matrices(params), masters
 
     def root_mean_squares(self, sums: Sequence[Tensor]) -> Tensor:
         """From the sum of squares (0-dim) of each whole tensor: fp32, of shape (matrices,)."""

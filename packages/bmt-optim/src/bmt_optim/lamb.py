@@ -34,7 +34,7 @@ class DistributedLamb(DistributedOptimizer):
       first steps are smaller by up to √(1-β₂)/(1-β₁).
     - ``False``: m, v and lr, as in the third version of the paper on arXiv.
 
-    A step has one round: the norms.
+    A step has one round: the norms. On the CPU, what one rank holds as a whole takes no part in it.
 
     Args:
         params: parameters, or parameter groups.
@@ -78,7 +78,7 @@ class DistributedLamb(DistributedOptimizer):
     def rule(self, batch: Batch) -> Rule:
         yield []  # the norms are of a direction for which the moments have to move
         options, lr = batch.options, float(batch.options["lr"])
-        numbers = {
+        numbers: dict[str, Any] = {
             "betas": options["betas"],
             "eps": options["eps"],
             "weight_decay": options["weight_decay"],
@@ -88,28 +88,39 @@ class DistributedLamb(DistributedOptimizer):
         if options["bias_correction"] == "lr":
             beta1, beta2 = options["betas"]
             lr *= math.sqrt(1 - beta2**batch.step) / (1 - beta1**batch.step)
-        exp_avgs, exp_avg_sqs = batch.state("exp_avg"), batch.state("exp_avg_sq")
+        scaling: dict[str, Any] = {"grad_scale": batch.grad_scale, "grad_factor": batch.grad_factor}
+        whole, cut = batch.by_division()
         squares = bmt_kernels.lamb_moments(
-            batch.weights,
-            batch.grads,
-            exp_avgs,
-            exp_avg_sqs,
-            grad_scale=batch.grad_scale,
-            grad_factor=batch.grad_factor,
+            batch.pick(batch.weights, cut),
+            batch.pick(batch.grads, cut),
+            batch.state("exp_avg", cut),
+            batch.state("exp_avg_sq", cut),
             **numbers,
+            **scaling,
         )
-        (squares,) = yield [Sum(squares.float(), batch.matrices)]  # (matrices, 2): of weights and of directions
+        (squares,) = yield [Sum(squares.float(), batch.pick(batch.matrices, cut))]  # (cut, 2): weights, directions
         norms = squares.sqrt()
         rates = lr * torch.where((norms > 0).all(dim=1), norms[:, 0] / norms[:, 1], 1)
-        for indices, params, masters in batch.for_kernels():
-            some = len(indices) < len(batch)
+        rate_of = dict(zip(cut, rates.unbind()))
+        for indices, params, masters in batch.for_kernels(cut):
             bmt_kernels.lamb_update(
                 params,
-                batch.pick(exp_avgs, indices) if some else exp_avgs,
-                batch.pick(exp_avg_sqs, indices) if some else exp_avg_sqs,
-                torch.stack(batch.pick(rates.unbind(), indices)) if some else rates,
+                batch.state("exp_avg", indices),
+                batch.state("exp_avg_sq", indices),
+                rates if indices == cut else torch.stack([rate_of[i] for i in indices]),
                 masters=masters,
                 **numbers,
+            )
+        for indices, params, masters in batch.for_kernels(whole):
+            bmt_kernels.lamb_step(
+                params,
+                batch.pick(batch.grads, indices),
+                batch.state("exp_avg", indices),
+                batch.state("exp_avg_sq", indices),
+                lr=lr,
+                masters=masters,
+                **numbers,
+                **scaling,
             )
 
 

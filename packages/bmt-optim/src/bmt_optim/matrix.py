@@ -54,6 +54,11 @@ class Matrix:
         """Whether this rank is the owner."""
         return self.place == self.owner
 
+    @cached_property
+    def undivided(self) -> bool:
+        """Whether one of the ranks that share it holds all of it, and the others nothing. All of them know."""
+        return self.tp_comm is None and sum(start < stop for start, stop in self.rows) <= 1
+
     def cut_along(self, over: tuple[int, ...] | None) -> tuple[Communicator | None, Communicator | None]:
         """The communicators, of rows and of tensor parallelism, that cut the dimensions ``over`` (``None``: any)."""
         if over is None:

@@ -23,7 +23,9 @@
     - **The sequence of rounds depends on the options and ``batch.step`` alone**, never on values, nor on which
       matrices the batch has: the ranks that share a matrix may have different batches besides it (other pipeline
       stages). A kind of matrix that a batch lacks is asked for with empty lists.
-    - It asks for every matrix on every rank, also where this rank's part is empty: zeros for a sum.
+    - It asks for the same matrices on all ranks that share them, also where this rank's part is empty: zeros for a
+      sum. On the CPU it may leave out those that one rank holds (``batch.by_division``); that rank then steps them by
+      itself, and what all have a copy of, such as column statistics, is up to date on that rank only.
     - The host waits for nothing: no ``item()``, no ``bool(tensor)``.
     - Results may share memory with what was asked, or with each other.
 """
