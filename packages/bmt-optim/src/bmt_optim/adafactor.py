@@ -11,15 +11,15 @@ import torch
 import bmt_kernels
 
 from .batch import Batch
-from .distributed import DistributedOptimizer, Params
-from .factored import FactoredAverage, Parts, factored_layout
+from .distributed import Params
+from .factored import FactoredAverage, FactoredOptimizer, Parts, factored_layout
 from .norms import square_sums
 from .options import check_not_negative, check_pair_not_negative, check_positive
 from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter, per_matrix
 
 
-class DistributedAdafactor(DistributedOptimizer):
+class DistributedAdafactor(FactoredOptimizer):
     """Adafactor (Shazeer & Stern, `arXiv:1804.04235 <https://arxiv.org/abs/1804.04235>`_).
 
     The step is that of ``transformers.Adafactor``, from which that of ``torch.optim.Adafactor`` differs in eps, in
@@ -110,15 +110,9 @@ class DistributedAdafactor(DistributedOptimizer):
 
     def rule(self, batch: Batch) -> Rule:
         self._check_state(batch)
-        whole, cut = batch.by_division()
-        if cut:
-            yield from self._step_together(Parts(batch, cut))
-        else:
-            yield []
-        self._step_alone(Parts(batch, whole))
+        yield from super().rule(batch)
 
-    def _step_together(self, parts: Parts) -> Rule:
-        """Of matrices that are cut between ranks."""
+    def step_together(self, parts: Parts) -> Rule:
         batch, options = parts.batch, parts.batch.options
         scaled, beta1, decay = options["scale_parameter"], options["beta1"], options["weight_decay"]
         exp_avgs = None if beta1 is None else parts.state("exp_avg")
@@ -151,8 +145,7 @@ class DistributedAdafactor(DistributedOptimizer):
             **parts.scaling,
         )
 
-    def _step_alone(self, parts: Parts) -> None:
-        """Of matrices that this rank holds as a whole."""
+    def step_alone(self, parts: Parts) -> None:
         batch, options = parts.batch, parts.batch.options
         scaled, beta1 = options["scale_parameter"], options["beta1"]
         exp_avgs = None if beta1 is None else parts.state("exp_avg")

@@ -9,15 +9,14 @@ import torch
 
 import bmt_kernels
 
-from .batch import Batch
-from .distributed import DistributedOptimizer, Params
-from .factored import FactoredAverage, Parts, factored_layout, is_factored
+from .distributed import Params
+from .factored import FactoredAverage, FactoredOptimizer, Parts, factored_layout, is_factored
 from .options import check_betas, check_not_negative, check_pair_not_negative, check_positive
 from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter
 
 
-class DistributedCAME(DistributedOptimizer):
+class DistributedCAME(FactoredOptimizer):
     """CAME (Luo et al., `arXiv:2307.02047 <https://arxiv.org/abs/2307.02047>`_, algorithm 2), as ``came_pytorch``'s.
 
     For each parameter, with RMS(x) = ‖x‖ / √(number of elements), in fp32 whatever its dtype::
@@ -78,16 +77,7 @@ class DistributedCAME(DistributedOptimizer):
         layout = {"exp_avg": like_parameter(shape), **factored_layout("exp_avg_sq", shape)}
         return {**layout, **factored_layout("exp_avg_res", shape)} if is_factored(shape) else layout
 
-    def rule(self, batch: Batch) -> Rule:
-        whole, cut = batch.by_division()
-        if cut:
-            yield from self._step_together(Parts(batch, cut))
-        else:
-            yield []
-        self._step_alone(Parts(batch, whole))
-
-    def _step_together(self, parts: Parts) -> Rule:
-        """Of matrices that are cut between ranks."""
+    def step_together(self, parts: Parts) -> Rule:
         batch, options = parts.batch, parts.batch.options
         beta1, beta2, beta3 = (float(beta) for beta in options["betas"])
         eps = [float(e) for e in options["eps"]]
@@ -120,9 +110,7 @@ class DistributedCAME(DistributedOptimizer):
         decays = torch.full_like(clips, 1 - lr * decay) if decay else None
         parts.update_weights(exp_avgs, instability, torch.full_like(clips, lr), decays)
 
-    @staticmethod
-    def _step_alone(parts: Parts) -> None:
-        """Of matrices that this rank holds as a whole."""
+    def step_alone(self, parts: Parts) -> None:
         batch, options = parts.batch, parts.batch.options
         beta1, beta2, beta3 = (float(beta) for beta in options["betas"])
         rows, cols = parts.averages("exp_avg_sq")

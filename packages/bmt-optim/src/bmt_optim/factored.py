@@ -27,8 +27,9 @@ from torch import Tensor
 import bmt_kernels
 
 from .batch import Batch
+from .distributed import DistributedOptimizer
 from .matrix import Matrix
-from .requests import Sum
+from .requests import Rule, Sum
 from .state_layout import StateTensor, column_statistic, like_parameter, row_statistic
 
 
@@ -130,6 +131,26 @@ class Parts:
                 exp_avgs=None if exp_avgs is None else [exp_avgs[n] for n in chosen],
                 **options,
             )
+
+
+class FactoredOptimizer(DistributedOptimizer):
+    """An optimizer with factored averages, whose step has a way for matrices of one rank, and one for those of many."""
+
+    def rule(self, batch: Batch) -> Rule:
+        whole, cut = batch.by_division()
+        if cut:
+            yield from self.step_together(Parts(batch, cut))
+        else:
+            yield []
+        self.step_alone(Parts(batch, whole))
+
+    def step_together(self, parts: Parts) -> Rule:
+        """The step of matrices that are cut between ranks."""
+        raise NotImplementedError
+
+    def step_alone(self, parts: Parts) -> None:
+        """The step of matrices, perhaps none, that this rank holds as a whole."""
+        raise NotImplementedError
 
 
 class FactoredAverage:
