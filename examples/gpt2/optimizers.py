@@ -15,7 +15,7 @@ LEARNING_RATES = {
     "adam": 1e-3,
     "adam_offload": 1e-3,
     "adafactor": 1e-3,
-    "came": 1e-3,
+    "came": 1e-4,
     "lamb": 1e-2,
     "galore": 1e-2,
     "muon": 1e-3,
