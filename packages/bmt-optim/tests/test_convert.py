@@ -73,6 +73,9 @@ UNUSUAL = {
         | {"eps": 1e-3, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
     ),
 }
+if "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters:  # from 2.7 on
+    decoupled = functools.partial(of_torch("Adam"), decoupled_weight_decay=True)
+    UNUSUAL["Adam, decoupled"] = (decoupled, {**ADAM, "weight_decay": 0.3})
 MAKERS = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.02), weight_decay=0.1),
     "torch Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.5, weight_decay=0.1),
@@ -230,9 +233,11 @@ def test_the_given_optimizer_stands_for_the_result(ctx):
     # State goes through either, and to the reference.
     saved = io.BytesIO()
     gathered = found.state_dict(gather=True)
+    assert torch.equal(given.state_dict()["state"][0]["step"], torch.tensor(4.0))  # as ours has it
     torch.save(given.state_dict(), saved)
     saved.seek(0)
     given.load_state_dict(torch.load(saved, weights_only=True))
+    assert given.state is found.state
     for state in (given.state, found.state):
         assert state[params[0]]["step"] == 4
         assert state[params[0]]["row_var"].shape == (len(local_tensor(params[0])), 1)
@@ -240,6 +245,8 @@ def test_the_given_optimizer_stands_for_the_result(ctx):
         torch.testing.assert_close(gathered["state"], reference.state_dict()["state"], rtol=1e-5, atol=1e-6)
         reference.load_state_dict(gathered)
         train(reference, whole, [4], shapes)
+    with pytest.raises(TypeError, match="float64"):
+        given.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.float64))]})
     given.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert len(found.param_groups) == 2
     given.zero_grad()
@@ -265,16 +272,18 @@ def test_the_schedule_of_hugging_face_still_reads_what_adafactor_does(ctx):
 def test_a_whole_state_of_ours_is_cut_and_one_that_does_not_fit_changes_nothing(ctx):
     shapes = [(6, 4), (5, 3)]
     params = [nn.Parameter(t) for t in tensors(shapes)]
-    optimizer = Muon(params)
+    optimizer = Muon([{"params": [p]} for p in params])
     train(optimizer, params, range(2), shapes)
     wanted = [cut(optimizer.state[p]["momentum_buffer"], cut_slice(s, ctx.world)) for p, s in zip(params, shapes)]
     with pytest.raises(ValueError, match=r"params\[1\] has shape \(5,\), and the optimizer's parameter \(5, 3\)"):
         to_distributed(optimizer, [params[0], nn.Parameter(torch.ones(5))])
     with pytest.raises(ValueError, match="params are 1 and must be 2 tensors"):
         to_distributed(optimizer, params[:1])
+    with pytest.raises(ValueError, match="must be 2 tensors"):
+        to_distributed(optimizer, [params[0], "weight"])
     with pytest.raises(TypeError, match="float64"):
         to_distributed(optimizer, [params[0], params[1].detach().double()])
-    assert optimizer.param_groups[0]["params"] == params
+    assert [group["params"] for group in optimizer.param_groups] == [[p] for p in params]
     assert optimizer.state[params[0]]["momentum_buffer"].shape == (6, 4)
     parts = shards(tensors(shapes), [cut_slice(s, ctx.world) for s in shapes])
     assert to_distributed(optimizer, parts) is optimizer
