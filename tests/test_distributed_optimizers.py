@@ -46,7 +46,7 @@ OUTER = {
     "head.weight": "lamb",
     "head.bias": "adam",
 }
-PROJECTION = {"rank": 2, "update_proj_gap": 4, "scale": 0.5, "proj_type": "std"}
+PROJECTION = {"rank": 2, "update_proj_gap": 4, "scale": 0.5}
 HAS_MUON = hasattr(torch.optim, "Muon")
 
 
@@ -102,8 +102,14 @@ def by_kind(named: Iterable[tuple[str, Tensor]]) -> dict[str, list[Tensor]]:
 
 
 def galore_groups(params: dict[str, list[Tensor]]) -> list[dict[str, Any]]:
+    """Tall matrices are projected from the left, so that their projection sums over rows, and over tensor ranks."""
+    tall = [slice_of(p).shape[0] > slice_of(p).shape[1] for p in params["galore"]]
+    groups: list[dict[str, Any]] = []
+    for kind, wanted in (("std", False), ("reverse_std", True)):
+        found = [p for p, is_tall in zip(params["galore"], tall) if is_tall is wanted]
+        groups += [{"params": found, **PROJECTION, "proj_type": kind}] if found else []
     plain = [{"params": params["galore, plain"]}] if "galore, plain" in params else []
-    return [{"params": params["galore"], **PROJECTION}, *plain]
+    return [*groups, *plain]
 
 
 LAMB = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

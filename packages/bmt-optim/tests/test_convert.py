@@ -26,38 +26,67 @@ def hugging_face(params, **options):
     return pytest.importorskip("transformers").Adafactor(params, **options)
 
 
-def came(params):
+def came(params, **options):
     from came_pytorch import CAME
 
-    return CAME(params, lr=0.1, weight_decay=0.1)
+    return CAME(params, **{"lr": 0.1, "weight_decay": 0.1, **options})
 
 
-def galore(params):
+def galore(params, **options):
     if FOLDER is None:
         pytest.skip("galore-torch and transformers are not installed")
     projected = [p for p in params if p.dim() == 2]
     rest = [p for p in params if p.dim() != 2]
-    options = {"rank": 2, "update_proj_gap": 7, "scale": 0.5, "proj_type": "std"}
-    return reference_optimizer([{"params": projected, **options}, {"params": rest}], lr=0.05, weight_decay=0.1)
+    groups = [{"params": projected, "rank": 2, "update_proj_gap": 7, "scale": 0.5, "proj_type": "std"}]
+    groups += [{"params": rest}] if rest else []
+    return reference_optimizer(groups, **{"lr": 0.05, "weight_decay": 0.1, **options})
 
 
+def of_torch(name, matrices=False):
+    def make(params, **options):
+        return getattr(torch.optim, name)([p for p in params if not matrices or p.dim() == 2], **options)
+
+    return make
+
+
+ADAM = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-3}
+# Makers, and options that are none of the defaults of either class.
+UNUSUAL = {
+    "AdamW": (of_torch("AdamW"), {**ADAM, "weight_decay": 0.3}),
+    "Adam": (of_torch("Adam"), ADAM),
+    "AdamOptimizer": (AdamOptimizer, {**ADAM, "weight_decay": 0.3}),
+    "torch Adafactor": (
+        of_torch("Adafactor"),
+        {"lr": 0.05, "beta2_decay": -0.3, "eps": (0.4, 0.9), "d": 1.5, "weight_decay": 0.1},
+    ),
+    "Adafactor": (
+        hugging_face,
+        {"lr": 0.1, "eps": (1e-3, 0.1), "clip_threshold": 0.5, "decay_rate": -0.6, "beta1": 0.8, "weight_decay": 0.1}
+        | {"scale_parameter": False, "relative_step": False},
+    ),
+    "Adafactor, warming up": (hugging_face, {"warmup_init": True}),
+    "CAME": (came, {"eps": (1e-3, 1e-2), "clip_threshold": 0.5, "betas": (0.8, 0.9, 0.99), "weight_decay": 0.3}),
+    "GaLore": (galore, {**ADAM, "weight_decay": 0.3, "correct_bias": False}),
+    "Muon": (
+        of_torch("Muon", matrices=True),
+        {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.8, "nesterov": False, "ns_coefficients": (3.0, -4.0, 2.0)}
+        | {"eps": 1e-3, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
+    ),
+}
+if "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters:  # from 2.7 on
+    decoupled = functools.partial(of_torch("Adam"), decoupled_weight_decay=True)
+    UNUSUAL["Adam, decoupled"] = (decoupled, {**ADAM, "weight_decay": 0.3})
 MAKERS = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.02), weight_decay=0.1),
-    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.02, betas=(0.8, 0.9)),
-    "AdamOptimizer": lambda ps: AdamOptimizer(ps, lr=0.02, weight_decay=0.1),
     "torch Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.5, weight_decay=0.1),
-    "torch Adafactor, clipping": lambda ps: torch.optim.Adafactor(ps, lr=0.05, eps=(0.4, 0.9), d=1.5, beta2_decay=-0.3),
     "Adafactor": hugging_face,
-    "Adafactor, manual": functools.partial(
-        hugging_face, lr=0.1, relative_step=False, scale_parameter=False, beta1=0.8, weight_decay=0.1
-    ),
     "CAME": came,
     "GaLore": galore,
-    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=0.02, adjust_lr_fn="match_rms_adamw"),
     "Lamb": lambda ps: Lamb(ps, lr=0.02, weight_decay=0.1),
+    **{f"{name}, unusual": functools.partial(make, **options) for name, (make, options) in UNUSUAL.items()},
 }
 if not hasattr(torch.optim, "Muon"):  # before 2.9
-    del MAKERS["Muon"]
+    del MAKERS["Muon, unusual"], UNUSUAL["Muon"]
 
 
 def gradients(step, shapes=SHAPES):
@@ -109,6 +138,40 @@ def test_state_and_options_go_on_over_row_shards(ctx, in_place):
 def test_state_and_options_go_on_over_tensor_parallel_shards(ctx):
     for name in MAKERS:
         check_continuation(ctx, name, True)
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_groups_added_later_have_the_options_that_the_optimizer_was_made_with(name):
+    make, options = UNUSUAL[name]
+    found = to_distributed(make([nn.Parameter(torch.ones(3, 2))], **options))
+    found.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    assert options.items() <= found.param_groups[-1].items()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_goes_on_in_fp32_from_the_rounded_state(dtype):
+    shapes = [(4, 3), (5,)]
+    halves = [nn.Parameter(t.to(dtype)) for t in tensors(shapes)]
+    given = torch.optim.AdamW(halves, lr=0.1)
+    for step in range(2):
+        for p, g in zip(halves, gradients(step, shapes)):
+            p.grad = g.to(dtype)
+        given.step()
+    whole = [nn.Parameter(p.detach().float()) for p in halves]
+    reference = torch.optim.AdamW(whole, lr=0.1)
+    reference.load_state_dict(given.state_dict())  # which makes it fp32, too
+    found = to_distributed(given)
+    for step in (2, 3):
+        for p, q, g in zip(halves, whole, gradients(step, shapes)):
+            p.grad = g.to(dtype)
+            q.grad = p.grad.float()
+        found.step()
+        reference.step()
+    for p, q in zip(halves, whole):
+        assert {t.dtype for t in found.state[p].values() if torch.is_tensor(t)} == {torch.float32}
+        torch.testing.assert_close(found.state[p]["master"], q.detach(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found.state[p]["exp_avg_sq"], reference.state[q]["exp_avg_sq"], rtol=1e-6, atol=1e-7)
+        assert torch.equal(p, found.state[p]["master"].to(dtype))
 
 
 @pytest.mark.ranks(2, init=False)
@@ -170,9 +233,11 @@ def test_the_given_optimizer_stands_for_the_result(ctx):
     # State goes through either, and to the reference.
     saved = io.BytesIO()
     gathered = found.state_dict(gather=True)
+    assert torch.equal(given.state_dict()["state"][0]["step"], torch.tensor(4.0))  # as ours has it
     torch.save(given.state_dict(), saved)
     saved.seek(0)
     given.load_state_dict(torch.load(saved, weights_only=True))
+    assert given.state is found.state
     for state in (given.state, found.state):
         assert state[params[0]]["step"] == 4
         assert state[params[0]]["row_var"].shape == (len(local_tensor(params[0])), 1)
@@ -180,6 +245,8 @@ def test_the_given_optimizer_stands_for_the_result(ctx):
         torch.testing.assert_close(gathered["state"], reference.state_dict()["state"], rtol=1e-5, atol=1e-6)
         reference.load_state_dict(gathered)
         train(reference, whole, [4], shapes)
+    with pytest.raises(TypeError, match="float64"):
+        given.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.float64))]})
     given.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert len(found.param_groups) == 2
     given.zero_grad()
@@ -205,16 +272,18 @@ def test_the_schedule_of_hugging_face_still_reads_what_adafactor_does(ctx):
 def test_a_whole_state_of_ours_is_cut_and_one_that_does_not_fit_changes_nothing(ctx):
     shapes = [(6, 4), (5, 3)]
     params = [nn.Parameter(t) for t in tensors(shapes)]
-    optimizer = Muon(params)
+    optimizer = Muon([{"params": [p]} for p in params])
     train(optimizer, params, range(2), shapes)
     wanted = [cut(optimizer.state[p]["momentum_buffer"], cut_slice(s, ctx.world)) for p, s in zip(params, shapes)]
     with pytest.raises(ValueError, match=r"params\[1\] has shape \(5,\), and the optimizer's parameter \(5, 3\)"):
         to_distributed(optimizer, [params[0], nn.Parameter(torch.ones(5))])
     with pytest.raises(ValueError, match="params are 1 and must be 2 tensors"):
         to_distributed(optimizer, params[:1])
+    with pytest.raises(ValueError, match="must be 2 tensors"):
+        to_distributed(optimizer, [params[0], "weight"])
     with pytest.raises(TypeError, match="float64"):
         to_distributed(optimizer, [params[0], params[1].detach().double()])
-    assert optimizer.param_groups[0]["params"] == params
+    assert [group["params"] for group in optimizer.param_groups] == [[p] for p in params]
     assert optimizer.state[params[0]]["momentum_buffer"].shape == (6, 4)
     parts = shards(tensors(shapes), [cut_slice(s, ctx.world) for s in shapes])
     assert to_distributed(optimizer, parts) is optimizer

@@ -165,6 +165,39 @@ def test_a_gradient_that_is_not_finite_leaves_no_rank_waiting(ctx):
     assert params[0].isnan().all()
 
 
+def by_formula(param, grads, correct_bias, lr, betas, eps, weight_decay, rank=None, scale=1.0, side=None):
+    """The parameter after steps of the formula in the docstring of the optimizer."""
+    m, n = param.shape
+    left, right, one, two = torch.eye(m), torch.eye(n), 0.0, 0.0
+    for t, g in enumerate(grads, 1):
+        if rank is not None and t % GAP == 1:
+            u, _, v = torch.linalg.svd(g, full_matrices=False)
+            left, right = left if side == "right" else u[:, :rank], right if side == "left" else v[:rank]
+        r = left.T @ g @ right.T
+        one, two = betas[0] * one + (1 - betas[0]) * r, betas[1] * two + (1 - betas[1]) * r.square()
+        d = one / (two.sqrt() + eps)
+        if correct_bias:
+            d = d * (1 - betas[1] ** t) ** 0.5 / (1 - betas[0] ** t)
+        param = (param - lr * scale * left @ d @ right) * (1 - lr * weight_decay)
+    return param
+
+
+@pytest.mark.parametrize("nbits", [8, 32])
+@pytest.mark.parametrize("correct_bias", [True, False])
+def test_steps_are_those_of_the_formula(correct_bias, nbits):
+    options = {**OPTIONS, "eps": 0.1, "correct_bias": correct_bias}
+    (start,), grads = tensors([(24, 20)]), [tensors([(24, 20)], 1 + t)[0] for t in range(GAP + 2)]
+    for side in (None, "left", "right", "full"):
+        param, group = nn.Parameter(start.clone()), {} if side is None else {"rank": 12, "scale": 0.3}
+        kind = {} if side is None else {"proj_type": side, "update_proj_gap": GAP}
+        optimizer = DistGaloreAdamW([{"params": [param], **group, **kind}], nbits=nbits, min_8bit_size=1, **options)
+        # Weights move by the exact moments, which are rounded to 8 bits afterwards.
+        for first, last, error in ((0, 1, 1e-5), (1, len(grads), 1e-5 if nbits == 32 else 0.05)):
+            train(optimizer, [param], range(first, last), lambda step: [grads[step]])
+            wanted = by_formula(start, grads[:last], side=side, **group, **options)
+            assert update_error([param], [wanted], [start]) <= error, side
+
+
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()

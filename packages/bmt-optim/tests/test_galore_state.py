@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from galore_reference import needs_galore_torch, on_rank_0, reference_optimizer, step_reference
-from layouts import layout, shards, tensors, train, update_error
+from layouts import cut_slice, layout, shards, tensors, train, update_error
 from torch import nn
 
 import bmt_kernels
@@ -23,8 +23,8 @@ from bmt_optim.slices import assemble, cut
 OPTIONS = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-2, "weight_decay": 0.1}
 MATRICES = [(60, 24), (45, 40), (33, 24), (24, 50), (21, 70), (9, 80)]
 # Blocks cut by rows, by columns, here and there; whole ones; and vectors.
-PLAIN = [(36, 29), (13, 70), (31, 23), (9, 256), (4, 300), (700,), (900,), (6, 512), (5, 7, 8, 3), (3,)]
-SHAPES = MATRICES * 2 + PLAIN
+PLAIN = [(35, 29), (13, 70), (31, 23), (9, 256), (4, 300), (700,), (900,), (6, 512), (5, 7, 8, 3), (12, 256), (3,)]
+SHAPES = MATRICES * 3 + PLAIN
 
 
 def gradients(step, shapes=SHAPES):
@@ -48,7 +48,8 @@ def groups(params):
     return [
         {"params": params[:n], **half},
         {"params": params[n : 2 * n], **half, "proj_type": "reverse_std"},
-        {"params": params[2 * n :]},
+        {"params": params[2 * n : 3 * n], "rank": 20, "update_proj_gap": 2, "proj_type": "full"},
+        {"params": params[3 * n :]},
     ]
 
 
@@ -106,6 +107,10 @@ def test_state_in_8_bits_takes_the_bytes_of_its_codes_maxima_and_bases(ctx):
     assert count(params[1]) == 2 * r * m + 8 * r * m // BLOCK + 4 * (n // ranks) * r
     assert count(params[2]) == (2 * 128 * 40 + 8 * 128 * 40 // BLOCK) // ranks
     assert all("absmax_avg" in optimizer.state[p] for p in params)
+    fresh = GaLoreAdamW(params[:1], min_8bit_size=m * n).state_dict()["state"][0]
+    for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        ones = torch.ones(fresh[key].numel() // BLOCK)
+        assert not bmt_kernels.dequantize_blockwise(fresh[key].flatten(), ones, signed=signed).any()
     assert "absmax_avg" not in GaLoreAdamW(params[:1], min_8bit_size=m * n + 1).state_dict()["state"][0]
 
 
@@ -229,21 +234,21 @@ def test_clipping_is_by_the_norm_of_the_whole_projected_gradient(ctx):
     optimizer = DistGaloreAdamW(
         [{"params": params[:2], "rank": 2}, {"params": params[2:]}], nbits=32, percentile_clipping=5, lr=0.1
     )
+    whole = tensors(shapes, 3)
+    sizes = torch.tensor([[1.0, 5.0, 0.5], [1.0, 3.0, 0.5], [1.0, 2.0, 0.5]])  # by gradient and step
     for step in range(3):
-        train(
-            optimizer, params, [step], lambda step: [[1.0, 5.0, 0.5][step] * g for g in tensors(shapes, 3)], scale=4.0
-        )
-    for p, g in zip(params, tensors(shapes, 3)):
+        train(optimizer, params, [step], lambda step: [n * g for n, g in zip(sizes[:, step], whole)], scale=4.0)
+    for p, g, size in zip(params, whole, sizes):
         norms = torch.linalg.svdvals(g)[:2] if g.dim() == 2 else g
-        squares = norms.square().sum() * torch.tensor([1.0, 25.0, 0.25])
+        squares = norms.square().sum() * size.square()
         history = optimizer.state[p]["gnorm_vec"]
         torch.testing.assert_close(history[1:4], squares)
         torch.testing.assert_close(history[[0, 4, 99]], squares[:1].expand(3))
-    # 1, then 5 clipped to 1, then 0.5: as if they had been that.
+    # Each is clipped to 1 by a factor of its own, and 0.5 is not: as if they had been that.
     plain = shards(tensors(shapes), layout(ctx, shapes))
     other = DistGaloreAdamW([{"params": plain[:2], "rank": 2}, {"params": plain[2:]}], nbits=32, lr=0.1)
     for step in range(3):
-        train(other, plain, [step], lambda step: [[1.0, 1.0, 0.5][step] * g for g in tensors(shapes, 3)])
+        train(other, plain, [step], lambda step: [sizes[:, step].clamp(max=1)[0] * g for g in whole])
     for p, q in zip(params, plain):
         torch.testing.assert_close(p, q)
 
@@ -280,6 +285,51 @@ def test_a_factor_of_gradients_and_paging_change_nothing_but_scale_and_place(ctx
             assert run([optimizer.begin_step(grad_factor=None if factor is None else torch.tensor(factor))])
         runs.append(params)
     assert all(torch.equal(p, q) for p, q in zip(*runs))
+
+
+@pytest.mark.parametrize("nbits", [8, 32])
+def test_asked_to_page_moments_of_parameters_on_the_cpu_stay_and_change_as_ever(nbits):
+    shapes = [(400, 300), (1000, 101)]  # more than are paged on CUDA
+    start, runs = [t.bfloat16() for t in tensors(shapes)], []
+    for is_paged in (False, True):
+        params = [nn.Parameter(t.clone()) for t in start]
+        optimizer = GaLoreAdamW([{"params": params[:1]}, {"params": params[1:], "rank": 101}], nbits=nbits)
+        for group in optimizer.param_groups:
+            group["is_paged"] = is_paged
+        train(optimizer, params, [0], lambda step: tensors(shapes, step))
+        held = [
+            (tensor, tensor.clone())
+            for p in params
+            for tensor in optimizer.state[p].values()
+            if torch.is_tensor(tensor)
+        ]
+        train(optimizer, params, [1, 2], lambda step: tensors(shapes, step))
+        found = [tensor for p in params for tensor in optimizer.state[p].values() if torch.is_tensor(tensor)]
+        assert all(now is before for now, (before, _) in zip(found, held))
+        assert sum(not torch.equal(now, then) for now, (_, then) in zip(found, held)) == len(found) - 1  # not the basis
+        runs.append([*params, *found])
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("row", [0, 3])
+def test_a_block_with_an_infinity_on_one_rank_is_nan_on_all(ctx, row):
+    (start,), where = tensors([(6, 64)]), cut_slice((6, 64), ctx.world)  # the first of two blocks ends in row 3
+
+    def grads(step):
+        (grad,) = tensors([(6, 64)], 1)
+        grad[row, 0] = torch.inf
+        return [grad]
+
+    (param,), whole = shards([start], [where]), nn.Parameter(start.clone())
+    optimizer, single = (DistGaloreAdamW([p], min_8bit_size=1) for p in (param, whole))
+    for o, p in ((optimizer, param), (single, whole)):
+        train(o, [p], [0], grads)
+    for key, blocks in (("absmax_avg", [True, False]), ("absmax_avg_sq", [True, False])):
+        expected = single.state[whole][key]
+        assert expected.isnan().tolist() == blocks
+        part = expected[:1] if ctx.rank == 0 else expected  # rank 0 has none of the second block
+        torch.testing.assert_close(optimizer.state[param][key], part, equal_nan=True)
 
 
 def test_arguments_are_checked_and_args_count_instead():
