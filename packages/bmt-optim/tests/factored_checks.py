@@ -77,7 +77,7 @@ def check_faults(case, ctx, fault):
     reduce_packed, update = engine.reduce_packed, FactoredAverage.update
     shapes = [(12, 5), (7, 4), (3, 9), (4, 6, 3, 2), (3, 8, 5)]  # cut evenly, for messages of the same sizes
 
-    def broken(reductions, record):
+    def broken(reductions, record, *meanwhile):
         if fault == "no reduction":
             return
         if fault == "none over data":
@@ -88,7 +88,7 @@ def check_faults(case, ctx, fault):
             for r in reductions:
                 if r.comm is ctx.tp_zero and r.value.dim() > 0:
                     r.comm = ctx.tp
-        reduce_packed(reductions, record)
+        reduce_packed(reductions, record, *meanwhile)
 
     def local_mean(self, results, decay):
         update(self, results, decay)

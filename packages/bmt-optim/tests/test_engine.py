@@ -107,7 +107,7 @@ def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
 
     reduce_packed = engine.reduce_packed
 
-    def broken(reductions, record):
+    def broken(reductions, record, *meanwhile):
         if fault == "drop":
             return
         if fault == "one phase":
@@ -117,7 +117,7 @@ def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
                 if r.value.dim() == 0 and r.comm in (ctx.tp, ctx.tp_zero):
                     r.comm = ctx.tp if r.comm is ctx.tp_zero else ctx.tp_zero
             reductions = [r for r in reductions if r.comm.size > 1]
-        reduce_packed(reductions, record)
+        reduce_packed(reductions, record, *meanwhile)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "reduce_packed", broken)

@@ -98,7 +98,7 @@ def test_over_tensor_parallel_shards_it_is_the_published_one(ctx):
 def test_a_dropped_or_misdirected_message_is_noticed(ctx, fault):
     reduce_packed, move_packed = engine.reduce_packed, engine.move_packed
 
-    def reduce_badly(reductions, record):
+    def reduce_badly(reductions, record, *meanwhile):
         if fault == "drop":
             return
         if fault == "no tp":
@@ -107,7 +107,7 @@ def test_a_dropped_or_misdirected_message_is_noticed(ctx, fault):
             rows = [r for r in reductions if r.comm is ctx.tp_zero]
             for r, *shapes in zip(rows, *ctx.tp.all_gather_object([r.value.shape for r in rows])):
                 r.comm = ctx.tp if shapes[0] == shapes[1] else r.comm
-        reduce_packed(reductions, record)
+        reduce_packed(reductions, record, *meanwhile)
 
     def move_badly(transfers, record):
         for t in transfers:

@@ -117,7 +117,7 @@ def test_each_published_bias_correction_is_the_formula(ctx, correct):
 def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
     reduce_packed = engine.reduce_packed
 
-    def broken(reductions, record):
+    def broken(reductions, record, *meanwhile):
         if fault == "drop":
             return
         if fault == "no tp":
@@ -125,7 +125,7 @@ def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
         if fault == "wrong group":
             for r in reductions:
                 r.comm = ctx.tp if r.comm is ctx.tp_zero else r.comm
-        reduce_packed(reductions, record)
+        reduce_packed(reductions, record, *meanwhile)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "reduce_packed", broken)

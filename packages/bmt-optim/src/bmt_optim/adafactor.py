@@ -15,7 +15,7 @@ from .distributed import Params
 from .factored import FactoredAverage, FactoredOptimizer, Parts, factored_layout
 from .norms import square_sums
 from .options import check_not_negative, check_pair_not_negative, check_positive
-from .requests import Rule, Sum
+from .requests import Meanwhile, Rule, Sum
 from .state_layout import StateTensor, like_parameter, per_matrix
 
 
@@ -112,7 +112,7 @@ class DistributedAdafactor(FactoredOptimizer):
         self._check_state(batch)
         yield from super().rule(batch)
 
-    def step_together(self, parts: Parts) -> Rule:
+    def step_together(self, parts: Parts, alone: Parts) -> Rule:
         batch, options = parts.batch, parts.batch.options
         scaled, beta1, decay = options["scale_parameter"], options["beta1"], options["weight_decay"]
         exp_avgs = None if beta1 is None else parts.state("exp_avg")
@@ -133,7 +133,7 @@ class DistributedAdafactor(FactoredOptimizer):
         bmt_kernels.factored_update_square_sum(
             parts.grads, average.row_factors, average.col_factors, totals, **parts.scaling
         )
-        (squares,) = yield [Sum(totals.unbind(), parts.matrices)]
+        squares, _ = yield [Sum(totals.unbind(), parts.matrices), Meanwhile(lambda: self.step_alone(alone))]
         clips = (parts.root_mean_squares(squares) / options["clip_threshold"]).clamp(min=1)
         parts.update_weights(
             parts.grads,

@@ -12,7 +12,7 @@ import bmt_kernels
 from .distributed import Params
 from .factored import FactoredAverage, FactoredOptimizer, Parts, factored_layout, is_factored
 from .options import check_betas, check_not_negative, check_pair_not_negative, check_positive
-from .requests import Rule, Sum
+from .requests import Meanwhile, Rule, Sum
 from .state_layout import StateTensor, like_parameter
 
 
@@ -77,7 +77,7 @@ class DistributedCAME(FactoredOptimizer):
         layout = {"exp_avg": like_parameter(shape), **factored_layout("exp_avg_sq", shape)}
         return {**layout, **factored_layout("exp_avg_res", shape)} if is_factored(shape) else layout
 
-    def step_together(self, parts: Parts) -> Rule:
+    def step_together(self, parts: Parts, alone: Parts) -> Rule:
         batch, options = parts.batch, parts.batch.options
         beta1, beta2, beta3 = (float(beta) for beta in options["betas"])
         eps = [float(e) for e in options["eps"]]
@@ -89,7 +89,8 @@ class DistributedCAME(FactoredOptimizer):
         bmt_kernels.factored_update_square_sum(
             parts.grads, average.row_factors, average.col_factors, totals, **parts.scaling
         )
-        (squares,) = yield [Sum(totals.unbind(), parts.matrices)]
+        one, other = alone.halves()
+        squares, _ = yield [Sum(totals.unbind(), parts.matrices), Meanwhile(lambda: self.step_alone(one))]
         clips = (parts.root_mean_squares(squares) / options["clip_threshold"]).clamp(min=1)
         exp_avgs, instability = parts.state("exp_avg"), FactoredAverage(parts, "exp_avg_res", of_vectors=False)
         bmt_kernels.factored_residual_square_sums(
@@ -104,7 +105,7 @@ class DistributedCAME(FactoredOptimizer):
             eps=eps[1],
             **parts.scaling,
         )
-        sums = yield instability.requests()
+        *sums, _ = yield [*instability.requests(), Meanwhile(lambda: self.step_alone(other))]
         instability.update(sums, beta3)
         lr, decay = float(options["lr"]), options["weight_decay"]
         decays = torch.full_like(clips, 1 - lr * decay) if decay else None

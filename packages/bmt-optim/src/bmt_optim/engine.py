@@ -112,7 +112,8 @@ def _communicate(answers: Sequence[Answer], flags: Sequence[Reduction], record: 
             found = answer.begin(phase)
             reductions += found[0]
             transfers += found[1]
-        reduce_packed(reductions, record)
+        works = [answer.meanwhile for answer in answers if answer.meanwhile is not None] if phase == 0 else []
+        reduce_packed(reductions, record, works)
         move_packed(transfers, record)
         for answer in answers:
             answer.end(phase)

@@ -68,18 +68,27 @@ class Transfer:
         self.like = like
 
 
-def reduce_packed(reductions: Sequence[Reduction], record: Communication) -> None:
-    """Replace each reduction's value by its result. One all-reduce per communicator and operation."""
+def reduce_packed(
+    reductions: Sequence[Reduction], record: Communication, meanwhile: Sequence[Callable[[], None]] = ()
+) -> None:
+    """Replace each reduction's value by its result. One all-reduce per communicator and operation.
+
+    ``meanwhile`` is called while they are under way.
+    """
+    under_way = []
     for group in _in_order(reductions, lambda r: (r.op, r.comm.ranks, str(r.value.device))):
-        comm, device = group[0].comm, group[0].value.device
-        values = [r.value.reshape(-1) for r in group]
-        buffer = torch.cat(values).to(comm.device)
+        comm = group[0].comm
+        buffer = torch.cat([r.value.reshape(-1) for r in group]).to(comm.device)
         if not buffer.numel():
             continue
-        comm.all_reduce(buffer, group[0].op)
+        under_way.append((group, buffer, comm.all_reduce(buffer, group[0].op, async_op=True)))
         record.collectives += 1
         record.bytes += 2 * (comm.size - 1) * buffer.nbytes // comm.size
-        parts = buffer.to(device).split([v.numel() for v in values])
+    for work in meanwhile:
+        work()
+    for group, buffer, reducing in under_way:
+        reducing.wait()
+        parts = buffer.to(group[0].value.device).split([r.value.numel() for r in group])
         for reduction, part in zip(group, parts):
             reduction.value = part.view(reduction.value.shape)
 

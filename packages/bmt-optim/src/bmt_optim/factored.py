@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -74,6 +75,13 @@ class Parts:
             "grad_scale": batch.grad_scale,
             "grad_factor": None if factor is None else factor.to(batch.device),
         }
+
+    def halves(self) -> tuple[Parts, Parts]:
+        """Two with about half of the elements each."""
+        half = sum(g.numel() for g in self.grads) / 2
+        before = itertools.accumulate((g.numel() for g in self.grads), initial=0)
+        first = [i for i, start in zip(self.order, before) if start < half]
+        return Parts(self.batch, first), Parts(self.batch, self.order[len(first) :])
 
     def state(self, key: str) -> list[Tensor]:
         """State tensors of the parameters' shapes, as matrices."""
@@ -138,14 +146,15 @@ class FactoredOptimizer(DistributedOptimizer):
 
     def rule(self, batch: Batch) -> Rule:
         whole, cut = batch.by_division()
+        alone = Parts(batch, whole)
         if cut:
-            yield from self.step_together(Parts(batch, cut))
+            yield from self.step_together(Parts(batch, cut), alone)
         else:
             yield []
-        self.step_alone(Parts(batch, whole))
+            self.step_alone(alone)
 
-    def step_together(self, parts: Parts) -> Rule:
-        """The step of matrices that are cut between ranks."""
+    def step_together(self, parts: Parts, alone: Parts) -> Rule:
+        """The step of matrices that are cut between ranks, and ``step_alone`` in the meantime."""
         raise NotImplementedError
 
     def step_alone(self, parts: Parts) -> None:

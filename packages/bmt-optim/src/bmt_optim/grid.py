@@ -7,14 +7,14 @@ that row (phase 1: the pieces, to the owner). The way back is the reverse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .exchange import Reduction, Transfer
 from .matrix import Matrix
-from .requests import Max, Own, Request, Return, Share, Sum
+from .requests import Max, Meanwhile, Own, Request, Return, Share, Sum
 
 
 class Answer:
@@ -22,6 +22,8 @@ class Answer:
 
     asks: bool
     """Whether there is anything in the request."""
+    meanwhile: Callable[[], None] | None = None
+    """What to do while messages are under way."""
 
     def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
         raise NotImplementedError
@@ -29,7 +31,7 @@ class Answer:
     def end(self, phase: int) -> None:
         """Take over what has been communicated."""
 
-    def result(self) -> Sequence[Tensor | None] | Tensor:
+    def result(self) -> Sequence[Tensor | None] | Tensor | None:
         raise NotImplementedError
 
 
@@ -40,12 +42,27 @@ def answer_to(request: Request) -> Answer:
         TypeError: it is no request, or its values are not what it takes.
         ValueError: its lists are not equally long.
     """
+    if isinstance(request, Meanwhile):
+        return _Meanwhile(request)
     lists = [request.values, request.matrices, *([request.shapes] if isinstance(request, Share) else [])]
     if len({len(each) for each in lists}) > 1:
         raise ValueError(f"{type(request).__name__} has lists of {[len(each) for each in lists]} entries")
     if isinstance(request, Sum):
         return _Reduce(request)
     return {Own: _Own, Return: _Return, Share: _Share}[type(request)](request)
+
+
+class _Meanwhile(Answer):
+    asks = False
+
+    def __init__(self, request: Meanwhile) -> None:
+        self.meanwhile = request.work
+
+    def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
+        return [], []
+
+    def result(self) -> None:
+        return None
 
 
 class _Reduce(Answer):

@@ -13,7 +13,7 @@ import bmt_kernels
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .options import check_betas, check_not_negative
-from .requests import Rule, Sum
+from .requests import Meanwhile, Rule, Sum
 from .state_layout import StateTensor, like_parameter
 
 
@@ -98,7 +98,22 @@ class DistributedLamb(DistributedOptimizer):
             **numbers,
             **scaling,
         )
-        (squares,) = yield [Sum(squares.float(), batch.pick(batch.matrices, cut))]  # (cut, 2): weights, directions
+
+        def step_alone() -> None:
+            for indices, params, masters in batch.for_kernels(whole):
+                bmt_kernels.lamb_step(
+                    params,
+                    batch.pick(batch.grads, indices),
+                    batch.state("exp_avg", indices),
+                    batch.state("exp_avg_sq", indices),
+                    lr=lr,
+                    masters=masters,
+                    **numbers,
+                    **scaling,
+                )
+
+        # (cut, 2): of weights and of directions
+        squares, _ = yield [Sum(squares.float(), batch.pick(batch.matrices, cut)), Meanwhile(step_alone)]
         norms = squares.sqrt()
         rates = lr * torch.where((norms > 0).all(dim=1), norms[:, 0] / norms[:, 1], 1)
         rate_of = dict(zip(cut, rates.unbind()))
@@ -110,17 +125,6 @@ class DistributedLamb(DistributedOptimizer):
                 rates if indices == cut else torch.stack([rate_of[i] for i in indices]),
                 masters=masters,
                 **numbers,
-            )
-        for indices, params, masters in batch.for_kernels(whole):
-            bmt_kernels.lamb_step(
-                params,
-                batch.pick(batch.grads, indices),
-                batch.state("exp_avg", indices),
-                batch.state("exp_avg_sq", indices),
-                lr=lr,
-                masters=masters,
-                **numbers,
-                **scaling,
             )
 
 

@@ -32,7 +32,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,16 @@ class Share:
     dtype: torch.dtype = torch.float32
 
 
-Request = Sum | Own | Return | Share
+@dataclass
+class Meanwhile:
+    """Have ``work`` done while this round's messages are under way. Not in round 0, which may be abandoned.
+
+    Result: ``None``.
+    """
+
+    work: Callable[[], None]
+
+
+Request = Sum | Own | Return | Share | Meanwhile
 Rule = Generator[Sequence[Request], list[Any], None]
 """Yields lists of requests, receives lists of their results (lists of tensors)."""
