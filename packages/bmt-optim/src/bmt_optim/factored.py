@@ -221,7 +221,7 @@ class FactoredAverage:
             means = torch._foreach_add(old, new)
             each = _flat([m.unsqueeze(-1).expand(r.shape) for m, r in zip(means, self._rows)])
             quotients = torch.cat(_flat(self._rows)).div_(torch.cat(each))
-            row_factors = list(quotients.rsqrt_().split([e.numel() for e in each]))
+            row_factors = list(quotients.rsqrt_().split([r.numel() for r in self._rows]))
         if col_factors:
             col_factors = list(torch.cat(col_factors).rsqrt_().split([c.numel() for c in col_factors]))
         missing = max((c.numel() for c in self.col_sums[count:]), default=0)
@@ -261,14 +261,9 @@ def _average(averages: list[Tensor], sums: Sequence[Tensor], counts: Sequence[in
 
 def _totals(statistics: list[Tensor]) -> list[Tensor]:
     """The sums over the last dimension of numbers that are not negative: (\\*, R) to (\\*)."""
-    if not statistics:
-        return []
-    # All in one pass, as the sums of squares of square roots.
-    roots = [root.unsqueeze(-2) for root in torch._foreach_sqrt(statistics)]
-    totals = _empty([root.shape[:-1] for root in roots], roots[0].device)
-    columns = _empty([(*root.shape[:-2], root.shape[-1]) for root in roots], roots[0].device)
-    bmt_kernels.factored_square_sums(roots, totals, columns, eps=0.0)
-    return [total.squeeze(-1) for total in totals]
+    vectors = [s for s in statistics if s.dim() == 1]
+    found = iter(torch._foreach_norm(vectors, 1) if vectors else [])
+    return [next(found) if s.dim() == 1 else s.sum(-1) for s in statistics]
 
 
 def _entries(vector: Tensor, chosen: Sequence[int]) -> Tensor:
