@@ -340,13 +340,13 @@ def test_ddp(ctx: ParallelContext) -> None:
 def test_a_sum_over_one_stage_in_place_of_all_is_noticed(ctx: ParallelContext) -> None:
     reduce_packed = engine.reduce_packed
 
-    def broken(reductions: Any, record: Any) -> None:
+    def broken(reductions: Any, record: Any, *meanwhile: Any) -> None:
         # Parameters outside the layers are spread over the world. The overflow flag, of one dimension, is spared.
         flags = [r for r in reductions if r.comm.ranks == ctx.world.ranks and r.value.shape == (1,)]
         others = [r for r in reductions if not any(r is flag for flag in flags)]
         for r in others:
             r.comm = ctx.zero
-        reduce_packed(others, record)
+        reduce_packed(others, record, *meanwhile)
         reduce_packed(flags, record)
 
     with pytest.MonkeyPatch.context() as patch:
