@@ -10,7 +10,7 @@ from bmt_comm import slice_of
 from bmt_optim import Adam, AdamOptimizer, DistributedLamb, DistributedOptimizer, Muon, engine
 from bmt_optim.engine import run
 from bmt_optim.matrix import assign_owners
-from bmt_optim.requests import Max, Own, Return, Share, Sum
+from bmt_optim.requests import Max, Meanwhile, Own, Return, Share, Sum
 from bmt_optim.rounding import round_stochastically
 from bmt_optim.slices import cut
 from bmt_optim.state_layout import Size, StateTensor, column_statistic, row_statistic, whole
@@ -123,6 +123,33 @@ def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
         patch.setattr(engine, "reduce_packed", broken)
         with pytest.raises(AssertionError):
             check_answers(ctx)
+
+
+@pytest.mark.ranks(1, 2)
+def test_work_is_done_once_while_messages_are_under_way(ctx):
+    sent = []
+
+    class Busy(Adam):
+        def rule(self, batch):
+            yield []
+            counted = ctx.world.traffic["all_reduce"].calls if ctx.world_size > 1 else 0
+
+            def work():
+                now = ctx.world.traffic["all_reduce"].calls if ctx.world_size > 1 else 1
+                sent.append(now - counted)
+
+            values = [torch.ones(2) for _ in batch.matrices]
+            sums, nothing = yield [Sum(values, batch.matrices), Meanwhile(work)]
+            assert nothing is None
+            assert all(torch.equal(x, torch.full((2,), float(ctx.world_size))) for x in sums)
+
+    params = shards(tensors(SHAPES), [cut_slice(s, ctx.world) for s in SHAPES])
+    optimizer = Busy(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    ctx.world.all_reduce(torch.ones(1))  # which counts
+    optimizer.step()
+    assert sent == [1]
 
 
 class TwoRounds(Adam):
