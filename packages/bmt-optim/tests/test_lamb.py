@@ -81,6 +81,20 @@ def test_over_tensor_parallel_shards_it_is_the_formula(ctx):
     check(ctx)
 
 
+@pytest.mark.ranks(2)
+def test_weights_in_half_precision_without_masters_among_others(ctx):
+    """These have their second pass apart."""
+    start = [t.bfloat16().float() for t in tensors(SHAPES)]
+    expected = reference(range(5), start)
+    slices = layout(ctx, SHAPES)
+    dtypes = [torch.bfloat16 if n % 2 == 0 else torch.float32 for n in range(len(SHAPES))]
+    params = [shards([t], [where], dtype)[0] for t, where, dtype in zip(start, slices, dtypes)]
+    optimizer = Lamb(params, **OPTIONS, stochastic_rounding=True)
+    train(optimizer, params, range(5), gradients)
+    assert update_error(params[1::2], expected[1::2], start[1::2]) <= 1e-5
+    assert update_error(params[::2], expected[::2], start[::2]) <= 0.1
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_one_rank_holds_is_stepped_there(ctx, dtype):
