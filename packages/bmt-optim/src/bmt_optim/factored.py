@@ -126,17 +126,16 @@ class Parts:
             step_sizes, decay_factors: fp32, of shape (matrices,).
             options: further ones of the kernel.
         """
-        place = {i: n for n, i in enumerate(self.order)}
-        for indices, weights in self.batch.writable(self.order):
-            chosen = [place[i] for i in indices]
+        for chosen, params, masters in self.for_kernels():
             bmt_kernels.factored_update(
-                _as_matrices(weights),
-                [grads[n] for n in chosen],
-                [average.row_factors[n] for n in chosen],
-                [average.col_factors[n] for n in chosen],
+                params,
+                self.batch.pick(grads, chosen),
+                self.batch.pick(average.row_factors, chosen),
+                self.batch.pick(average.col_factors, chosen),
                 _entries(step_sizes, chosen),
                 decay_factors=None if decay_factors is None else _entries(decay_factors, chosen),
-                exp_avgs=None if exp_avgs is None else [exp_avgs[n] for n in chosen],
+                exp_avgs=None if exp_avgs is None else self.batch.pick(exp_avgs, chosen),
+                masters=masters,
                 **options,
             )
 
