@@ -239,8 +239,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for index, (matrix, layout) in enumerate(zip(self._current_plan().matrices, layouts)):
                 parts = {key: _maintained_part(tensor, matrix) for key, tensor in layout.items()}
                 tensors.append({key: (part, layout[key].dtype) for key, part in parts.items()})
-                for key in layout if index in found["state"] else ():
-                    found["state"][index][key] = _maintained(found["state"][index][key], parts[key])
+                if entry := found["state"].get(index):
+                    entry.update({key: _maintained(entry[key], part) for key, part in parts.items()})
             found["state"] = gather_state(found["state"], params, tensors)
         return found
 
