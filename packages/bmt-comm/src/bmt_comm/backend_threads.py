@@ -26,10 +26,8 @@ def let_backend_threads_rest() -> None:
         return
     deadline = time.monotonic() + _LONGEST
     while time.monotonic() < deadline:
-        if not any(_is_ours(stat) for stat in _stats()):
-            return
         time.sleep(_PAUSE)  # a thread that waits for the lock looks asleep, and gets it here
-        if all(_sleeps(stat) for stat in _stats() if _is_ours(stat)):
+        if all(_sleeps(stat) for stat in _stats() if f"({_NAME})" in stat):
             return
 
 
@@ -42,10 +40,6 @@ def _stats() -> list[str]:
         except OSError:  # it has ended
             continue
     return found
-
-
-def _is_ours(stat: str) -> bool:
-    return f"({_NAME})" in stat
 
 
 def _sleeps(stat: str) -> bool:
