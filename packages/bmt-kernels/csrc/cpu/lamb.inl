@@ -161,12 +161,12 @@ static void update(const LambRow& row, int64_t begin, int64_t end, const LambSca
   {lamb::moments<weight, F32, keep>, lamb::moments<weight, BF16, keep>, lamb::moments<weight, F16, keep>}
 #define BMT_LAMB_ALL_MOMENTS(keep) \
   {BMT_LAMB_MOMENTS(keep, F32), BMT_LAMB_MOMENTS(keep, BF16), BMT_LAMB_MOMENTS(keep, F16)}
-#define BMT_LAMB_UPDATES(kept)                                                                            \
+#define BMT_LAMB_UPDATES(kept)                                                                         \
   {lamb::update<F32, NoCopy, kept>, lamb::update<BF16, NoCopy, kept>, lamb::update<F16, NoCopy, kept>, \
    lamb::update<F32, BF16, kept>, lamb::update<F32, F16, kept>}
-#define BMT_LAMB_KERNELS                                                                              \
-  {                                                                                                   \
-    {BMT_LAMB_ALL_MOMENTS(false), BMT_LAMB_ALL_MOMENTS(true)}, {                                      \
-      BMT_LAMB_UPDATES(false), BMT_LAMB_UPDATES(true)                                           \
-    }                                                                                                 \
+#define BMT_LAMB_KERNELS                                         \
+  {                                                              \
+    {BMT_LAMB_ALL_MOMENTS(false), BMT_LAMB_ALL_MOMENTS(true)}, { \
+      BMT_LAMB_UPDATES(false), BMT_LAMB_UPDATES(true)            \
+    }                                                            \
   }
