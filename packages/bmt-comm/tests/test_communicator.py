@@ -20,8 +20,8 @@ DTYPES = [
     torch.int8,
     torch.uint8,
 ]
-# In float32: empty, tiny, not divisible, and around the threshold of the direct all-reduce.
-THRESHOLD = module._DIRECT_ALL_REDUCE_BYTES // 4
+# In float32: empty, tiny, not divisible, and around the threshold of the all-reduce in two halves.
+THRESHOLD = module._ONE_TRIP_BYTES // 4
 SIZES = [0, 1, 5, THRESHOLD - 1, THRESHOLD, THRESHOLD + 1]
 
 
@@ -77,7 +77,7 @@ def test_all_gather_and_reduce_scatter_at_every_size(ctx, device_type):
 def test_every_dtype(ctx, device_type):
     n, rank = ctx.world_size, ctx.rank
     for dtype in DTYPES:
-        for numel in (6, 72_000):  # of 1 byte and up: both sides of the threshold
+        for numel in (6, 300_000):  # of 1 byte and up: both sides of the threshold
             stack = torch.stack([values(r, numel, dtype) for r in range(n)])
             for op in REDUCE_OPS:
                 want = expected(stack, op)
@@ -108,7 +108,7 @@ def test_every_dtype(ctx, device_type):
 @pytest.mark.ranks(2, 3)
 def test_max_and_min_keep_a_nan_whoever_holds_it(ctx, device_type):
     for op in ("max", "min"):
-        for numel in (4, 70_000):
+        for numel in (4, 150_000):
             for dtype in (torch.float32, torch.bfloat16):
                 x = torch.ones(numel, dtype=dtype, device=device_type)
                 x[ctx.rank] = float("nan")
@@ -130,9 +130,9 @@ def test_results_are_the_same_bit_for_bit_on_every_rank(ctx, device_type):
 @pytest.mark.ranks(2, 3, timeout=30)
 def test_several_in_flight_and_waits_in_another_order_on_each_rank(ctx, device_type):
     n, rank = ctx.world_size, ctx.rank
-    sums = [torch.full((20_000 + i,), float(rank + i), device=device_type) for i in range(4)]
+    sums = [torch.full((70_000 + i,), float(rank + i), device=device_type) for i in range(4)]
     smalls = [torch.full((3,), float(rank * i), device=device_type) for i in range(3)]
-    averages = [torch.full((30_000,), float(rank), device=device_type)]
+    averages = [torch.full((70_000,), float(rank), device=device_type)]
     gathered = [torch.empty(n, size, device=device_type) for size in (1, 4, 50_000)]
     scattered = [torch.empty(size, device=device_type) for size in (1, 4, 50_000)]
     sources = [torch.full((n, out.numel()), float(rank + 1), device=device_type) for out in scattered]
@@ -201,7 +201,7 @@ def test_send_recv_exchanges_with_several_peers_at_once(ctx, device_type):
 
 @pytest.mark.ranks(2)
 def test_parameters_can_be_communicated_in_place(ctx, device_type):
-    for numel in (3, 40_000):
+    for numel in (3, 70_000):
         p = torch.nn.Parameter(torch.full((numel,), float(ctx.rank + 1), device=device_type))
         ctx.world.all_reduce(p, "avg")
         assert set(p.tolist()) == {1.5}
