@@ -86,14 +86,14 @@ def check_faults(case, ctx, fault):
             reductions = [r for r in reductions if r.comm is not ctx.tp]
         if fault == "column sums over tp instead of data":
             for r in reductions:
-                if r.comm is ctx.tp_zero and r.value.dim() > 0:
+                if r.comm is ctx.tp_zero and r.value.numel() > 1:
                     r.comm = ctx.tp
         reduce_packed(reductions, record, *meanwhile)
 
     def local_mean(self, results, decay):
         update(self, results, decay)
-        for n, rows in enumerate(self._rows):
-            self.row_factors[n] = (rows / rows.mean(-1, keepdim=True)).rsqrt()
+        for rows, factors in zip(self._row_averages, self.rows):
+            factors.copy_((rows / rows.mean(-1, keepdim=True)).rsqrt())
 
     def compare():
         start = tensors(shapes)

@@ -61,6 +61,7 @@ PYBIND11_MODULE(_cpu, m) {
   bind_adam8bit(m);
   bind_cross_entropy(m);
   bind_factored(m);
+  bind_factored_averages(m);
   bind_factored_steps(m);
   bind_lamb(m);
   bind_norms(m);

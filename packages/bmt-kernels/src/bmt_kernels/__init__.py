@@ -10,6 +10,7 @@ from bmt_kernels.factored import (
     factored_update,
     factored_update_square_sum,
 )
+from bmt_kernels.factored_averages import factored_averages, factored_totals
 from bmt_kernels.factored_steps import adafactor_step, came_step
 from bmt_kernels.info import BuildInfo, build_info
 from bmt_kernels.lamb import lamb_moments, lamb_step, lamb_update
@@ -34,8 +35,10 @@ __all__ = [
     "cross_entropy",
     "dequantize_blockwise",
     "dynamic_map",
+    "factored_averages",
     "factored_residual_square_sums",
     "factored_square_sums",
+    "factored_totals",
     "factored_update",
     "factored_update_square_sum",
     "has_inf_or_nan",

@@ -119,9 +119,9 @@ class DistributedAdafactor(FactoredOptimizer):
         sizes = batch.state("RMS", parts.order) if scaled else []
         average = FactoredAverage(parts, "exp_avg_sq")
         bmt_kernels.factored_square_sums(
-            parts.grads, average.row_sums, average.col_sums, eps=float(options["eps"][0]), **parts.scaling
+            parts.grads, average.rows, average.cols, eps=float(options["eps"][0]), **parts.scaling
         )
-        squares = square_sums(batch.pick(batch.weights, parts.order)).unbind() if scaled else ()
+        squares = square_sums(batch.pick(batch.weights, parts.order)) if scaled else ()
         *sums, squares = yield [*average.requests(), Sum(squares, parts.matrices if scaled else [])]
         average.update(sums, self._beta2(batch))
         rates = torch.full((len(parts.order),), self._rate(batch), device=batch.device)
@@ -130,10 +130,8 @@ class DistributedAdafactor(FactoredOptimizer):
             torch._foreach_copy_(sizes, found.unbind())
             rates = rates * found.clamp(min=options["eps"][1])
         totals = torch.empty_like(rates)
-        bmt_kernels.factored_update_square_sum(
-            parts.grads, average.row_factors, average.col_factors, totals, **parts.scaling
-        )
-        squares, _ = yield [Sum(totals.unbind(), parts.matrices), Meanwhile(lambda: self.step_alone(alone))]
+        bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
+        squares, _ = yield [Sum(totals, parts.matrices), Meanwhile(lambda: self.step_alone(alone))]
         clips = (parts.root_mean_squares(squares) / options["clip_threshold"]).clamp(min=1)
         parts.update_weights(
             parts.grads,

@@ -82,25 +82,23 @@ class DistributedCAME(FactoredOptimizer):
         beta1, beta2, beta3 = (float(beta) for beta in options["betas"])
         eps = [float(e) for e in options["eps"]]
         average = FactoredAverage(parts, "exp_avg_sq")
-        bmt_kernels.factored_square_sums(parts.grads, average.row_sums, average.col_sums, eps=eps[0], **parts.scaling)
+        bmt_kernels.factored_square_sums(parts.grads, average.rows, average.cols, eps=eps[0], **parts.scaling)
         sums = yield average.requests()
         average.update(sums, beta2)
         totals = torch.empty(len(parts.order), device=batch.device)
-        bmt_kernels.factored_update_square_sum(
-            parts.grads, average.row_factors, average.col_factors, totals, **parts.scaling
-        )
+        bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
         one, other = alone.halves()
-        squares, _ = yield [Sum(totals.unbind(), parts.matrices), Meanwhile(lambda: self.step_alone(one))]
+        squares, _ = yield [Sum(totals, parts.matrices), Meanwhile(lambda: self.step_alone(one))]
         clips = (parts.root_mean_squares(squares) / options["clip_threshold"]).clamp(min=1)
         exp_avgs, instability = parts.state("exp_avg"), FactoredAverage(parts, "exp_avg_res", of_vectors=False)
         bmt_kernels.factored_residual_square_sums(
             parts.grads,
-            average.row_factors,
-            average.col_factors,
+            average.rows,
+            average.cols,
             1 / clips,
             exp_avgs,
-            instability.row_sums,
-            instability.col_sums,
+            instability.rows,
+            instability.cols,
             beta1=beta1,
             eps=eps[1],
             **parts.scaling,

@@ -104,11 +104,10 @@ class Parts:
                 masters = [None if m is None else _as_matrices([m])[0] for m in masters]
             yield [place[i] for i in indices], _as_matrices(params), masters
 
-    def root_mean_squares(self, sums: Sequence[Tensor]) -> Tensor:
-        """From the sum of squares (0-dim) of each whole tensor: fp32, of shape (matrices,)."""
-        return torch.stack(
-            torch._foreach_mul(list(sums), [1 / max(1, math.prod(m.where.shape)) for m in self.matrices])
-        ).sqrt()
+    def root_mean_squares(self, sums: Tensor) -> Tensor:
+        """From the sum of squares of each whole tensor: fp32, of shape (matrices,), as what is returned."""
+        counts = [1 / max(1, math.prod(m.where.shape)) for m in self.matrices]
+        return torch.stack(torch._foreach_mul(sums.unbind(), counts)).sqrt()
 
     def update_weights(
         self,
@@ -130,8 +129,8 @@ class Parts:
             bmt_kernels.factored_update(
                 params,
                 self.batch.pick(grads, chosen),
-                self.batch.pick(average.row_factors, chosen),
-                self.batch.pick(average.col_factors, chosen),
+                self.batch.pick(average.rows, chosen),
+                self.batch.pick(average.cols, chosen),
                 _entries(step_sizes, chosen),
                 decay_factors=None if decay_factors is None else _entries(decay_factors, chosen),
                 exp_avgs=None if exp_avgs is None else self.batch.pick(exp_avgs, chosen),
@@ -164,8 +163,8 @@ class FactoredOptimizer(DistributedOptimizer):
 class FactoredAverage:
     """Row and column averages of squares within a step.
 
-    A kernel writes sums of squares into ``row_sums`` and ``col_sums``, the ranks add up what :meth:`requests` asks
-    for, and :meth:`update` moves the averages and makes factors of them, of which the products are 1/√average.
+    A kernel writes sums of squares into ``rows`` and ``cols``, the ranks add up what :meth:`requests` asks for, and
+    :meth:`update` moves the averages and puts factors in the place of the sums, of which the products are 1/√average.
 
     Args:
         parts: of what.
@@ -173,62 +172,60 @@ class FactoredAverage:
         of_vectors: whether those of vectors are kept, too. If not, their factors are 1.
 
     Attributes:
-        row_sums, col_sums: fp32, (\\*, R) and (\\*, C) of this rank, not initialized.
-        row_factors, col_factors: the same shapes, after :meth:`update`.
+        rows, cols: fp32, (\\*, R) and (\\*, C) of this rank, not initialized.
     """
 
     def __init__(self, parts: Parts, name: str, of_vectors: bool = True) -> None:
         batch, count = parts.batch, parts.count
         self._matrices = parts.matrices[:count]
-        self._rows = batch.state(f"{name}_row", parts.order[:count])
-        self._cols = batch.state(f"{name}_col", parts.order[:count])
+        self._row_averages = batch.state(f"{name}_row", parts.order[:count])
+        self._col_averages = batch.state(f"{name}_col", parts.order[:count])
         if of_vectors:
-            self._cols += _flat(batch.state(name, parts.order[count:]))
-        self.row_sums = _empty([g.shape[:-1] for g in parts.grads], batch.device)
-        self.col_sums = _empty([(*g.shape[:-2], g.shape[-1]) for g in parts.grads], batch.device)
-        self.row_factors: list[Tensor] = []
-        self.col_factors: list[Tensor] = []
+            self._col_averages += _flat(batch.state(name, parts.order[count:]))
+        self._heights = [max(1, m.where.shape[-2]) for m in self._matrices]
+        self._widths = [max(1, m.where.shape[-1]) for m in self._matrices]
+        self._all_rows, self.rows = _end_to_end([g.shape[:-1] for g in parts.grads], batch.device)
+        self._all_cols, self.cols = _end_to_end([(*g.shape[:-2], g.shape[-1]) for g in parts.grads], batch.device)
 
     def requests(self) -> list[Sum]:
         """What to ask for once the sums are there."""
         count = len(self._matrices)
-        sums = _totals([*self.row_sums[:count], *self._rows])
+        row_sizes, col_sizes = [a.numel() for a in self._row_averages], [a.numel() for a in self._col_averages[:count]]
+        batches = [a.shape[:-1].numel() for a in self._row_averages]
+        rows, cols = self._all_rows[: sum(row_sizes)], self._all_cols[: sum(col_sizes)]
+        totals, before = rows.new_empty(2, sum(batches)).unbind()
+        bmt_kernels.factored_totals(self._row_averages, rows, totals, before)
         return [
-            Sum(self.row_sums[:count], self._matrices, (-1,)),
-            Sum(self.col_sums[:count], self._matrices, (-2,)),
-            Sum(sums[:count], self._matrices, (-2, -1)),
-            Sum(sums[count:], self._matrices, (-2,)),
+            Sum(rows, self._matrices, (-1,), row_sizes),
+            Sum(cols, self._matrices, (-2,), col_sizes),
+            Sum(totals, self._matrices, (-2, -1), batches),
+            Sum(before, self._matrices, (-2,), batches),
         ]
 
-    def update(self, results: Sequence[list[Tensor]], decay: float) -> None:
+    def update(self, results: Sequence[Tensor], decay: float) -> None:
         """Move the averages: average ← decay·average + (1-decay)·mean.
 
         Args:
             results: of the requests, for whole rows, columns and matrices.
         """
-        row_sums, col_sums, totals, before = results
-        count = len(self._matrices)
-        heights = [max(1, m.where.shape[-2]) for m in self._matrices]
-        widths = [max(1, m.where.shape[-1]) for m in self._matrices]
-        _average(self._rows, row_sums, widths, decay)
-        vectors = self.col_sums[count : len(self._cols)]
-        _average(self._cols, [*col_sums, *vectors], heights + [1] * len(vectors), decay)
-        row_factors, col_factors = [], _flat(self._cols)
-        if count:
-            old = torch._foreach_mul(before, [decay / h for h in heights])
-            new = torch._foreach_mul(totals, [(1 - decay) / (h * w) for h, w in zip(heights, widths)])
-            means = torch._foreach_add(old, new)
-            each = _flat([m.unsqueeze(-1).expand(r.shape) for m, r in zip(means, self._rows)])
-            quotients = torch.cat(_flat(self._rows)).div_(torch.cat(each))
-            row_factors = list(quotients.rsqrt_().split([r.numel() for r in self._rows]))
-        if col_factors:
-            col_factors = list(torch.cat(col_factors).rsqrt_().split([c.numel() for c in col_factors]))
-        missing = max((c.numel() for c in self.col_sums[count:]), default=0)
-        ones = torch.ones(max(1, missing), device=self.row_sums[0].device)
-        row_factors += [ones[:1]] * (len(self.row_sums) - count)
-        col_factors += [ones[: c.numel()] for c in self.col_sums[len(col_factors) :]]
-        self.row_factors = _shaped(row_factors, [s.shape for s in self.row_sums])
-        self.col_factors = _shaped(col_factors, [s.shape for s in self.col_sums])
+        rows, cols, totals, before = results
+        vectors = self._col_averages[len(self._matrices) :]
+        if vectors:
+            own = self._all_cols[cols.numel() : cols.numel() + sum(v.numel() for v in vectors)]
+            cols = torch.cat([cols, own])
+        bmt_kernels.factored_averages(
+            self._row_averages,
+            self._col_averages,
+            rows,
+            cols,
+            totals,
+            before,
+            self._all_rows,
+            self._all_cols,
+            heights=self._heights + [1] * len(vectors),
+            widths=self._widths,
+            decay=decay,
+        )
 
 
 def _as_matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -237,32 +234,15 @@ def _as_matrices(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Vectors of their elements. What is a vector stays as it is, here and in `_shaped`: a view costs time, too."""
+    """Vectors of their elements. What is a vector stays as it is: a view costs time, too."""
     return [t if t.dim() == 1 else t.reshape(-1) for t in tensors]
 
 
-def _shaped(vectors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    return [v if len(shape) == 1 else v.view(shape) for v, shape in zip(vectors, shapes)]
-
-
-def _empty(shapes: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """fp32 tensors, end to end in one buffer."""
+def _end_to_end(shapes: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """A new fp32 vector, and tensors of ``shapes`` in it, one after the other."""
     sizes = [math.prod(shape) for shape in shapes]
-    return _shaped(torch.empty(sum(sizes), device=device).split(sizes), shapes)
-
-
-def _average(averages: list[Tensor], sums: Sequence[Tensor], counts: Sequence[int], decay: float) -> None:
-    """average ← decay·average + (1-decay)·sum/count"""
-    if averages:
-        torch._foreach_mul_(averages, decay)
-        torch._foreach_add_(averages, torch._foreach_mul(list(sums), [(1 - decay) / n for n in counts]))
-
-
-def _totals(statistics: list[Tensor]) -> list[Tensor]:
-    """The sums over the last dimension of numbers that are not negative: (\\*, R) to (\\*)."""
-    vectors = [s for s in statistics if s.dim() == 1]
-    found = iter(torch._foreach_norm(vectors, 1) if vectors else [])
-    return [next(found) if s.dim() == 1 else s.sum(-1) for s in statistics]
+    vector = torch.empty(sum(sizes), device=device)
+    return vector, [v if len(shape) == 1 else v.view(shape) for v, shape in zip(vector.split(sizes), shapes)]
 
 
 def _entries(vector: Tensor, chosen: Sequence[int]) -> Tensor:

@@ -45,6 +45,8 @@ def answer_to(request: Request) -> Answer:
     if isinstance(request, Meanwhile):
         return _Meanwhile(request)
     lists = [request.values, request.matrices, *([request.shapes] if isinstance(request, Share) else [])]
+    if isinstance(request, Sum) and request.sizes is not None:
+        lists[0] = request.sizes
     if len({len(each) for each in lists}) > 1:
         raise ValueError(f"{type(request).__name__} has lists of {[len(each) for each in lists]} entries")
     if isinstance(request, Sum):
@@ -72,9 +74,11 @@ class _Reduce(Answer):
         self.comms = [matrix.cut_along(request.over) for matrix in request.matrices]
         self.stacked = isinstance(request.values, Tensor)
         self.whole = self.stacked and len(set(self.comms)) <= 1  # all statistics are one value
-        self.values = list(request.values)
+        self.sizes = request.sizes
         if self.whole:
             self.values, self.comms = [request.values], self.comms[:1] or [(None, None)]
+        else:
+            self.values = list(request.values if self.sizes is None else request.values.split(list(self.sizes)))
         for value in self.values:
             if value.dtype is not torch.float32:
                 raise TypeError(f"a statistic of dtype {value.dtype} is to be reduced; statistics are float32")
@@ -95,7 +99,9 @@ class _Reduce(Answer):
     def result(self) -> Sequence[Tensor | None] | Tensor:
         if self.whole:
             return self.values[0]
-        return torch.stack(self.values) if self.stacked else self.values
+        if not self.stacked:
+            return self.values
+        return torch.stack(self.values) if self.sizes is None else torch.cat(self.values)
 
 
 class _Own(Answer):

@@ -51,10 +51,13 @@ class Sum:
     ``(*, C)``) has ``(-2,)``. Ranks that cut another dimension hold other rows, or columns, and take no part: the
     result is that of this rank's rows, or columns. A dimension that nothing cuts costs nothing.
 
+    Many statistics are handled as fast as one where ``values`` is one tensor: with one entry per matrix along
+    dimension 0, or, with ``sizes``, a vector in which they lie end to end.
+
     Attributes:
-        values: fp32; ``values[i]`` of the same shape on all ranks that take part. Statistics of one shape may come as
-            one tensor, of which dimension 0 counts the matrices: many are then handled as fast as one.
+        values: fp32; ``values[i]`` of the same shape on all ranks that take part.
         matrices: to which they belong, in the order of the batch.
+        sizes: how many elements of the vector belong to each matrix.
 
     Result: a list of fp32 tensors of the same shapes, or one tensor if ``values`` is one.
     """
@@ -62,6 +65,7 @@ class Sum:
     values: Sequence[Tensor] | Tensor
     matrices: Sequence[Matrix]
     over: tuple[int, ...] | None = None
+    sizes: Sequence[int] | None = None
 
 
 @dataclass

@@ -1,0 +1,200 @@
+"""Averages of factored second moments, of matrices that are cut between ranks.
+
+Between the passes of :mod:`bmt_kernels.factored` ranks add up what each has found in its rows and columns. A rank has
+some rows of a matrix, or all of them; of each row it has the average over time of the mean of the row's squares, and
+of each column likewise. Everything that ranks send each other is one vector, with the matrices end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bmt_kernels import _native
+from bmt_kernels._compat import increment_version
+from bmt_kernels._library import tracing
+from bmt_kernels._tables import _DLPACK_DEVICES, check_sequence
+
+
+def factored_totals(row_averages: Sequence[Tensor], row_sums: Tensor, totals: Tensor, before: Tensor) -> None:
+    """Add up this rank's sums of rows, and its row averages, of every matrix.
+
+    Args:
+        row_averages: float32, (*batch, R) each, contiguous. Only read.
+        row_sums: float32, all the sums of rows end to end, in the order of row_averages. Only read.
+        totals: float32, one element for every matrix of every batch: the sum of its row_sums. Written.
+        before: likewise, the sum of its row averages. Written.
+
+    Raises:
+        TypeError: something is no tensor, or not float32.
+        ValueError: tensors do not fit each other, or are not contiguous.
+    """
+    device = _device("row_averages", row_averages, totals)
+    if _done("factored_totals", device, row_averages, row_sums, totals, before):
+        increment_version([totals, before])
+        return
+    _check_list("row_averages", row_averages, device)
+    count = sum(_matrices(r) for r in row_averages)
+    _check_vector("row_sums", row_sums, sum(r.numel() for r in row_averages), device)
+    _check_vector("totals", totals, count, device)
+    _check_vector("before", before, count, device)
+    with torch.no_grad():
+        totals.copy_(_totals([s.view(r.shape) for s, r in zip(_split(row_sums, row_averages), row_averages)], totals))
+        before.copy_(_totals(row_averages, before))
+
+
+def factored_averages(
+    row_averages: Sequence[Tensor],
+    col_averages: Sequence[Tensor],
+    row_sums: Tensor,
+    col_sums: Tensor,
+    totals: Tensor,
+    before: Tensor,
+    row_factors: Tensor,
+    col_factors: Tensor,
+    *,
+    heights: Sequence[int],
+    widths: Sequence[int],
+    decay: float,
+) -> None:
+    """Move the averages, and find the factors of which the products are 1 / sqrt(average of an element).
+
+    For each matrix, with the sums of all ranks::
+
+        r = decay * r + (1 - decay) * row_sums / width            row_averages
+        c = decay * c + (1 - decay) * col_sums / height           col_averages
+        mean = decay * before / height + (1 - decay) * totals / (height * width)      which is the mean of all r
+        row_factors = 1 / sqrt(r / mean)
+        col_factors = 1 / sqrt(c)
+
+    Col_averages beyond those of row_averages are of matrices without row averages: they have column factors.
+
+    Args:
+        row_averages: float32, (*batch, R) each, contiguous. Written.
+        col_averages: float32, (*batch, C) each, contiguous. Written.
+        row_sums, col_sums: float32, vectors of what the averages have, end to end. Only read.
+        totals, before: what :func:`factored_totals` found, added up over the ranks. Only read.
+        row_factors, col_factors: float32, vectors, contiguous, at least as long as row_sums and col_sums; what is
+            longer becomes 1. They may be the memory of row_sums and col_sums. Written.
+        heights: how many rows there are on all ranks: one number for each of col_averages.
+        widths: how many columns there are on all ranks: one number for each of row_averages.
+        decay: as in the formula, from 0 to 1.
+
+    Raises:
+        TypeError: something is no tensor, or not float32.
+        ValueError: tensors do not fit each other, or are not contiguous; a number out of range.
+
+    Source: Shazeer & Stern, arXiv:1804.04235, algorithm 4; the mean of r is linear in r, so it is found of the parts.
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"decay is {decay}; it must be from 0 to 1")
+    for name, counts in (("heights", heights), ("widths", widths)):
+        if min(counts, default=1) < 1:
+            raise ValueError(f"{name} has the entry {min(counts)}; it must be at least 1")
+    device = _device("col_averages", col_averages, col_factors)
+    lists = (row_averages, col_averages, row_sums, col_sums, totals, before, heights, widths, decay)
+    if not _done("factored_averages", device, *lists, row_factors, col_factors):
+        _check_list("row_averages", row_averages, device)
+        _check_list("col_averages", col_averages, device)
+        for name, counts, averages in (("heights", heights, col_averages), ("widths", widths, row_averages)):
+            if len(counts) != len(averages):
+                raise ValueError(f"{name} has {len(counts)} entries; it must be {len(averages)}, one for each average")
+        if len(col_averages) < len(row_averages):
+            raise ValueError(
+                f"col_averages has {len(col_averages)} entries; it must be {len(row_averages)} or more, as row_averages"
+            )
+        rows, cols = (sum(a.numel() for a in averages) for averages in (row_averages, col_averages))
+        _check_vector("row_sums", row_sums, rows, device)
+        _check_vector("col_sums", col_sums, cols, device)
+        _check_vector("totals", totals, sum(_matrices(r) for r in row_averages), device)
+        _check_vector("before", before, sum(_matrices(r) for r in row_averages), device)
+        _check_vector("row_factors", row_factors, rows, device, or_more=True)
+        _check_vector("col_factors", col_factors, cols, device, or_more=True)
+        with torch.no_grad():
+            _move(row_averages, row_sums, widths, decay)
+            _move(col_averages, col_sums, heights, decay)
+            if row_averages:
+                shapes = [r.shape[:-1] for r in row_averages]
+                scales = [(decay / h, (1 - decay) / (h * w)) for h, w in zip(heights, widths)]
+                means = torch._foreach_mul(_shaped(before, shapes), [old for old, _ in scales])
+                torch._foreach_add_(means, torch._foreach_mul(_shaped(totals, shapes), [new for _, new in scales]))
+                each = torch.cat([m.unsqueeze(-1).expand(r.shape).reshape(-1) for m, r in zip(means, row_averages)])
+                row_factors[:rows].copy_((_flat(row_averages) / each).rsqrt_())
+            if col_averages:
+                col_factors[:cols].copy_(_flat(col_averages).rsqrt_())
+            row_factors[rows:].fill_(1)
+            col_factors[cols:].fill_(1)
+        return
+    increment_version([*row_averages, *col_averages, row_factors, col_factors])
+
+
+def _device(name: str, averages: Sequence[Tensor], vector: Tensor) -> torch.device:
+    check_sequence(name, averages)
+    for where, tensor in ((f"{name}[0]", averages[0] if len(averages) else vector), ("the vectors", vector)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{where} is a {type(tensor).__name__}; it must be a float32 tensor")
+    return averages[0].device if len(averages) else vector.device
+
+
+def _done(operation: str, device: torch.device, *arguments: object) -> bool:
+    """Whether the compiled operation has done it; it declines what is unusual, or wrong."""
+    if device.type != "cpu" or tracing() or (cpu := _native.cpu_kernels()) is None:
+        return False
+    done: bool = getattr(cpu.module, operation)(*arguments, device, _DLPACK_DEVICES["cpu"], device.index or 0)
+    return done
+
+
+def _check_list(name: str, averages: Sequence[Tensor], device: torch.device) -> None:
+    check_sequence(name, averages)
+    for i, average in enumerate(averages):
+        _check(f"{name}[{i}]", average, device)
+        if average.dim() < 1:
+            raise ValueError(f"{name}[{i}] has no dimension; it must be of shape (*batch, length)")
+
+
+def _check_vector(name: str, vector: Tensor, count: int, device: torch.device, or_more: bool = False) -> None:
+    _check(name, vector, device)
+    if vector.dim() != 1 or vector.numel() < count or (vector.numel() > count and not or_more):
+        wanted = f"({count},)" + (" or longer" if or_more else "")
+        raise ValueError(f"{name} has shape {tuple(vector.shape)}; it must be {wanted}, for the averages end to end")
+
+
+def _check(where: str, tensor: Tensor, device: torch.device) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{where} is a {type(tensor).__name__}; it must be a float32 tensor")
+    if tensor.dtype is not torch.float32:
+        raise TypeError(f"{where} has dtype {tensor.dtype}; it must be torch.float32")
+    if tensor.device != device:
+        raise ValueError(f"{where} is on {tensor.device}; it must be on {device} like the others")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{where} has strides {tensor.stride()}; it must be contiguous")
+
+
+def _matrices(average: Tensor) -> int:
+    return average.shape[:-1].numel()
+
+
+def _split(vector: Tensor, averages: Sequence[Tensor]) -> Sequence[Tensor]:
+    return vector.split([a.numel() for a in averages])
+
+
+def _shaped(vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    return [part.view(shape) for part, shape in zip(vector.split([s.numel() for s in shapes]), shapes)]
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _totals(rows: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sums over the last dimension, of numbers that are not negative."""
+    return _flat([r.sum(-1) for r in rows]) if rows else torch.empty_like(like)
+
+
+def _move(averages: Sequence[Tensor], sums: Tensor, counts: Sequence[int], decay: float) -> None:
+    if averages:
+        parts = [part.view(a.shape) for part, a in zip(_split(sums, averages), averages)]
+        torch._foreach_mul_(list(averages), decay)
+        torch._foreach_add_(list(averages), torch._foreach_mul(parts, [(1 - decay) / count for count in counts]))
