@@ -33,9 +33,11 @@ struct TileRow {
   float multiplier;  // see row_multiplier
 };
 
-// What is summed: a function of element j of the row.
+// What is summed: a function of element j of the row, and perhaps of its factors.
 
-struct Square {};
+struct Square {
+  static constexpr bool kByFactors = false;
+};
 template <class Lanes, class Grad>
 BMT_INLINE auto term(Square, Lanes lanes, const TileRow<Grad>& row, int64_t j) {
   return bmt::factored_square(read(lanes, Grad(), row.grad + j), all(lanes, row.scale), all(lanes, row.eps));
@@ -47,14 +49,18 @@ BMT_INLINE auto direction(Lanes lanes, const TileRow<Grad>& row, int64_t j) {
                                  read(lanes, F32(), row.col_factors + j));
 }
 
-struct UpdateSquare {};
+struct UpdateSquare {
+  static constexpr bool kByFactors = true;
+};
 template <class Lanes, class Grad>
 BMT_INLINE auto term(UpdateSquare, Lanes lanes, const TileRow<Grad>& row, int64_t j) {
   const auto u = direction(lanes, row, j);
   return u * u;
 }
 
-struct Residual {};
+struct Residual {
+  static constexpr bool kByFactors = true;
+};
 template <class Lanes, class Grad>
 BMT_INLINE auto term(Residual, Lanes lanes, const TileRow<Grad>& row, int64_t j) {
   const auto u = direction(lanes, row, j);
@@ -76,30 +82,31 @@ BMT_INLINE float sum_of_lanes(float* lanes) {
   return lanes[0];
 }
 
-// The sum of the terms of n columns; each is also added to its column's sum.
-template <class Term, bool kByColumn, class Grad>
-BMT_INLINE float add_row(const TileRow<Grad>& row, int64_t n, float* __restrict col_sums) {
-  float lanes[kLanes];
-  int64_t j = 0;
+// Adds the terms of columns [begin, end) to the row's lanes, and each to its column's sum; `begin` is a multiple of
+// kLanes. visit() is called for every kWidth columns.
+template <class Term, bool kByColumn, class Grad, class Visit>
+BMT_INLINE void add_columns(const TileRow<Grad>& row, int64_t begin, int64_t end, float* __restrict lanes,
+                            float* __restrict col_sums, const Visit& visit) {
+  int64_t j = begin;
 #if BMT_VECTOR
   constexpr int kParts = kLanes / kWidth;
   Vec sums[kParts];
-  for (int part = 0; part < kParts; ++part) sums[part] = spread(0.0f);
+  for (int part = 0; part < kParts; ++part) sums[part] = load_f32(lanes + part * kWidth);
   const auto add = [&](int part, int64_t col) __attribute__((always_inline)) {
+    visit();
     const Vec x = term(Term(), Many(), row, col);
     sums[part] = sums[part] + x;
     if (kByColumn) store_f32(col_sums + col, load_f32(col_sums + col) + x);
   };
-  for (; j + kLanes <= n; j += kLanes) {
+  for (; j + kLanes <= end; j += kLanes) {
     for (int part = 0; part < kParts; ++part) add(part, j + part * kWidth);
   }
   int left = 0;
-  for (; left < kParts && j + kWidth <= n; ++left, j += kWidth) add(left, j);
+  for (; left < kParts && j + kWidth <= end; ++left, j += kWidth) add(left, j);
   for (int part = 0; part < kParts; ++part) store_f32(lanes + part * kWidth, sums[part]);
   const int first = left * kWidth;
 #else
-  for (int l = 0; l < kLanes; ++l) lanes[l] = 0.0f;
-  for (; j + kLanes <= n; j += kLanes) {
+  for (; j + kLanes <= end; j += kLanes) {
     for (int l = 0; l < kLanes; ++l) {
       const float x = term(Term(), One(), row, j + l);
       lanes[l] += x;
@@ -108,13 +115,57 @@ BMT_INLINE float add_row(const TileRow<Grad>& row, int64_t n, float* __restrict 
   }
   const int first = 0;
 #endif
-  for (int l = first; j < n; ++l, ++j) {
+  for (int l = first; j < end; ++l, ++j) {
     const float x = term(Term(), One(), row, j);
     lanes[l] += x;
     if (kByColumn) col_sums[j] += x;
   }
+}
+
+// The sum of the terms of n columns; each is also added to its column's sum.
+template <class Term, bool kByColumn, class Grad>
+BMT_INLINE float add_row(const TileRow<Grad>& row, int64_t n, float* __restrict col_sums) {
+  float lanes[kLanes] = {};
+  add_columns<Term, kByColumn>(row, 0, n, lanes, col_sums, [] {});
   return sum_of_lanes(lanes);
 }
+
+#if BMT_VECTOR
+// A pass that reads and writes sums and factors of columns finds in the first-level cache those of this many columns.
+constexpr int64_t kCachedCols = 2048;
+// Rows that are wider than that are followed in bands of so many rows, by kBandCols columns at a time.
+constexpr int kBandRows = 8;
+constexpr int64_t kBandCols = 1280;
+
+// The sums of the terms of `rows` rows, which are added to column by column as if one row came after the other. The
+// processor fetches ahead only what is read in the order of memory, so the band that comes next, if one does, is asked
+// for in that order.
+template <class Term, class Grad>
+BMT_INLINE void add_band(const TileRow<Grad>* band, int rows, bool last, int64_t n, int64_t pitch, float* row_sums,
+                         float* __restrict col_sums) {
+  float lanes[kBandRows][kLanes] = {};
+  const int64_t to_next = last ? 0 : rows * pitch;
+  const auto* grad = band[0].grad + to_next;
+  const float* exp_avg = band[0].exp_avg + to_next;
+  int64_t fetched = 0;
+  const auto fetch = [&]() __attribute__((always_inline)) {
+    constexpr int kRead = 0, kSecondLevel = 2;
+    __builtin_prefetch(grad + fetched, kRead, kSecondLevel);
+    __builtin_prefetch(exp_avg + fetched, kRead, kSecondLevel);
+    fetched += kWidth;
+    if (fetched >= n) {
+      fetched -= n;
+      grad += pitch;
+      exp_avg += pitch;
+    }
+  };
+  for (int64_t begin = 0; begin < n; begin += kBandCols) {
+    const int64_t end = begin + kBandCols < n ? begin + kBandCols : n;
+    for (int r = 0; r < rows; ++r) add_columns<Term, true>(band[r], begin, end, lanes[r], col_sums, fetch);
+  }
+  for (int r = 0; r < rows; ++r) row_sums[r] = sum_of_lanes(lanes[r]);
+}
+#endif
 
 template <class Grad>
 BMT_INLINE TileRow<Grad> first_row(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
@@ -138,7 +189,26 @@ BMT_INLINE void add_tile(const FactoredRow& row, const FactoredTile& tile, const
                          float* col_sums) {
   TileRow<Grad> at = first_row<Grad>(row, tile, s);
   const float* factors = tile_row_factors(row, tile);
-  for (int64_t i = 0; i < tile.rows; ++i) {
+  int64_t i = 0;
+#if BMT_VECTOR
+  if (kByColumn && Term::kByFactors && tile.cols > kCachedCols) {
+    while (i < tile.rows) {
+      TileRow<Grad> band[kBandRows];
+      const int rows = static_cast<int>(tile.rows - i < kBandRows ? tile.rows - i : kBandRows);
+      for (int r = 0; r < rows; ++r) {
+        band[r] = at;
+        band[r].multiplier = bmt::row_multiplier(s, row, at.scale, factors[i + r]);
+        at.grad += row.cols;
+        at.exp_avg += row.cols;
+      }
+      // What follows a tile as wide as the matrix is the next tile.
+      const bool last = i + rows == tile.rows && tile.cols < row.cols;
+      add_band<Term>(band, rows, last, tile.cols, row.cols, row_sums + i, col_sums);
+      i += rows;
+    }
+  }
+#endif
+  for (; i < tile.rows; ++i) {
     if (row.row_factors != 0) at.multiplier = bmt::row_multiplier(s, row, at.scale, factors[i]);
     row_sums[i] = add_row<Term, kByColumn>(at, tile.cols, col_sums);
     at.grad += row.cols;
