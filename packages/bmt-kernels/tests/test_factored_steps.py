@@ -54,12 +54,12 @@ def sums_like(tensors, fill=math.nan):
 
 
 def relative_error(start, ours, theirs):
-    """Of the update, the largest over the tensors."""
+    """Of the update, the largest over the tensors; NaN if one of them is."""
     errors = []
     for s, a, b in zip(start, ours, theirs, strict=True):
         update = b.cpu().double() - s.cpu().double()
         errors.append(float((a.cpu().double() - b.cpu().double()).norm() / update.norm()))
-    return max(errors)
+    return torch.tensor(errors, dtype=torch.float64).max().item()
 
 
 # ---- the optimizers' definitions, in fp64 and without this package -----------------------------

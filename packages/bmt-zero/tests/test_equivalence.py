@@ -101,7 +101,7 @@ def check(ctx, level, use_checkpoint, micro_steps, unsynced, make_optimizer, dty
     errors = train_sharded(
         ctx, model, make_optimizer, micro_steps, unsynced, tolerance, 0.5 if half else 0.05, reference
     )
-    assert max(errors.values()) <= tolerance, errors
+    assert all(error <= tolerance for error in errors.values()), errors  # none is NaN
 
 
 CASES = [  # use_checkpoint, micro_steps, unsynced, optimizer
