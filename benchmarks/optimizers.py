@@ -1,16 +1,16 @@
 """The step of every optimizer over the shards of one GPT (ZeRO-3): its time, its state, what it communicates.
 
 All candidates step the same parameters with the same gradients, those of one backward pass, and take turns; each has
-its own state. Reported are, for each of them,
+its own state. Before each of them fused Adam makes a step, for memory may be faster after a candidate that computes
+more. Reported are, for each of them,
 
-- the median time of a step over rounds, and the median of its ratio to fused Adam's within a round;
+- the median time of a step over rounds, and the median of its ratio to the fused Adam's before it;
 - bytes of state, on all ranks together, per parameter of the model;
 - rounds, collectives, and MB that all ranks together send;
 - floating-point operations of the matrix products on the rank that has most, relative to the mean of the ranks.
 
-GaLore projects all matrices, to --rank dimensions. The steps in which it renews the projections have lines, and rounds,
-of their own. 8-bit Adam is GaLore's optimizer without a projection. Muon has the layers' matrices, and fused Adam the
-rest.
+GaLore projects all matrices, to --rank dimensions. The steps in which it renews the projections have lines of their
+own. 8-bit Adam is GaLore's optimizer without a projection. Muon has the layers' matrices, and fused Adam the rest.
 """
 
 from __future__ import annotations
@@ -123,19 +123,33 @@ def make_candidates(model: nn.Module, rank: int) -> list[Candidate]:
     ]
 
 
+@dataclass
+class Times:
+    """Seconds of a candidate's steps, and of fused Adam's before each of them, until the last rank is done."""
+
+    own: list[float]
+    baseline: list[float]
+
+
 def take_turns(
-    context: bmt_comm.ParallelContext, candidates: Sequence[Candidate], rounds: int, warm_up: int
-) -> dict[str, list[float]]:
-    """Seconds of each candidate's step in each round, until the last rank is done."""
-    times: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+    context: bmt_comm.ParallelContext, baseline: Candidate, others: Sequence[Candidate], rounds: int, warm_up: int
+) -> dict[str, Times]:
+    """Times of the others, by their names."""
+
+    def seconds(candidate: Candidate) -> float:
+        context.synchronize()
+        start = time.perf_counter()
+        candidate.step()
+        context.synchronize()
+        return time.perf_counter() - start
+
+    times = {candidate.name: Times([], []) for candidate in others}
     for round_ in range(-warm_up, rounds):
-        for candidate in candidates:
-            context.synchronize()
-            start = time.perf_counter()
-            candidate.step()
-            context.synchronize()
+        for candidate in others:
+            before, after = seconds(baseline), seconds(candidate)
             if round_ >= 0:
-                times[candidate.name].append(time.perf_counter() - start)
+                times[candidate.name].baseline.append(before)
+                times[candidate.name].own.append(after)
     return times
 
 
@@ -155,19 +169,18 @@ def measure(arguments: argparse.Namespace) -> list[Result]:
     model = BMTrainModelWrapper(model, use_checkpoint=False, zero_level=3)
     tokens = torch.randint(shape.vocab, (1, 65)).to(context.device)
     (model(tokens[:, :-1], tokens[:, 1:]) / context.replicas).backward()
-    candidates = make_candidates(model, arguments.rank)
+    baseline, *others = candidates = make_candidates(model, arguments.rank)
     if arguments.only:
-        candidates = [c for c in candidates if c.name == BASELINE or c.name in arguments.only]
+        others = [c for c in others if c.name in arguments.only]
+        candidates = [baseline, *others]
     if context.rank == 0:
         print(f"{machine()}; {context.world_size} ranks, {count / 1e6:.1f} M parameters; {shape}", flush=True)
-    usual = [c for c in candidates if not c.renews]
-    renewing = [c for c in candidates if c.renews]
-    times = take_turns(context, usual, arguments.rounds, arguments.warm_up)
-    baseline = {c.name: times[BASELINE] for c in usual}
-    if renewing:  # each round with a fused Adam of its own to be compared with
-        slow = take_turns(context, [usual[0], *renewing], arguments.renewing_rounds, warm_up=0)
-        times.update({c.name: slow[c.name] for c in renewing})
-        baseline.update({c.name: slow[BASELINE] for c in renewing})
+    usual = [c for c in others if not c.renews]
+    times = take_turns(context, baseline, usual, arguments.rounds, arguments.warm_up)
+    all_of_baseline = [seconds for found in times.values() for seconds in found.baseline]
+    renewing = [c for c in others if c.renews]
+    times.update(take_turns(context, baseline, renewing, arguments.renewing_rounds, warm_up=0))
+    times[BASELINE] = Times(all_of_baseline, all_of_baseline)
     results = []
     for candidate in candidates:
         flops = matrix_flops(candidate.step)
@@ -178,8 +191,8 @@ def measure(arguments: argparse.Namespace) -> list[Result]:
             Result(
                 candidate.name,
                 candidate.renews,
-                statistics.median(times[candidate.name]),
-                median_ratio(times[candidate.name], baseline[candidate.name]),
+                statistics.median(times[candidate.name].own),
+                median_ratio(times[candidate.name].own, times[candidate.name].baseline),
                 sum(states) / count,
                 max(rounds),
                 max(collectives),
