@@ -177,9 +177,9 @@ def measure(arguments: argparse.Namespace) -> list[Result]:
         print(f"{machine()}; {context.world_size} ranks, {count / 1e6:.1f} M parameters; {shape}", flush=True)
     usual = [c for c in others if not c.renews]
     times = take_turns(context, baseline, usual, arguments.rounds, arguments.warm_up)
-    all_of_baseline = [seconds for found in times.values() for seconds in found.baseline]
     renewing = [c for c in others if c.renews]
     times.update(take_turns(context, baseline, renewing, arguments.renewing_rounds, warm_up=0))
+    all_of_baseline = [seconds for found in times.values() for seconds in found.baseline]
     times[BASELINE] = Times(all_of_baseline, all_of_baseline)
     results = []
     for candidate in candidates:
