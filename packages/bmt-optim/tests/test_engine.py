@@ -39,9 +39,11 @@ class Probe(DistributedOptimizer):
         largest = Max([g.max() if g.numel() else torch.tensor(-1e9) for g in batch.grads], batch.matrices)
         rows = Sum([g.float().sum(-1) for g in grads], matrices, (-1,))
         columns = Sum([g.float().sum(-2) for g in grads], matrices, (-2,))
+        sizes = [c.numel() for c in columns.values]
+        flat = Sum(torch.cat([c.reshape(-1) for c in columns.values]), matrices, (-2,), sizes)
         both = Sum(torch.stack([torch.stack([g.sum(), g.square().sum()]) for g in batch.grads]), batch.matrices)
         none = Max(torch.empty(0, 2), [])
-        self.first = yield [total, largest, rows, columns, both, none, Own(grads, matrices)]
+        self.first = yield [total, largest, rows, columns, flat, both, none, Own(grads, matrices)]
         wholes = self.first[-1]
         back = Return([None if w is None else w * 2 for w in wholes], matrices, self.dtype)
         shapes = [(m.where.shape[0], 2) for m in matrices]
@@ -63,7 +65,8 @@ def check_answers(ctx):
     for dtype in (torch.float32, torch.bfloat16):
         grads, _, optimizer = probe(slices, dtype)
         optimizer.step()
-        total, largest, rows, columns, both, none, wholes = optimizer.first
+        total, largest, rows, columns, flat, both, none, wholes = optimizer.first
+        assert torch.equal(flat, torch.cat([c.reshape(-1) for c in columns]))
         torch.testing.assert_close(both, torch.stack([torch.stack([g.sum(), g.square().sum()]) for g in grads]))
         assert none.shape == (0, 2)
         back, shared = optimizer.second
@@ -339,3 +342,25 @@ def test_parameters_that_are_not_contiguous_are_stepped():
     assert torch.equal(p, q)
     assert not p.is_contiguous()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("values", "sizes", "message"),
+    [
+        (torch.ones(5), [2, 2], "sizes for 4 elements, and values are no such vector"),
+        (torch.ones(2, 2), [2, 2], "sizes for 4 elements, and values are no such vector"),
+        ([torch.ones(2)], [2], "sizes for 2 elements, and values are no such vector"),
+        (torch.ones(4), [2, 1, 1], r"lists of \[3, 2\] entries"),
+        (torch.ones(3), None, r"lists of \[3, 2\] entries"),
+    ],
+)
+def test_a_request_whose_lists_do_not_fit_is_refused(values, sizes, message):
+    class Asks(DistributedLamb):
+        def rule(self, batch):
+            yield [Sum(values, batch.matrices, None, sizes)]
+
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for p in params:
+        p.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=message):
+        Asks(params).step()

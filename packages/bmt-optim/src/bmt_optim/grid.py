@@ -40,15 +40,18 @@ def answer_to(request: Request) -> Answer:
 
     Raises:
         TypeError: it is no request, or its values are not what it takes.
-        ValueError: its lists are not equally long.
+        ValueError: its lists are not equally long, or sizes are not those of its vector.
     """
     if isinstance(request, Meanwhile):
         return _Meanwhile(request)
-    lists = [request.values, request.matrices, *([request.shapes] if isinstance(request, Share) else [])]
-    if isinstance(request, Sum) and request.sizes is not None:
-        lists[0] = request.sizes
-    if len({len(each) for each in lists}) > 1:
-        raise ValueError(f"{type(request).__name__} has lists of {[len(each) for each in lists]} entries")
+    sizes = request.sizes if isinstance(request, Sum) else None
+    if sizes is not None and not (isinstance(request.values, Tensor) and request.values.shape == (sum(sizes),)):
+        raise ValueError(f"{type(request).__name__} has sizes for {sum(sizes)} elements, and values are no such vector")
+    lengths = [len(request.values if sizes is None else sizes), len(request.matrices)]
+    if isinstance(request, Share):
+        lengths.append(len(request.shapes))
+    if len(set(lengths)) > 1:
+        raise ValueError(f"{type(request).__name__} has lists of {lengths} entries")
     if isinstance(request, Sum):
         return _Reduce(request)
     return {Own: _Own, Return: _Return, Share: _Share}[type(request)](request)
@@ -69,16 +72,19 @@ class _Meanwhile(Answer):
 
 class _Reduce(Answer):
     def __init__(self, request: Sum) -> None:
-        self.asks = len(request.values) > 0
+        self.asks = len(request.matrices) > 0
         self.op = "max" if isinstance(request, Max) else "sum"
         self.comms = [matrix.cut_along(request.over) for matrix in request.matrices]
-        self.stacked = isinstance(request.values, Tensor)
-        self.whole = self.stacked and len(set(self.comms)) <= 1  # all statistics are one value
-        self.sizes = request.sizes
-        if self.whole:
-            self.values, self.comms = [request.values], self.comms[:1] or [(None, None)]
+        values, self.sizes = request.values, request.sizes
+        self.stacked = isinstance(values, Tensor)
+        self.whole = False  # whether all statistics are one value
+        if not isinstance(values, Tensor):
+            self.values = list(values)
+        elif len(set(self.comms)) <= 1:
+            self.whole = True
+            self.values, self.comms = [values], self.comms[:1] or [(None, None)]
         else:
-            self.values = list(request.values if self.sizes is None else request.values.split(list(self.sizes)))
+            self.values = list(values if self.sizes is None else values.split(list(self.sizes)))
         for value in self.values:
             if value.dtype is not torch.float32:
                 raise TypeError(f"a statistic of dtype {value.dtype} is to be reduced; statistics are float32")
