@@ -44,6 +44,10 @@ from bmt_optim import (
 from bmt_zero import BMTrainModelWrapper
 
 BASELINE = "fused Adam"
+OTHERS = (
+    *("Adam on the engine", "8-bit Adam", "LAMB", "Adafactor", "CAME", "GaLore", "8-bit GaLore", "Muon"),
+    *("GaLore, renewing", "8-bit GaLore, renewing"),
+)
 LR, DECAY = 1e-6, 0.01  # the weights hardly move, whoever steps them
 NEVER = 1 << 30  # renews in the first step only
 BLUE, ORANGE = "#0072B2", "#D55E00"  # of Okabe and Ito's palette, which the colour-blind tell apart
@@ -143,6 +147,7 @@ def take_turns(
         context.synchronize()
         return time.perf_counter() - start
 
+    baseline.step()  # whatever came before
     times = {candidate.name: Times([], []) for candidate in others}
     for round_ in range(-warm_up, rounds):
         for candidate in others:
@@ -269,7 +274,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
     parser.add_argument("--renewing-rounds", type=int, default=2, help="of GaLore's renewing steps (default: 2)")
     parser.add_argument("--warm-up", type=int, default=2, help="untimed rounds, 1 at least (default: 2)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="names in the table, beside fused Adam")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=OTHERS, help="beside fused Adam: %(choices)s")
     parser.add_argument("--plot", metavar="FILE", help="draw state and relative time into this file")
     arguments = parser.parse_args()
     if arguments.warm_up < 1:

@@ -159,7 +159,7 @@ WRONG = {
     "tensor for a list": ({"col_averages": torch.ones(4)}, TypeError, "col_averages is a Tensor; pass a list"),
     "number in a list": ({"row_averages": [1.0]}, TypeError, r"row_averages\[0\] is a float"),
     "scalar in a list": ({"row_averages": [torch.tensor(1.0)]}, ValueError, r"row_averages\[0\] has no dimension"),
-    "number for a vector": ({"totals": 1.0}, TypeError, "totals is a float; it must be a float32 tensor"),
+    "number for a vector": ({"totals": 1.0}, TypeError, "totals is a float; it must be a torch.Tensor"),
     "fp64": ({"before": torch.ones(1).double()}, TypeError, "before has dtype torch.float64; it must be torch.float32"),
     "device": ({"row_sums": torch.ones(3, device="meta")}, ValueError, "row_sums is on meta; it must be on cpu"),
     "strides": ({"col_sums": torch.ones(12)[::2]}, ValueError, r"col_sums has strides \(2,\); it must be contiguous"),
@@ -167,6 +167,13 @@ WRONG = {
     "length of sums": ({"row_sums": torch.ones(4)}, ValueError, r"row_sums has shape \(4,\); it must be \(3,\), for"),
     "length of column sums": ({"col_sums": torch.ones(7)}, ValueError, r"col_sums has .*; it must be \(6,\), for"),
     "length of factors": ({"col_factors": torch.ones(5)}, ValueError, r"col_factors has .*; it must be \(6,\) or long"),
+    "matrix for a vector": (
+        {"row_sums": torch.ones(1, 3)},
+        ValueError,
+        r"row_sums has shape \(1, 3\); it must be \(3,",
+    ),
+    "number for totals": ({"totals": torch.tensor(1.0)}, ValueError, r"totals has shape \(\); it must be \(1,\)"),
+    "no integers": ({"heights": [2.5, 1]}, TypeError, r"heights is \[2.5, 1\]; it must be a list of integers"),
     "totals": ({"totals": torch.ones(2)}, ValueError, r"totals has shape \(2,\); it must be \(1,\)"),
     "heights": ({"heights": [3]}, ValueError, "heights has 1 entries; it must be 2, one for each"),
     "widths": ({"widths": [4, 2]}, ValueError, "widths has 2 entries; it must be 1, one for each"),
@@ -190,6 +197,38 @@ def test_wrong_calls_change_nothing(way, case):
         if name not in change and name not in ("heights", "widths", "decay"):
             found = arguments[name]
             assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True)), name
+
+
+def test_memory_that_is_shared_is_refused(way):
+    """But for sums that their factors replace."""
+    memory = torch.ones(12)
+    row = good_call()["row_averages"][0]
+    for change in (
+        {"row_averages": [row, row], "row_sums": torch.ones(6), "totals": torch.ones(2), "before": torch.ones(2)}
+        | {"row_factors": torch.ones(6), "widths": [4, 4]},
+        {"row_factors": memory[1:4], "row_sums": memory[:3]},
+        {"row_factors": memory, "row_sums": memory[:3], "col_sums": memory[3:9]},
+        {"row_factors": memory, "row_sums": memory[:3], "totals": memory[3:4]},
+        {"col_averages": [memory[:4], memory[3:5]]},
+        {"col_factors": memory[:6], "row_factors": memory[5:8]},
+    ):
+        before = memory.clone()
+        with pytest.raises(ValueError, match=r"overlaps .* in memory"):
+            bk.factored_averages(**{**good_call(), **change})
+        assert torch.equal(memory, before)
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match=r"overlaps .* in memory"):
+        bk.factored_totals([torch.ones(3)], torch.ones(3), one, one)
+
+
+def test_the_compiled_way_is_taken(monkeypatch):
+    if _native.cpu_kernels() is None:
+        pytest.skip("the compiled module is not here, or not asked for")
+    for name in ("_move", "_totals"):
+        monkeypatch.setitem(bk.factored_averages.__globals__, name, None)
+    arguments = good_call()
+    bk.factored_totals(*(arguments[name] for name in ("row_averages", "row_sums", "totals", "before")))
+    bk.factored_averages(**arguments)
 
 
 @pytest.mark.parametrize("name", ["row_sums", "totals", "before"])

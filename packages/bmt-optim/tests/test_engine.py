@@ -350,6 +350,7 @@ def test_parameters_that_are_not_contiguous_are_stepped():
         (torch.ones(5), [2, 2], "sizes for 4 elements, and values are no such vector"),
         (torch.ones(2, 2), [2, 2], "sizes for 4 elements, and values are no such vector"),
         ([torch.ones(2)], [2], "sizes for 2 elements, and values are no such vector"),
+        (torch.ones(3), [-1, 4], "sizes for 3 elements, and values are no such vector"),
         (torch.ones(4), [2, 1, 1], r"lists of \[3, 2\] entries"),
         (torch.ones(3), None, r"lists of \[3, 2\] entries"),
     ],

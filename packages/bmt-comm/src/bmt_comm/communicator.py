@@ -1,12 +1,12 @@
 """A communicator: the ranks that talk to each other, and raw (non-differentiable) collectives between them.
 
 [Note: direct exchange]
-    On CPU the ranks share one machine, so what a collective costs is the bytes that are copied, not the
-    number of messages.  Gloo's ring all-gather copies its result twice and its reduce-scatter is a whole
-    all-reduce.  Here every rank sends each peer just what that peer needs, straight between the callers'
-    buffers: an all-gather moves (n-1)/n of the result per rank with no extra copy, a reduce-scatter moves
-    (n-1)/n of the input with one receive buffer.  CUDA tensors go through the process group's own
-    collectives (NCCL).
+    On CPU the ranks share one machine, so what a large collective costs is the bytes that are copied, not
+    the number of messages; a short one costs the trips that follow each other.  Gloo's ring all-gather copies
+    its result twice and its reduce-scatter is a whole all-reduce.  Here every rank sends each peer just what
+    that peer needs, straight between the callers' buffers: an all-gather moves (n-1)/n of the result per rank
+    with no extra copy, a reduce-scatter moves (n-1)/n of the input with one receive buffer.  CUDA tensors go
+    through the process group's own collectives (NCCL).
 
 Every rank of a communicator must call the same collectives on it in the same order.
 """
@@ -43,9 +43,11 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "prod": Tensor.mul_,
 }
 
-# On CPU, up to this many bytes everyone sends all it has to everyone, which takes one trip: for 2 to 8 ranks a half to
-# a third of the time of gloo's all-reduce, and of a reduce-scatter and an all-gather.
+# On CPU, an all-reduce of up to this many bytes (of fewer on more ranks, in proportion) takes one trip: everyone sends
+# all it has to everyone. On 2 to 8 ranks that takes a half to a third of the time of gloo's all-reduce, and less than a
+# reduce-scatter and an all-gather.
 _ONE_TRIP_BYTES = 1 << 18
+_ONE_TRIP_RANKS = 8
 
 # What every backend can carry. Other dtypes travel as bytes.
 _BACKEND_DTYPES = frozenset(
@@ -258,7 +260,7 @@ class Communicator:
             return self._finish_now(dist.all_reduce(tensor, reduce_op, group=self.group, async_op=async_op), async_op)
         flat = _flat(tensor)
         # Not gloo's: its max and min lose a NaN, or keep it, depending on who holds it.
-        short = _bytes(flat) <= _ONE_TRIP_BYTES
+        short = _bytes(flat) * max(self.size, _ONE_TRIP_RANKS) <= _ONE_TRIP_BYTES * _ONE_TRIP_RANKS
         work = self._one_trip_all_reduce(flat, op) if short else self._direct_all_reduce(flat, op)
         return self._finish_now(work, async_op)
 

@@ -71,8 +71,9 @@ BMT_INLINE auto term(Residual, Lanes lanes, const TileRow<Grad>& row, int64_t j)
 }
 
 // Every variant adds in this order: column j of a row goes to lane j % 32, left to right; the lanes are added
-// pairwise; a column is added from top to bottom. Hence all have the same bits. Rows are followed one at a time, for
-// the processor fetches ahead what is read in the order of memory; several lanes are several additions in flight.
+// pairwise; a column is added from top to bottom. Hence all have the same bits. Rows are followed one at a time if they
+// are not too wide, for the processor fetches ahead what is read in the order of memory; several lanes are several
+// additions in flight.
 constexpr int kLanes = 32;
 
 BMT_INLINE float sum_of_lanes(float* lanes) {
@@ -136,6 +137,7 @@ constexpr int64_t kCachedCols = 2048;
 // Rows that are wider than that are followed in bands of so many rows, by kBandCols columns at a time.
 constexpr int kBandRows = 8;
 constexpr int64_t kBandCols = 1280;
+static_assert(kBandCols % kLanes == 0, "a column's lane does not depend on where its chunk begins");
 
 // The sums of the terms of `rows` rows, which are added to column by column as if one row came after the other. The
 // processor fetches ahead only what is read in the order of memory, so the band that comes next, if one does, is asked
@@ -144,9 +146,8 @@ template <class Term, class Grad>
 BMT_INLINE void add_band(const TileRow<Grad>* band, int rows, bool last, int64_t n, int64_t pitch, float* row_sums,
                          float* __restrict col_sums) {
   float lanes[kBandRows][kLanes] = {};
-  const int64_t to_next = last ? 0 : rows * pitch;
-  const auto* grad = band[0].grad + to_next;
-  const float* exp_avg = band[0].exp_avg + to_next;
+  const auto* grad = band[0].grad + rows * pitch;
+  const float* exp_avg = band[0].exp_avg + rows * pitch;
   int64_t fetched = 0;
   const auto fetch = [&]() __attribute__((always_inline)) {
     constexpr int kRead = 0, kSecondLevel = 2;
@@ -161,7 +162,13 @@ BMT_INLINE void add_band(const TileRow<Grad>* band, int rows, bool last, int64_t
   };
   for (int64_t begin = 0; begin < n; begin += kBandCols) {
     const int64_t end = begin + kBandCols < n ? begin + kBandCols : n;
-    for (int r = 0; r < rows; ++r) add_columns<Term, true>(band[r], begin, end, lanes[r], col_sums, fetch);
+    for (int r = 0; r < rows; ++r) {
+      if (last) {
+        add_columns<Term, true>(band[r], begin, end, lanes[r], col_sums, [] {});
+      } else {
+        add_columns<Term, true>(band[r], begin, end, lanes[r], col_sums, fetch);
+      }
+    }
   }
   for (int r = 0; r < rows; ++r) row_sums[r] = sum_of_lanes(lanes[r]);
 }

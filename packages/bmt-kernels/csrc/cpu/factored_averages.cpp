@@ -15,6 +15,15 @@ bool fp32_view(PyObject* object, const Target& target, View& view) {
   return view_of(object, target, view) && view.dtype == static_cast<int64_t>(DType::kFloat32);
 }
 
+bool vector_view(py::handle object, const Target& target, int64_t least, View& view) {
+  return fp32_view(object.ptr(), target, view) && view.ndim == 1 && view.numel >= least;
+}
+
+// Whether a vector has just as many elements.
+bool exact_view(py::handle object, const Target& target, int64_t count, View& view) {
+  return vector_view(object, target, count, view) && view.numel == count;
+}
+
 float* numbers(const View& view) { return reinterpret_cast<float*>(view.data); }
 
 // Tensors of one dimension or more, by their last: (*, length).
@@ -40,6 +49,16 @@ bool read_vectors(py::handle list, const Target& target, std::vector<Vectors>& v
   return items.size() >= 0;
 }
 
+void extend(std::vector<Interval>& intervals, const Vectors& vectors) {
+  const auto begin = reinterpret_cast<int64_t>(vectors.data);
+  const int64_t bytes = vectors.count * vectors.length * static_cast<int64_t>(sizeof(float));
+  if (bytes != 0) intervals.push_back({begin, begin + bytes});
+}
+
+void extend(std::vector<Interval>& intervals, const View& view) {
+  if (view.numel != 0) intervals.push_back({view.data, view.data + view.bytes()});
+}
+
 float sum_of(const float* values, int64_t count) {
   double sum = 0.0;
   for (int64_t i = 0; i < count; ++i) sum += static_cast<double>(values[i]);
@@ -55,9 +74,14 @@ bool factored_totals(py::handle row_averages, py::handle row_sums, py::handle to
   int64_t elements = 0, count = 0;
   View sums, total, old;
   if (!read_vectors(row_averages, target, rows, elements, count)) return false;
-  if (!fp32_view(row_sums.ptr(), target, sums) || sums.numel != elements) return false;
-  if (!fp32_view(totals.ptr(), target, total) || total.numel != count) return false;
-  if (!fp32_view(before.ptr(), target, old) || old.numel != count) return false;
+  if (!exact_view(row_sums, target, elements, sums)) return false;
+  if (!exact_view(totals, target, count, total) || !exact_view(before, target, count, old)) return false;
+  std::vector<Interval> outputs, inputs;
+  for (const Vectors& row : rows) extend(inputs, row);
+  extend(inputs, sums);
+  extend(outputs, total);
+  extend(outputs, old);
+  if (overlapping(outputs, inputs)) return false;
   const float* sum = numbers(sums);
   float *to_total = numbers(total), *to_old = numbers(old);
   for (const Vectors& row : rows) {
@@ -70,7 +94,7 @@ bool factored_totals(py::handle row_averages, py::handle row_sums, py::handle to
   return true;
 }
 
-// Whether `list` holds `count` integers, which are appended as numbers.
+// Whether `list` holds `count` numbers, which are appended.
 bool read_counts(py::handle list, size_t count, std::vector<double>& counts) {
   const Items items(list);
   if (items.size() != static_cast<Py_ssize_t>(count)) return false;
@@ -109,12 +133,22 @@ bool factored_averages(py::handle row_averages, py::handle col_averages, py::han
   if (!read_counts(heights, cols.size(), height) || !read_counts(widths, rows.size(), width)) return false;
   if (cols.size() < rows.size()) return false;
   View sums[2], total, old, factors[2];
-  if (!fp32_view(row_sums.ptr(), target, sums[0]) || sums[0].numel != row_elements) return false;
-  if (!fp32_view(col_sums.ptr(), target, sums[1]) || sums[1].numel != col_elements) return false;
-  if (!fp32_view(totals.ptr(), target, total) || total.numel != row_count) return false;
-  if (!fp32_view(before.ptr(), target, old) || old.numel != row_count) return false;
-  if (!fp32_view(row_factors.ptr(), target, factors[0]) || factors[0].numel < row_elements) return false;
-  if (!fp32_view(col_factors.ptr(), target, factors[1]) || factors[1].numel < col_elements) return false;
+  if (!exact_view(row_sums, target, row_elements, sums[0])) return false;
+  if (!exact_view(col_sums, target, col_elements, sums[1])) return false;
+  if (!exact_view(totals, target, row_count, total) || !exact_view(before, target, row_count, old)) return false;
+  if (!vector_view(row_factors, target, row_elements, factors[0])) return false;
+  if (!vector_view(col_factors, target, col_elements, factors[1])) return false;
+  std::vector<Interval> outputs, inputs;
+  for (const std::vector<Vectors>& averages : {rows, cols}) {
+    for (const Vectors& average : averages) extend(outputs, average);
+  }
+  for (int i = 0; i < 2; ++i) {
+    extend(outputs, factors[i]);
+    if (sums[i].data != factors[i].data) extend(inputs, sums[i]);  // a sum is read before its factor takes its place
+  }
+  extend(inputs, total);
+  extend(inputs, old);
+  if (overlapping(outputs, inputs)) return false;
   const float *sum = numbers(sums[0]), *of_all = numbers(total), *of_old = numbers(old);
   float* factor = numbers(factors[0]);
   for (size_t i = 0; i < rows.size(); ++i) {

@@ -7,7 +7,7 @@ of each column likewise. Everything that ranks send each other is one vector, wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from bmt_kernels import _native
 from bmt_kernels._compat import increment_version
 from bmt_kernels._library import tracing
-from bmt_kernels._tables import _DLPACK_DEVICES, check_sequence
+from bmt_kernels._tables import _DLPACK_DEVICES, _address, _check_overlaps, _check_tensor, check_sequence
 
 
 def factored_totals(row_averages: Sequence[Tensor], row_sums: Tensor, totals: Tensor, before: Tensor) -> None:
@@ -29,7 +29,7 @@ def factored_totals(row_averages: Sequence[Tensor], row_sums: Tensor, totals: Te
 
     Raises:
         TypeError: something is no tensor, or not float32.
-        ValueError: tensors do not fit each other, or are not contiguous.
+        ValueError: tensors do not fit each other, are not contiguous, or overlap what is written.
     """
     device = _device("row_averages", row_averages, totals)
     if _done("factored_totals", device, row_averages, row_sums, totals, before):
@@ -40,6 +40,8 @@ def factored_totals(row_averages: Sequence[Tensor], row_sums: Tensor, totals: Te
     _check_vector("row_sums", row_sums, sum(r.numel() for r in row_averages), device)
     _check_vector("totals", totals, count, device)
     _check_vector("before", before, count, device)
+    vectors = {"row_sums": row_sums, "totals": totals, "before": before}
+    _check_memory({"row_averages": row_averages}, vectors, written=("totals", "before"))
     with torch.no_grad():
         totals.copy_(_totals([s.view(r.shape) for s, r in zip(_split(row_sums, row_averages), row_averages)], totals))
         before.copy_(_totals(row_averages, before))
@@ -83,19 +85,22 @@ def factored_averages(
         decay: as in the formula, from 0 to 1.
 
     Raises:
-        TypeError: something is no tensor, or not float32.
-        ValueError: tensors do not fit each other, or are not contiguous; a number out of range.
+        TypeError: something is no tensor, or not float32; a height or width is no integer.
+        ValueError: tensors do not fit each other, are not contiguous, or overlap what is written; a number out of
+            range.
 
     Source: Shazeer & Stern, arXiv:1804.04235, algorithm 4; the mean of r is linear in r, so it is found of the parts.
     """
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"decay is {decay}; it must be from 0 to 1")
     for name, counts in (("heights", heights), ("widths", widths)):
+        if not all(isinstance(count, int) for count in counts):
+            raise TypeError(f"{name} is {counts!r}; it must be a list of integers")
         if min(counts, default=1) < 1:
             raise ValueError(f"{name} has the entry {min(counts)}; it must be at least 1")
     device = _device("col_averages", col_averages, col_factors)
-    lists = (row_averages, col_averages, row_sums, col_sums, totals, before, heights, widths, decay)
-    if not _done("factored_averages", device, *lists, row_factors, col_factors):
+    given = (row_averages, col_averages, row_sums, col_sums, totals, before, heights, widths, decay)
+    if not _done("factored_averages", device, *given, row_factors, col_factors):
         _check_list("row_averages", row_averages, device)
         _check_list("col_averages", col_averages, device)
         for name, counts, averages in (("heights", heights, col_averages), ("widths", widths, row_averages)):
@@ -112,6 +117,12 @@ def factored_averages(
         _check_vector("before", before, sum(_matrices(r) for r in row_averages), device)
         _check_vector("row_factors", row_factors, rows, device, or_more=True)
         _check_vector("col_factors", col_factors, cols, device, or_more=True)
+        vectors = {"totals": totals, "before": before, "row_factors": row_factors, "col_factors": col_factors}
+        for name, sums, factors in (("row_sums", row_sums, row_factors), ("col_sums", col_sums, col_factors)):
+            if sums.data_ptr() != factors.data_ptr():
+                vectors[name] = sums
+        lists = {"row_averages": row_averages, "col_averages": col_averages}
+        _check_memory(lists, vectors, written=(*lists, "row_factors", "col_factors"))
         with torch.no_grad():
             _move(row_averages, row_sums, widths, decay)
             _move(col_averages, col_sums, heights, decay)
@@ -132,9 +143,8 @@ def factored_averages(
 
 def _device(name: str, averages: Sequence[Tensor], vector: Tensor) -> torch.device:
     check_sequence(name, averages)
-    for where, tensor in ((f"{name}[0]", averages[0] if len(averages) else vector), ("the vectors", vector)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{where} is a {type(tensor).__name__}; it must be a float32 tensor")
+    for where, tensor in ((f"{name}[0]", averages[0] if len(averages) else vector), ("a vector", vector)):
+        _check_tensor(where, tensor)
     return averages[0].device if len(averages) else vector.device
 
 
@@ -162,14 +172,22 @@ def _check_vector(name: str, vector: Tensor, count: int, device: torch.device, o
 
 
 def _check(where: str, tensor: Tensor, device: torch.device) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{where} is a {type(tensor).__name__}; it must be a float32 tensor")
+    _check_tensor(where, tensor)
     if tensor.dtype is not torch.float32:
         raise TypeError(f"{where} has dtype {tensor.dtype}; it must be torch.float32")
     if tensor.device != device:
         raise ValueError(f"{where} is on {tensor.device}; it must be on {device} like the others")
     if not tensor.is_contiguous():
         raise ValueError(f"{where} has strides {tensor.stride()}; it must be contiguous")
+
+
+def _check_memory(lists: Mapping[str, Sequence[Tensor]], vectors: Mapping[str, Tensor], written: Sequence[str]) -> None:
+    named = [
+        (f"{name}[{i}]", tensor, name in written) for name, list_ in lists.items() for i, tensor in enumerate(list_)
+    ]
+    named += [(name, tensor, name in written) for name, tensor in vectors.items()]
+    extents = [(_address(where, t), t.nbytes, where, is_written) for where, t, is_written in named]
+    _check_overlaps([(at, at + size, where, is_written) for at, size, where, is_written in extents if at])
 
 
 def _matrices(average: Tensor) -> int:
@@ -190,7 +208,11 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 def _totals(rows: Sequence[Tensor], like: Tensor) -> Tensor:
     """The sums over the last dimension, of numbers that are not negative."""
-    return _flat([r.sum(-1) for r in rows]) if rows else torch.empty_like(like)
+    if not rows:
+        return torch.empty_like(like)
+    vectors = [r for r in rows if r.dim() == 1]
+    found = iter(torch._foreach_norm(vectors, 1) if vectors else [])  # a launch for all of them
+    return _flat([next(found) if r.dim() == 1 else r.sum(-1) for r in rows])
 
 
 def _move(averages: Sequence[Tensor], sums: Tensor, counts: Sequence[int], decay: float) -> None:

@@ -45,7 +45,9 @@ def answer_to(request: Request) -> Answer:
     if isinstance(request, Meanwhile):
         return _Meanwhile(request)
     sizes = request.sizes if isinstance(request, Sum) else None
-    if sizes is not None and not (isinstance(request.values, Tensor) and request.values.shape == (sum(sizes),)):
+    if sizes is not None and (
+        not isinstance(request.values, Tensor) or request.values.shape != (sum(sizes),) or min(sizes, default=0) < 0
+    ):
         raise ValueError(f"{type(request).__name__} has sizes for {sum(sizes)} elements, and values are no such vector")
     lengths = [len(request.values if sizes is None else sizes), len(request.matrices)]
     if isinstance(request, Share):

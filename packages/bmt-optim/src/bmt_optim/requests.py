@@ -55,7 +55,7 @@ class Sum:
     dimension 0, or, with ``sizes``, a vector in which they lie end to end.
 
     Attributes:
-        values: fp32; ``values[i]`` of the same shape on all ranks that take part.
+        values: fp32; those of a matrix of the same shape on all ranks that take part.
         matrices: to which they belong, in the order of the batch.
         sizes: how many elements of the vector belong to each matrix.
 
