@@ -257,10 +257,13 @@ def test_a_process_may_end_right_after_a_collective(tmp_path):
         import torch.distributed as dist
         import bmt_comm as bmt
 
-        bmt.init_distributed()
+        ctx = bmt.init_distributed()
         values = torch.ones(10)
         sys.setswitchinterval(0.05)  # the lock is not taken from the main thread before
-        dist.all_reduce(values)
+        flat = values.detach().view(-1)
+        work = dist.all_reduce(flat, group=ctx.world.group, async_op=True)
+        work.wait()
+        del work, flat
         """,
         processes=4,
     )
