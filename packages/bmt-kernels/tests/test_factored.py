@@ -15,7 +15,7 @@ from bmt_kernels._factored_tables import FactoredTensors
 
 HALVES = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float32, *HALVES]
-# Ragged against vector widths and tiles (64 or 128 rows, 2048 or 128 columns); one batch of small matrices.
+# Ragged against vector widths and tiles (64 or 128 rows, 4096 or 128 columns); a batch of small matrices; bands.
 SHAPES = [(33, 70), (1, 5), (200, 17), (2, 3, 5, 7), (70, 2100)]
 LR, BETA1, EPS = 0.02, 0.9, 1e-2
 

@@ -228,7 +228,10 @@ def test_the_compiled_way_is_taken(monkeypatch):
         monkeypatch.setitem(bk.factored_averages.__globals__, name, None)
     arguments = good_call()
     bk.factored_totals(*(arguments[name] for name in ("row_averages", "row_sums", "totals", "before")))
+    assert arguments["totals"].tolist() == arguments["before"].tolist() == [3.0]
     bk.factored_averages(**arguments)
+    assert arguments["col_averages"][1].tolist() == [1.0, 1.0]
+    assert arguments["row_averages"][0].tolist() == [0.625] * 3
 
 
 @pytest.mark.parametrize("name", ["row_sums", "totals", "before"])

@@ -11,7 +11,7 @@ import torch
 import bmt_kernels as bk
 from bmt_kernels import _native
 
-# Ragged against vector widths and tiles (64 or 128 rows, 2048 or 128 columns); one batch of small matrices.
+# Ragged against vector widths and tiles (64 or 128 rows, 4096 or 128 columns); a batch of small matrices; bands.
 SHAPES = [(33, 70), (1, 5), (200, 17), (2, 3, 5, 7), (70, 2100), (9, 4200)]
 STEPS = 10
 LR, DECAY, BETA1, BETA2, BETA3 = 0.02, 0.1, 0.9, 0.98, 0.97

@@ -1,8 +1,9 @@
 // Averages of factored second moments of matrices that are cut between ranks: what a rank gives to the sums of all, and
 // the averages and factors that come out of these.
-#include <cmath>
+#include <algorithm>
 #include <vector>
 
+#include "cpu/averages.h"
 #include "cpu/bindings.h"
 #include "cpu/tensor_view.h"
 
@@ -59,12 +60,6 @@ void extend(std::vector<Interval>& intervals, const View& view) {
   if (view.numel != 0) intervals.push_back({view.data, view.data + view.bytes()});
 }
 
-float sum_of(const float* values, int64_t count) {
-  double sum = 0.0;
-  for (int64_t i = 0; i < count; ++i) sum += static_cast<double>(values[i]);
-  return static_cast<float>(sum);
-}
-
 // Returns whether it was done: every tensor is as it must be.
 bool factored_totals(py::handle row_averages, py::handle row_sums, py::handle totals, py::handle before,
                      py::handle device, int device_type, int device_index) {
@@ -86,8 +81,8 @@ bool factored_totals(py::handle row_averages, py::handle row_sums, py::handle to
   float *to_total = numbers(total), *to_old = numbers(old);
   for (const Vectors& row : rows) {
     for (int64_t b = 0; b < row.count; ++b) {
-      *to_total++ = sum_of(sum, row.length);
-      *to_old++ = sum_of(row.data + b * row.length, row.length);
+      *to_total++ = static_cast<float>(sum_of(sum, row.length));
+      *to_old++ = static_cast<float>(sum_of(row.data + b * row.length, row.length));
       sum += row.length;
     }
   }
@@ -106,17 +101,6 @@ bool read_counts(py::handle list, size_t count, std::vector<double>& counts) {
     }
   }
   return true;
-}
-
-// average <- average * decay + sum * (1 - decay) / count
-void move(float* average, const float* sum, int64_t length, double decay, double count) {
-  const auto kept = static_cast<float>(decay);
-  const auto weight = static_cast<float>((1.0 - decay) / count);
-  for (int64_t i = 0; i < length; ++i) average[i] = average[i] * kept + sum[i] * weight;
-}
-
-void to_inverse_roots(float* factor, const float* average, int64_t length, float unit) {
-  for (int64_t i = 0; i < length; ++i) factor[i] = 1.0f / std::sqrt(average[i] / unit);
 }
 
 bool factored_averages(py::handle row_averages, py::handle col_averages, py::handle row_sums, py::handle col_sums,
@@ -154,10 +138,10 @@ bool factored_averages(py::handle row_averages, py::handle col_averages, py::han
   for (size_t i = 0; i < rows.size(); ++i) {
     for (int64_t b = 0; b < rows[i].count; ++b) {
       float* average = rows[i].data + b * rows[i].length;
-      move(average, sum, rows[i].length, decay, width[i]);
+      move_average(average, sum, rows[i].length, decay, width[i]);
       const double mean = decay * static_cast<double>(*of_old++) / height[i] +
                           (1.0 - decay) * static_cast<double>(*of_all++) / (height[i] * width[i]);
-      to_inverse_roots(factor, average, rows[i].length, static_cast<float>(mean));
+      find_factors(factor, average, rows[i].length, static_cast<float>(mean));
       sum += rows[i].length;
       factor += rows[i].length;
     }
@@ -167,8 +151,8 @@ bool factored_averages(py::handle row_averages, py::handle col_averages, py::han
   factor = numbers(factors[1]);
   for (size_t i = 0; i < cols.size(); ++i) {
     const int64_t length = cols[i].count * cols[i].length;
-    move(cols[i].data, sum, length, decay, height[i]);
-    to_inverse_roots(factor, cols[i].data, length, 1.0f);
+    move_average(cols[i].data, sum, length, decay, height[i]);
+    find_factors(factor, cols[i].data, length, 1.0f);
     sum += length;
     factor += length;
   }

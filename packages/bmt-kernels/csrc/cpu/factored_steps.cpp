@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/arguments.h"
+#include "cpu/averages.h"
 #include "cpu/bindings.h"
 #include "cpu/factored_passes.h"
 
@@ -47,27 +48,20 @@ class Statistics {
 
   // average <- beta * average + (1 - beta) * mean, and the factors whose products are 1 / sqrt(average).
   void move(const Averages& averages, const FactoredRow& row, double beta) {
-    const auto kept = static_cast<float>(beta);
-    const auto row_weight = static_cast<float>((1.0 - beta) / static_cast<double>(row.cols));
-    const auto col_weight = static_cast<float>((1.0 - beta) / static_cast<double>(row.rows));
+    const auto rows = static_cast<double>(row.rows), cols = static_cast<double>(row.cols);
     for (int64_t b = 0; b < row.batch; ++b) {
       float* average = averages.rows + b * row.rows;
-      const float* sum = row_sums() + b * row.rows;
-      double total = 0.0;
-      for (int64_t i = 0; i < row.rows; ++i) {
-        average[i] = average[i] * kept + sum[i] * row_weight;
-        total += static_cast<double>(average[i]);
-      }
-      const auto mean = static_cast<float>(total / static_cast<double>(row.rows));
       float* factor = row_factors() + b * row.rows;
-      for (int64_t i = 0; i < row.rows; ++i) {
-        factor[i] = row.rows == 1 ? 1.0f : 1.0f / std::sqrt(average[i] / mean);
+      move_average(average, row_sums() + b * row.rows, row.rows, beta, cols);
+      if (row.rows == 1) {
+        *factor = 1.0f;
+      } else {
+        find_factors(factor, average, row.rows, static_cast<float>(sum_of(average, row.rows) / rows));
       }
     }
-    for (size_t j = 0; j < col_count_; ++j) {
-      averages.cols[j] = averages.cols[j] * kept + col_sums()[j] * col_weight;
-      col_factors()[j] = 1.0f / std::sqrt(averages.cols[j]);
-    }
+    const auto length = static_cast<int64_t>(col_count_);
+    move_average(averages.cols, col_sums(), length, beta, rows);
+    find_factors(col_factors(), averages.cols, length, 1.0f);
   }
 
   void set_factors_to_one() { std::fill(row_factors(), values_.data() + values_.size(), 1.0f); }
