@@ -13,6 +13,7 @@ Every rank of a communicator must call the same collectives on it in the same or
 
 from __future__ import annotations
 
+import datetime
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _compat
+from .shared_memory import SharedMemory, connect_shared_memory
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -86,7 +88,8 @@ class _GroupState:
 
     tags: itertools.count[int] = field(default_factory=itertools.count)
     all_reduces: deque[Callable[[], None]] = field(default_factory=deque)
-    """The second halves of direct all-reduces in flight, in the order in which they began."""
+    """What is left to do of all-reduces in flight, in the order in which they began."""
+    shared_memory: SharedMemory | None = None
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
@@ -184,6 +187,23 @@ class Communicator:
             self._stream = torch.cuda.Stream(self.device, priority=-1)
         return self._stream
 
+    def share_memory(self, timeout: datetime.timedelta = datetime.timedelta(minutes=30)) -> bool:
+        """Let short all-reduces go through memory that the ranks share; every rank must call this.
+
+        It needs ``bmt_kernels``, and ranks on one Linux host. ``init_distributed`` calls this for its communicators.
+
+        Args:
+            timeout: after which such an all-reduce fails if a rank has not joined it.
+
+        Returns:
+            Whether they do, from now on: the same on every rank. Otherwise all goes on as before.
+        """
+        if self.size == 1 or self.device.type != "cpu":
+            return False
+        if self._state.shared_memory is None:
+            self._state.shared_memory = connect_shared_memory(self, timeout)
+        return self._state.shared_memory is not None
+
     def _count(self, op: str, sent: int) -> None:
         if self.size > 1:
             traffic = self.traffic.setdefault(op, Traffic())
@@ -253,7 +273,7 @@ class Communicator:
         _check_op(op, tensor)
         self._check_contiguous(tensor=tensor)
         self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
-        if self.size == 1:
+        if self.size == 1 or tensor.numel() == 0:
             return DONE
         if tensor.is_cuda:
             reduce_op = dist.ReduceOp.AVG if op == "avg" else _REDUCE_OPS[op]
@@ -261,7 +281,13 @@ class Communicator:
         flat = _flat(tensor)
         # Not gloo's: its max and min lose a NaN, or keep it, depending on who holds it.
         short = _bytes(flat) * max(self.size, _ONE_TRIP_RANKS) <= _ONE_TRIP_BYTES * _ONE_TRIP_RANKS
-        work = self._one_trip_all_reduce(flat, op) if short else self._direct_all_reduce(flat, op)
+        memory = self._state.shared_memory
+        if not short:
+            work = self._direct_all_reduce(flat, op)
+        elif memory is None:
+            work = self._one_trip_all_reduce(flat, op)
+        else:
+            work = self._shared_memory_all_reduce(memory, flat, op)
         return self._finish_now(work, async_op)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool = False) -> Work:
@@ -376,15 +402,7 @@ class Communicator:
         parts.insert(self.rank, chunks[self.rank])
         works = self._exchange(chunks, parts, self._next_tag())
 
-        def finish() -> None:
-            # In rank order on every rank, so a sum does not depend on who computes it.
-            out.copy_(parts[0])
-            for part in parts[1:]:
-                _COMBINE[op](out, part)
-            if op == "avg":
-                _divide(out, self.size)
-
-        return _Pending(works, finish, (received, chunks))
+        return _Pending(works, lambda: _reduce(out, parts, op), (received, chunks))
 
     def _one_trip_all_reduce(self, flat: Tensor, op: str) -> _Pending:
         reduced = torch.empty_like(flat)
@@ -404,25 +422,41 @@ class Communicator:
         reduce = self._direct_reduce_scatter(reduced, chunks, op)
         # Taken now, so that ranks which wait for their collectives in different orders still agree.
         tag = self._next_tag()
-        done = False
 
         def complete() -> None:
-            nonlocal done
             reduce.wait()
             mine.copy_(reduced)
             for work in self._exchange([mine] * self.size, chunks, tag):
                 work.wait()
+
+        return self._complete_in_order(complete, flat)
+
+    def _shared_memory_all_reduce(self, memory: SharedMemory, flat: Tensor, op: str) -> _Pending:
+        memory.send(flat)
+
+        def complete() -> None:
+            _reduce(flat, memory.receive(flat), op)
+            memory.release()
+
+        return self._complete_in_order(complete, flat)
+
+    def _complete_in_order(self, complete: Callable[[], None], keep: object) -> _Pending:
+        """Leave ``complete`` for ``wait``: every rank completes all-reduces in one order, whichever it waits for."""
+        unfinished = self._state.all_reduces
+        done = False
+
+        def last_step() -> None:
+            nonlocal done
+            complete()
             done = True
 
-        unfinished = self._state.all_reduces
-        unfinished.append(complete)
-
         def finish() -> None:
-            while not done:  # every rank completes them in one order, whichever it waits for first
+            while not done:
                 unfinished[0]()
                 unfinished.popleft()
 
-        return _Pending([], finish, flat)
+        unfinished.append(last_step)
+        return _Pending([], finish, keep)
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -487,6 +521,15 @@ def _wire(flat: Tensor) -> Tensor:
 def _copy_unless_same(dst: Tensor, src: Tensor) -> None:
     if dst.data_ptr() != src.data_ptr() or dst.numel() != src.numel():
         dst.copy_(src)
+
+
+def _reduce(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
+    """Reduce the ranks' ``parts`` into ``out``, in rank order, so that a sum does not depend on who computes it."""
+    out.copy_(parts[0])
+    for part in parts[1:]:
+        _COMBINE[op](out, part)
+    if op == "avg":
+        _divide(out, len(parts))
 
 
 def _divide(tensor: Tensor, size: int) -> None:

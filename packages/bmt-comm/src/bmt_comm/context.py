@@ -313,13 +313,19 @@ def _lay_out(
 
     mesh_groups = [group_along(d) for d in range(3)]
     mesh = DeviceMesh.from_group(mesh_groups, device.type, grid, mesh_dim_names=MESH_DIMS)
-    communicators = {everyone: Communicator(everyone, device)}
+
+    def communicator(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+        comm = Communicator(group, device)
+        comm.share_memory(timeout)
+        return comm
+
+    communicators = {everyone: communicator(everyone, device)}
 
     def along(*dims: int) -> Communicator:
         group = group_along(*dims)
         if group not in communicators:
             alone = dist.get_world_size(group) == 1
-            communicators[group] = Communicator(None if alone else group, device)
+            communicators[group] = communicator(None if alone else group, device)
         return communicators[group]
 
     twins: list[dist.ProcessGroup] = []
@@ -329,7 +335,7 @@ def _lay_out(
         if comm.size == 1 or device.type == "cpu":
             return comm
         twins.append(dist.new_group(list(comm.ranks), timeout, backend, use_local_synchronization=True))
-        return Communicator(twins[-1], device if where == "device" else where)
+        return communicator(twins[-1], device if where == "device" else torch.device(where))
 
     pipe, tp_zero = along(0), along(1)
     pipe_back, pipe_host = twin(pipe, None, "device"), twin(pipe, "gloo", "cpu")

@@ -20,12 +20,14 @@ from bmt_kernels.offload import OffloadPipeline, OffloadRow, pinned_zeros
 from bmt_kernels.overflow import has_inf_or_nan
 from bmt_kernels.quantize import dequantize_blockwise, quantize_blockwise
 from bmt_kernels.reference.quantize import dynamic_map
+from bmt_kernels.shared_memory import SharedMemoryExchange
 
 __all__ = [
     "BuildInfo",
     "OffloadPipeline",
     "OffloadRow",
     "PowerSum",
+    "SharedMemoryExchange",
     "__version__",
     "adafactor_step",
     "adam8bit_step",

@@ -1,0 +1,227 @@
+"""Messages between processes of one host, through memory that they share.
+
+[Note: rings]
+    Each process owns a piece of anonymous memory that the others map, too: a ring of slots that only the owner writes,
+    and two counters. ``sent`` says how many messages the owner has put into its slots, message k into slot k modulo
+    their number; ``read`` says how many messages *of every process* it has read. So a message may take a slot once
+    all have read what lay there before. Whoever waits for a counter looks at it for a moment and then sleeps on it (a
+    futex): messages need no thread that would have to get a processor first, and a message that is there already
+    costs no system call.
+
+    Processes find each other's memory by ``/proc/<process>/fd``, and know it by a random number in it. It has no name
+    in any file system, so nothing is left behind whatever happens to the processes. Where this does not work (another
+    host or container, another user, another system), :meth:`SharedMemoryExchange.connect` says so.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bmt_kernels import _native
+
+SLOTS = 8
+SLOT_BYTES = 1 << 18
+
+# Where things lie in a process's memory. What is written by different processes, or at different times, lies on
+# different cache lines.
+_TOKEN, _SENT, _READ, _CLOSED, _SIZES = 0, 64, 128, 192, 256
+_HEADER = 4096
+
+_SPIN = 100e-6  # seconds: longer than waking up takes
+_SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
+
+
+class SharedMemoryExchange:
+    """What the processes of one host send to each other: each message goes to all of them.
+
+    All processes send messages of the same sizes in the same order, and read them in that order. Up to ``SLOTS``
+    messages can be under way; later ones are sent when the ones before have been read.
+
+    Args:
+        rank: this process's place among the processes.
+        size: how many there are.
+        timeout: seconds that :meth:`receive` waits for a process.
+
+    Raises:
+        OSError: the system does not give such memory.
+        RuntimeError: :meth:`available` is false.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float = 1800.0) -> None:
+        if not self.available():
+            raise RuntimeError("shared memory needs Linux and the compiled module of bmt-kernels; see build_info()")
+        if not 0 <= rank < size:
+            raise ValueError(f"rank={rank} must be from 0 to size - 1 = {size - 1}")
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._token = secrets.randbits(62)
+        self._fd = os.memfd_create("bmt_kernels")
+        os.ftruncate(self._fd, _HEADER + SLOTS * SLOT_BYTES)
+        own = _Ring(_map(self._fd))
+        own.token[0] = self._token
+        self._rings = {rank: own}
+        self._unsent: deque[Tensor] = deque()
+        self._sent = self._read = 0
+        # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
+        self._spin = _SPIN if size <= len(os.sched_getaffinity(0)) else 0.0
+        self._finalizer = weakref.finalize(self, _close, own, self._fd, os.getpid())
+
+    @staticmethod
+    def available() -> bool:
+        """Whether this system and this build of the package can share memory at all."""
+        module = _native.cpu_module
+        return module is not None and hasattr(module, "counter_wait") and hasattr(os, "memfd_create")
+
+    @property
+    def handle(self) -> tuple[int, int, int]:
+        """By which other processes find this one's memory: three integers below 2⁶²."""
+        return os.getpid(), self._fd, self._token
+
+    def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool:
+        """Map the memory of all processes, whose handles are given by rank; whether that has worked.
+
+        Every process must be able to before any of them sends.
+        """
+        for rank, (process, fd, token) in enumerate(handles):
+            if rank == self.rank:
+                continue
+            ring = _open(process, fd, token)
+            if ring is None:
+                return False
+            self._rings[rank] = ring
+        self._rings = dict(sorted(self._rings.items()))
+        return True
+
+    def send(self, data: Tensor) -> None:
+        """Send the next message: ``data`` (contiguous, on the CPU, at most ``SLOT_BYTES``) as it is now.
+
+        Where all slots are in use, it is sent in :meth:`receive`, as it is then.
+        """
+        if data.numel() * data.element_size() > SLOT_BYTES:
+            raise ValueError(f"a message of {data.numel() * data.element_size()} bytes does not fit {SLOT_BYTES}")
+        if self._unsent or not all(self._has_read(rank, self._sent + 1 - SLOTS) for rank in self._rings):
+            self._unsent.append(data)
+        else:
+            self._put(data)
+
+    def receive(self, like: Tensor) -> list[Tensor]:
+        """Every process's next message, by rank, with the dtype and number of elements of ``like``, in one dimension.
+
+        They lie in the shared memory: they are not to be written, nor read after :meth:`release`, which must be
+        called before the next ``receive``.
+
+        Raises:
+            RuntimeError: a process has gone, has sent a message of another size, or has not sent it in time. The
+                message stays the next one.
+        """
+        number = self._read + 1
+        while self._sent < number:
+            for rank in self._rings:
+                self._wait(rank, _READ, self._sent + 1 - SLOTS)
+            self._put(self._unsent[0])
+            self._unsent.popleft()
+        size = like.numel() * like.element_size()
+        messages = []
+        for rank, ring in self._rings.items():
+            self._wait(rank, _SENT, number)
+            slot = number % SLOTS
+            if (found := int(ring.sizes[slot])) != size:
+                raise RuntimeError(
+                    f"rank {rank} has sent {found} bytes where rank {self.rank} sends {size}: "
+                    "the ranks call different collectives, or with different shapes or dtypes"
+                )
+            messages.append(ring.slots[slot][:size].view(like.dtype))
+        return messages
+
+    def release(self) -> None:
+        """Give back the slots of the messages that :meth:`receive` has returned."""
+        self._read += 1
+        self._set(_READ, self._read)
+
+    def _put(self, data: Tensor) -> None:
+        self._sent += 1
+        slot, size = self._sent % SLOTS, data.numel() * data.element_size()
+        own = self._rings[self.rank]
+        own.slots[slot][:size].view(data.dtype).copy_(data)
+        own.sizes[slot] = size
+        self._set(_SENT, self._sent)
+
+    def _set(self, counter: int, number: int) -> None:
+        assert _native.cpu_module is not None
+        _native.cpu_module.counter_set(self._rings[self.rank].address + counter, number & 0xFFFFFFFF)
+
+    def _reached(self, rank: int, counter: int, number: int, spin: float = 0.0, sleep: float = 0.0) -> bool:
+        assert _native.cpu_module is not None
+        address = self._rings[rank].address + counter
+        return _native.cpu_module.counter_wait(address, number & 0xFFFFFFFF, spin, sleep)
+
+    def _has_read(self, rank: int, number: int) -> bool:
+        return self._reached(rank, _READ, number)
+
+    def _wait(self, rank: int, counter: int, number: int) -> None:
+        if self._reached(rank, counter, number, self._spin):
+            return
+        deadline = time.monotonic() + self.timeout
+        while not self._reached(rank, counter, number, sleep=_SLEEP):
+            # What it has done before it went still counts.
+            if self._rings[rank].is_gone() and not self._reached(rank, counter, number):
+                raise RuntimeError(f"rank {rank} has ended, or left the process group, in the middle of a collective")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {rank} has not come to a collective for {self.timeout:g} seconds")
+
+
+class _Ring:
+    """One process's memory, as this process sees it."""
+
+    def __init__(self, memory: Tensor, process: int | None = None) -> None:
+        self.address = memory.data_ptr()
+        self.token = memory[_TOKEN : _TOKEN + 8].view(torch.int64)
+        self.closed = memory[_CLOSED : _CLOSED + 1]
+        self.sizes = memory[_SIZES : _SIZES + 8 * SLOTS].view(torch.int64)
+        self.slots = memory[_HEADER:].view(SLOTS, SLOT_BYTES).unbind()
+        self._process = None
+        if process is not None:
+            fd = os.pidfd_open(process)
+            weakref.finalize(self, os.close, fd)
+            self._process = select.poll()
+            self._process.register(fd, select.POLLIN)
+
+    def is_gone(self) -> bool:
+        """Whether the owner has closed it, or its process has ended."""
+        return bool(self.closed[0]) or (self._process is not None and bool(self._process.poll(0)))
+
+
+def _map(fd: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(fd, _HEADER + SLOTS * SLOT_BYTES), dtype=torch.uint8)
+
+
+def _open(process: int, fd: int, token: int) -> _Ring | None:
+    """The memory that a process has told of, if it can be had from here."""
+    path = f"/proc/{process}/fd/{fd}"
+    try:
+        if os.stat(path).st_size != _HEADER + SLOTS * SLOT_BYTES:  # another process of that number
+            return None
+        here = os.open(path, os.O_RDWR)
+        try:
+            ring = _Ring(_map(here), process)
+        finally:
+            os.close(here)
+    except OSError:
+        return None
+    return ring if int(ring.token[0]) == token else None
+
+
+def _close(own: _Ring, fd: int, process: int) -> None:
+    """Tell the others that this process has left, unless this is a copy of it."""
+    os.close(fd)
+    if os.getpid() == process:
+        own.closed[0] = 1
