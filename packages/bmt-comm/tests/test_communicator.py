@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmt_comm import REDUCE_OPS, Communicator, init_distributed
-from bmt_comm import communicator as module
+from bmt_comm import direct_exchange as module
 
 DTYPES = [
     torch.float64,

@@ -7,7 +7,8 @@ from . import nccl, store
 from ._version import __version__
 from .agreement import check_agreement
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
-from .communicator import REDUCE_OPS, Communicator, Traffic, Work
+from .combine import REDUCE_OPS
+from .communicator import Communicator, Traffic
 from .config import Config, config, rank, world_size
 from .context import ParallelContext, current_context, init_distributed, is_initialized, shutdown
 from .printing import print_block, print_dict, print_rank, see_memory
@@ -23,6 +24,7 @@ from .weight_gradients import (
     deferring,
     total_gradients,
 )
+from .work import Work
 
 __all__ = [
     "REDUCE_OPS",

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .communicator import Communicator, Work
+from .communicator import Communicator
 from .context import current_context, init_distributed, is_initialized, shutdown
 from .printing import print_rank
+from .work import Work
 
 SIZES = tuple(4**k * 1024 for k in range(9))
 """Bytes of the messages that are measured by default: 1 KiB to 64 MiB."""

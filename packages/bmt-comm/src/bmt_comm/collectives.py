@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .communicator import REDUCE_OPS, Communicator
+from .combine import REDUCE_OPS
+from .communicator import Communicator
 from .context import current_context
 
 

@@ -3,10 +3,10 @@
 [Note: rings]
     Each process owns a piece of anonymous memory that the others map, too: a ring of slots that only the owner writes,
     and two counters. ``sent`` says how many messages the owner has put into its slots, message k into slot k modulo
-    their number; ``read`` says how many messages *of every process* it has read. So a message may take a slot once
-    all have read what lay there before. Whoever waits for a counter looks at it for a moment and then sleeps on it (a
-    futex): messages need no thread that would have to get a processor first, and a message that is there already
-    costs no system call.
+    their number; ``received`` says how many messages *of every process* it has received. So a message may take a slot
+    once all have received what lay there before. Whoever waits for a counter looks at it for a moment and then sleeps
+    on it (a futex): messages need no thread that would have to get a processor first, and a message that is there
+    already costs no system call.
 
     Processes find each other's memory by ``/proc/<process>/fd``, and know it by a random number in it. It has no name
     in any file system, so nothing is left behind whatever happens to the processes. Where this does not work (another
@@ -21,7 +21,6 @@ import secrets
 import select
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -30,11 +29,11 @@ from torch import Tensor
 from bmt_kernels import _native
 
 SLOTS = 8
-SLOT_BYTES = 1 << 18
+SLOT_BYTES = 1 << 19
 
 # Where things lie in a process's memory. What is written by different processes, or at different times, lies on
 # different cache lines.
-_TOKEN, _SENT, _READ, _CLOSED, _SIZES = 0, 64, 128, 192, 256
+_TOKEN, _SENT, _RECEIVED, _CLOSED, _SIZES = 0, 64, 128, 192, 256
 _HEADER = 4096
 
 _SPIN = 100e-6  # seconds: longer than waking up takes
@@ -42,37 +41,39 @@ _SLEEP = 0.1  # seconds, after which one that waits looks whether the other proc
 
 
 class SharedMemoryExchange:
-    """What the processes of one host send to each other: each message goes to all of them.
+    """Messages between the processes of one host: each goes to all of them.
 
-    All processes send messages of the same sizes in the same order, and read them in that order. Up to ``SLOTS``
-    messages can be under way; later ones are sent when the ones before have been read.
+    All processes send and receive the same number of messages, in the same order. A process that has not received a
+    message keeps the others from sending another ``SLOTS`` messages later.
 
     Args:
         rank: this process's place among the processes.
-        size: how many there are.
-        timeout: seconds that :meth:`receive` waits for a process.
+        names: of the processes, for messages of errors.
+        timeout: seconds that this one waits for another.
 
     Raises:
         OSError: the system does not give such memory.
         RuntimeError: :meth:`available` is false.
+        ValueError: ``rank`` is not the place of a name.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float = 1800.0) -> None:
+    def __init__(self, rank: int, names: Sequence[str], timeout: float = 1800.0) -> None:
         if not self.available():
             raise RuntimeError("shared memory needs Linux and the compiled module of bmt-kernels; see build_info()")
-        if not 0 <= rank < size:
-            raise ValueError(f"rank={rank} must be from 0 to size - 1 = {size - 1}")
-        self.rank, self.size, self.timeout = rank, size, timeout
+        if not 0 <= rank < len(names):
+            raise ValueError(
+                f"rank={rank} must be from 0 to {len(names) - 1}, the place of one of the {len(names)} names"
+            )
+        self.rank, self.names, self.timeout = rank, tuple(names), timeout
         self._token = secrets.randbits(62)
         self._fd = os.memfd_create("bmt_kernels")
         os.ftruncate(self._fd, _HEADER + SLOTS * SLOT_BYTES)
         own = _Ring(_map(self._fd))
         own.token[0] = self._token
         self._rings = {rank: own}
-        self._unsent: deque[Tensor] = deque()
-        self._sent = self._read = 0
+        self._sent = self._received = 0
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
-        self._spin = _SPIN if size <= len(os.sched_getaffinity(0)) else 0.0
+        self._spin = _SPIN if len(names) <= len(os.sched_getaffinity(0)) else 0.0
         self._finalizer = weakref.finalize(self, _close, own, self._fd, os.getpid())
 
     @staticmethod
@@ -86,10 +87,15 @@ class SharedMemoryExchange:
         """By which other processes find this one's memory: three integers below 2⁶²."""
         return os.getpid(), self._fd, self._token
 
+    @property
+    def slot_bytes(self) -> int:
+        """The length of the longest message."""
+        return SLOT_BYTES
+
     def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool:
         """Map the memory of all processes, whose handles are given by rank; whether that has worked.
 
-        Every process must be able to before any of them sends.
+        It must have for every process before any of them sends.
         """
         for rank, (process, fd, token) in enumerate(handles):
             if rank == self.rank:
@@ -101,59 +107,70 @@ class SharedMemoryExchange:
         self._rings = dict(sorted(self._rings.items()))
         return True
 
-    def send(self, data: Tensor) -> None:
-        """Send the next message: ``data`` (contiguous, on the CPU, at most ``SLOT_BYTES``) as it is now.
+    def has_room(self) -> bool:
+        """Whether :meth:`send` may be called now."""
+        return all(self._reached(rank, _RECEIVED, self._sent + 1 - SLOTS) for rank in self._rings)
 
-        Where all slots are in use, it is sent in :meth:`receive`, as it is then.
+    def wait_for_room(self) -> None:
+        """Wait until :meth:`has_room`, that is, until all processes have received an earlier message.
+
+        Raises:
+            RuntimeError: a process has gone, or has not received it in time.
         """
-        if data.numel() * data.element_size() > SLOT_BYTES:
-            raise ValueError(f"a message of {data.numel() * data.element_size()} bytes does not fit {SLOT_BYTES}")
-        if self._unsent or not all(self._has_read(rank, self._sent + 1 - SLOTS) for rank in self._rings):
-            self._unsent.append(data)
-        else:
-            self._put(data)
+        for rank in self._rings:
+            self._wait(rank, _RECEIVED, self._sent + 1 - SLOTS)
 
-    def receive(self, like: Tensor) -> list[Tensor]:
-        """Every process's next message, by rank, with the dtype and number of elements of ``like``, in one dimension.
+    def send(self, parts: Sequence[Tensor]) -> None:
+        """Send the next message: ``parts`` (CPU, one-dimensional, of one dtype), end to end.
+
+        Raises:
+            ValueError: they are longer than ``slot_bytes``.
+            RuntimeError: there is no room.
+        """
+        size = sum(part.nbytes for part in parts)
+        if size > SLOT_BYTES:
+            raise ValueError(f"a message of {size} bytes is longer than a slot, which has {SLOT_BYTES}")
+        if not self.has_room():
+            raise RuntimeError("there is no room for another message; call wait_for_room first")
+        number = self._sent + 1
+        own, slot = self._rings[self.rank], number % SLOTS
+        begin = 0
+        for part in parts:
+            end = begin + part.nbytes
+            own.slots[slot][begin:end].view(part.dtype).copy_(part)
+            begin = end
+        own.sizes[slot] = size
+        self._sent = number
+        self._set(_SENT, number)
+
+    def receive(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Every process's next message, by rank: vectors of ``dtype`` with as many bytes as ``sizes`` says.
 
         They lie in the shared memory: they are not to be written, nor read after :meth:`release`, which must be
-        called before the next ``receive``.
+        called before the next ``receive``. Processes whose messages are empty are not waited for.
 
         Raises:
             RuntimeError: a process has gone, has sent a message of another size, or has not sent it in time. The
                 message stays the next one.
         """
-        number = self._read + 1
-        while self._sent < number:
-            for rank in self._rings:
-                self._wait(rank, _READ, self._sent + 1 - SLOTS)
-            self._put(self._unsent[0])
-            self._unsent.popleft()
-        size = like.numel() * like.element_size()
+        number = self._received + 1
+        slot = number % SLOTS
         messages = []
-        for rank, ring in self._rings.items():
-            self._wait(rank, _SENT, number)
-            slot = number % SLOTS
-            if (found := int(ring.sizes[slot])) != size:
-                raise RuntimeError(
-                    f"rank {rank} has sent {found} bytes where rank {self.rank} sends {size}: "
-                    "the ranks call different collectives, or with different shapes or dtypes"
-                )
-            messages.append(ring.slots[slot][:size].view(like.dtype))
+        for (rank, ring), size in zip(self._rings.items(), sizes, strict=True):
+            if size:
+                self._wait(rank, _SENT, number)
+                if (found := int(ring.sizes[slot])) != size:
+                    raise RuntimeError(
+                        f"{self.names[rank]} has sent {found} bytes where {self.names[self.rank]} expects {size}: "
+                        "they call different collectives, or with different shapes or dtypes"
+                    )
+            messages.append(ring.slots[slot][:size].view(dtype))
         return messages
 
     def release(self) -> None:
         """Give back the slots of the messages that :meth:`receive` has returned."""
-        self._read += 1
-        self._set(_READ, self._read)
-
-    def _put(self, data: Tensor) -> None:
-        self._sent += 1
-        slot, size = self._sent % SLOTS, data.numel() * data.element_size()
-        own = self._rings[self.rank]
-        own.slots[slot][:size].view(data.dtype).copy_(data)
-        own.sizes[slot] = size
-        self._set(_SENT, self._sent)
+        self._received += 1
+        self._set(_RECEIVED, self._received)
 
     def _set(self, counter: int, number: int) -> None:
         assert _native.cpu_module is not None
@@ -164,9 +181,6 @@ class SharedMemoryExchange:
         address = self._rings[rank].address + counter
         return _native.cpu_module.counter_wait(address, number & 0xFFFFFFFF, spin, sleep)
 
-    def _has_read(self, rank: int, number: int) -> bool:
-        return self._reached(rank, _READ, number)
-
     def _wait(self, rank: int, counter: int, number: int) -> None:
         if self._reached(rank, counter, number, self._spin):
             return
@@ -174,9 +188,13 @@ class SharedMemoryExchange:
         while not self._reached(rank, counter, number, sleep=_SLEEP):
             # What it has done before it went still counts.
             if self._rings[rank].is_gone() and not self._reached(rank, counter, number):
-                raise RuntimeError(f"rank {rank} has ended, or left the process group, in the middle of a collective")
+                raise RuntimeError(
+                    f"{self.names[rank]} has ended, or left the process group, in the middle of a collective"
+                )
             if time.monotonic() > deadline:
-                raise RuntimeError(f"rank {rank} has not come to a collective for {self.timeout:g} seconds")
+                raise RuntimeError(
+                    f"{self.names[rank]} has not sent or received a message for {self.timeout:g} seconds"
+                )
 
 
 class _Ring:

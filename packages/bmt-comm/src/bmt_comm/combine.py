@@ -1,0 +1,41 @@
+"""What reductions compute, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,  # divided afterwards
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "prod": torch.mul,
+}
+REDUCE_OPS = tuple(_COMBINE)
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Raise unless ``op`` is a reduction, and defined for ``dtype``."""
+    if op not in _COMBINE:
+        raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCE_OPS)}")
+    if (op in ("max", "min") and dtype.is_complex) or (op == "avg" and dtype == torch.bool):
+        raise TypeError(f"op={op!r} is not defined for {dtype}")
+
+
+def combine(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
+    """Reduce the ranks' ``parts``, two at least, into ``out``.
+
+    In rank order, so that a sum does not depend on who computes it. ``out`` may be one of the first two parts.
+    """
+    torch_op = _COMBINE[op]
+    torch_op(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        torch_op(out, part, out=out)
+    if op == "avg":
+        if out.is_floating_point() or out.is_complex():
+            out.div_(len(parts))
+        else:
+            out.floor_divide_(len(parts))

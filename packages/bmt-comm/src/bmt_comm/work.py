@@ -1,0 +1,57 @@
+"""Collectives in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Work(Protocol):
+    """A collective in flight. ``wait`` makes its result usable: on CUDA by the current stream, on CPU by
+    the host."""
+
+    def wait(self) -> Any: ...
+
+    def is_completed(self) -> bool:
+        """Whether it has been done, without waiting. On CPU it is known only to those that have waited."""
+        ...
+
+
+class _Done:
+    """A collective that needed no communication."""
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE: Work = _Done()
+
+
+class Pending:
+    """Works of the backend that make up one collective, and what is to be done once they have all arrived.
+
+    Args:
+        works: of the backend.
+        finish: called once, in the first ``wait`` that gets so far.
+        keep: buffers that are read or written until then.
+    """
+
+    def __init__(self, works: list[Any], finish: Callable[[], None] | None, keep: object) -> None:
+        self._works = works
+        self._finish = finish
+        self._keep = keep
+
+    def wait(self) -> None:
+        # What has failed stays, so that waiting again does not pass for success.
+        while self._works:
+            self._works[-1].wait()
+            self._works.pop()
+        if self._finish is not None:
+            self._finish()
+        self._finish = self._keep = None
+
+    def is_completed(self) -> bool:
+        return self._finish is None and all(work.is_completed() for work in self._works)
