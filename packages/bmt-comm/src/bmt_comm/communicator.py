@@ -124,8 +124,9 @@ class Communicator:
         """
         if self.group is None or self.size == 1 or self.device.type != "cpu":
             return False
-        if isinstance(self._on_host, DirectExchange):
-            connected = connect_shared_memory(self, timeout)
+        on_host = self._on_host
+        if isinstance(on_host, DirectExchange):
+            connected = connect_shared_memory(on_host, self.ranks, timeout)
             if connected is not None:
                 _host_collectives[self.group] = connected
         return isinstance(self._on_host, SharedMemoryCollectives)
@@ -195,7 +196,9 @@ class Communicator:
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Reduce ``tensor`` (contiguous) over the ranks, in place on every rank.
 
-        The result is the same, bit for bit, on every rank.
+        The result is the same, bit for bit, on every rank.  On CPU a large all-reduce is done in part in ``wait``,
+        after those that began earlier on the same process group.  So ranks may wait for several in different
+        orders, but a rank that waits needs the others to come to a wait, too.
         """
         check_op(op, tensor.dtype)
         self._check_contiguous(tensor=tensor)

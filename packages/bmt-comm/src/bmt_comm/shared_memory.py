@@ -1,11 +1,18 @@
 """Collectives on the CPU through memory that the ranks share.
 
 [Note: pieces]
-    Every collective is cut into *pieces*. In each, every rank sends one message that all others can read (and of which
-    each reads what concerns it), and computes something of all of them. Messages have a few slots in the shared
-    memory, so that what is read is still in the caches. All ranks read the pieces of all collectives in one order,
-    that of the calls. They are sent at the call as far as there are slots, and from then on whenever a rank waits for
-    any of its collectives.
+    A collective is one *piece* or several. In each, every rank sends one message that all others can read (and of which
+    each reads what concerns it), and computes something of all of them. Messages have slots in the shared memory, a
+    few of which are used again and again, so that what is read is still in the caches. All ranks read the pieces of a
+    lane in one order, that of the calls.
+
+[Note: two lanes]
+    What fits into one message is sent at the call: a rank that waits needs the others to have called it, too, and no
+    more. (There are slots for 240 calls that somebody has not waited for.) A long all-reduce goes over a lane of its
+    own, piece by piece, while ranks wait: there a rank that waits needs the others to come to a wait, as with an
+    all-reduce in halves by messages. Other long collectives would be faster over shared memory, too, but must not
+    depend on that: somebody may wait for them while another rank, in the middle of something else, has only called
+    them. They go by messages, which the backend's threads move.
 """
 
 from __future__ import annotations
@@ -15,17 +22,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .combine import combine
-from .direct_exchange import evenly_cut
+from .direct_exchange import DirectExchange, evenly_cut
 from .work import Pending, Work
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
+_SLOTS = (240, 8)
+"""Of the exchanges for short and for long collectives."""
 
 
 class Exchange(Protocol):
@@ -73,36 +80,41 @@ class SharedMemoryCollectives:
     """Collectives between the ranks of one process group, in the same order on all of them.
 
     Args:
-        exchange: connected.
-        rank: this rank's place.
-        size: the number of ranks, two at least.
+        short: the exchange for what fits into one message; connected, like the next.
+        long: the exchange for what does not.
+        direct: for what has to go by messages of the process group.
     """
 
-    def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self._exchange = exchange
-        self._unsent: deque[_Piece] = deque()
-        self._unread: deque[_Piece] = deque()
-        self._started = self._read = 0  # pieces
+    def __init__(self, short: Exchange, long: Exchange, direct: DirectExchange) -> None:
+        self.rank, self.size = direct.rank, direct.size
+        self._short, self._long, self._direct = _Lane(short), _Lane(long), direct
 
     def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> Work:
-        return self._start(self._gather(chunks, mine), (chunks, mine))
+        if mine.nbytes > self._short.slot_bytes:
+            return self._direct.all_gather(chunks, mine)
+        return self._short.start(self._gather(chunks, mine), (chunks, mine))
 
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Work:
-        return self._start(self._reduce(out, chunks, op), (out, chunks))
+        if out.nbytes * (self.size - 1) > self._short.slot_bytes:
+            return self._direct.reduce_scatter(out, chunks, op)
+        return self._short.start(self._reduce(out, chunks, op), (out, chunks))
 
     def broadcast(self, flat: Tensor, root: int) -> Work:
+        if flat.nbytes > self._short.slot_bytes:
+            return self._direct.broadcast(flat, root)
         nothing = flat[:0]
         chunks = [flat if r == root else nothing for r in range(self.size)]
-        return self._start(self._gather(chunks, chunks[self.rank]), flat)
+        return self._short.start(self._gather(chunks, chunks[self.rank]), flat)
 
     def all_reduce(self, flat: Tensor, op: str) -> Work:
-        if self.size == 2 or flat.nbytes <= self._exchange.slot_bytes:  # less waiting, and not more to copy
-            return self._start(self._reduce_all(flat, op), flat)
+        if flat.nbytes <= self._short.slot_bytes:
+            return self._short.start(self._reduce_all(flat, op), flat)
+        if self.size == 2:  # less waiting than in halves, and not more to copy
+            return self._long.start(self._reduce_all(flat, op), flat)
         chunks = evenly_cut(flat, self.size)
         mine = chunks[self.rank]
         reducing = list(self._reduce(mine, chunks, op))
-        return self._start([*reducing, *self._gather(chunks, mine, needs=len(reducing))], flat)
+        return self._long.start([*reducing, *self._gather(chunks, mine, needs=len(reducing))], flat)
 
     # --- pieces -----------------------------------------------------------------------------------
 
@@ -151,18 +163,29 @@ class SharedMemoryCollectives:
 
     def _spans(self, chunks: Sequence[Tensor], together: int) -> Iterator[slice]:
         """Cuts chunks so that as many as go ``together`` fit into a slot."""
-        step = self._exchange.slot_bytes // (chunks[0].element_size() * together)
+        step = self._short.slot_bytes // (chunks[0].element_size() * together)
         if step == 0:
-            raise ValueError(f"{self.size} ranks are too many for messages of {self._exchange.slot_bytes} bytes")
+            raise ValueError(f"{self.size} ranks are too many for messages of {self._short.slot_bytes} bytes")
         for begin in range(0, max(chunk.numel() for chunk in chunks), step):
             yield slice(begin, begin + step)
 
-    # --- the order of pieces ----------------------------------------------------------------------
 
-    def _start(self, pieces: Iterable[_Piece], keep: object) -> Work:
+class _Lane:
+    """An exchange, and the pieces that are to go through it, in the order of the calls."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.slot_bytes = exchange.slot_bytes
+        self._exchange = exchange
+        self._unsent: deque[_Piece] = deque()
+        self._unread: deque[_Piece] = deque()
+        self._started = self._read = 0  # pieces
+
+    def start(self, pieces: Iterable[_Piece], keep: object) -> Work:
+        """Begin a collective, which keeps tensors until it is done."""
         before = self._started
         for piece in pieces:
-            piece.needs += before
+            if piece.needs:
+                piece.needs += before
             self._unsent.append(piece)
             self._unread.append(piece)
             self._started += 1
@@ -186,29 +209,35 @@ class SharedMemoryCollectives:
             self._unsent.popleft()
 
 
-def connect_shared_memory(comm: Communicator, timeout: datetime.timedelta) -> SharedMemoryCollectives | None:
-    """Find the other ranks' memory. A collective; ``None``, on all ranks, where one of them cannot."""
-    exchange = _create(comm, timeout)
-    mine = torch.tensor((0, 0, 0) if exchange is None else exchange.handle)
-    handles = mine.new_empty(comm.size, 3)
-    comm.all_gather(handles, mine)
-    connected = exchange is not None and exchange.connect([(a, b, c) for a, b, c in handles.tolist()])
-    agreed = torch.tensor(int(connected))
-    comm.all_reduce(agreed, "min")
-    if exchange is None or not agreed.item():
-        return None
-    return SharedMemoryCollectives(exchange, comm.rank, comm.size)
+def connect_shared_memory(
+    direct: DirectExchange, ranks: Sequence[int], timeout: datetime.timedelta
+) -> SharedMemoryCollectives | None:
+    """Find the memory of the other ranks, whose global ranks are given.
+
+    A collective; ``None``, on all ranks, where one of them cannot.
+    """
+    lanes = _create(direct.rank, [f"rank {rank}" for rank in ranks], timeout.total_seconds())
+    mine = torch.tensor([(0, 0, 0)] * len(_SLOTS) if lanes is None else [lane.handle for lane in lanes])
+    handles = mine.repeat(direct.size, 1, 1)
+    direct.all_gather([theirs.flatten() for theirs in handles], mine.flatten()).wait()
+    connected = lanes is not None and all(
+        lane.connect([(a, b, c) for a, b, c in handles[:, n].tolist()]) for n, lane in enumerate(lanes)
+    )
+    agreed = torch.tensor([int(connected)])
+    direct.all_reduce(agreed, "min").wait()
+    return None if lanes is None or not agreed.item() else SharedMemoryCollectives(*lanes, direct)
 
 
-def _create(comm: Communicator, timeout: datetime.timedelta) -> Exchange | None:
+def _create(rank: int, names: Sequence[str], timeout: float) -> tuple[Exchange, Exchange] | None:
+    """The exchanges for short and for long collectives, where this process can share memory."""
     try:
         from bmt_kernels import SharedMemoryExchange
     except ImportError:
         return None
     if not SharedMemoryExchange.available():
         return None
-    names = [f"rank {rank}" for rank in comm.ranks]
+    short, long = _SLOTS
     try:
-        return SharedMemoryExchange(comm.rank, names, timeout.total_seconds())
+        return SharedMemoryExchange(rank, names, short, timeout), SharedMemoryExchange(rank, names, long, timeout)
     except OSError:  # the system gives no such memory
         return None

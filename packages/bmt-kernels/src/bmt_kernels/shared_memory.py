@@ -1,12 +1,14 @@
 """Messages between processes of one host, through memory that they share.
 
-[Note: rings]
-    Each process owns a piece of anonymous memory that the others map, too: a ring of slots that only the owner writes,
-    and two counters. ``sent`` says how many messages the owner has put into its slots, message k into slot k modulo
-    their number; ``received`` says how many messages *of every process* it has received. So a message may take a slot
-    once all have received what lay there before. Whoever waits for a counter looks at it for a moment and then sleeps
-    on it (a futex): messages need no thread that would have to get a processor first, and a message that is there
-    already costs no system call.
+[Note: slots]
+    Each process owns a piece of anonymous memory that the others map, too: slots that only the owner writes, a table of
+    which message lies in which slot, and two counters. ``sent`` says how many messages the owner has put into slots;
+    ``received`` says how many messages *of every process* it has received. So a slot is free once all processes have
+    received its message. The owner takes the first that is free: as long as the others keep up, messages stay in few
+    slots, which stay in the caches, and the memory of the others is never touched.
+
+    Whoever waits for a counter looks at it for a moment and then sleeps on it (a futex): messages need no thread that
+    would have to get a processor first, and a message that is there already costs no system call.
 
     Processes find each other's memory by ``/proc/<process>/fd``, and know it by a random number in it. It has no name
     in any file system, so nothing is left behind whatever happens to the processes. Where this does not work (another
@@ -15,12 +17,14 @@
 
 from __future__ import annotations
 
+import heapq
 import mmap
 import os
 import secrets
 import select
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -28,13 +32,13 @@ from torch import Tensor
 
 from bmt_kernels import _native
 
-SLOTS = 8
 SLOT_BYTES = 1 << 19
 
 # Where things lie in a process's memory. What is written by different processes, or at different times, lies on
 # different cache lines.
-_TOKEN, _SENT, _RECEIVED, _CLOSED, _SIZES = 0, 64, 128, 192, 256
+_TOKEN, _SENT, _RECEIVED, _CLOSED, _TABLE = 0, 64, 128, 192, 256
 _HEADER = 4096
+_MOST_SLOTS = (_HEADER - _TABLE) // 16
 
 _SPIN = 100e-6  # seconds: longer than waking up takes
 _SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
@@ -44,34 +48,38 @@ class SharedMemoryExchange:
     """Messages between the processes of one host: each goes to all of them.
 
     All processes send and receive the same number of messages, in the same order. A process that has not received a
-    message keeps the others from sending another ``SLOTS`` messages later.
+    message keeps the others from sending another ``slots`` messages later.
 
     Args:
         rank: this process's place among the processes.
         names: of the processes, for messages of errors.
+        slots: how many messages may be under way, the same for all processes. Memory is taken only of those that are
+            ever in use.
         timeout: seconds that this one waits for another.
 
     Raises:
         OSError: the system does not give such memory.
         RuntimeError: :meth:`available` is false.
-        ValueError: ``rank`` is not the place of a name.
+        ValueError: ``rank`` or ``slots`` is out of range.
     """
 
-    def __init__(self, rank: int, names: Sequence[str], timeout: float = 1800.0) -> None:
+    def __init__(self, rank: int, names: Sequence[str], slots: int = 8, timeout: float = 1800.0) -> None:
         if not self.available():
             raise RuntimeError("shared memory needs Linux and the compiled module of bmt-kernels; see build_info()")
         if not 0 <= rank < len(names):
-            raise ValueError(
-                f"rank={rank} must be from 0 to {len(names) - 1}, the place of one of the {len(names)} names"
-            )
-        self.rank, self.names, self.timeout = rank, tuple(names), timeout
+            raise ValueError(f"rank={rank} must be the place of one of the {len(names)} names")
+        if not 1 <= slots <= _MOST_SLOTS:
+            raise ValueError(f"slots={slots} must be from 1 to {_MOST_SLOTS}")
+        self.rank, self.names, self.slots, self.timeout = rank, tuple(names), slots, timeout
         self._token = secrets.randbits(62)
         self._fd = os.memfd_create("bmt_kernels")
-        os.ftruncate(self._fd, _HEADER + SLOTS * SLOT_BYTES)
-        own = _Ring(_map(self._fd))
-        own.token[0] = self._token
-        self._rings = {rank: own}
+        os.ftruncate(self._fd, _length(slots))
+        own = _Memory(self._fd, slots)
+        own.words[_TOKEN // 8] = self._token
+        self._memories = {rank: own}
         self._sent = self._received = 0
+        self._free = list(range(slots))  # a heap
+        self._in_use: deque[tuple[int, int]] = deque()  # numbers of messages, and their slots
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
         self._spin = _SPIN if len(names) <= len(os.sched_getaffinity(0)) else 0.0
         self._finalizer = weakref.finalize(self, _close, own, self._fd, os.getpid())
@@ -100,16 +108,18 @@ class SharedMemoryExchange:
         for rank, (process, fd, token) in enumerate(handles):
             if rank == self.rank:
                 continue
-            ring = _open(process, fd, token)
-            if ring is None:
+            memory = _open(process, fd, token, self.slots)
+            if memory is None:
                 return False
-            self._rings[rank] = ring
-        self._rings = dict(sorted(self._rings.items()))
+            self._memories[rank] = memory
+        self._memories = dict(sorted(self._memories.items()))
         return True
 
     def has_room(self) -> bool:
         """Whether :meth:`send` may be called now."""
-        return all(self._reached(rank, _RECEIVED, self._sent + 1 - SLOTS) for rank in self._rings)
+        while self._in_use and all(self._reached(rank, _RECEIVED, self._in_use[0][0]) for rank in self._memories):
+            heapq.heappush(self._free, self._in_use.popleft()[1])
+        return bool(self._free)
 
     def wait_for_room(self) -> None:
         """Wait until :meth:`has_room`, that is, until all processes have received an earlier message.
@@ -117,8 +127,9 @@ class SharedMemoryExchange:
         Raises:
             RuntimeError: a process has gone, or has not received it in time.
         """
-        for rank in self._rings:
-            self._wait(rank, _RECEIVED, self._sent + 1 - SLOTS)
+        if not self.has_room():
+            for rank in self._memories:
+                self._wait(rank, _RECEIVED, self._in_use[0][0])
 
     def send(self, parts: Sequence[Tensor]) -> None:
         """Send the next message: ``parts`` (CPU, one-dimensional, of one dtype), end to end.
@@ -132,14 +143,16 @@ class SharedMemoryExchange:
             raise ValueError(f"a message of {size} bytes is longer than a slot, which has {SLOT_BYTES}")
         if not self.has_room():
             raise RuntimeError("there is no room for another message; call wait_for_room first")
-        number = self._sent + 1
-        own, slot = self._rings[self.rank], number % SLOTS
+        own, number, slot = self._memories[self.rank], self._sent + 1, self._free[0]
         begin = 0
         for part in parts:
             end = begin + part.nbytes
             own.slots[slot][begin:end].view(part.dtype).copy_(part)
             begin = end
-        own.sizes[slot] = size
+        entry = self._entry(number)
+        own.words[entry], own.words[entry + 1] = slot, size
+        heapq.heappop(self._free)
+        self._in_use.append((number, slot))
         self._sent = number
         self._set(_SENT, number)
 
@@ -154,17 +167,20 @@ class SharedMemoryExchange:
                 message stays the next one.
         """
         number = self._received + 1
-        slot = number % SLOTS
+        entry = self._entry(number)
         messages = []
-        for (rank, ring), size in zip(self._rings.items(), sizes, strict=True):
-            if size:
-                self._wait(rank, _SENT, number)
-                if (found := int(ring.sizes[slot])) != size:
-                    raise RuntimeError(
-                        f"{self.names[rank]} has sent {found} bytes where {self.names[self.rank]} expects {size}: "
-                        "they call different collectives, or with different shapes or dtypes"
-                    )
-            messages.append(ring.slots[slot][:size].view(dtype))
+        for (rank, memory), size in zip(self._memories.items(), sizes, strict=True):
+            if size == 0:
+                messages.append(memory.slots[0][:0].view(dtype))
+                continue
+            self._wait(rank, _SENT, number)
+            slot, found = memory.words[entry], memory.words[entry + 1]
+            if found != size:
+                raise RuntimeError(
+                    f"{self.names[rank]} has sent {found} bytes where {self.names[self.rank]} expects {size}: "
+                    "they call different collectives, or with different shapes or dtypes"
+                )
+            messages.append(memory.slots[slot][:size].view(dtype))
         return messages
 
     def release(self) -> None:
@@ -172,13 +188,17 @@ class SharedMemoryExchange:
         self._received += 1
         self._set(_RECEIVED, self._received)
 
+    def _entry(self, number: int) -> int:
+        """Where in the tables it stands in which slot a message lies, and how long it is."""
+        return _TABLE // 8 + 2 * (number % self.slots)
+
     def _set(self, counter: int, number: int) -> None:
         assert _native.cpu_module is not None
-        _native.cpu_module.counter_set(self._rings[self.rank].address + counter, number & 0xFFFFFFFF)
+        _native.cpu_module.counter_set(self._memories[self.rank].address + counter, number & 0xFFFFFFFF)
 
     def _reached(self, rank: int, counter: int, number: int, spin: float = 0.0, sleep: float = 0.0) -> bool:
         assert _native.cpu_module is not None
-        address = self._rings[rank].address + counter
+        address = self._memories[rank].address + counter
         return _native.cpu_module.counter_wait(address, number & 0xFFFFFFFF, spin, sleep)
 
     def _wait(self, rank: int, counter: int, number: int) -> None:
@@ -187,59 +207,57 @@ class SharedMemoryExchange:
         deadline = time.monotonic() + self.timeout
         while not self._reached(rank, counter, number, sleep=_SLEEP):
             # What it has done before it went still counts.
-            if self._rings[rank].is_gone() and not self._reached(rank, counter, number):
-                raise RuntimeError(
-                    f"{self.names[rank]} has ended, or left the process group, in the middle of a collective"
-                )
+            if self._memories[rank].is_gone() and not self._reached(rank, counter, number):
+                raise RuntimeError(f"{self.names[rank]} has ended or closed its memory, and a message of it is missing")
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{self.names[rank]} has not sent or received a message for {self.timeout:g} seconds"
                 )
 
 
-class _Ring:
+class _Memory:
     """One process's memory, as this process sees it."""
 
-    def __init__(self, memory: Tensor, process: int | None = None) -> None:
+    def __init__(self, fd: int, slots: int, process: int | None = None) -> None:
+        mapped = mmap.mmap(fd, _length(slots))
+        self.words = memoryview(mapped)[:_HEADER].cast("q")  # of 8 bytes
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
         self.address = memory.data_ptr()
-        self.token = memory[_TOKEN : _TOKEN + 8].view(torch.int64)
-        self.closed = memory[_CLOSED : _CLOSED + 1]
-        self.sizes = memory[_SIZES : _SIZES + 8 * SLOTS].view(torch.int64)
-        self.slots = memory[_HEADER:].view(SLOTS, SLOT_BYTES).unbind()
+        self.slots = memory[_HEADER:].view(slots, SLOT_BYTES).unbind()
         self._process = None
         if process is not None:
-            fd = os.pidfd_open(process)
-            weakref.finalize(self, os.close, fd)
+            pidfd = os.pidfd_open(process)
+            weakref.finalize(self, os.close, pidfd)
             self._process = select.poll()
-            self._process.register(fd, select.POLLIN)
+            self._process.register(pidfd, select.POLLIN)
 
     def is_gone(self) -> bool:
         """Whether the owner has closed it, or its process has ended."""
-        return bool(self.closed[0]) or (self._process is not None and bool(self._process.poll(0)))
+        return self.words[_CLOSED // 8] != 0 or (self._process is not None and bool(self._process.poll(0)))
 
 
-def _map(fd: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(fd, _HEADER + SLOTS * SLOT_BYTES), dtype=torch.uint8)
+def _length(slots: int) -> int:
+    return _HEADER + slots * SLOT_BYTES
 
 
-def _open(process: int, fd: int, token: int) -> _Ring | None:
+def _open(process: int, fd: int, token: int, slots: int) -> _Memory | None:
     """The memory that a process has told of, if it can be had from here."""
     path = f"/proc/{process}/fd/{fd}"
     try:
-        if os.stat(path).st_size != _HEADER + SLOTS * SLOT_BYTES:  # another process of that number
+        if os.stat(path).st_size != _length(slots):  # another process of that number
             return None
         here = os.open(path, os.O_RDWR)
         try:
-            ring = _Ring(_map(here), process)
+            memory = _Memory(here, slots, process)
         finally:
             os.close(here)
     except OSError:
         return None
-    return ring if int(ring.token[0]) == token else None
+    return memory if memory.words[_TOKEN // 8] == token else None
 
 
-def _close(own: _Ring, fd: int, process: int) -> None:
+def _close(own: _Memory, fd: int, process: int) -> None:
     """Tell the others that this process has left, unless this is a copy of it."""
     os.close(fd)
     if os.getpid() == process:
-        own.closed[0] = 1
+        own.words[_CLOSED // 8] = 1

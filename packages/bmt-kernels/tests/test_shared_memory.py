@@ -1,0 +1,321 @@
+"""Messages through shared memory: order, slots, waiting, errors, and processes that end."""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from bmt_kernels import SharedMemoryExchange
+from bmt_kernels.shared_memory import SLOT_BYTES
+
+pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
+
+SLOTS = 8
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128]
+
+
+def connected(count, timeout=20.0, slots=SLOTS):
+    """Exchanges between members of this process, each of which maps the others' memory like any process would."""
+    names = [f"member {i}" for i in range(count)]
+    members = [SharedMemoryExchange(i, names, slots, timeout) for i in range(count)]
+    handles = [member.handle for member in members]
+    for member in members:
+        assert member.connect(handles)
+    return members
+
+
+def pattern(rank, number, size):
+    return (torch.arange(size) * 13 + rank * 101 + number * 31).to(torch.uint8)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_member_receives_every_message_in_order(count):
+    members = connected(count)
+    for number in range(3 * SLOTS + 1):
+        sizes = [(7 * number + rank) % 50 for rank in range(count)]
+        for rank, member in enumerate(members):
+            member.send([pattern(rank, number, sizes[rank])])
+        for member in members:
+            found = member.receive(sizes, torch.uint8)
+            assert [m.tolist() for m in found] == [pattern(r, number, sizes[r]).tolist() for r in range(count)]
+            member.release()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_lie_end_to_end_in_any_dtype(dtype):
+    a, b = connected(2)
+    parts = [torch.tensor([1, 0, 1]).to(dtype), torch.empty(0, dtype=dtype), torch.tensor([0, 1]).to(dtype)]
+    whole = torch.cat(parts)
+    a.send(parts)
+    b.send([])
+    mine, nothing = b.receive([whole.nbytes, 0], dtype)
+    assert torch.equal(mine, whole)
+    assert nothing.numel() == 0
+
+
+def test_the_longest_message_fits_and_a_longer_one_is_refused():
+    a, b = connected(2)
+    assert a.slot_bytes == SLOT_BYTES
+    with pytest.raises(ValueError, match=f"{SLOT_BYTES + 4} bytes is longer than a slot, which has {SLOT_BYTES}"):
+        a.send([torch.zeros(SLOT_BYTES // 4), torch.zeros(1)])
+    longest = torch.arange(SLOT_BYTES // 8)
+    a.send([longest])
+    assert torch.equal(b.receive([SLOT_BYTES, 0], torch.int64)[0], longest)
+
+
+def test_a_slot_is_used_again_only_when_all_have_received_its_message():
+    a, b = connected(2, timeout=0.3)
+    for number in range(SLOTS):
+        assert a.has_room()
+        a.send([pattern(0, number, 4)])
+        b.send([])
+    assert not a.has_room()
+    with pytest.raises(RuntimeError, match="no room for another message"):
+        a.send([pattern(0, 0, 4)])
+    with pytest.raises(RuntimeError, match=r"member \d has not sent or received a message for 0\.3 seconds"):
+        a.wait_for_room()
+    for member in (b, a):
+        assert not a.has_room()
+        assert member.receive([4, 0], torch.uint8)[0].tolist() == pattern(0, 0, 4).tolist()
+        member.release()
+    a.wait_for_room()
+    a.send([pattern(0, SLOTS, 4)])
+    for number in range(1, SLOTS + 1):
+        assert b.receive([4, 0], torch.uint8)[0].tolist() == pattern(0, number, 4).tolist()
+        b.release()
+        if number == SLOTS - 1:
+            b.send([])
+
+
+def test_empty_messages_are_not_waited_for():
+    a, b = connected(2, timeout=0.2)
+    a.send([pattern(0, 0, 3)])
+    assert a.receive([3, 0], torch.uint8)[0].tolist() == pattern(0, 0, 3).tolist()  # b has not come
+    a.release()
+    b.send([])
+    assert b.receive([3, 0], torch.uint8)[0].tolist() == pattern(0, 0, 3).tolist()
+
+
+def test_a_message_of_another_size_or_none_is_an_error_and_stays_the_next_one():
+    a, b = connected(2, timeout=0.2)
+    a.send([torch.zeros(3)])
+    with pytest.raises(RuntimeError, match=r"member 1 has not sent or received a message for 0\.2 seconds"):
+        a.receive([12, 12], torch.float32)
+    b.send([torch.zeros(2)])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="member 1 has sent 8 bytes where member 0 expects 12: they call"):
+            a.receive([12, 12], torch.float32)
+    assert a.receive([12, 8], torch.float32)[1].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_one_that_waits_is_woken(asleep):
+    a, b = connected(2)
+    arrived = []
+
+    def receive():
+        a.send([torch.zeros(1)])
+        a.receive([4, 4], torch.float32)
+        arrived.append(time.monotonic())
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    time.sleep(0.03 if asleep else 0)
+    sent = time.monotonic()
+    b.send([torch.ones(1)])
+    thread.join(20)
+    assert arrived[0] >= sent or not asleep  # the lock of the interpreter was free while it waited
+
+
+def test_members_at_different_speeds():
+    # A property of the whole: whatever the members' pace, all see the same messages.
+    count, messages = 3, 400
+    members = connected(count)
+
+    def work(rank):
+        random_ = random.Random(rank)
+        member, sent, total = members[rank], 0, 0
+        for number in range(messages):
+            while sent <= number or (sent < messages and member.has_room() and random_.random() < 0.6):
+                member.wait_for_room()
+                member.send([pattern(rank, sent, sent % 70)])
+                sent += 1
+            found = member.receive([number % 70] * count, torch.uint8)
+            total += sum(int(m.sum()) for m in found)
+            assert [m.tolist() for m in found] == [pattern(r, number, number % 70).tolist() for r in range(count)]
+            member.release()
+            if random_.random() < 0.05:
+                time.sleep(0.001)
+        return total
+
+    with ThreadPoolExecutor(count) as pool:
+        totals = set(pool.map(work, range(count), timeout=60))
+    assert len(totals) == 1
+
+
+@pytest.mark.parametrize("before", [SLOTS - 1, 2**31 - SLOTS - 2, 2**32 - SLOTS - 2], ids=["0", "2^31", "2^32"])
+def test_counters_wrap_around(before):
+    members = connected(2)
+    before -= before % SLOTS
+    for member in members:  # as if so many messages had been
+        member._sent = member._received = before
+        for counter in (64, 128):
+            member._set(counter, before)
+    for number in range(4 * SLOTS):
+        assert all(member.has_room() for member in members)
+        for rank, member in enumerate(members):
+            member.send([pattern(rank, number, 5)])
+        if number % 3 == 2:
+            for member in members:
+                for earlier in range(number - 2, number + 1):
+                    found = member.receive([5, 5], torch.uint8)
+                    assert [m.tolist() for m in found] == [pattern(r, earlier, 5).tolist() for r in range(2)]
+                    member.release()
+
+
+def test_memory_that_is_not_what_was_told_is_not_mapped(tmp_path):
+    a, b = connected(2)
+    process, fd, token = b.handle
+    fresh = SharedMemoryExchange(0, ["x", "y"])
+    assert not fresh.connect([fresh.handle, (process, fd, token + 1)])
+    assert not fresh.connect([fresh.handle, (process, 10_000, token)])
+    assert not fresh.connect([fresh.handle, (2**22 + 1, fd, token)])  # above the largest process number
+    with (tmp_path / "file").open("wb") as other:
+        other.write(b"0" * 100)
+        assert not fresh.connect([fresh.handle, (process, other.fileno(), token)])
+    assert fresh.connect([fresh.handle, b.handle])
+    assert a.handle[2] != b.handle[2]
+
+
+def test_a_rank_without_a_name_and_too_few_or_many_slots_are_refused():
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank={rank} must be"):
+            SharedMemoryExchange(rank, ["a", "b"])
+    for slots in (0, 241):
+        with pytest.raises(ValueError, match=f"slots={slots} must be from 1 to 240"):
+            SharedMemoryExchange(0, ["a", "b"], slots)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 240])
+def test_any_number_of_slots(slots):
+    members = connected(2, slots=slots)
+    for turn in range(3):
+        for number in range(slots):
+            assert all(member.has_room() for member in members)
+            for rank, member in enumerate(members):
+                member.send([pattern(rank, number, turn + 1)])
+        assert not any(member.has_room() for member in members)
+        for number in range(slots):
+            for member in members:
+                found = member.receive([turn + 1] * 2, torch.uint8)
+                assert [m.tolist() for m in found] == [pattern(r, number, turn + 1).tolist() for r in range(2)]
+                member.release()
+
+
+def test_only_slots_that_are_needed_are_touched():
+    members = connected(2, slots=100)
+    for _ in range(300):
+        for member in members:
+            member.send([torch.zeros(SLOT_BYTES // 4)])
+        for member in members:
+            member.receive([SLOT_BYTES] * 2, torch.float32)
+            member.release()
+    for member in members:
+        assert os.stat(f"/proc/self/fd/{member.handle[1]}").st_blocks * 512 < 4 * SLOT_BYTES
+
+
+def test_one_that_is_closed_is_missed_but_what_it_has_sent_still_counts():
+    a, b = connected(2)
+    for member in (a, b):
+        member.send([torch.ones(2)])
+    del b, member
+    gc.collect()
+    assert a.receive([8, 8], torch.float32)[1].tolist() == [1.0, 1.0]
+    a.release()
+    a.send([torch.ones(2)])
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="member 1 has ended or closed its memory, and a message of it is missing"):
+        a.receive([8, 8], torch.float32)
+    assert time.monotonic() - start < 10
+
+
+def test_nothing_stays_open():
+    def open_files():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:bmt_kernels")
+
+    before = open_files()
+    members = connected(3)
+    assert open_files()[1] == before[1] + 9
+    message = members[0]
+    message.send([torch.ones(1)])
+    del members, message
+    assert open_files() == before
+
+
+OTHER = """
+import sys, time, torch
+from bmt_kernels import SharedMemoryExchange
+other = SharedMemoryExchange(1, ["a", "b"], timeout=20.0)
+print(*other.handle, flush=True)
+assert other.connect([tuple(int(x) for x in sys.stdin.readline().split()), other.handle])
+for number in range(50):
+    other.wait_for_room()
+    other.send([torch.full((1000,), float(number))])
+    first, _ = other.receive([4000, 4000], torch.float32)
+    assert set(first.tolist()) == {-float(number)}
+    other.release()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_between_processes_of_which_one_is_killed(how):
+    command = [sys.executable, "-W", "error", "-c", OTHER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            a = SharedMemoryExchange(0, ["a", "b"], timeout=20.0)
+            handle = tuple(int(x) for x in other.stdout.readline().split())
+            other.stdin.write(" ".join(str(x) for x in a.handle) + "\n")
+            other.stdin.flush()
+            assert a.connect([a.handle, handle])
+            for number in range(50):
+                a.wait_for_room()
+                a.send([torch.full((1000,), -float(number))])
+                _, second = a.receive([4000, 4000], torch.float32)
+                assert set(second.tolist()) == {float(number)}
+                a.release()
+            assert other.stdout.readline() == "ready\n"
+            threading.Timer(0.2, other.send_signal, [how]).start()  # while this one sleeps
+            a.send([torch.zeros(1)])
+            with pytest.raises(RuntimeError, match="b has ended"):
+                a.receive([4, 4], torch.float32)
+        finally:
+            other.kill()
+
+
+def test_waiting_can_be_interrupted():
+    code = """
+import signal, torch
+from bmt_kernels import SharedMemoryExchange
+a, b = (SharedMemoryExchange(i, ["a", "b"]) for i in range(2))
+assert a.connect([a.handle, b.handle])
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+try:
+    a.receive([4, 4], torch.float32)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "interrupted\n", done.stderr

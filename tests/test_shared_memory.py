@@ -1,0 +1,301 @@
+"""Collectives through shared memory give what messages give, whatever their sizes, their order and the ranks' pace."""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bmt_comm.shared_memory
+import bmt_kernels
+import bmt_kernels.shared_memory as memory
+from bmt_comm import REDUCE_OPS, Communicator, init_distributed, shutdown
+from bmt_comm.shared_memory import SharedMemoryCollectives
+
+pytestmark = pytest.mark.skipif(
+    not bmt_kernels.SharedMemoryExchange.available() or torch.cuda.is_available(),
+    reason="ranks are on the CPU of Linux",
+)
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
+
+
+SLOT_BYTES = 96
+
+
+def pair(ctx, monkeypatch, short_slots=240, long_slots=2):
+    """A communicator with tiny slots in shared memory, and one that sends messages."""
+    monkeypatch.setattr(memory, "SLOT_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(bmt_comm.shared_memory, "_SLOTS", (short_slots, long_slots))
+    shared, messages = (Communicator(dist.new_group(list(range(ctx.world_size)))) for _ in range(2))
+    assert shared.share_memory()
+    return shared, messages
+
+
+def values(rank, numel, dtype, seed=0):
+    found = torch.randn(numel, generator=torch.Generator().manual_seed(1000 * seed + rank))
+    return found.to(dtype) if dtype.is_floating_point else (found * 3).abs().to(dtype)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_the_communicators_of_a_layout_share_memory(ctx):
+    for comm in (ctx.world, ctx.zero, ctx.tp_zero, ctx.outer_zero, ctx.pipe_host):
+        assert comm.share_memory() == (comm.size > 1)
+    assert not Communicator().share_memory()
+    twin = Communicator(ctx.world.group)
+    assert isinstance(twin._on_host, SharedMemoryCollectives)
+    x = torch.ones(3)
+    for comm in (twin, ctx.world, twin):
+        comm.all_reduce(x)
+    assert x.tolist() == [float(ctx.world_size**3)] * 3
+
+
+@pytest.mark.ranks(2, 3, 4, timeout=120)
+def test_every_collective_at_every_size_is_that_of_messages_bit_for_bit(ctx, monkeypatch):
+    shared, messages = pair(ctx, monkeypatch)
+    n, rank = ctx.world_size, ctx.rank
+    for dtype in DTYPES:
+        unit = SLOT_BYTES // dtype.itemsize  # elements of a slot
+        for numel in (0, 1, unit - 1, unit, unit + 1, unit // (n - 1) + 1, 2 * unit + 3, 7 * unit):
+            for op in REDUCE_OPS:
+                found = [values(rank, numel, dtype) for _ in range(2)]
+                parts = [torch.empty(numel, dtype=dtype) for _ in range(2)]
+                for x, part, comm in zip(found, parts, (shared, messages)):
+                    comm.reduce_scatter(part, values(rank, n * numel, dtype), op)
+                    comm.all_reduce(x, op)
+                assert torch.equal(*found), (dtype, numel, op)
+                assert torch.equal(*parts), (dtype, numel, op)
+            gathered = [torch.empty(n, numel, dtype=dtype) for _ in range(2)]
+            gathered[0][rank] = values(rank, numel, dtype)
+            shared.all_gather(gathered[0], gathered[0][rank])  # in place
+            messages.all_gather(gathered[1], values(rank, numel, dtype))
+            assert torch.equal(*gathered), (dtype, numel)
+            x = values(rank, numel, dtype)
+            shared.broadcast(x, n - 1)
+            assert torch.equal(x, values(n - 1, numel, dtype))
+
+
+@pytest.mark.ranks(3)
+def test_dtypes_without_arithmetic_travel_too(ctx, monkeypatch):
+    shared, _ = pair(ctx, monkeypatch)
+    for dtype in (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn):
+        mine = torch.arange(50).add(ctx.rank).remainder(2).to(dtype)
+        out = torch.empty(3, 50, dtype=dtype)
+        shared.all_gather(out, mine)
+        assert out.to(torch.complex64).real.sum(1).tolist() == [25.0] * 3
+        shared.broadcast(mine, 1)
+        assert torch.equal(mine.view(torch.uint8), out[1].view(torch.uint8))
+
+
+CALLS = {
+    "all_reduce": lambda comm, out, mine, whole, root: comm.all_reduce(out, async_op=True),
+    "reduce_scatter": lambda comm, out, mine, whole, root: comm.reduce_scatter(out, whole, "max", async_op=True),
+    "all_gather": lambda comm, out, mine, whole, root: comm.all_gather(out, mine, async_op=True),
+    "broadcast": lambda comm, out, mine, whole, root: comm.broadcast(out, root, async_op=True),
+}
+
+
+def random_calls(seed, n):
+    """The same on every rank: names, numbers of elements, roots."""
+    calls = random.Random(seed)
+    return [(calls.choice(list(CALLS)), calls.choice((1, 5, 24, 25, 130)), calls.randrange(n)) for _ in range(30)]
+
+
+def begin(comm, name, numel, root, place):
+    """The collective in flight, and where its result will be."""
+    mine = values(comm.rank, numel, torch.float32, place)
+    whole = values(comm.rank, comm.size * numel, torch.float32, place)
+    out = {"all_gather": torch.empty_like(whole), "reduce_scatter": torch.empty_like(mine)}.get(name, mine)
+    return CALLS[name](comm, out, mine, whole, root), out
+
+
+@pytest.mark.ranks(2, 3, 4, timeout=30)
+@pytest.mark.parametrize(("slots", "any_order"), [((240, 1), True), ((240, 3), True), ((1, 1), False), ((3, 2), False)])
+def test_many_in_flight(ctx, monkeypatch, slots, any_order):
+    # Ranks may wait in any order for what all have called, if there are slots for all short calls in flight.
+    shared, messages = pair(ctx, monkeypatch, *slots)
+    for seed in range(12):
+        calls = random_calls(seed, ctx.world_size)
+        expected = []
+        for place, call in enumerate(calls):
+            work, out = begin(messages, *call, place)
+            work.wait()
+            expected.append(out)
+        alike, own = random.Random(seed), random.Random(100 * seed + any_order * ctx.rank)
+        pending, found = [], []
+        for place, call in enumerate(calls):
+            work, out = begin(shared, *call, place)
+            pending.append(work)
+            found.append(out)
+            while pending and alike.random() < 0.2:
+                pending.pop(alike.randrange(len(pending))).wait()
+        own.shuffle(pending)
+        for work in pending:
+            work.wait()
+            work.wait()  # again: nothing happens
+            assert work.is_completed()
+        for result, wanted in zip(found, expected):
+            assert torch.equal(result, wanted)
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+def test_all_but_long_all_reduces_are_done_when_the_others_have_called_them(ctx, monkeypatch):
+    shared, messages = pair(ctx, monkeypatch)
+    n, rank, short, long = ctx.world_size, ctx.rank, 5, 2000
+    outs = [torch.empty(n, numel) for numel in (short, long)]
+    parts = [torch.empty(numel) for numel in (short, long)]
+    sums = [torch.full((numel,), float(rank)) for numel in (short, long)]
+    news = [torch.full((numel,), float(rank)) for numel in (short, long)]
+    works = [shared.all_reduce(sums[1], async_op=True)]  # whose second part needs all to wait
+    for i, numel in enumerate((short, long)):
+        works.append(shared.all_gather(outs[i], torch.full((numel,), float(rank)), async_op=True))
+        works.append(shared.reduce_scatter(parts[i], torch.full((n, numel), float(rank)), async_op=True))
+        works.append(shared.broadcast(news[i], 1, async_op=True))
+    works.append(shared.all_reduce(sums[0], async_op=True))
+    if rank == 0:
+        messages.barrier()  # the others come to it when all that they waited for is done
+    for work in works[1:]:
+        work.wait()
+    if rank != 0:
+        messages.barrier()
+    works[0].wait()
+    assert [set(x.tolist()) for x in (*sums, *parts)] == [{float(sum(range(n)))}] * 4
+    assert [set(x.tolist()) for x in news] == [{1.0}] * 2
+    for out in outs:
+        assert torch.equal(out, torch.arange(float(n))[:, None].expand_as(out))
+
+
+@pytest.mark.ranks(3)
+def test_the_tensor_is_read_at_the_call_or_later_but_written_in_wait_only(ctx, monkeypatch):
+    shared, _ = pair(ctx, monkeypatch)
+    x, long = torch.full((3,), float(ctx.rank)), torch.full((500,), float(ctx.rank))
+    works = [shared.all_reduce(t, async_op=True) for t in (x, long)]
+    time.sleep(0.05 * ctx.rank)
+    assert x.tolist() == [float(ctx.rank)] * 3
+    assert not any(work.is_completed() for work in works)
+    works[1].wait()
+    assert set(long.tolist()) == {3.0}
+    works[0].wait()
+    assert set(x.tolist()) == {3.0}
+
+
+@pytest.mark.ranks(3)
+def test_one_rank_that_cannot_share_keeps_all_from_it(ctx, monkeypatch):
+    group = dist.new_group([0, 1, 2])
+    comm = Communicator(group)
+    with monkeypatch.context() as patch:
+        if ctx.rank == 1:
+            patch.setitem(sys.modules, "bmt_kernels", None)  # as if it were not installed
+        assert not comm.share_memory()
+    with monkeypatch.context() as patch:
+        if ctx.rank == 2:
+            patch.setattr(memory, "_open", lambda *told: None)  # as on another host
+        assert not comm.share_memory()
+    with monkeypatch.context() as patch:
+        if ctx.rank == 0:
+            patch.setattr(bmt_kernels.SharedMemoryExchange, "available", staticmethod(lambda: False))
+        assert not comm.share_memory()
+
+    def refuse(name):
+        raise OSError("no memory")
+
+    with monkeypatch.context() as patch:
+        if ctx.rank == 0:
+            patch.setattr(os, "memfd_create", refuse)
+        assert not comm.share_memory()
+    x = torch.ones(2)
+    comm.all_reduce(x)
+    assert x.tolist() == [3.0, 3.0]
+    assert comm.share_memory()
+    comm.all_reduce(x)
+    assert x.tolist() == [9.0, 9.0]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_disagree_are_told(ctx, monkeypatch):
+    shared, _ = pair(ctx, monkeypatch)
+    work = shared.all_reduce(torch.ones(3 + ctx.rank), async_op=True)
+    expected = (
+        f"rank {1 - ctx.rank} has sent {16 - 4 * ctx.rank} bytes where rank {ctx.rank} expects {12 + 4 * ctx.rank}"
+    )
+    for _ in range(2):  # waiting again does not pass for success
+        with pytest.raises(RuntimeError, match=expected):
+            work.wait()
+    ctx.world.barrier()
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+def test_global_ranks_are_named_and_the_timeout_is_that_of_the_layout():
+    dist.init_process_group("gloo")
+    ctx = init_distributed(timeout=0.7, device="cpu")
+    x = torch.ones(2)
+    start = time.monotonic()
+    if ctx.rank == 1:
+        with pytest.raises(RuntimeError, match=r"rank 0 has not sent or received a message for 0\.7 seconds"):
+            ctx.world.all_reduce(x)
+        assert 0.5 < time.monotonic() - start < 10
+    else:
+        time.sleep(2)
+
+
+KILLED = """
+import os, signal, sys, time, torch
+from bmt_comm import init_distributed
+ctx = init_distributed(sys.argv[1], device="cpu")
+ctx.world.barrier()
+if ctx.rank == 1:
+    time.sleep(0.3)  # the other sleeps by then
+    os.kill(os.getpid(), signal.SIGKILL)
+start = time.monotonic()
+try:
+    ctx.world.all_reduce(torch.ones(int(sys.argv[2])))
+except RuntimeError as error:
+    print(error)
+assert time.monotonic() - start < 15
+os._exit(0)  # the other is not there to say goodbye to
+"""
+
+
+@pytest.mark.parametrize("numel", [2, 1_000_000])
+def test_a_rank_that_is_killed_is_missed_at_once(tmp_path, numel):
+    ranks = []
+    try:
+        for rank in range(2):
+            environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
+            command = [sys.executable, "-c", KILLED, f"file://{tmp_path}/store", str(numel)]
+            ranks.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
+        said, _ = ranks[0].communicate(timeout=100)
+        assert said == "rank 1 has ended or closed its memory, and a message of it is missing\n"
+        assert ranks[1].wait(timeout=10) == -signal.SIGKILL
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@pytest.mark.ranks(2, init=False, timeout=60)
+def test_shutdown_gives_all_back():
+    def held():
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("memfd:bmt_kernels")
+
+    for _ in range(3):
+        ctx = init_distributed(device="cpu")
+        ctx.world.all_reduce(torch.ones(2))
+        assert held() == 4  # each rank's for short and for long collectives
+        del ctx
+        shutdown()
+        assert held() == 0
+    files = len(os.listdir("/proc/self/fd"))
+    init_distributed(device="cpu")
+    shutdown()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files
