@@ -1,6 +1,7 @@
 """Collectives through shared memory give what messages give, whatever their sizes, their order and the ranks' pace."""
 
 import gc
+import mmap
 import os
 import random
 import signal
@@ -27,13 +28,15 @@ pytestmark = pytest.mark.skipif(
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
 
 
-SLOT_BYTES = 96
+PIECE = 96  # bytes
+ROOM = 1 << 20
 
 
-def pair(ctx, monkeypatch, short_slots=240, long_slots=2):
-    """A communicator with tiny slots in shared memory, and one that sends messages."""
-    monkeypatch.setattr(memory, "SLOT_BYTES", SLOT_BYTES)
-    monkeypatch.setattr(bmt_comm.shared_memory, "_SLOTS", (short_slots, long_slots))
+def pair(ctx, monkeypatch, pages=2, room=ROOM):
+    """A communicator with tiny pieces in shared memory, and one that sends messages."""
+    monkeypatch.setattr(bmt_comm.shared_memory, "_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(bmt_comm.shared_memory, "_LARGEST_BYTES", 20 * PIECE)
+    monkeypatch.setattr(bmt_comm.shared_memory, "_CAPACITIES", (room, pages * mmap.PAGESIZE))
     shared, messages = (Communicator(dist.new_group(list(range(ctx.world_size)))) for _ in range(2))
     assert shared.share_memory()
     return shared, messages
@@ -62,8 +65,19 @@ def test_every_collective_at_every_size_is_that_of_messages_bit_for_bit(ctx, mon
     shared, messages = pair(ctx, monkeypatch)
     n, rank = ctx.world_size, ctx.rank
     for dtype in DTYPES:
-        unit = SLOT_BYTES // dtype.itemsize  # elements of a slot
-        for numel in (0, 1, unit - 1, unit, unit + 1, unit // (n - 1) + 1, 2 * unit + 3, 7 * unit):
+        unit = PIECE // dtype.itemsize
+        for numel in (
+            0,
+            1,
+            unit - 1,
+            unit,
+            unit + 1,
+            unit // (n - 1) + 1,
+            2 * unit + 3,
+            7 * unit,
+            20 * unit,
+            20 * unit + 1,
+        ):
             for op in REDUCE_OPS:
                 found = [values(rank, numel, dtype) for _ in range(2)]
                 parts = [torch.empty(numel, dtype=dtype) for _ in range(2)]
@@ -117,10 +131,12 @@ def begin(comm, name, numel, root, place):
 
 
 @pytest.mark.ranks(2, 3, 4, timeout=30)
-@pytest.mark.parametrize(("slots", "any_order"), [((240, 1), True), ((240, 3), True), ((1, 1), False), ((3, 2), False)])
-def test_many_in_flight(ctx, monkeypatch, slots, any_order):
-    # Ranks may wait in any order for what all have called, if there are slots for all short calls in flight.
-    shared, messages = pair(ctx, monkeypatch, *slots)
+@pytest.mark.parametrize(
+    ("pages", "room", "any_order"), [(1, ROOM, True), (3, ROOM, True), (1, 1, False), (2, 3 * mmap.PAGESIZE, False)]
+)
+def test_many_in_flight(ctx, monkeypatch, pages, room, any_order):
+    # Ranks may wait in any order for what all have called, if there is room for it.
+    shared, messages = pair(ctx, monkeypatch, pages, room)
     for seed in range(12):
         calls = random_calls(seed, ctx.world_size)
         expected = []
@@ -290,7 +306,7 @@ def test_shutdown_gives_all_back():
     for _ in range(3):
         ctx = init_distributed(device="cpu")
         ctx.world.all_reduce(torch.ones(2))
-        assert held() == 4  # each rank's for short and for long collectives
+        assert held() == 4  # each rank's for what is sent at the call and for what is sent in pieces
         del ctx
         shutdown()
         assert held() == 0

@@ -1,6 +1,7 @@
-"""Messages through shared memory: order, slots, waiting, errors, and processes that end."""
+"""Messages through shared memory: order, places, waiting, errors, and processes that end."""
 
 import gc
+import mmap
 import os
 import random
 import signal
@@ -14,19 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmt_kernels import SharedMemoryExchange
-from bmt_kernels.shared_memory import SLOT_BYTES
+from bmt_kernels import SharedMemoryExchange, shared_memory
 
 pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
 
-SLOTS = 8
+PAGE = mmap.PAGESIZE
+MOST = 240  # messages in flight
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128]
 
 
-def connected(count, timeout=20.0, slots=SLOTS):
+def connected(count, timeout=20.0, capacity=8 * PAGE):
     """Exchanges between members of this process, each of which maps the others' memory like any process would."""
     names = [f"member {i}" for i in range(count)]
-    members = [SharedMemoryExchange(i, names, slots, timeout) for i in range(count)]
+    members = [SharedMemoryExchange(i, names, capacity, timeout) for i in range(count)]
     handles = [member.handle for member in members]
     for member in members:
         assert member.connect(handles)
@@ -40,7 +41,7 @@ def pattern(rank, number, size):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_member_receives_every_message_in_order(count):
     members = connected(count)
-    for number in range(3 * SLOTS + 1):
+    for number in range(3 * MOST + 1):
         sizes = [(7 * number + rank) % 50 for rank in range(count)]
         for rank, member in enumerate(members):
             member.send([pattern(rank, number, sizes[rank])])
@@ -62,38 +63,42 @@ def test_parts_lie_end_to_end_in_any_dtype(dtype):
     assert nothing.numel() == 0
 
 
-def test_the_longest_message_fits_and_a_longer_one_is_refused():
-    a, b = connected(2)
-    assert a.slot_bytes == SLOT_BYTES
-    with pytest.raises(ValueError, match=f"{SLOT_BYTES + 4} bytes is longer than a slot, which has {SLOT_BYTES}"):
-        a.send([torch.zeros(SLOT_BYTES // 4), torch.zeros(1)])
-    longest = torch.arange(SLOT_BYTES // 8)
-    a.send([longest])
-    assert torch.equal(b.receive([SLOT_BYTES, 0], torch.int64)[0], longest)
+def test_the_largest_message_fits_and_a_larger_one_is_refused():
+    a, b = connected(2, capacity=3 * PAGE - 1)  # in whole pages
+    for refused in (
+        lambda: a.send([torch.zeros(3 * PAGE // 4), torch.zeros(1)]),
+        lambda: a.wait_for_room(3 * PAGE + 4),
+    ):
+        with pytest.raises(ValueError, match=f"{3 * PAGE + 4} bytes is larger than the capacity of {3 * PAGE}"):
+            refused()
+    largest = torch.arange(3 * PAGE // 8)
+    a.send([largest])
+    assert torch.equal(b.receive([3 * PAGE, 0], torch.int64)[0], largest)
 
 
-def test_a_slot_is_used_again_only_when_all_have_received_its_message():
-    a, b = connected(2, timeout=0.3)
-    for number in range(SLOTS):
-        assert a.has_room()
+def test_a_place_is_used_again_only_when_all_have_received_its_message():
+    a, b = connected(2, timeout=0.3, capacity=3 * PAGE)
+    for number in range(3):
+        assert a.has_room(4)
         a.send([pattern(0, number, 4)])
         b.send([])
-    assert not a.has_room()
+    assert not a.has_room(4)
     with pytest.raises(RuntimeError, match="no room for another message"):
         a.send([pattern(0, 0, 4)])
     with pytest.raises(RuntimeError, match=r"member \d has not sent or received a message for 0\.3 seconds"):
-        a.wait_for_room()
+        a.wait_for_room(4)
     for member in (b, a):
-        assert not a.has_room()
+        assert not a.has_room(4)
         assert member.receive([4, 0], torch.uint8)[0].tolist() == pattern(0, 0, 4).tolist()
         member.release()
-    a.wait_for_room()
-    a.send([pattern(0, SLOTS, 4)])
-    for number in range(1, SLOTS + 1):
-        assert b.receive([4, 0], torch.uint8)[0].tolist() == pattern(0, number, 4).tolist()
+    assert not a.has_room(PAGE + 1)
+    a.wait_for_room(PAGE)
+    a.send([pattern(0, 3, PAGE)])
+    b.wait_for_room(0)
+    b.send([])
+    for number, size in ((1, 4), (2, 4), (3, PAGE)):
+        assert b.receive([size, 0], torch.uint8)[0].tolist() == pattern(0, number, size).tolist()
         b.release()
-        if number == SLOTS - 1:
-            b.send([])
 
 
 def test_empty_messages_are_not_waited_for():
@@ -145,8 +150,8 @@ def test_members_at_different_speeds():
         random_ = random.Random(rank)
         member, sent, total = members[rank], 0, 0
         for number in range(messages):
-            while sent <= number or (sent < messages and member.has_room() and random_.random() < 0.6):
-                member.wait_for_room()
+            while sent <= number or (sent < messages and member.has_room(sent % 70) and random_.random() < 0.6):
+                member.wait_for_room(sent % 70)
                 member.send([pattern(rank, sent, sent % 70)])
                 sent += 1
             found = member.receive([number % 70] * count, torch.uint8)
@@ -162,16 +167,16 @@ def test_members_at_different_speeds():
     assert len(totals) == 1
 
 
-@pytest.mark.parametrize("before", [SLOTS - 1, 2**31 - SLOTS - 2, 2**32 - SLOTS - 2], ids=["0", "2^31", "2^32"])
+@pytest.mark.parametrize("before", [0, 2**31, 2**32])
 def test_counters_wrap_around(before):
-    members = connected(2)
-    before -= before % SLOTS
+    members = connected(2, capacity=64 * PAGE)
+    before -= min(before, 100)
     for member in members:  # as if so many messages had been
         member._sent = member._received = before
         for counter in (64, 128):
             member._set(counter, before)
-    for number in range(4 * SLOTS):
-        assert all(member.has_room() for member in members)
+    for number in range(400):
+        assert all(member.has_room(5) for member in members)
         for rank, member in enumerate(members):
             member.send([pattern(rank, number, 5)])
         if number % 3 == 2:
@@ -185,7 +190,7 @@ def test_counters_wrap_around(before):
 def test_memory_that_is_not_what_was_told_is_not_mapped(tmp_path):
     a, b = connected(2)
     process, fd, token = b.handle
-    fresh = SharedMemoryExchange(0, ["x", "y"])
+    fresh = SharedMemoryExchange(0, ["x", "y"], 8 * PAGE)
     assert not fresh.connect([fresh.handle, (process, fd, token + 1)])
     assert not fresh.connect([fresh.handle, (process, 10_000, token)])
     assert not fresh.connect([fresh.handle, (2**22 + 1, fd, token)])  # above the largest process number
@@ -196,41 +201,71 @@ def test_memory_that_is_not_what_was_told_is_not_mapped(tmp_path):
     assert a.handle[2] != b.handle[2]
 
 
-def test_a_rank_without_a_name_and_too_few_or_many_slots_are_refused():
+def test_a_rank_without_a_name_and_no_capacity_are_refused():
     for rank in (-1, 2):
         with pytest.raises(ValueError, match=f"rank={rank} must be"):
-            SharedMemoryExchange(rank, ["a", "b"])
-    for slots in (0, 241):
-        with pytest.raises(ValueError, match=f"slots={slots} must be from 1 to 240"):
-            SharedMemoryExchange(0, ["a", "b"], slots)
+            SharedMemoryExchange(rank, ["a", "b"], 1)
+    with pytest.raises(ValueError, match="capacity=0 must be a positive number"):
+        SharedMemoryExchange(0, ["a", "b"], 0)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 240])
-def test_any_number_of_slots(slots):
-    members = connected(2, slots=slots)
+def test_so_many_messages_are_in_flight_and_no_more():
+    members = connected(2, capacity=1 << 30)
     for turn in range(3):
-        for number in range(slots):
-            assert all(member.has_room() for member in members)
+        for number in range(MOST):
+            assert all(member.has_room(9) for member in members)
             for rank, member in enumerate(members):
                 member.send([pattern(rank, number, turn + 1)])
-        assert not any(member.has_room() for member in members)
-        for number in range(slots):
+        assert not any(member.has_room(0) for member in members)
+        for number in range(MOST):
             for member in members:
                 found = member.receive([turn + 1] * 2, torch.uint8)
                 assert [m.tolist() for m in found] == [pattern(r, number, turn + 1).tolist() for r in range(2)]
                 member.release()
 
 
-def test_only_slots_that_are_needed_are_touched():
-    members = connected(2, slots=100)
-    for _ in range(300):
+def test_messages_of_many_sizes_do_not_overwrite_each_other():
+    members, random_ = connected(2, capacity=40 * PAGE), random.Random(0)
+    sizes = [random_.choice([0, 1, PAGE, PAGE + 1, 5 * PAGE, 17 * PAGE]) for _ in range(300)]
+    sent = received = 0
+    while received < len(sizes):
+        while sent < len(sizes) and random_.random() < 0.8 and all(m.has_room(sizes[sent]) for m in members):
+            for rank, member in enumerate(members):
+                member.send([pattern(rank, sent, sizes[sent])])
+            sent += 1
+        if received < sent:
+            for member in members:
+                found = member.receive([sizes[received]] * 2, torch.uint8)
+                for rank in range(2):
+                    assert torch.equal(found[rank], pattern(rank, received, sizes[received]))
+                member.release()
+            received += 1
+
+
+def test_memory_is_taken_of_what_is_in_use_only_and_much_is_given_back(monkeypatch):
+    def taken(member):
+        return os.stat(f"/proc/self/fd/{member.handle[1]}").st_blocks * 512
+
+    monkeypatch.setattr(shared_memory, "_KEPT", 8 * PAGE)
+    members = connected(2, capacity=1 << 40)
+    message = torch.arange(6 * PAGE // 8)
+    for _ in range(50):
         for member in members:
-            member.send([torch.zeros(SLOT_BYTES // 4)])
+            member.send([message])
         for member in members:
-            member.receive([SLOT_BYTES] * 2, torch.float32)
+            member.receive([6 * PAGE] * 2, torch.int64)
             member.release()
-    for member in members:
-        assert os.stat(f"/proc/self/fd/{member.handle[1]}").st_blocks * 512 < 4 * SLOT_BYTES
+    assert [taken(member) for member in members] == [7 * PAGE] * 2  # with the header
+    for _ in range(5):
+        for member in members:
+            member.send([message])
+    assert [taken(member) for member in members] == [31 * PAGE] * 2
+    for _ in range(5):
+        for member in members:
+            assert all(torch.equal(found, message) for found in member.receive([6 * PAGE] * 2, torch.int64))
+            member.release()
+    assert all(member.has_room(1) for member in members)
+    assert [taken(member) for member in members] == [9 * PAGE] * 2
 
 
 def test_one_that_is_closed_is_missed_but_what_it_has_sent_still_counts():
@@ -265,11 +300,11 @@ def test_nothing_stays_open():
 OTHER = """
 import sys, time, torch
 from bmt_kernels import SharedMemoryExchange
-other = SharedMemoryExchange(1, ["a", "b"], timeout=20.0)
+other = SharedMemoryExchange(1, ["a", "b"], 1 << 20, timeout=20.0)
 print(*other.handle, flush=True)
 assert other.connect([tuple(int(x) for x in sys.stdin.readline().split()), other.handle])
 for number in range(50):
-    other.wait_for_room()
+    other.wait_for_room(4000)
     other.send([torch.full((1000,), float(number))])
     first, _ = other.receive([4000, 4000], torch.float32)
     assert set(first.tolist()) == {-float(number)}
@@ -284,13 +319,13 @@ def test_between_processes_of_which_one_is_killed(how):
     command = [sys.executable, "-W", "error", "-c", OTHER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         try:
-            a = SharedMemoryExchange(0, ["a", "b"], timeout=20.0)
+            a = SharedMemoryExchange(0, ["a", "b"], 1 << 20, timeout=20.0)
             handle = tuple(int(x) for x in other.stdout.readline().split())
             other.stdin.write(" ".join(str(x) for x in a.handle) + "\n")
             other.stdin.flush()
             assert a.connect([a.handle, handle])
             for number in range(50):
-                a.wait_for_room()
+                a.wait_for_room(4000)
                 a.send([torch.full((1000,), -float(number))])
                 _, second = a.receive([4000, 4000], torch.float32)
                 assert set(second.tolist()) == {float(number)}
@@ -308,7 +343,7 @@ def test_waiting_can_be_interrupted():
     code = """
 import signal, torch
 from bmt_kernels import SharedMemoryExchange
-a, b = (SharedMemoryExchange(i, ["a", "b"]) for i in range(2))
+a, b = (SharedMemoryExchange(i, ["a", "b"], 1) for i in range(2))
 assert a.connect([a.handle, b.handle])
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 signal.setitimer(signal.ITIMER_REAL, 0.3)

@@ -2,24 +2,22 @@
 
 [Note: pieces]
     A collective is one *piece* or several. In each, every rank sends one message that all others can read (and of which
-    each reads what concerns it), and computes something of all of them. Messages have slots in the shared memory, a
-    few of which are used again and again, so that what is read is still in the caches. All ranks read the pieces of a
-    lane in one order, that of the calls.
+    each reads what concerns it), and computes something of all of them. All ranks read the pieces of a lane in one
+    order, that of the calls.
 
 [Note: two lanes]
-    What fits into one message is sent at the call: a rank that waits needs the others to have called it, too, and no
-    more. (There are slots for 240 calls that somebody has not waited for.) A long all-reduce goes over a lane of its
-    own, piece by piece, while ranks wait: there a rank that waits needs the others to come to a wait, as with an
-    all-reduce in halves by messages. Other long collectives would be faster over shared memory, too, but must not
-    depend on that: somebody may wait for them while another rank, in the middle of something else, has only called
-    them. They go by messages, which the backend's threads move.
+    Most collectives are one piece, which is sent at the call: a rank that waits needs the others to have called it,
+    too, and no more, so that ranks may do different things between the call and the wait. The messages take as much
+    memory as the receive buffers of an exchange by messages would. An all-reduce of more than half a megabyte goes over
+    a lane of its own, in many pieces, which are sent and read while ranks wait, and stay in the caches on their way. A
+    rank that waits for it needs the others to come to a wait, too, as with an all-reduce in halves by messages.
 """
 
 from __future__ import annotations
 
 import datetime
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -31,8 +29,10 @@ from .combine import combine
 from .direct_exchange import DirectExchange, evenly_cut
 from .work import Pending, Work
 
-_SLOTS = (240, 8)
-"""Of the exchanges for short and for long collectives."""
+_LARGEST_BYTES = 1 << 30  # of a message that is sent at the call
+_PIECE_BYTES = 1 << 19
+_CAPACITIES = (16 * _LARGEST_BYTES, 8 * _PIECE_BYTES)
+"""Of the exchanges for what is sent at the call and in pieces. Of the first, memory is only taken as far as needed."""
 
 
 class Exchange(Protocol):
@@ -41,14 +41,11 @@ class Exchange(Protocol):
     @property
     def handle(self) -> tuple[int, int, int]: ...
 
-    @property
-    def slot_bytes(self) -> int: ...
-
     def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool: ...
 
-    def has_room(self) -> bool: ...
+    def has_room(self, size: int) -> bool: ...
 
-    def wait_for_room(self) -> None: ...
+    def wait_for_room(self, size: int) -> None: ...
 
     def send(self, parts: Sequence[Tensor]) -> None: ...
 
@@ -75,106 +72,104 @@ class _Piece:
     read: Callable[[list[Tensor]], None]
     needs: int = 0
 
+    @property
+    def sent_bytes(self) -> int:
+        """Of this rank's message."""
+        return sum(part.nbytes for part in self.parts)
+
 
 class SharedMemoryCollectives:
     """Collectives between the ranks of one process group, in the same order on all of them.
 
     Args:
-        short: the exchange for what fits into one message; connected, like the next.
-        long: the exchange for what does not.
-        direct: for what has to go by messages of the process group.
+        whole: the exchange for what is sent at the call; connected, like the next.
+        pieces: the exchange for what is sent in pieces.
+        direct: for messages that are too large.
     """
 
-    def __init__(self, short: Exchange, long: Exchange, direct: DirectExchange) -> None:
+    def __init__(self, whole: Exchange, pieces: Exchange, direct: DirectExchange) -> None:
         self.rank, self.size = direct.rank, direct.size
-        self._short, self._long, self._direct = _Lane(short), _Lane(long), direct
+        self._whole, self._pieces, self._direct = _Lane(whole), _Lane(pieces), direct
 
     def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> Work:
-        if mine.nbytes > self._short.slot_bytes:
+        if mine.nbytes > _LARGEST_BYTES:
             return self._direct.all_gather(chunks, mine)
-        return self._short.start(self._gather(chunks, mine), (chunks, mine))
+        return self._whole.start([self._gather(chunks, mine)], (chunks, mine))
 
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Work:
-        if out.nbytes * (self.size - 1) > self._short.slot_bytes:
+        if out.nbytes * (self.size - 1) > _LARGEST_BYTES:
             return self._direct.reduce_scatter(out, chunks, op)
-        return self._short.start(self._reduce(out, chunks, op), (out, chunks))
+        return self._whole.start([self._reduce(out, chunks, op)], (out, chunks))
 
     def broadcast(self, flat: Tensor, root: int) -> Work:
-        if flat.nbytes > self._short.slot_bytes:
+        if flat.nbytes > _LARGEST_BYTES:
             return self._direct.broadcast(flat, root)
         nothing = flat[:0]
         chunks = [flat if r == root else nothing for r in range(self.size)]
-        return self._short.start(self._gather(chunks, chunks[self.rank]), flat)
+        return self._whole.start([self._gather(chunks, chunks[self.rank])], flat)
 
     def all_reduce(self, flat: Tensor, op: str) -> Work:
-        if flat.nbytes <= self._short.slot_bytes:
-            return self._short.start(self._reduce_all(flat, op), flat)
+        if flat.nbytes <= _PIECE_BYTES:
+            return self._whole.start([self._reduce_all(flat, op)], flat)
         if self.size == 2:  # less waiting than in halves, and not more to copy
-            return self._long.start(self._reduce_all(flat, op), flat)
+            return self._pieces.start([self._reduce_all(part, op) for (part,) in _cut_up([flat], 1)], flat)
         chunks = evenly_cut(flat, self.size)
-        mine = chunks[self.rank]
-        reducing = list(self._reduce(mine, chunks, op))
-        return self._long.start([*reducing, *self._gather(chunks, mine, needs=len(reducing))], flat)
+        reducing = [self._reduce(cut[self.rank], cut, op) for cut in _cut_up(chunks, self.size - 1)]
+        gathering = [self._gather(cut, cut[self.rank], needs=len(reducing)) for cut in _cut_up(chunks, 1)]
+        return self._pieces.start([*reducing, *gathering], flat)
 
     # --- pieces -----------------------------------------------------------------------------------
 
-    def _gather(self, chunks: Sequence[Tensor], mine: Tensor, needs: int = 0) -> Iterator[_Piece]:
+    def _gather(self, chunks: Sequence[Tensor], mine: Tensor, needs: int = 0) -> _Piece:
         """Every rank sends its chunk to all. This rank's own is not touched."""
-        for span in self._spans(chunks, 1):
-            into = [chunk[span] for chunk in chunks]
-            parts = [mine[span]] if into[self.rank].numel() else []
-            yield _Piece(parts, [c.nbytes for c in into], mine.dtype, partial(self._read_gathered, into), needs)
+        sizes = [chunk.nbytes for chunk in chunks]
+        return _Piece([mine], sizes, mine.dtype, partial(self._read_gathered, chunks), needs)
 
-    def _read_gathered(self, into: Sequence[Tensor], messages: list[Tensor]) -> None:
+    def _read_gathered(self, chunks: Sequence[Tensor], messages: list[Tensor]) -> None:
         for rank, message in enumerate(messages):
             if rank != self.rank and message.numel():
-                into[rank].copy_(message)
+                chunks[rank].copy_(message)
 
-    def _reduce(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Iterator[_Piece]:
+    def _reduce(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> _Piece:
         """Every rank sends the others their chunks, and reduces its own, which ``out`` may be."""
-        for span in self._spans(chunks, self.size - 1):
-            cut = [chunk[span] for chunk in chunks]
-            parts = [part for rank, part in enumerate(cut) if rank != self.rank]
-            total = sum(part.nbytes for part in cut)
-            sizes = [total - part.nbytes for part in cut]
-            yield _Piece(parts, sizes, out.dtype, partial(self._read_reduced, out[span], cut, op))
+        others = [chunk for rank, chunk in enumerate(chunks) if rank != self.rank]
+        total = sum(chunk.nbytes for chunk in chunks)
+        sizes = [total - chunk.nbytes for chunk in chunks]
+        return _Piece(others, sizes, out.dtype, partial(self._read_reduced, out, chunks, op))
 
-    def _read_reduced(self, out: Tensor, cut: Sequence[Tensor], op: str, messages: list[Tensor]) -> None:
-        mine = cut[self.rank]
-        before = sum(part.numel() for part in cut[: self.rank])
+    def _read_reduced(self, out: Tensor, chunks: Sequence[Tensor], op: str, messages: list[Tensor]) -> None:
+        mine = chunks[self.rank]
+        before = sum(chunk.numel() for chunk in chunks[: self.rank])
         parts = []
         for rank, message in enumerate(messages):
             # A rank's message lacks its own chunk.
-            begin = before - cut[rank].numel() if rank < self.rank else before
+            begin = before - chunks[rank].numel() if rank < self.rank else before
             parts.append(message[begin : begin + mine.numel()])
-        parts[self.rank] = mine if self.rank < 2 else mine.clone()
+        same = out.data_ptr() == mine.data_ptr()
+        parts[self.rank] = mine.clone() if same and self.rank > 1 else mine
         combine(out, parts, op)
 
-    def _reduce_all(self, flat: Tensor, op: str) -> Iterator[_Piece]:
+    def _reduce_all(self, flat: Tensor, op: str) -> _Piece:
         """Every rank sends everything to all."""
-        for span in self._spans([flat], 1):
-            part = flat[span]
-            yield _Piece([part], [part.nbytes] * self.size, flat.dtype, partial(self._read_all, part, op))
+        return _Piece([flat], [flat.nbytes] * self.size, flat.dtype, partial(self._read_all, flat, op))
 
-    def _read_all(self, part: Tensor, op: str, messages: list[Tensor]) -> None:
+    def _read_all(self, flat: Tensor, op: str, messages: list[Tensor]) -> None:
         if self.rank < 2:
-            messages[self.rank] = part  # it has not changed since
-        combine(part, messages, op)
+            messages[self.rank] = flat  # it has not changed since
+        combine(flat, messages, op)
 
-    def _spans(self, chunks: Sequence[Tensor], together: int) -> Iterator[slice]:
-        """Cuts chunks so that as many as go ``together`` fit into a slot."""
-        step = self._short.slot_bytes // (chunks[0].element_size() * together)
-        if step == 0:
-            raise ValueError(f"{self.size} ranks are too many for messages of {self._short.slot_bytes} bytes")
-        for begin in range(0, max(chunk.numel() for chunk in chunks), step):
-            yield slice(begin, begin + step)
+
+def _cut_up(chunks: Sequence[Tensor], together: int) -> list[list[Tensor]]:
+    """Parts of all chunks, so small that as many as go ``together`` make up a piece. A short chunk's last are empty."""
+    step = max(1, _PIECE_BYTES // (chunks[0].element_size() * together))
+    longest = max(chunk.numel() for chunk in chunks)
+    return [[chunk[begin : begin + step] for chunk in chunks] for begin in range(0, longest, step)]
 
 
 class _Lane:
     """An exchange, and the pieces that are to go through it, in the order of the calls."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self.slot_bytes = exchange.slot_bytes
         self._exchange = exchange
         self._unsent: deque[_Piece] = deque()
         self._unread: deque[_Piece] = deque()
@@ -196,7 +191,7 @@ class _Lane:
         while self._read < last:
             piece = self._unread[0]
             if self._unsent and self._unsent[0] is piece:
-                self._exchange.wait_for_room()
+                self._exchange.wait_for_room(piece.sent_bytes)
             self._send_ahead()
             piece.read(self._exchange.receive(piece.sizes, piece.dtype))
             self._exchange.release()
@@ -204,8 +199,11 @@ class _Lane:
             self._read += 1
 
     def _send_ahead(self) -> None:
-        while self._unsent and self._unsent[0].needs <= self._read and self._exchange.has_room():
-            self._exchange.send(self._unsent[0].parts)
+        while self._unsent:
+            piece = self._unsent[0]
+            if piece.needs > self._read or not self._exchange.has_room(piece.sent_bytes):
+                return
+            self._exchange.send(piece.parts)
             self._unsent.popleft()
 
 
@@ -217,7 +215,7 @@ def connect_shared_memory(
     A collective; ``None``, on all ranks, where one of them cannot.
     """
     lanes = _create(direct.rank, [f"rank {rank}" for rank in ranks], timeout.total_seconds())
-    mine = torch.tensor([(0, 0, 0)] * len(_SLOTS) if lanes is None else [lane.handle for lane in lanes])
+    mine = torch.tensor([(0, 0, 0)] * len(_CAPACITIES) if lanes is None else [lane.handle for lane in lanes])
     handles = mine.repeat(direct.size, 1, 1)
     direct.all_gather([theirs.flatten() for theirs in handles], mine.flatten()).wait()
     connected = lanes is not None and all(
@@ -229,15 +227,15 @@ def connect_shared_memory(
 
 
 def _create(rank: int, names: Sequence[str], timeout: float) -> tuple[Exchange, Exchange] | None:
-    """The exchanges for short and for long collectives, where this process can share memory."""
+    """The exchanges for what is sent at the call and in pieces, where this process can share memory."""
     try:
         from bmt_kernels import SharedMemoryExchange
     except ImportError:
         return None
     if not SharedMemoryExchange.available():
         return None
-    short, long = _SLOTS
+    whole, pieces = _CAPACITIES
     try:
-        return SharedMemoryExchange(rank, names, short, timeout), SharedMemoryExchange(rank, names, long, timeout)
+        return SharedMemoryExchange(rank, names, whole, timeout), SharedMemoryExchange(rank, names, pieces, timeout)
     except OSError:  # the system gives no such memory
         return None

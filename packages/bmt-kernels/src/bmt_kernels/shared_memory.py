@@ -1,11 +1,11 @@
 """Messages between processes of one host, through memory that they share.
 
-[Note: slots]
-    Each process owns a piece of anonymous memory that the others map, too: slots that only the owner writes, a table of
-    which message lies in which slot, and two counters. ``sent`` says how many messages the owner has put into slots;
-    ``received`` says how many messages *of every process* it has received. So a slot is free once all processes have
-    received its message. The owner takes the first that is free: as long as the others keep up, messages stay in few
-    slots, which stay in the caches, and the memory of the others is never touched.
+[Note: memory of messages]
+    Each process owns a piece of anonymous memory that the others map, too, and only the owner writes: messages, a table
+    of where they lie, and two counters. ``sent`` says how many messages the owner has written; ``received`` says how
+    many messages *of every process* it has received. So the place of a message is free once all processes have
+    received it. A message takes the first place that is large enough: as long as the others keep up, all messages lie
+    in the same few pages, which stay in the caches, and no memory is taken for the rest.
 
     Whoever waits for a counter looks at it for a moment and then sleeps on it (a futex): messages need no thread that
     would have to get a processor first, and a message that is there already costs no system call.
@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import mmap
 import os
 import secrets
@@ -32,13 +32,13 @@ from torch import Tensor
 
 from bmt_kernels import _native
 
-SLOT_BYTES = 1 << 19
-
 # Where things lie in a process's memory. What is written by different processes, or at different times, lies on
 # different cache lines.
 _TOKEN, _SENT, _RECEIVED, _CLOSED, _TABLE = 0, 64, 128, 192, 256
-_HEADER = 4096
-_MOST_SLOTS = (_HEADER - _TABLE) // 16
+_MOST_MESSAGES = 240
+_PAGE = mmap.PAGESIZE
+_HEADER = _PAGE  # 4096 bytes at least
+_KEPT = 1 << 26  # bytes that stay this process's when messages are gone; what lies beyond is given back
 
 _SPIN = 100e-6  # seconds: longer than waking up takes
 _SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
@@ -47,39 +47,43 @@ _SLEEP = 0.1  # seconds, after which one that waits looks whether the other proc
 class SharedMemoryExchange:
     """Messages between the processes of one host: each goes to all of them.
 
-    All processes send and receive the same number of messages, in the same order. A process that has not received a
-    message keeps the others from sending another ``slots`` messages later.
+    All processes send and receive the same number of messages, in the same order. There is room for 240 messages, and
+    ``capacity`` bytes, that some process has not received.
 
     Args:
         rank: this process's place among the processes.
         names: of the processes, for messages of errors.
-        slots: how many messages may be under way, the same for all processes. Memory is taken only of those that are
-            ever in use.
+        capacity: in bytes, the same for all processes. Memory is taken of what is in use.
         timeout: seconds that this one waits for another.
 
     Raises:
         OSError: the system does not give such memory.
         RuntimeError: :meth:`available` is false.
-        ValueError: ``rank`` or ``slots`` is out of range.
+        ValueError: ``rank`` or ``capacity`` is out of range.
     """
 
-    def __init__(self, rank: int, names: Sequence[str], slots: int = 8, timeout: float = 1800.0) -> None:
+    def __init__(self, rank: int, names: Sequence[str], capacity: int, timeout: float = 1800.0) -> None:
         if not self.available():
             raise RuntimeError("shared memory needs Linux and the compiled module of bmt-kernels; see build_info()")
         if not 0 <= rank < len(names):
             raise ValueError(f"rank={rank} must be the place of one of the {len(names)} names")
-        if not 1 <= slots <= _MOST_SLOTS:
-            raise ValueError(f"slots={slots} must be from 1 to {_MOST_SLOTS}")
-        self.rank, self.names, self.slots, self.timeout = rank, tuple(names), slots, timeout
+        if capacity < 1:
+            raise ValueError(f"capacity={capacity} must be a positive number of bytes")
+        self.rank, self.names, self.timeout = rank, tuple(names), timeout
+        self.capacity = _pages(capacity)
         self._token = secrets.randbits(62)
         self._fd = os.memfd_create("bmt_kernels")
-        os.ftruncate(self._fd, _length(slots))
-        own = _Memory(self._fd, slots)
+        try:
+            os.ftruncate(self._fd, _HEADER + self.capacity)
+            own = _Memory(self._fd, self.capacity)
+        except BaseException:
+            os.close(self._fd)
+            raise
         own.words[_TOKEN // 8] = self._token
         self._memories = {rank: own}
         self._sent = self._received = 0
-        self._free = list(range(slots))  # a heap
-        self._in_use: deque[tuple[int, int]] = deque()  # numbers of messages, and their slots
+        self._in_use: deque[tuple[int, int, int]] = deque()  # numbers of messages, and where they begin and end
+        self._taken: list[tuple[int, int]] = []  # where these begin and end, in the order of places
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
         self._spin = _SPIN if len(names) <= len(os.sched_getaffinity(0)) else 0.0
         self._finalizer = weakref.finalize(self, _close, own, self._fd, os.getpid())
@@ -95,11 +99,6 @@ class SharedMemoryExchange:
         """By which other processes find this one's memory: three integers below 2⁶²."""
         return os.getpid(), self._fd, self._token
 
-    @property
-    def slot_bytes(self) -> int:
-        """The length of the longest message."""
-        return SLOT_BYTES
-
     def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool:
         """Map the memory of all processes, whose handles are given by rank; whether that has worked.
 
@@ -108,26 +107,31 @@ class SharedMemoryExchange:
         for rank, (process, fd, token) in enumerate(handles):
             if rank == self.rank:
                 continue
-            memory = _open(process, fd, token, self.slots)
+            memory = _open(process, fd, token, self.capacity)
             if memory is None:
                 return False
             self._memories[rank] = memory
         self._memories = dict(sorted(self._memories.items()))
         return True
 
-    def has_room(self) -> bool:
-        """Whether :meth:`send` may be called now."""
+    def has_room(self, size: int) -> bool:
+        """Whether a message of ``size`` bytes may be sent now."""
         while self._in_use and all(self._reached(rank, _RECEIVED, self._in_use[0][0]) for rank in self._memories):
-            heapq.heappush(self._free, self._in_use.popleft()[1])
-        return bool(self._free)
+            _, begin, end = self._in_use.popleft()
+            self._taken.remove((begin, end))
+            if end > _KEPT:
+                self._memories[self.rank].give_back(max(begin, _KEPT), end)
+        return self._place(size) is not None
 
-    def wait_for_room(self) -> None:
-        """Wait until :meth:`has_room`, that is, until all processes have received an earlier message.
+    def wait_for_room(self, size: int) -> None:
+        """Wait until all processes have received so many messages that one of ``size`` bytes may be sent.
 
         Raises:
-            RuntimeError: a process has gone, or has not received it in time.
+            RuntimeError: a process has gone, or has not received them in time.
+            ValueError: there can never be so much room.
         """
-        if not self.has_room():
+        self._check_size(size)
+        while not self.has_room(size):
             for rank in self._memories:
                 self._wait(rank, _RECEIVED, self._in_use[0][0])
 
@@ -135,24 +139,24 @@ class SharedMemoryExchange:
         """Send the next message: ``parts`` (CPU, one-dimensional, of one dtype), end to end.
 
         Raises:
-            ValueError: they are longer than ``slot_bytes``.
+            ValueError: they are longer than ``capacity``.
             RuntimeError: there is no room.
         """
         size = sum(part.nbytes for part in parts)
-        if size > SLOT_BYTES:
-            raise ValueError(f"a message of {size} bytes is longer than a slot, which has {SLOT_BYTES}")
-        if not self.has_room():
+        self._check_size(size)
+        if not self.has_room(size):
             raise RuntimeError("there is no room for another message; call wait_for_room first")
-        own, number, slot = self._memories[self.rank], self._sent + 1, self._free[0]
-        begin = 0
+        place = self._place(size)
+        assert place is not None
+        own, number, begin = self._memories[self.rank], self._sent + 1, place
         for part in parts:
-            end = begin + part.nbytes
-            own.slots[slot][begin:end].view(part.dtype).copy_(part)
-            begin = end
+            own.messages[begin : begin + part.nbytes].view(part.dtype).copy_(part)
+            begin += part.nbytes
         entry = self._entry(number)
-        own.words[entry], own.words[entry + 1] = slot, size
-        heapq.heappop(self._free)
-        self._in_use.append((number, slot))
+        own.words[entry], own.words[entry + 1] = place, size
+        end = place + _pages(size)
+        self._in_use.append((number, place, end))
+        bisect.insort(self._taken, (place, end))
         self._sent = number
         self._set(_SENT, number)
 
@@ -171,26 +175,42 @@ class SharedMemoryExchange:
         messages = []
         for (rank, memory), size in zip(self._memories.items(), sizes, strict=True):
             if size == 0:
-                messages.append(memory.slots[0][:0].view(dtype))
+                messages.append(memory.messages[:0].view(dtype))
                 continue
             self._wait(rank, _SENT, number)
-            slot, found = memory.words[entry], memory.words[entry + 1]
+            begin, found = memory.words[entry], memory.words[entry + 1]
             if found != size:
                 raise RuntimeError(
                     f"{self.names[rank]} has sent {found} bytes where {self.names[self.rank]} expects {size}: "
                     "they call different collectives, or with different shapes or dtypes"
                 )
-            messages.append(memory.slots[slot][:size].view(dtype))
+            messages.append(memory.messages[begin : begin + size].view(dtype))
         return messages
 
     def release(self) -> None:
-        """Give back the slots of the messages that :meth:`receive` has returned."""
+        """Give back the places of the messages that :meth:`receive` has returned."""
         self._received += 1
         self._set(_RECEIVED, self._received)
 
-    def _entry(self, number: int) -> int:
-        """Where in the tables it stands in which slot a message lies, and how long it is."""
-        return _TABLE // 8 + 2 * (number % self.slots)
+    def _check_size(self, size: int) -> None:
+        if size > self.capacity:
+            raise ValueError(f"a message of {size} bytes is larger than the capacity of {self.capacity}")
+
+    def _place(self, size: int) -> int | None:
+        """The first place for a message."""
+        if len(self._in_use) == _MOST_MESSAGES:
+            return None
+        size, cursor = _pages(size), 0
+        for begin, end in self._taken:
+            if begin - cursor >= size:
+                return cursor
+            cursor = end
+        return cursor if self.capacity - cursor >= size else None
+
+    @staticmethod
+    def _entry(number: int) -> int:
+        """Where in the tables it stands where a message lies, and how long it is."""
+        return _TABLE // 8 + 2 * (number % _MOST_MESSAGES)
 
     def _set(self, counter: int, number: int) -> None:
         assert _native.cpu_module is not None
@@ -218,12 +238,12 @@ class SharedMemoryExchange:
 class _Memory:
     """One process's memory, as this process sees it."""
 
-    def __init__(self, fd: int, slots: int, process: int | None = None) -> None:
-        mapped = mmap.mmap(fd, _length(slots))
-        self.words = memoryview(mapped)[:_HEADER].cast("q")  # of 8 bytes
-        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    def __init__(self, fd: int, capacity: int, process: int | None = None) -> None:
+        self._mapped = mmap.mmap(fd, _HEADER + capacity)
+        self.words = memoryview(self._mapped)[:_HEADER].cast("q")  # of 8 bytes
+        memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
         self.address = memory.data_ptr()
-        self.slots = memory[_HEADER:].view(slots, SLOT_BYTES).unbind()
+        self.messages = memory[_HEADER:]
         self._process = None
         if process is not None:
             pidfd = os.pidfd_open(process)
@@ -231,24 +251,29 @@ class _Memory:
             self._process = select.poll()
             self._process.register(pidfd, select.POLLIN)
 
+    def give_back(self, begin: int, end: int) -> None:
+        """Let the system have the memory of some messages."""
+        self._mapped.madvise(mmap.MADV_REMOVE, _HEADER + begin, end - begin)
+
     def is_gone(self) -> bool:
         """Whether the owner has closed it, or its process has ended."""
         return self.words[_CLOSED // 8] != 0 or (self._process is not None and bool(self._process.poll(0)))
 
 
-def _length(slots: int) -> int:
-    return _HEADER + slots * SLOT_BYTES
+def _pages(size: int) -> int:
+    """``size`` in whole pages, one at least."""
+    return max(1, -(-size // _PAGE)) * _PAGE
 
 
-def _open(process: int, fd: int, token: int, slots: int) -> _Memory | None:
+def _open(process: int, fd: int, token: int, capacity: int) -> _Memory | None:
     """The memory that a process has told of, if it can be had from here."""
     path = f"/proc/{process}/fd/{fd}"
     try:
-        if os.stat(path).st_size != _length(slots):  # another process of that number
+        if os.stat(path).st_size != _HEADER + capacity:  # another process of that number
             return None
         here = os.open(path, os.O_RDWR)
         try:
-            memory = _Memory(here, slots, process)
+            memory = _Memory(here, capacity, process)
         finally:
             os.close(here)
     except OSError:
