@@ -298,20 +298,37 @@ def test_a_rank_that_is_killed_is_missed_at_once(tmp_path, numel):
 
 
 @pytest.mark.ranks(2, init=False, timeout=60)
-def test_shutdown_gives_all_back():
+def test_shutdown_gives_all_back_whoever_holds_a_communicator():
     def held():
         gc.collect()
-        return Path("/proc/self/maps").read_text().count("memfd:bmt_kernels")
+        files = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+        maps = Path("/proc/self/maps").read_text()
+        return [text.count(name) for text in (maps, " ".join(files)) for name in ("memfd:bmt_kernels", "pidfd")]
 
+    before = held()
+    communicators = []
     for _ in range(3):
-        ctx = init_distributed(device="cpu")
-        ctx.world.all_reduce(torch.ones(2))
-        assert held() == 4  # each rank's for what is sent at the call and for what is sent in pieces
-        del ctx
+        ctx = init_distributed(device="cpu", tp_size=2)
+        communicators += [ctx.world, ctx.tp]
+        for _ in range(2):
+            ctx.world.all_reduce(torch.ones(2))
+            ctx.tp.all_reduce(torch.ones(1_000_000))
+        # For what is sent at the call, and for what is sent in pieces: both ranks' memory (a map has its own copy of the
+        # file's descriptor), and the other's process.
+        assert [new - old for new, old in zip(held(), before)] == [4, 0, 6, 2]
         shutdown()
-        assert held() == 0
-    files = len(os.listdir("/proc/self/fd"))
-    init_distributed(device="cpu")
-    shutdown()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= files
+        assert held() == before
+    with pytest.raises(RuntimeError):
+        communicators[0].all_reduce(torch.ones(2))
+
+
+@pytest.mark.ranks(2, init=False, timeout=60)
+def test_an_adopted_process_group_goes_on_sharing():
+    dist.init_process_group("gloo")
+    for _ in range(2):
+        ctx = init_distributed(device="cpu")
+        x = torch.ones(2)
+        ctx.world.all_reduce(x)
+        shutdown()
+        Communicator(dist.group.WORLD).all_reduce(x)
+        assert x.tolist() == [4.0, 4.0]

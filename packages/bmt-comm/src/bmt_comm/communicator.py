@@ -10,7 +10,7 @@ Every rank of a communicator must call the same collectives on it in the same or
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -319,6 +319,14 @@ class Communicator:
             raise ValueError(f"tag={tag} is out of range; choose one from 0 to {TAG_RANGE - 1}")
         self._check_contiguous(tensor=tensor)
         return _wire(_flat(tensor))
+
+
+def stop_sharing_memory(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give back the memory that communicators on these groups have shared, whoever still holds them."""
+    for group in groups:
+        on_host = _host_collectives.get(group)
+        if isinstance(on_host, SharedMemoryCollectives):
+            _host_collectives[group] = on_host.direct
 
 
 def _check_same_dtype(name: str, out: Tensor, src: Tensor) -> None:

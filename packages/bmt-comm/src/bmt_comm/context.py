@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .backend_threads import let_backend_threads_rest
-from .communicator import Communicator
+from .communicator import Communicator, stop_sharing_memory
 from .slice import forget_communicators
 
 MESH_DIMS = ("pipe", "data", "tensor")
@@ -225,7 +225,10 @@ def shutdown() -> None:
     forget_communicators()
     if not dist.is_initialized():
         return
+    stop_sharing_memory(context.subgroups)
     if context.owns_process_group:
+        assert context.world.group is not None
+        stop_sharing_memory([context.world.group])
         dist.destroy_process_group()
     else:
         for group in context.subgroups:

@@ -89,21 +89,22 @@ class SharedMemoryCollectives:
 
     def __init__(self, whole: Exchange, pieces: Exchange, direct: DirectExchange) -> None:
         self.rank, self.size = direct.rank, direct.size
-        self._whole, self._pieces, self._direct = _Lane(whole), _Lane(pieces), direct
+        self.direct = direct
+        self._whole, self._pieces = _Lane(whole), _Lane(pieces)
 
     def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> Work:
         if mine.nbytes > _LARGEST_BYTES:
-            return self._direct.all_gather(chunks, mine)
+            return self.direct.all_gather(chunks, mine)
         return self._whole.start([self._gather(chunks, mine)], (chunks, mine))
 
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Work:
         if out.nbytes * (self.size - 1) > _LARGEST_BYTES:
-            return self._direct.reduce_scatter(out, chunks, op)
+            return self.direct.reduce_scatter(out, chunks, op)
         return self._whole.start([self._reduce(out, chunks, op)], (out, chunks))
 
     def broadcast(self, flat: Tensor, root: int) -> Work:
         if flat.nbytes > _LARGEST_BYTES:
-            return self._direct.broadcast(flat, root)
+            return self.direct.broadcast(flat, root)
         nothing = flat[:0]
         chunks = [flat if r == root else nothing for r in range(self.size)]
         return self._whole.start([self._gather(chunks, chunks[self.rank])], flat)

@@ -150,7 +150,7 @@ class SharedMemoryExchange:
         assert place is not None
         own, number, begin = self._memories[self.rank], self._sent + 1, place
         for part in parts:
-            own.messages[begin : begin + part.nbytes].view(part.dtype).copy_(part)
+            own.message(begin, part.nbytes, part.dtype).copy_(part)
             begin += part.nbytes
         entry = self._entry(number)
         own.words[entry], own.words[entry + 1] = place, size
@@ -175,7 +175,7 @@ class SharedMemoryExchange:
         messages = []
         for (rank, memory), size in zip(self._memories.items(), sizes, strict=True):
             if size == 0:
-                messages.append(memory.messages[:0].view(dtype))
+                messages.append(memory.message(0, 0, dtype))
                 continue
             self._wait(rank, _SENT, number)
             begin, found = memory.words[entry], memory.words[entry + 1]
@@ -184,7 +184,7 @@ class SharedMemoryExchange:
                     f"{self.names[rank]} has sent {found} bytes where {self.names[self.rank]} expects {size}: "
                     "they call different collectives, or with different shapes or dtypes"
                 )
-            messages.append(memory.messages[begin : begin + size].view(dtype))
+            messages.append(memory.message(begin, size, dtype))
         return messages
 
     def release(self) -> None:
@@ -241,15 +241,20 @@ class _Memory:
     def __init__(self, fd: int, capacity: int, process: int | None = None) -> None:
         self._mapped = mmap.mmap(fd, _HEADER + capacity)
         self.words = memoryview(self._mapped)[:_HEADER].cast("q")  # of 8 bytes
-        memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
-        self.address = memory.data_ptr()
-        self.messages = memory[_HEADER:]
+        self.address = torch.frombuffer(self._mapped, dtype=torch.uint8, count=1).data_ptr()
         self._process = None
         if process is not None:
             pidfd = os.pidfd_open(process)
             weakref.finalize(self, os.close, pidfd)
             self._process = select.poll()
             self._process.register(pidfd, select.POLLIN)
+
+    def message(self, begin: int, size: int, dtype: torch.dtype) -> Tensor:
+        """``size`` bytes as a vector."""
+        if size == 0:
+            return torch.empty(0, dtype=dtype)
+        count = size // dtype.itemsize
+        return torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=_HEADER + begin)
 
     def give_back(self, begin: int, end: int) -> None:
         """Let the system have the memory of some messages."""
