@@ -313,13 +313,11 @@ def test_shutdown_gives_all_back_whoever_holds_a_communicator():
         for _ in range(2):
             ctx.world.all_reduce(torch.ones(2))
             ctx.tp.all_reduce(torch.ones(1_000_000))
-        # For what is sent at the call, and for what is sent in pieces: both ranks' memory (a map has its own copy of the
+        # For what is sent at the call, and for what is sent in pieces: both ranks' memory (each map has a copy of its
         # file's descriptor), and the other's process.
         assert [new - old for new, old in zip(held(), before)] == [4, 0, 6, 2]
         shutdown()
         assert held() == before
-    with pytest.raises(RuntimeError):
-        communicators[0].all_reduce(torch.ones(2))
 
 
 @pytest.mark.ranks(2, init=False, timeout=60)
