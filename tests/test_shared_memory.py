@@ -1,5 +1,6 @@
 """Collectives through shared memory give what messages give, whatever their sizes, their order and the ranks' pace."""
 
+import contextlib
 import gc
 import mmap
 import os
@@ -32,14 +33,16 @@ PIECE = 96  # bytes
 ROOM = 1 << 20
 
 
-def pair(ctx, monkeypatch, pages=2, room=ROOM):
+@contextlib.contextmanager
+def pair(ctx, pages=2, room=ROOM):
     """A communicator with tiny pieces in shared memory, and one that sends messages."""
-    monkeypatch.setattr(bmt_comm.shared_memory, "_PIECE_BYTES", PIECE)
-    monkeypatch.setattr(bmt_comm.shared_memory, "_LARGEST_BYTES", 20 * PIECE)
-    monkeypatch.setattr(bmt_comm.shared_memory, "_CAPACITIES", (room, pages * mmap.PAGESIZE))
-    shared, messages = (Communicator(dist.new_group(list(range(ctx.world_size)))) for _ in range(2))
-    assert shared.share_memory()
-    return shared, messages
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_comm.shared_memory, "_PIECE_BYTES", PIECE)
+        patch.setattr(bmt_comm.shared_memory, "_LARGEST_BYTES", 20 * PIECE)
+        patch.setattr(bmt_comm.shared_memory, "_CAPACITIES", (room, pages * mmap.PAGESIZE))
+        shared, messages = (Communicator(dist.new_group(list(range(ctx.world_size)))) for _ in range(2))
+        assert shared.share_memory()
+        yield shared, messages
 
 
 def values(rank, numel, dtype, seed=0):
@@ -61,51 +64,51 @@ def test_the_communicators_of_a_layout_share_memory(ctx):
 
 
 @pytest.mark.ranks(2, 3, 4, timeout=120)
-def test_every_collective_at_every_size_is_that_of_messages_bit_for_bit(ctx, monkeypatch):
-    shared, messages = pair(ctx, monkeypatch)
-    n, rank = ctx.world_size, ctx.rank
-    for dtype in DTYPES:
-        unit = PIECE // dtype.itemsize
-        for numel in (
-            0,
-            1,
-            unit - 1,
-            unit,
-            unit + 1,
-            unit // (n - 1) + 1,
-            2 * unit + 3,
-            7 * unit,
-            20 * unit,
-            20 * unit + 1,
-        ):
-            for op in REDUCE_OPS:
-                found = [values(rank, numel, dtype) for _ in range(2)]
-                parts = [torch.empty(numel, dtype=dtype) for _ in range(2)]
-                for x, part, comm in zip(found, parts, (shared, messages)):
-                    comm.reduce_scatter(part, values(rank, n * numel, dtype), op)
-                    comm.all_reduce(x, op)
-                assert torch.equal(*found), (dtype, numel, op)
-                assert torch.equal(*parts), (dtype, numel, op)
-            gathered = [torch.empty(n, numel, dtype=dtype) for _ in range(2)]
-            gathered[0][rank] = values(rank, numel, dtype)
-            shared.all_gather(gathered[0], gathered[0][rank])  # in place
-            messages.all_gather(gathered[1], values(rank, numel, dtype))
-            assert torch.equal(*gathered), (dtype, numel)
-            x = values(rank, numel, dtype)
-            shared.broadcast(x, n - 1)
-            assert torch.equal(x, values(n - 1, numel, dtype))
+def test_every_collective_at_every_size_is_that_of_messages_bit_for_bit(ctx):
+    with pair(ctx) as (shared, messages):
+        n, rank = ctx.world_size, ctx.rank
+        for dtype in DTYPES:
+            unit = PIECE // dtype.itemsize
+            for numel in (
+                0,
+                1,
+                unit - 1,
+                unit,
+                unit + 1,
+                unit // (n - 1) + 1,
+                2 * unit + 3,
+                7 * unit,
+                20 * unit,
+                20 * unit + 1,
+            ):
+                for op in REDUCE_OPS:
+                    found = [values(rank, numel, dtype) for _ in range(2)]
+                    parts = [torch.empty(numel, dtype=dtype) for _ in range(2)]
+                    for x, part, comm in zip(found, parts, (shared, messages)):
+                        comm.reduce_scatter(part, values(rank, n * numel, dtype), op)
+                        comm.all_reduce(x, op)
+                    assert torch.equal(*found), (dtype, numel, op)
+                    assert torch.equal(*parts), (dtype, numel, op)
+                gathered = [torch.empty(n, numel, dtype=dtype) for _ in range(2)]
+                gathered[0][rank] = values(rank, numel, dtype)
+                shared.all_gather(gathered[0], gathered[0][rank])  # in place
+                messages.all_gather(gathered[1], values(rank, numel, dtype))
+                assert torch.equal(*gathered), (dtype, numel)
+                x = values(rank, numel, dtype)
+                shared.broadcast(x, n - 1)
+                assert torch.equal(x, values(n - 1, numel, dtype))
 
 
 @pytest.mark.ranks(3)
-def test_dtypes_without_arithmetic_travel_too(ctx, monkeypatch):
-    shared, _ = pair(ctx, monkeypatch)
-    for dtype in (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn):
-        mine = torch.arange(50).add(ctx.rank).remainder(2).to(dtype)
-        out = torch.empty(3, 50, dtype=dtype)
-        shared.all_gather(out, mine)
-        assert out.to(torch.complex64).real.sum(1).tolist() == [25.0] * 3
-        shared.broadcast(mine, 1)
-        assert torch.equal(mine.view(torch.uint8), out[1].view(torch.uint8))
+def test_dtypes_without_arithmetic_travel_too(ctx):
+    with pair(ctx) as (shared, _):
+        for dtype in (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn):
+            mine = torch.arange(50).add(ctx.rank).remainder(2).to(dtype)
+            out = torch.empty(3, 50, dtype=dtype)
+            shared.all_gather(out, mine)
+            assert out.to(torch.complex64).real.sum(1).tolist() == [25.0] * 3
+            shared.broadcast(mine, 1)
+            assert torch.equal(mine.view(torch.uint8), out[1].view(torch.uint8))
 
 
 CALLS = {
@@ -134,87 +137,87 @@ def begin(comm, name, numel, root, place):
 @pytest.mark.parametrize(
     ("pages", "room", "any_order"), [(1, ROOM, True), (3, ROOM, True), (1, 1, False), (2, 3 * mmap.PAGESIZE, False)]
 )
-def test_many_in_flight(ctx, monkeypatch, pages, room, any_order):
+def test_many_in_flight(ctx, pages, room, any_order):
     # Ranks may wait in any order for what all have called, if there is room for it.
-    shared, messages = pair(ctx, monkeypatch, pages, room)
-    for seed in range(12):
-        calls = random_calls(seed, ctx.world_size)
-        expected = []
-        for place, call in enumerate(calls):
-            work, out = begin(messages, *call, place)
-            work.wait()
-            expected.append(out)
-        alike, own = random.Random(seed), random.Random(100 * seed + any_order * ctx.rank)
-        pending, found = [], []
-        for place, call in enumerate(calls):
-            work, out = begin(shared, *call, place)
-            pending.append(work)
-            found.append(out)
-            while pending and alike.random() < 0.2:
-                pending.pop(alike.randrange(len(pending))).wait()
-        own.shuffle(pending)
-        for work in pending:
-            work.wait()
-            work.wait()  # again: nothing happens
-            assert work.is_completed()
-        for result, wanted in zip(found, expected):
-            assert torch.equal(result, wanted)
+    with pair(ctx, pages, room) as (shared, messages):
+        for seed in range(12):
+            calls = random_calls(seed, ctx.world_size)
+            expected = []
+            for place, call in enumerate(calls):
+                work, out = begin(messages, *call, place)
+                work.wait()
+                expected.append(out)
+            alike, own = random.Random(seed), random.Random(100 * seed + any_order * ctx.rank)
+            pending, found = [], []
+            for place, call in enumerate(calls):
+                work, out = begin(shared, *call, place)
+                pending.append(work)
+                found.append(out)
+                while pending and alike.random() < 0.2:
+                    pending.pop(alike.randrange(len(pending))).wait()
+            own.shuffle(pending)
+            for work in pending:
+                work.wait()
+                work.wait()  # again: nothing happens
+                assert work.is_completed()
+            for result, wanted in zip(found, expected):
+                assert torch.equal(result, wanted)
 
 
 @pytest.mark.ranks(2, 3, timeout=60)
-def test_all_but_long_all_reduces_are_done_when_the_others_have_called_them(ctx, monkeypatch):
-    shared, messages = pair(ctx, monkeypatch)
-    n, rank, short, long = ctx.world_size, ctx.rank, 5, 2000
-    outs = [torch.empty(n, numel) for numel in (short, long)]
-    parts = [torch.empty(numel) for numel in (short, long)]
-    sums = [torch.full((numel,), float(rank)) for numel in (short, long)]
-    news = [torch.full((numel,), float(rank)) for numel in (short, long)]
-    works = [shared.all_reduce(sums[1], async_op=True)]  # whose second part needs all to wait
-    for i, numel in enumerate((short, long)):
-        works.append(shared.all_gather(outs[i], torch.full((numel,), float(rank)), async_op=True))
-        works.append(shared.reduce_scatter(parts[i], torch.full((n, numel), float(rank)), async_op=True))
-        works.append(shared.broadcast(news[i], 1, async_op=True))
-    works.append(shared.all_reduce(sums[0], async_op=True))
-    if rank == 0:
-        messages.barrier()  # the others come to it when all that they waited for is done
-    for work in works[1:]:
-        work.wait()
-    if rank != 0:
-        messages.barrier()
-    works[0].wait()
-    assert [set(x.tolist()) for x in (*sums, *parts)] == [{float(sum(range(n)))}] * 4
-    assert [set(x.tolist()) for x in news] == [{1.0}] * 2
-    for out in outs:
-        assert torch.equal(out, torch.arange(float(n))[:, None].expand_as(out))
+def test_all_but_long_all_reduces_are_done_when_the_others_have_called_them(ctx):
+    with pair(ctx) as (shared, messages):
+        n, rank, short, long = ctx.world_size, ctx.rank, 5, 2000
+        outs = [torch.empty(n, numel) for numel in (short, long)]
+        parts = [torch.empty(numel) for numel in (short, long)]
+        sums = [torch.full((numel,), float(rank)) for numel in (short, long)]
+        news = [torch.full((numel,), float(rank)) for numel in (short, long)]
+        works = [shared.all_reduce(sums[1], async_op=True)]  # whose second part needs all to wait
+        for i, numel in enumerate((short, long)):
+            works.append(shared.all_gather(outs[i], torch.full((numel,), float(rank)), async_op=True))
+            works.append(shared.reduce_scatter(parts[i], torch.full((n, numel), float(rank)), async_op=True))
+            works.append(shared.broadcast(news[i], 1, async_op=True))
+        works.append(shared.all_reduce(sums[0], async_op=True))
+        if rank == 0:
+            messages.barrier()  # the others come to it when all that they waited for is done
+        for work in works[1:]:
+            work.wait()
+        if rank != 0:
+            messages.barrier()
+        works[0].wait()
+        assert [set(x.tolist()) for x in (*sums, *parts)] == [{float(sum(range(n)))}] * 4
+        assert [set(x.tolist()) for x in news] == [{1.0}] * 2
+        for out in outs:
+            assert torch.equal(out, torch.arange(float(n))[:, None].expand_as(out))
 
 
 @pytest.mark.ranks(3)
-def test_the_tensor_is_read_at_the_call_or_later_but_written_in_wait_only(ctx, monkeypatch):
-    shared, _ = pair(ctx, monkeypatch)
-    x, long = torch.full((3,), float(ctx.rank)), torch.full((500,), float(ctx.rank))
-    works = [shared.all_reduce(t, async_op=True) for t in (x, long)]
-    time.sleep(0.05 * ctx.rank)
-    assert x.tolist() == [float(ctx.rank)] * 3
-    assert not any(work.is_completed() for work in works)
-    works[1].wait()
-    assert set(long.tolist()) == {3.0}
-    works[0].wait()
-    assert set(x.tolist()) == {3.0}
+def test_the_tensor_is_read_at_the_call_or_later_but_written_in_wait_only(ctx):
+    with pair(ctx) as (shared, _):
+        x, long = torch.full((3,), float(ctx.rank)), torch.full((500,), float(ctx.rank))
+        works = [shared.all_reduce(t, async_op=True) for t in (x, long)]
+        time.sleep(0.05 * ctx.rank)
+        assert x.tolist() == [float(ctx.rank)] * 3
+        assert not any(work.is_completed() for work in works)
+        works[1].wait()
+        assert set(long.tolist()) == {3.0}
+        works[0].wait()
+        assert set(x.tolist()) == {3.0}
 
 
 @pytest.mark.ranks(3)
-def test_one_rank_that_cannot_share_keeps_all_from_it(ctx, monkeypatch):
+def test_one_rank_that_cannot_share_keeps_all_from_it(ctx):
     group = dist.new_group([0, 1, 2])
     comm = Communicator(group)
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         if ctx.rank == 1:
             patch.setitem(sys.modules, "bmt_kernels", None)  # as if it were not installed
         assert not comm.share_memory()
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         if ctx.rank == 2:
             patch.setattr(memory, "_open", lambda *told: None)  # as on another host
         assert not comm.share_memory()
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         if ctx.rank == 0:
             patch.setattr(bmt_kernels.SharedMemoryExchange, "available", staticmethod(lambda: False))
         assert not comm.share_memory()
@@ -222,7 +225,7 @@ def test_one_rank_that_cannot_share_keeps_all_from_it(ctx, monkeypatch):
     def refuse(name):
         raise OSError("no memory")
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         if ctx.rank == 0:
             patch.setattr(os, "memfd_create", refuse)
         assert not comm.share_memory()
@@ -234,21 +237,22 @@ def test_one_rank_that_cannot_share_keeps_all_from_it(ctx, monkeypatch):
     assert x.tolist() == [9.0, 9.0]
 
 
-@pytest.mark.ranks(2)
-def test_ranks_that_disagree_are_told(ctx, monkeypatch):
-    shared, _ = pair(ctx, monkeypatch)
-    work = shared.all_reduce(torch.ones(3 + ctx.rank), async_op=True)
-    expected = (
-        f"rank {1 - ctx.rank} has sent {16 - 4 * ctx.rank} bytes where rank {ctx.rank} expects {12 + 4 * ctx.rank}"
-    )
-    for _ in range(2):  # waiting again does not pass for success
-        with pytest.raises(RuntimeError, match=expected):
-            work.wait()
+@pytest.mark.ranks(3)
+def test_ranks_that_disagree_are_told_by_their_global_ranks(ctx):
+    comm = Communicator(dist.new_group([0] if ctx.rank == 0 else [1, 2], use_local_synchronization=True))
+    if ctx.rank > 0:
+        assert comm.share_memory()
+        work = comm.all_reduce(torch.ones(3 + comm.rank), async_op=True)
+        sent, expects = (16, 12) if comm.rank == 0 else (12, 16)
+        message = f"rank {3 - ctx.rank} has sent {sent} bytes where rank {ctx.rank} expects {expects}"
+        for _ in range(2):  # waiting again does not pass for success
+            with pytest.raises(RuntimeError, match=message):
+                work.wait()
     ctx.world.barrier()
 
 
 @pytest.mark.ranks(2, init=False, timeout=40)
-def test_global_ranks_are_named_and_the_timeout_is_that_of_the_layout():
+def test_the_timeout_is_that_of_the_layout():
     dist.init_process_group("gloo")
     ctx = init_distributed(timeout=0.7, device="cpu")
     x = torch.ones(2)
@@ -314,19 +318,82 @@ def test_shutdown_gives_all_back_whoever_holds_a_communicator():
             ctx.world.all_reduce(torch.ones(2))
             ctx.tp.all_reduce(torch.ones(1_000_000))
         # For what is sent at the call, and for what is sent in pieces: both ranks' memory (each map has a copy of its
-        # file's descriptor), and the other's process.
-        assert [new - old for new, old in zip(held(), before)] == [4, 0, 6, 2]
+        # file's descriptor). And the other's process.
+        assert [new - old for new, old in zip(held(), before)] == [4, 0, 6, 1]
         shutdown()
         assert held() == before
 
 
 @pytest.mark.ranks(2, init=False, timeout=60)
-def test_an_adopted_process_group_goes_on_sharing():
+def test_an_adopted_process_group_shares_while_there_is_a_layout():
     dist.init_process_group("gloo")
-    for _ in range(2):
-        ctx = init_distributed(device="cpu")
+    mine = Communicator(dist.group.WORLD)
+    for timeout in (100.0, 0.5):
+        ctx = init_distributed(device="cpu", timeout=timeout)
+        assert isinstance(mine._on_host, SharedMemoryCollectives)
         x = torch.ones(2)
         ctx.world.all_reduce(x)
+        pending = mine.all_reduce(x, async_op=True)
+        if timeout == 0.5 and ctx.rank == 0:
+            with pytest.raises(RuntimeError, match=r"0\.5 seconds"):
+                mine.all_gather(torch.empty(2), torch.ones(1))
         shutdown()
-        Communicator(dist.group.WORLD).all_reduce(x)
+        assert not isinstance(mine._on_host, SharedMemoryCollectives)
+        mine.barrier()
+        pending.wait()
         assert x.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_many_small_ones_in_flight_while_ranks_do_different_things(ctx):
+    sums = [torch.full((2,), float(i)) for i in range(300)]
+    works = [ctx.world.all_reduce(x, async_op=True) for x in sums]
+    box = torch.zeros(3)
+    if ctx.rank == 0:
+        ctx.world.recv(box, 1)
+    for work in reversed(works):
+        work.wait()
+    if ctx.rank == 1:
+        ctx.world.send(box, 0)
+    assert [x.tolist() for x in sums] == [[2.0 * i] * 2 for i in range(300)]
+
+
+@pytest.mark.ranks(2)
+def test_a_collective_that_was_interrupted_in_its_middle_does_not_pass_for_success(ctx):
+    with pair(ctx) as (shared, messages):
+        x = torch.ones(3)
+        work = shared.all_reduce(x, "avg", async_op=True)
+
+        def interrupted(*arguments):
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bmt_comm.shared_memory, "combine", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                work.wait()
+        for again in (work.wait, shared.barrier):
+            with pytest.raises(RuntimeError, match="interrupted in its middle"):
+                again()
+        messages.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_fails_while_memory_is_set_up_leaves_nobody_waiting(ctx):
+    comm = Communicator(dist.new_group([0, 1]))
+    if ctx.rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "memfd_create", lambda name: None)
+            with pytest.raises(TypeError):
+                comm.share_memory()
+    else:
+        assert not comm.share_memory()
+    comm.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_torchs_default_device_does_not_matter(ctx):
+    torch.set_default_device("meta")
+    try:
+        assert Communicator(dist.new_group([0, 1])).share_memory()
+    finally:
+        torch.set_default_device(None)

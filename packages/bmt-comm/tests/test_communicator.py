@@ -236,6 +236,11 @@ def test_wrong_calls_are_refused_on_every_rank_before_anything_is_sent(ctx, devi
         (lambda: comm.reduce_scatter(x, out, "SUM"), ValueError, "op='SUM'"),
         (lambda: comm.all_reduce(x.cfloat(), "max"), TypeError, "op='max' is not defined for torch.complex64"),
         (lambda: comm.all_reduce(x.bool(), "avg"), TypeError, "op='avg' is not defined for torch.bool"),
+        (
+            lambda: Communicator().all_reduce(torch.ones(2).to(torch.float8_e4m3fn)),
+            TypeError,
+            "op='sum' is not defined for torch.float8_e4m3fn",
+        ),
         (lambda: comm.broadcast(x, 2), ValueError, r"root=2 is not a rank of this communicator \(0 to 1\)"),
         (lambda: comm.broadcast(x, -1), ValueError, "root=-1"),
         (lambda: comm.broadcast_object(1, 5), ValueError, "root=5"),

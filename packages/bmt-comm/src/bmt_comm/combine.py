@@ -17,12 +17,31 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 REDUCE_OPS = tuple(_COMBINE)
 
 
-def check_op(op: str, dtype: torch.dtype) -> None:
-    """Raise unless ``op`` is a reduction, and defined for ``dtype``."""
+def check_op(op: str, tensor: Tensor) -> None:
+    """Raise unless ``op`` is a reduction, and defined for tensors like this one."""
     if op not in _COMBINE:
         raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCE_OPS)}")
-    if (op in ("max", "min") and dtype.is_complex) or (op == "avg" and dtype == torch.bool):
+    dtype = tensor.dtype
+    undefined = (op in ("max", "min") and dtype.is_complex) or (op == "avg" and dtype == torch.bool)
+    if undefined or (tensor.device.type == "cpu" and not _combines(op, dtype)):
         raise TypeError(f"op={op!r} is not defined for {dtype}")
+
+
+_combinations: dict[tuple[str, torch.dtype], bool] = {}
+
+
+def _combines(op: str, dtype: torch.dtype) -> bool:
+    """Whether torch has what :func:`combine` needs for a dtype."""
+    known = _combinations.get((op, dtype))
+    if known is None:
+        a, b = torch.zeros(2, 1, dtype=torch.uint8, device="cpu").to(dtype)
+        try:
+            combine(a, [a, b], op)
+            known = True
+        except (NotImplementedError, RuntimeError):
+            known = False
+        _combinations[op, dtype] = known
+    return known
 
 
 def combine(out: Tensor, parts: Sequence[Tensor], op: str) -> None:

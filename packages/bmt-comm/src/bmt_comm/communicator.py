@@ -67,6 +67,11 @@ _host_collectives: WeakKeyDictionary[dist.ProcessGroup, DirectExchange | SharedM
 class Communicator:
     """The ranks of one process group, and collectives between them.
 
+    With ``async_op`` a collective returns at once, and its result is there after ``wait`` of what it returns. Ranks may
+    wait for several in different orders. A rank that waits needs the others to have called the collective, and, for
+    all-reduces of more than 256 KiB on the CPU, to come to a wait. On the CPU, 4096 may be in flight that some rank has
+    not waited for.
+
     Args:
         group: a ``torch.distributed`` process group this process belongs to; ``None`` for this rank alone.
         device: the device of the tensors that are communicated; by default CUDA for an NCCL group, else CPU.
@@ -172,7 +177,7 @@ class Communicator:
         ``src`` (size × numel) and ``out`` (numel) are contiguous and do not overlap. On CPU ``src`` must
         stay unchanged until ``wait``.
         """
-        check_op(op, src.dtype)
+        check_op(op, src)
         self._check_contiguous(out=out, src=src)
         _check_same_dtype("reduce_scatter", out, src)
         if src.numel() != self.size * out.numel():
@@ -196,11 +201,9 @@ class Communicator:
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Reduce ``tensor`` (contiguous) over the ranks, in place on every rank.
 
-        The result is the same, bit for bit, on every rank.  On CPU a large all-reduce is done in part in ``wait``,
-        after those that began earlier on the same process group.  So ranks may wait for several in different
-        orders, but a rank that waits needs the others to come to a wait, too.
+        The result is the same, bit for bit, on every rank.
         """
-        check_op(op, tensor.dtype)
+        check_op(op, tensor)
         self._check_contiguous(tensor=tensor)
         self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
         if self.size == 1 or tensor.numel() == 0:

@@ -225,10 +225,9 @@ def shutdown() -> None:
     forget_communicators()
     if not dist.is_initialized():
         return
-    stop_sharing_memory(context.subgroups)
+    assert dist.group.WORLD is not None
+    stop_sharing_memory([dist.group.WORLD, *context.subgroups])
     if context.owns_process_group:
-        assert context.world.group is not None
-        stop_sharing_memory([context.world.group])
         dist.destroy_process_group()
     else:
         for group in context.subgroups:

@@ -15,9 +15,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -95,29 +96,29 @@ class SharedMemoryCollectives:
     def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> Work:
         if mine.nbytes > _LARGEST_BYTES:
             return self.direct.all_gather(chunks, mine)
-        return self._whole.start([self._gather(chunks, mine)], (chunks, mine))
+        return self._whole.start([self._gather(chunks, mine)])
 
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Work:
         if out.nbytes * (self.size - 1) > _LARGEST_BYTES:
             return self.direct.reduce_scatter(out, chunks, op)
-        return self._whole.start([self._reduce(out, chunks, op)], (out, chunks))
+        return self._whole.start([self._reduce(out, chunks, op)])
 
     def broadcast(self, flat: Tensor, root: int) -> Work:
         if flat.nbytes > _LARGEST_BYTES:
             return self.direct.broadcast(flat, root)
         nothing = flat[:0]
         chunks = [flat if r == root else nothing for r in range(self.size)]
-        return self._whole.start([self._gather(chunks, chunks[self.rank])], flat)
+        return self._whole.start([self._gather(chunks, chunks[self.rank])])
 
     def all_reduce(self, flat: Tensor, op: str) -> Work:
         if flat.nbytes <= _PIECE_BYTES:
-            return self._whole.start([self._reduce_all(flat, op)], flat)
+            return self._whole.start([self._reduce_all(flat, op)])
         if self.size == 2:  # less waiting than in halves, and not more to copy
-            return self._pieces.start([self._reduce_all(part, op) for (part,) in _cut_up([flat], 1)], flat)
+            return self._pieces.start([self._reduce_all(part, op) for (part,) in _cut_up([flat], 1)])
         chunks = evenly_cut(flat, self.size)
         reducing = [self._reduce(cut[self.rank], cut, op) for cut in _cut_up(chunks, self.size - 1)]
         gathering = [self._gather(cut, cut[self.rank], needs=len(reducing)) for cut in _cut_up(chunks, 1)]
-        return self._pieces.start([*reducing, *gathering], flat)
+        return self._pieces.start([*reducing, *gathering])
 
     # --- pieces -----------------------------------------------------------------------------------
 
@@ -175,9 +176,10 @@ class _Lane:
         self._unsent: deque[_Piece] = deque()
         self._unread: deque[_Piece] = deque()
         self._started = self._read = 0  # pieces
+        self._in_step = False
 
-    def start(self, pieces: Iterable[_Piece], keep: object) -> Work:
-        """Begin a collective, which keeps tensors until it is done."""
+    def start(self, pieces: Iterable[_Piece]) -> Work:
+        """Begin a collective."""
         before = self._started
         for piece in pieces:
             if piece.needs:
@@ -186,7 +188,7 @@ class _Lane:
             self._unread.append(piece)
             self._started += 1
         self._send_ahead()
-        return Pending([], partial(self._complete, self._started), keep)
+        return Pending([], partial(self._complete, self._started), None)
 
     def _complete(self, last: int) -> None:
         while self._read < last:
@@ -194,18 +196,30 @@ class _Lane:
             if self._unsent and self._unsent[0] is piece:
                 self._exchange.wait_for_room(piece.sent_bytes)
             self._send_ahead()
-            piece.read(self._exchange.receive(piece.sizes, piece.dtype))
-            self._exchange.release()
-            self._unread.popleft()
-            self._read += 1
+            messages = self._exchange.receive(piece.sizes, piece.dtype)
+            with self._step():
+                piece.read(messages)
+                self._exchange.release()
+                self._unread.popleft()
+                self._read += 1
 
     def _send_ahead(self) -> None:
         while self._unsent:
             piece = self._unsent[0]
             if piece.needs > self._read or not self._exchange.has_room(piece.sent_bytes):
                 return
-            self._exchange.send(piece.parts)
-            self._unsent.popleft()
+            with self._step():
+                self._exchange.send(piece.parts)
+                self._unsent.popleft()
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """What has to be done once and as a whole."""
+        if self._in_step:
+            raise RuntimeError("a collective was interrupted in its middle: its result is lost, and so is the order")
+        self._in_step = True
+        yield
+        self._in_step = False
 
 
 def connect_shared_memory(
@@ -215,15 +229,22 @@ def connect_shared_memory(
 
     A collective; ``None``, on all ranks, where one of them cannot.
     """
-    lanes = _create(direct.rank, [f"rank {rank}" for rank in ranks], timeout.total_seconds())
-    mine = torch.tensor([(0, 0, 0)] * len(_CAPACITIES) if lanes is None else [lane.handle for lane in lanes])
+    lanes, failure = None, None
+    try:
+        lanes = _create(direct.rank, [f"rank {rank}" for rank in ranks], timeout.total_seconds())
+    except Exception as error:  # to be raised when the others know
+        failure = error
+    told = [(0, 0, 0)] * len(_CAPACITIES) if lanes is None else [lane.handle for lane in lanes]
+    mine = torch.tensor(told, device="cpu")
     handles = mine.repeat(direct.size, 1, 1)
     direct.all_gather([theirs.flatten() for theirs in handles], mine.flatten()).wait()
     connected = lanes is not None and all(
         lane.connect([(a, b, c) for a, b, c in handles[:, n].tolist()]) for n, lane in enumerate(lanes)
     )
-    agreed = torch.tensor([int(connected)])
+    agreed = torch.tensor([int(connected)], device="cpu")
     direct.all_reduce(agreed, "min").wait()
+    if failure is not None:
+        raise failure
     return None if lanes is None or not agreed.item() else SharedMemoryCollectives(*lanes, direct)
 
 

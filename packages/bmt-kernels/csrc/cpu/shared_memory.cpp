@@ -33,7 +33,7 @@ bool has_reached(const Counter& counter, uint32_t value) {
   return static_cast<int32_t>(counter.value.load(std::memory_order_acquire) - value) >= 0;
 }
 
-void pause() {
+void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -71,7 +71,7 @@ bool counter_wait(int64_t where, uint32_t value, double spin, double sleep) {
     do {
       for (int i = 0; i < 32; ++i) {
         if (has_reached(counter, value)) return true;
-        pause();
+        relax();
       }
     } while (now() < end);
   }

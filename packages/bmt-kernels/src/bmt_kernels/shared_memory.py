@@ -26,6 +26,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,9 +36,9 @@ from bmt_kernels import _native
 # Where things lie in a process's memory. What is written by different processes, or at different times, lies on
 # different cache lines.
 _TOKEN, _SENT, _RECEIVED, _CLOSED, _TABLE = 0, 64, 128, 192, 256
-_MOST_MESSAGES = 240
+_MOST_MESSAGES = 4096
 _PAGE = mmap.PAGESIZE
-_HEADER = _PAGE  # 4096 bytes at least
+_HEADER = (_TABLE + 16 * _MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
 _KEPT = 1 << 26  # bytes that stay this process's when messages are gone; what lies beyond is given back
 
 _SPIN = 100e-6  # seconds: longer than waking up takes
@@ -47,7 +48,7 @@ _SLEEP = 0.1  # seconds, after which one that waits looks whether the other proc
 class SharedMemoryExchange:
     """Messages between the processes of one host: each goes to all of them.
 
-    All processes send and receive the same number of messages, in the same order. There is room for 240 messages, and
+    All processes send and receive the same number of messages, in the same order. There is room for 4096 messages, and
     ``capacity`` bytes, that some process has not received.
 
     Args:
@@ -86,13 +87,15 @@ class SharedMemoryExchange:
         self._taken: list[tuple[int, int]] = []  # where these begin and end, in the order of places
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
         self._spin = _SPIN if len(names) <= len(os.sched_getaffinity(0)) else 0.0
-        self._finalizer = weakref.finalize(self, _close, own, self._fd, os.getpid())
+        # Not at exit: others notice that a process ends, and until then something may still be sent.
+        weakref.finalize(self, _close, own, self._fd, os.getpid()).atexit = False
 
     @staticmethod
     def available() -> bool:
         """Whether this system and this build of the package can share memory at all."""
         module = _native.cpu_module
-        return module is not None and hasattr(module, "counter_wait") and hasattr(os, "memfd_create")
+        needed = [(module, "counter_wait"), (os, "memfd_create"), (os, "pidfd_open"), (mmap, "MADV_REMOVE")]
+        return all(hasattr(owner, name) for owner, name in needed)
 
     @property
     def handle(self) -> tuple[int, int, int]:
@@ -242,17 +245,12 @@ class _Memory:
         self._mapped = mmap.mmap(fd, _HEADER + capacity)
         self.words = memoryview(self._mapped)[:_HEADER].cast("q")  # of 8 bytes
         self.address = torch.frombuffer(self._mapped, dtype=torch.uint8, count=1).data_ptr()
-        self._process = None
-        if process is not None:
-            pidfd = os.pidfd_open(process)
-            weakref.finalize(self, os.close, pidfd)
-            self._process = select.poll()
-            self._process.register(pidfd, select.POLLIN)
+        self._process = None if process is None else _Process.of(process)
 
     def message(self, begin: int, size: int, dtype: torch.dtype) -> Tensor:
         """``size`` bytes as a vector."""
         if size == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         count = size // dtype.itemsize
         return torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=_HEADER + begin)
 
@@ -262,7 +260,30 @@ class _Memory:
 
     def is_gone(self) -> bool:
         """Whether the owner has closed it, or its process has ended."""
-        return self.words[_CLOSED // 8] != 0 or (self._process is not None and bool(self._process.poll(0)))
+        return self.words[_CLOSED // 8] != 0 or (self._process is not None and self._process.has_ended())
+
+
+class _Process:
+    """Another process, to be watched."""
+
+    _known: ClassVar[weakref.WeakValueDictionary[int, _Process]] = weakref.WeakValueDictionary()
+
+    def __init__(self, number: int) -> None:
+        pidfd = os.pidfd_open(number)
+        weakref.finalize(self, os.close, pidfd)
+        self._poll = select.poll()
+        self._poll.register(pidfd, select.POLLIN)
+
+    @classmethod
+    def of(cls, number: int) -> _Process:
+        """One object for all that want to know."""
+        found = cls._known.get(number)
+        if found is None or found.has_ended():  # of which the number may be another's by now
+            found = cls._known[number] = cls(number)
+        return found
+
+    def has_ended(self) -> bool:
+        return bool(self._poll.poll(0))
 
 
 def _pages(size: int) -> int:
