@@ -277,7 +277,7 @@ start = time.monotonic()
 try:
     ctx.world.all_reduce(torch.ones(int(sys.argv[2])))
 except RuntimeError as error:
-    print(error)
+    print(error, flush=True)
 assert time.monotonic() - start < 15
 os._exit(0)  # the other is not there to say goodbye to
 """
