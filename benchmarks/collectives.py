@@ -18,12 +18,9 @@ from launch import launched, machine, on_ranks
 from timing import median_ratio
 
 import bmt_comm
+from bmt_comm._compat import all_gather_single, reduce_scatter_single
 
 SHARED, MESSAGES, GLOO = "shared memory", "messages", "gloo"
-
-# torch 2.13 renamed these.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def candidates(
@@ -37,10 +34,10 @@ def candidates(
 
     return {
         "all-reduce": of(lambda comm: comm.all_reduce(whole, "max"), lambda: dist.all_reduce(whole, dist.ReduceOp.MAX)),
-        "all-gather": of(lambda comm: comm.all_gather(whole, part), lambda: all_gather(whole, part)),
+        "all-gather": of(lambda comm: comm.all_gather(whole, part), lambda: all_gather_single(whole, part)),
         "reduce-scatter": of(
             lambda comm: comm.reduce_scatter(part, whole, "max"),
-            lambda: reduce_scatter(part, whole, dist.ReduceOp.MAX),
+            lambda: reduce_scatter_single(part, whole, dist.ReduceOp.MAX),
         ),
     }
 

@@ -164,9 +164,9 @@ class Communicator:
         if out.is_cuda:
             work = _compat.all_gather_single(_wire(flat), _wire(mine), group=self.group, async_op=async_op)
             return self._finish_now(work, async_op)
-        chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         if numel == 0:
             return DONE
+        chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         work = self._on_host.all_gather(chunks, mine)
         _copy_unless_same(chunks[self.rank], mine)
         return self._finish_now(work, async_op)
@@ -193,9 +193,9 @@ class Communicator:
         if src.is_cuda:
             work = _compat.reduce_scatter_single(mine, flat, _REDUCE_OPS[op], group=self.group, async_op=async_op)
             return self._finish_now(work, async_op)
-        chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         if numel == 0:
             return DONE
+        chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         return self._finish_now(self._on_host.reduce_scatter(mine, chunks, op), async_op)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Work:

@@ -119,12 +119,7 @@ class SharedMemoryExchange:
 
     def has_room(self, size: int) -> bool:
         """Whether a message of ``size`` bytes may be sent now."""
-        while self._in_use and all(self._reached(rank, _RECEIVED, self._in_use[0][0]) for rank in self._memories):
-            _, begin, end = self._in_use.popleft()
-            self._taken.remove((begin, end))
-            if end > _KEPT:
-                self._memories[self.rank].give_back(max(begin, _KEPT), end)
-        return self._place(size) is not None
+        return self._free_place(size) is not None
 
     def wait_for_room(self, size: int) -> None:
         """Wait until all processes have received so many messages that one of ``size`` bytes may be sent.
@@ -147,10 +142,9 @@ class SharedMemoryExchange:
         """
         size = sum(part.nbytes for part in parts)
         self._check_size(size)
-        if not self.has_room(size):
+        place = self._free_place(size)
+        if place is None:
             raise RuntimeError("there is no room for another message; call wait_for_room first")
-        place = self._place(size)
-        assert place is not None
         own, number, begin = self._memories[self.rank], self._sent + 1, place
         for part in parts:
             own.message(begin, part.nbytes, part.dtype).copy_(part)
@@ -199,8 +193,13 @@ class SharedMemoryExchange:
         if size > self.capacity:
             raise ValueError(f"a message of {size} bytes is larger than the capacity of {self.capacity}")
 
-    def _place(self, size: int) -> int | None:
-        """The first place for a message."""
+    def _free_place(self, size: int) -> int | None:
+        """The first place for a message, when those that all processes have received are gone."""
+        while self._in_use and all(self._reached(rank, _RECEIVED, self._in_use[0][0]) for rank in self._memories):
+            _, begin, end = self._in_use.popleft()
+            self._taken.remove((begin, end))
+            if end > _KEPT:
+                self._memories[self.rank].give_back(max(begin, _KEPT), end)
         if len(self._in_use) == _MOST_MESSAGES:
             return None
         size, cursor = _pages(size), 0
