@@ -11,3 +11,18 @@
 #else
 #define BMT_INLINE static inline __attribute__((always_inline))
 #endif
+
+// Never inlined: for a long function that many kernels call once per block. Its code is compiled once.
+#if defined(_MSC_VER)
+#define BMT_NOINLINE static __declspec(noinline)
+#else
+#define BMT_NOINLINE static __attribute__((noinline))
+#endif
+
+// In the body of a loop: the compiler does not vectorise the loop. For the remainder after a vector loop, which is
+// shorter than a vector. Vectorised remainders were half of the code and of the time to compile.
+#if defined(_MSC_VER)
+#define BMT_SCALAR_LOOP
+#else
+#define BMT_SCALAR_LOOP asm volatile("")
+#endif

@@ -80,7 +80,10 @@ BMT_INLINE void adam_loop(const AdamRow& row, int64_t begin, int64_t end, const 
 #if BMT_VECTOR
   if (stream_copy) {  // past the caches only whole, aligned vectors are stored
     constexpr uintptr_t kAlignment = kWidth * sizeof(typename Copy::Storage);
-    for (; i < end && reinterpret_cast<uintptr_t>(copy + i) % kAlignment != 0; ++i) one(i);
+    for (; i < end && reinterpret_cast<uintptr_t>(copy + i) % kAlignment != 0; ++i) {
+      BMT_SCALAR_LOOP;
+      one(i);
+    }
   }
   const auto spread_out = vector_factors(scalars);
   for (; i + kWidth <= end; i += kWidth) {
@@ -89,7 +92,10 @@ BMT_INLINE void adam_loop(const AdamRow& row, int64_t begin, int64_t end, const 
   }
   if (stream_copy) finish_streams();
 #endif
-  for (; i < end; ++i) one(i);
+  for (; i < end; ++i) {
+    BMT_REMAINDER;
+    one(i);
+  }
 }
 
 template <class Weight, class Copy, class Grad>
@@ -139,6 +145,7 @@ static DirectionSums adam_and_sums(const AdamRow& row, int64_t begin, int64_t en
 #endif
   const auto factors = one_factors(scalars);
   for (; i < end; ++i) {
+    BMT_REMAINDER;
     const double d = adam_one<Weight, Copy, Grad>(weight + i, copy + i, grad + i, exp_avg + i, exp_avg_sq + i, factors,
                                                   scalars.decoupled, scalars.update);
     sums.at[(i - begin) % kLanes] += d;

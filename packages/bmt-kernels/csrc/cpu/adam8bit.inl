@@ -73,6 +73,7 @@ BMT_INLINE void adam8bit_loop(const Adam8bitRow& row, int64_t first, int64_t las
     magnitude_avg_sq = largest_lane(magnitudes_avg_sq);
 #endif
     for (; i < n; ++i) {
+      BMT_REMAINDER;
       float w = load_one(Weight(), weight + i);
       float m = map_entry<true>(codes_avg[i]) * scale_avg;
       float v = map_entry<false>(codes_avg_sq[i]) * scale_avg_sq;

@@ -69,7 +69,10 @@ static float largest_of(const typename Type::Storage* x, int64_t n) {
   }
   float lanes[kLanes];
   spill(largest, lanes);
-  for (; i < n; ++i) lanes[i % kLanes] = maximum(load_one(Type(), x + i), lanes[i % kLanes]);
+  for (; i < n; ++i) {
+    BMT_SCALAR_LOOP;
+    lanes[i % kLanes] = maximum(load_one(Type(), x + i), lanes[i % kLanes]);
+  }
   for (int k = 1; k < kLanes; ++k) lanes[0] = maximum(lanes[k], lanes[0]);
   return lanes[0];
 }
@@ -97,6 +100,7 @@ static void add_block(const typename Type::Storage* x, const float* weights, int
   spill(sums, lanes);
   spill(logits, logit_lanes);
   for (; i < n; ++i) {
+    BMT_SCALAR_LOOP;
     const float value = load_one(Type(), x + i);
     lanes[i % kLanes] = lanes[i % kLanes] + bmt::exponential(value - shift);
     if (kSums != bmt::kNoSum) {
@@ -153,7 +157,10 @@ static void gradient(const void* logits, void* out, const float* weights, int64_
     }
     for (int k = 0; k < kParts; ++k) store_part(Type(), to + i + k * kPartWidth, values.part[k]);
   }
-  for (; i < n; ++i) store_one(Type(), to + i, gradient_element<Type, kSums>(x, weights, i, row));
+  for (; i < n; ++i) {
+    BMT_SCALAR_LOOP;
+    store_one(Type(), to + i, gradient_element<Type, kSums>(x, weights, i, row));
+  }
   if (hit) store_one(Type(), to + row.column, at_target);
 }
 

@@ -117,6 +117,7 @@ BMT_INLINE void add_columns(const TileRow<Grad>& row, int64_t begin, int64_t end
   const int first = 0;
 #endif
   for (int l = first; j < end; ++l, ++j) {
+    BMT_SCALAR_LOOP;
     const float x = term(Term(), One(), row, j);
     lanes[l] += x;
     if (kByColumn) col_sums[j] += x;
@@ -270,7 +271,10 @@ BMT_INLINE void update_tile(const FactoredRow& row, const FactoredTile& tile, co
       update_elements<Weight, Copy, Grad, kMomentum>(Many(), at, weight, copy, decay, j);
     }
 #endif
-    for (; j < tile.cols; ++j) update_elements<Weight, Copy, Grad, kMomentum>(One(), at, weight, copy, decay, j);
+    for (; j < tile.cols; ++j) {
+      BMT_REMAINDER;
+      update_elements<Weight, Copy, Grad, kMomentum>(One(), at, weight, copy, decay, j);
+    }
     at.grad += row.cols;
     at.exp_avg += row.cols;
     weight += row.cols;

@@ -129,7 +129,10 @@ static void update(const LambRow& row, int64_t begin, int64_t end, const LambSca
 #if BMT_VECTOR
   if (stream_copy) {  // past the caches only whole, aligned vectors are stored
     constexpr uintptr_t kAlignment = kWidth * sizeof(typename Copy::Storage);
-    for (; i < end && reinterpret_cast<uintptr_t>(copy + i) % kAlignment != 0; ++i) one(i);
+    for (; i < end && reinterpret_cast<uintptr_t>(copy + i) % kAlignment != 0; ++i) {
+      BMT_SCALAR_LOOP;
+      one(i);
+    }
   }
   const auto spread_out = vector_factors(scalars);
   const Vec rates = spread(rate);
@@ -152,7 +155,10 @@ static void update(const LambRow& row, int64_t begin, int64_t end, const LambSca
   }
   if (stream_copy) finish_streams();
 #endif
-  for (; i < end; ++i) one(i);
+  for (; i < end; ++i) {
+    BMT_REMAINDER;
+    one(i);
+  }
 }
 
 }  // namespace lamb

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "build_settings.h"
 #include "cpu/bindings.h"
 #include "cpu/parallel.h"
 #include "cpu/tensor_view.h"
@@ -54,6 +55,8 @@ const bmt::Kernels& bmt::kernels_at(int index) {
 }
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels on raw addresses; use the functions of bmt_kernels, which check their arguments.";
+  m.attr("COMPILER") = kCompiler;
+  m.attr("CUDA_NOTE") = kCudaNote;
   m.def("variants", &variants, py::arg("runnable_only"));
   m.def("threading_name", &threading_name);
   m.def("set_tensor_type", &set_tensor_type);

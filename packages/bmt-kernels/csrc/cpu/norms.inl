@@ -29,7 +29,10 @@ static double norm_block(const void* data, int64_t n, double p) {
     }
   }
 #endif
-  for (; i < n; ++i) sums.at[i % kLanes] += bmt::norm_term<kKind>(load_one(Type(), values + i), p);
+  for (; i < n; ++i) {
+    BMT_SCALAR_LOOP;
+    sums.at[i % kLanes] += bmt::norm_term<kKind>(load_one(Type(), values + i), p);
+  }
   return total(sums);
 }
 

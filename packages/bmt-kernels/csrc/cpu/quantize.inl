@@ -90,7 +90,7 @@ BMT_INLINE void store_nearest(uint8_t* codes, const Vec (&y)[4]) {
 
 // The codes of n <= kQuantBlock values. The values, in an array of kQuantBlock, are overwritten.
 template <bool kSigned>
-BMT_INLINE void quantize_block(float* __restrict x, int n, const BlockScale& scale, uint8_t* __restrict codes) {
+BMT_NOINLINE void quantize_block(float* __restrict x, int n, const BlockScale& scale, uint8_t* __restrict codes) {
   if (!scale.regular) {
     for (int i = 0; i < n; ++i) codes[i] = kSigned ? bmt::kSignedZero : bmt::kUnsignedZero;
     return;
@@ -143,6 +143,7 @@ static void quantize(const QuantizeRow& row, int64_t first, int64_t last) {
     magnitude = largest_lane(magnitudes);
 #endif
     for (; i < n; ++i) {
+      BMT_REMAINDER;
       x[i] = load_one(Value(), values + i);
       magnitude = bmt::larger(magnitude, magnitude_of(x[i]));
     }
@@ -166,7 +167,10 @@ static void dequantize(const QuantizeRow& row, int64_t first, int64_t last) {
 #if BMT_VECTOR
     for (; i + kWidth <= n; i += kWidth) store(Value(), values + i, map_entries<kSigned>(codes + i) * spread(scale));
 #endif
-    for (; i < n; ++i) store_one(Value(), values + i, map_entry<kSigned>(codes[i]) * scale);
+    for (; i < n; ++i) {
+      BMT_REMAINDER;
+      store_one(Value(), values + i, map_entry<kSigned>(codes[i]) * scale);
+    }
   }
 }
 

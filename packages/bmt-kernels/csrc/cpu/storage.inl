@@ -1,3 +1,10 @@
+// In a loop that is the remainder of a vector loop where there are vectors, and the whole loop where there are none.
+#if BMT_VECTOR
+#define BMT_REMAINDER BMT_SCALAR_LOOP
+#else
+#define BMT_REMAINDER
+#endif
+
 // How the loops read and write each dtype: one element, or a vector of them. All arithmetic is in fp32.
 
 struct F32 { using Storage = float; };
