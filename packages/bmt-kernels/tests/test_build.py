@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +29,13 @@ def test_build_info_describes_the_modules_in_use():
     assert info.cpu_variant in _native.runnable_variants()
     assert info.cuda_compiled == bool(info.cuda_architectures) == (info.cuda_version is not None)
     assert bool(info.gpus) == torch.cuda.is_available()
+
+
+def test_build_info_says_why_modules_are_missing():
+    info = bmt_kernels.build_info()
+    assert info.cpu_compiled == (info.cpu_note == "") == (info.compiler is not None)
+    built = f"CUDA {info.cuda_version}"  # and the patch level
+    assert info.cuda_note.startswith(built if info.cuda_compiled else "no CUDA module: ")
 
 
 def test_command_prints_the_same():
@@ -104,6 +113,27 @@ print("served")
 """
 
 
-def test_the_package_works_without_its_binaries():
+def test_the_package_works_without_its_binaries_and_warns_once_how_to_build_them():
     result = python("-c", WITHOUT_BINARIES)
     assert result.stdout.strip() == "served", result.stderr
+    assert result.stderr.count("RuntimeWarning") == 1
+    assert "_cpu was not built or not installed. Plain PyTorch functions serve" in result.stderr
+    assert "pip install --force-reinstall --no-deps ./packages/bmt-kernels" in result.stderr
+
+
+@pytest.mark.parametrize("environment", [{"BMT_KERNELS_CPU": "reference"}, {"LOCAL_RANK": "1"}])
+def test_the_warning_goes_to_one_process_that_has_not_asked_for_plain_functions(environment):
+    result = python("-c", WITHOUT_BINARIES, **environment)
+    assert (result.stdout.strip(), result.stderr) == ("served", "")
+
+
+def test_a_module_that_does_not_load_is_not_called_missing(tmp_path):
+    (tmp_path / "bmt_kernels").mkdir()
+    for path in Path(bmt_kernels.__file__).parent.rglob("*.py"):
+        copy = tmp_path / "bmt_kernels" / path.relative_to(Path(bmt_kernels.__file__).parent)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text())
+    (tmp_path / "bmt_kernels" / f"_cpu{EXTENSION_SUFFIXES[0]}").write_bytes(b"not a library")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import bmt_kernels; print(bmt_kernels.build_info().cpu_note)"
+    result = python("-c", code, str(tmp_path))
+    assert "bmt_kernels._cpu does not load: " in result.stdout, result.stderr

@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
             value = "yes" if value else "no"
         elif isinstance(value, tuple):
             value = ", ".join(value) or "none"
-        print(f"{name.replace('_', ' '):20} {'none' if value is None else value}")
+        print(f"{name.replace('_', ' '):20} {'none' if value in (None, '') else value}")
 
 
 if __name__ == "__main__":

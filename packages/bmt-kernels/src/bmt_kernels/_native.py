@@ -1,6 +1,8 @@
 """The compiled modules: which are here, and which variant of the CPU kernels runs.
 
-Everything that touches a compiled module asks here first and falls back to ``reference.py`` on ``None``.
+Everything that touches a compiled module asks here first and falls back to ``reference/`` on ``None``. Without the CPU
+module everything works, several times slower; one warning says so and how to build it. An ImportError would stop those
+who run the sources as they are, or on a system without a compiler.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import warnings
 from types import ModuleType
 from typing import NamedTuple
 
@@ -26,15 +29,32 @@ class CpuKernels(NamedTuple):
     name: str
 
 
-def _load(name: str) -> ModuleType | None:
+def _load(name: str) -> tuple[ModuleType | None, str]:
+    """A compiled module, and why it is not there."""
     try:
-        return importlib.import_module(f"bmt_kernels.{name}")
-    except ImportError:
-        return None
+        return importlib.import_module(f"bmt_kernels.{name}"), ""
+    except ModuleNotFoundError:
+        return None, f"the compiled module bmt_kernels.{name} was not built or not installed"
+    except ImportError as error:
+        return None, f"the compiled module bmt_kernels.{name} does not load: {error}"
 
 
-cpu_module = _load("_cpu")
-cuda_module = _load("_cuda")
+cpu_module, cpu_note = _load("_cpu")
+cuda_module, cuda_note = _load("_cuda")
+if cpu_module is not None and (cuda_module is None) == cpu_module.CUDA_NOTE.startswith("no CUDA"):
+    cuda_note = cpu_module.CUDA_NOTE  # else the module was built and does not load
+
+
+def _warn_if_not_compiled(asked_for: str | None) -> None:
+    """Warn, in one process of a host, that the CPU kernels are missing; not who asked for the plain functions."""
+    if cpu_module is None and asked_for != "reference" and os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(
+            f"bmt_kernels: {cpu_note}. Plain PyTorch functions serve CPU tensors, several times slower. To build it, "
+            "with a C++ compiler: pip install --force-reinstall --no-deps ./packages/bmt-kernels, in a checkout. "
+            "BMT_KERNELS_CPU=reference silences this warning.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def configure_reading(allow_exchange: bool = True) -> str:
@@ -70,7 +90,9 @@ def _select(name: str | None) -> CpuKernels | None:
     return CpuKernels(cpu_module, cpu_module.variants(False).index(name), name)
 
 
-_selected = _select(os.environ.get("BMT_KERNELS_CPU") or None)
+_asked_for = os.environ.get("BMT_KERNELS_CPU") or None
+_selected = _select(_asked_for)
+_warn_if_not_compiled(_asked_for)
 
 
 def cpu_kernels() -> CpuKernels | None:

@@ -19,6 +19,10 @@ class BuildInfo:
     torch_version: str
     cpu_compiled: bool
     """Whether the compiled CPU module is here; without it the plain PyTorch functions serve."""
+    cpu_note: str
+    """Why it is not; empty if it is."""
+    compiler: str | None
+    """The C++ compiler that built it."""
     cpu_variants_built: tuple[str, ...]
     """Instruction-set variants in the compiled module."""
     cpu_variant: str
@@ -29,6 +33,8 @@ class BuildInfo:
     """How a call's tensors are read: ``dlpack`` (fastest; PyTorch 2.10 or newer), ``attributes`` or ``python``."""
     cuda_compiled: bool
     """Whether the compiled CUDA module is here."""
+    cuda_note: str
+    """Why it is not, or what it was built for and why."""
     cuda_architectures: tuple[str, ...]
     """The architectures it was built for, as CMake names them (``90-real``: code for sm_90 only)."""
     cuda_version: str | None
@@ -45,11 +51,14 @@ def build_info() -> BuildInfo:
         version=__version__,
         torch_version=torch.__version__,
         cpu_compiled=cpu is not None,
+        cpu_note=_native.cpu_note,
+        compiler=None if cpu is None else cpu.COMPILER,
         cpu_variants_built=() if cpu is None else cpu.variants(False),
         cpu_variant="reference" if selected is None else selected.name,
         threading="none" if cpu is None else cpu.threading_name(),
         tensor_reading=_native.tensor_reading,
         cuda_compiled=cuda is not None,
+        cuda_note=_native.cuda_note,
         cuda_architectures=() if cuda is None else tuple(cuda.ARCHITECTURES.split()),
         cuda_version=None if cuda is None else cuda.CUDA_VERSION,
         gpus=_gpus(),
