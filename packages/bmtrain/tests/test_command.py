@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bmt_pipe import make_schedule, simulate, timeline_of, write_timeline
-from bmtrain.command import PACKAGES, main
+from bmtrain.command import main
+from bmtrain.doctor import PACKAGES
 
 PLAN = ["pipeline-plot", "--schedule", "1f1b", "--stages", "4", "--micro-batches", "8"]
 
@@ -21,6 +22,7 @@ def test_help_lists_the_commands(capsys):
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert "info" in out
+    assert "doctor" in out
     assert "benchmark" in out
     assert "pipeline-plot" in out
 
@@ -31,6 +33,7 @@ def test_help_lists_the_commands(capsys):
         ([], "required: COMMAND"),
         (["no-such-command"], "choose from"),
         (["info", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["doctor", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["benchmark", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["benchmark", "nonsense"], "'nonsense' is not a benchmark"),
         (["pipeline-plot"], "give --schedule, --stages and --micro-batches, or --measured without any of them"),

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib.metadata
-import json
-import platform
 from collections.abc import Sequence
-from typing import Any
-
-PACKAGES = ("bmtrain", "bmt-comm", "bmt-kernels", "bmt-optim", "bmt-pipe", "bmt-tp", "bmt-zero")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,8 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plot_pipeline(rest)
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    elif options.command == "doctor":
+        from .doctor import diagnose
+
+        return diagnose(options.json)
     else:
-        _print_info(options.json)
+        from .doctor import print_info
+
+        print_info(options.json)
     return 0
 
 
@@ -39,9 +38,17 @@ def _parser() -> argparse.ArgumentParser:
         "info",
         help="print versions, devices, and which compiled kernels are in use",
         description="Print the versions of the installed packages and of PyTorch, the devices, and which compiled "
-        "kernels are in use: what to put into a report of a problem.",
+        "kernels are in use.",
     )
-    info.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    doctor = commands.add_parser(
+        "doctor",
+        help="print the same, and check that kernels, GPUs and collectives work",
+        description="Print what info prints, and check the packages, the kernels, the GPUs and the collectives: two "
+        "processes of this machine, or one for each of up to two GPUs, run collectives and compare their results. "
+        "Each failure says what to do. The exit status is 1 if a check failed. Put the output into a bug report.",
+    )
+    for command in (info, doctor):
+        command.add_argument("--json", action="store_true", help="print JSON instead of a table")
     # Its arguments, --help included, are those of bmt_comm.benchmark.
     commands.add_parser(
         "benchmark",
@@ -55,44 +62,3 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     return parser
-
-
-def collect_info() -> dict[str, dict[str, Any]]:
-    """What ``bmtrain info`` prints: sections of names and values."""
-    import torch
-
-    import bmt_kernels
-
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
-    return {
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "platform": {
-            "python": platform.python_version(),
-            "system": platform.platform(),
-            "torch": torch.__version__,
-            "torch built for CUDA": torch.version.cuda,
-            "NCCL": nccl,
-            "GPUs": torch.cuda.device_count(),
-            "CPU threads": torch.get_num_threads(),
-        },
-        "kernels": dataclasses.asdict(bmt_kernels.build_info()),
-    }
-
-
-def _print_info(as_json: bool) -> None:
-    sections = collect_info()
-    if as_json:
-        print(json.dumps(sections, indent=2))
-        return
-    for index, (title, values) in enumerate(sections.items()):
-        print(f"{chr(10) if index else ''}{title}")
-        for name, value in values.items():
-            print(f"  {name.replace('_', ' '):22} {_text(value)}")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)
