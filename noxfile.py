@@ -3,20 +3,34 @@
 Environment:
     BMT_TORCH       the torch version of the test environments (2.8.0, say) instead of the pin in constraints.txt
     PIP_FIND_LINKS  folders or pages with further wheels, such as another build of torch; uv gets them, too
+    BMT_CUDA        AUTO (the default): CUDA kernels for the GPUs that are visible; ON: for all GPUs, for releases; OFF
+
+bmt-kernels is compiled once: sessions share a wheel of it, in nox's cache, for as long as its sources, the settings,
+the compilers and the visible GPUs stay the same.
 
 ``nox --no-venv -s tests`` (lint, docs, train, bench) uses what is installed and installs nothing.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import hashlib
 import os
 import re
 import shutil
+import subprocess
 import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import nox
 from nox.command import CommandFailed
+from nox.sessions import _SessionSkip
 
 nox.needs_version = ">=2025.10.14"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -34,29 +48,75 @@ TEST_NEEDS = ["pytest>=8", "hypothesis", "numpy", "safetensors", "transformers",
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
 
 
+@dataclass
+class Result:
+    """A line of the summary: a session, or the tests of a package in it."""
+
+    name: str
+    passed: int
+    failed: int
+    seconds: float
+
+
+results: list[Result] = []
+
+
+def summarized(function: Callable[[nox.Session], None]) -> Callable[[nox.Session], None]:
+    """Add a session's outcome to the summary. One that fails otherwise than by its tests counts as one failure."""
+
+    @functools.wraps(function)
+    def run(session: nox.Session) -> None:
+        start, before = time.monotonic(), len(results)
+        failed = 0
+        try:
+            function(session)
+        except _SessionSkip:
+            raise
+        except BaseException:
+            failed = 0 if any(result.failed for result in results[before:]) else 1
+            raise
+        finally:
+            results.insert(before, Result(session.name, 0, failed, time.monotonic() - start))
+
+    return run
+
+
+@atexit.register
+def print_summary() -> None:
+    """Print what has passed and failed, session by session. The last line is ``N passed, N failed``."""
+    if not results:
+        return
+    print(f"\n{'session':40} {'passed':>7} {'failed':>7} {'seconds':>8}")
+    for result in results:
+        passed = result.passed or ""
+        print(f"{result.name:40} {passed:>7} {result.failed or '':>7} {result.seconds:8.0f}")
+    print(f"{sum(result.passed for result in results)} passed, {sum(result.failed for result in results)} failed")
+
+
 @nox.session
+@summarized
 def lint(session: nox.Session) -> None:
     """Style, types, and that the packages' versions and imports fit together."""
     install(session, "torch", "numpy", "safetensors", "ruff", "mypy", *TOOL_NEEDS)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", *[str(path) for path in sorted(ROOT.glob("packages/*/src/*"))])
-    session.run(
-        "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_versions.py", "tests/test_layering.py"
-    )
+    run_tests(session, "lint: versions, layering", "-q", "tests/test_versions.py", "tests/test_layering.py")
 
 
 @nox.session(default=False)
+@summarized
 def tests(session: nox.Session) -> None:
     """All tests, in one environment with all packages in place; arguments go to pytest."""
     install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
     arguments = session.posargs or ["tests", *[f"packages/{name}/tests" for name in PACKAGES]]
-    session.run("python", "-m", "pytest", *arguments)
+    run_tests(session, "tests", *arguments)
 
 
 @nox.session(reuse_venv=False)
+@summarized
 def build(session: nox.Session) -> None:
     """Build wheels and sdists into dist/, check their metadata, install the wheels and import them."""
     needs_environment(session)
@@ -65,7 +125,9 @@ def build(session: nox.Session) -> None:
     install_build_tools(session)
     for name in PACKAGES:
         # The wheel is made from the sdist, so an sdist that lacks a file fails here.
-        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{name}")
+        with step(session, f"{name}: wheel and sdist", compile_time() if name == "bmt-kernels" else "1 s"):
+            session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{name}")
+    keep_kernels_wheel(session, next(DIST.glob("bmt_kernels-*.whl")))
     session.run("python", ".ci/check_dist.py", str(DIST))
     install_wheels(session, *PACKAGES)
     session.chdir(temporary_folder(session))  # away from the sources
@@ -73,7 +135,26 @@ def build(session: nox.Session) -> None:
     session.run("bmtrain", "info")
 
 
+@nox.session(default=False)
+@summarized
+def cuda_build(session: nox.Session) -> None:
+    """Compile the CUDA kernels for one architecture, which needs nvcc and no GPU."""
+    needs_environment(session)
+    if not shutil.which("nvcc"):
+        session.skip("nvcc is not on PATH")
+    install(session, "torch", "numpy", *BUILD_NEEDS)
+    install_build_tools(session)
+    settings = {"BMT_CUDA": "ON", "BMT_CUDA_ARCHITECTURES": os.environ.get("BMT_CUDA_ARCHITECTURES", "90-real")}
+    folder = temporary_folder(session) / "wheel"
+    with step(session, "compiling bmt-kernels with CUDA for one architecture", "2 minutes on two cores"):
+        build_kernels_wheel(session, folder, settings)
+    session.install("--no-deps", "--force-reinstall", str(next(folder.glob("*.whl"))))
+    session.chdir(folder)  # away from the sources
+    session.run("python", "-c", "import bmt_kernels; assert bmt_kernels.build_info().cuda_compiled")
+
+
 @nox.session(requires=["build"])
+@summarized
 def tests_alone(session: nox.Session) -> None:
     """Each package's tests with nothing of ours but what it requires; arguments are package names.
 
@@ -84,7 +165,8 @@ def tests_alone(session: nox.Session) -> None:
     install(session, "torch", *TEST_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     failed = []
-    for name in session.posargs or PACKAGES:
+    names = session.posargs or PACKAGES
+    for number, name in enumerate(names, 1):
         uninstall_ours(session)
         install_wheels(session, name)
         folder = temporary_folder(session) / name
@@ -92,9 +174,9 @@ def tests_alone(session: nox.Session) -> None:
         shutil.copytree(ROOT / "packages" / name / "tests", folder / "tests")
         shutil.copy(ROOT / "packages" / name / "README.md", folder)
         with session.chdir(folder):
-            settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "-p", "no:cacheprovider"]
+            settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
             try:
-                session.run("python", "-m", "pytest", *settings, "tests")
+                run_tests(session, f"[{number}/{len(names)}] {name}", *settings, "tests")
             except CommandFailed:
                 failed.append(name)
     if failed:
@@ -102,6 +184,7 @@ def tests_alone(session: nox.Session) -> None:
 
 
 @nox.session(requires=["build"])
+@summarized
 def tests_across(session: nox.Session) -> None:
     """The tests of packages together, of the example and of the documentation, with all wheels installed."""
     needs_environment(session)
@@ -109,8 +192,9 @@ def tests_across(session: nox.Session) -> None:
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     uninstall_ours(session)
     install_wheels(session, *PACKAGES)
-    session.run("python", "-m", "pytest", *(session.posargs or ["tests"]))
-    session.run("python", ".ci/check_docs.py")
+    run_tests(session, "tests of packages together", *(session.posargs or ["tests"]))
+    with step(session, "links and examples of the documentation", "2 minutes"):
+        session.run("python", ".ci/check_docs.py")
 
 
 @nox.session(default=False)
@@ -144,11 +228,15 @@ def docs(session: nox.Session) -> None:
 @nox.session(default=False)
 def train(session: nox.Session) -> None:
     """Train the GPT-2 example, on every GPU or on two CPU ranks; arguments go to the script."""
-    install(session, "torch", *EXAMPLE_NEEDS)
+    with step(session, "installing PyTorch and the packages that the example needs", "30 s, if they are not here yet"):
+        install(session, "torch", *EXAMPLE_NEEDS)
     install_ours(session)
     count = session.run("python", "-c", "import torch; print(torch.cuda.device_count() or 2)", silent=True)
     processes = (count or "2").split()[-1]
-    session.run("torchrun", "--standalone", "--nproc-per-node", processes, "examples/gpt2/train.py", *session.posargs)
+    about = "as long as your arguments make it" if session.posargs else "3 minutes on two CPU cores, less on GPUs"
+    command = ["torchrun", "--standalone", "--nproc-per-node", processes, "examples/gpt2/train.py", *session.posargs]
+    with step(session, f"training GPT-2 on {processes} processes", about):
+        session.run(*command)
 
 
 @nox.session(default=False)
@@ -162,6 +250,44 @@ def bench(session: nox.Session) -> None:
     install_ours(session)
     for script in [scripts[name]] if name else scripts.values():
         session.run("python", "-W", "ignore", str(script), *arguments)
+
+
+@contextlib.contextmanager
+def step(session: nox.Session, what: str, about: str) -> Iterator[None]:
+    """Say what begins and how long it takes, and afterwards how long it took."""
+    session.log(f"{what}: about {about}")
+    start = time.monotonic()
+    try:
+        yield
+    except BaseException:
+        session.log(f"{what}: failed after {time.monotonic() - start:.0f} s")
+        raise
+    session.log(f"{what}: took {time.monotonic() - start:.0f} s")
+
+
+def run_tests(session: nox.Session, name: str, *arguments: str) -> None:
+    """Run pytest, say how many tests passed in how many seconds, and add it to the summary."""
+    report = temporary_folder(session) / "report.xml"
+    report.unlink(missing_ok=True)
+    start = time.monotonic()
+    try:
+        session.run("python", "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments)
+    finally:
+        passed, failed = count_tests(report)
+        results.append(Result(f"  {name}", passed, failed, time.monotonic() - start))
+        failures = f", {failed} failed" if failed else ""
+        session.log(f"{name}: {passed} passed{failures} in {time.monotonic() - start:.0f} s")
+
+
+def count_tests(report: Path) -> tuple[int, int]:
+    """How many tests passed and failed, from pytest's report. Without one, pytest itself has failed."""
+    if not report.exists():
+        return 0, 1
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    tests, failures, errors, skipped = (
+        sum(int(suite.get(key, "0")) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
+    )
+    return tests - failures - errors - skipped, failures + errors
 
 
 def is_script(path: Path) -> bool:
@@ -218,14 +344,98 @@ def install_ours(session: nox.Session) -> None:
             paths = " ".join(f"-e packages/{name.replace('_', '-')}" for name in missing)
             session.error(f"--no-venv uses what is installed; these are not: pip install --no-deps {paths}")
         return
-    install(session, *BUILD_NEEDS)
-    install_build_tools(session)
-    paths = [argument for name in PACKAGES for argument in ("-e", f"packages/{name}")]
+    with step(session, "installing the build tools", "5 s"):
+        install(session, *BUILD_NEEDS)
+        install_build_tools(session)
+    wheel = kernels_wheel(session)
+    paths = [argument for name in PACKAGES if name != "bmt-kernels" for argument in ("-e", f"packages/{name}")]
+    with step(session, "installing the packages of this repository", "10 s"):
+        session.install("--no-build-isolation", "--no-deps", "--force-reinstall", str(wheel), *paths)
+
+
+def kernels_wheel(session: nox.Session) -> Path:
+    """A wheel of bmt-kernels for this machine: an earlier session's, or else compiled now."""
+    folder = kernels_wheel_folder(session)
+    if not list(folder.glob("*.whl")):
+        with step(session, f"compiling bmt-kernels {kernels_target()}", compile_time()):
+            build_kernels_wheel(session, temporary_folder(session) / "kernels")
+        keep_kernels_wheel(session, next((temporary_folder(session) / "kernels").glob("*.whl")))
+    else:
+        session.log("bmt-kernels is compiled already: its sources, settings, compilers and GPUs have not changed")
+    return next(folder.glob("*.whl"))
+
+
+def build_kernels_wheel(session: nox.Session, folder: Path, settings: dict[str, str] | None = None) -> None:
+    """Compile a wheel of bmt-kernels into a folder. The output of CMake and Ninja is shown."""
+    shutil.rmtree(folder, ignore_errors=True)
     # A build folder of this environment's own: CMake keeps paths of the environment that it first saw.
-    build_folder = str(session.env_dir / "build-kernels")
-    session.install(
-        "--no-build-isolation", "--no-deps", "--force-reinstall", *paths, env={"SKBUILD_BUILD_DIR": build_folder}
-    )
+    environment = {**(settings or {}), "SKBUILD_BUILD_DIR": str(session.env_dir / "build-kernels")}
+    command = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), "packages/bmt-kernels"]
+    session.run(*command, env=environment)
+
+
+def keep_kernels_wheel(session: nox.Session, wheel: Path) -> None:
+    """Let later sessions have a wheel. The four newest are kept."""
+    folder = kernels_wheel_folder(session)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    shutil.copy(wheel, folder)
+    for old in sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-4]:
+        shutil.rmtree(old)
+
+
+def kernels_wheel_folder(session: nox.Session) -> Path:
+    """Where the wheel is kept: the name is a hash of all that its contents depend on."""
+    package = ROOT / "packages" / "bmt-kernels"
+    files = [package / name for name in ("CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE")]
+    for folder in ("csrc", "src"):
+        files += sorted(p for p in (package / folder).rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so"))
+    hashed = hashlib.sha256()
+    for path in files:
+        hashed.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes() + b"\0")
+    variables = re.compile(r"BMT_(CUDA|SANITIZE)|SKBUILD|CMAKE_|CXX|CUDA(CXX|FLAGS|HOSTCXX|ARCHS)|LDFLAGS|CPPFLAGS")
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if variables.match(name))
+    ask = "import sys, sysconfig; print(sys.implementation.cache_tag, sysconfig.get_platform())"
+    python = session.run("python", "-c", ask, silent=True) or ""
+    compilers = [answer_of(os.environ.get("CXX", "c++"), "--version"), answer_of("nvcc", "--version")]
+    hashed.update(repr([settings, python.strip(), compilers, visible_gpus()]).encode())
+    return Path(session.cache_dir) / "kernels" / hashed.hexdigest()[:16]
+
+
+def visible_gpus() -> list[str]:
+    """The compute capabilities of the visible GPUs, as CMakeLists.txt of bmt-kernels asks for them."""
+    return sorted(set(answer_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader").split()))
+
+
+def answer_of(*command: str) -> str:
+    """What a program prints; nothing if it fails or does not exist."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout if answer.returncode == 0 else ""
+
+
+def builds_cuda() -> bool:
+    wanted = os.environ.get("BMT_CUDA", "AUTO")
+    asked = wanted == "ON" or bool(os.environ.get("BMT_CUDA_ARCHITECTURES") or visible_gpus())
+    return wanted != "OFF" and asked and bool(shutil.which("nvcc"))
+
+
+def kernels_target() -> str:
+    """What bmt-kernels is compiled for, to tell before it begins; CMake says it in full."""
+    if builds_cuda():
+        return f"for CPU and CUDA ({', '.join(visible_gpus()) or 'as BMT_CUDA says'})"
+    if os.environ.get("BMT_CUDA") == "OFF":
+        return "for CPU (BMT_CUDA=OFF)"
+    return f"for CPU ({'nvcc is not on PATH' if visible_gpus() else 'no GPU is visible'})"
+
+
+def compile_time() -> str:
+    """How long compiling bmt-kernels takes on two cores."""
+    if not builds_cuda():
+        return "40 s on two cores"
+    return "2 minutes on two cores" if os.environ.get("BMT_CUDA", "AUTO") == "AUTO" else "4 minutes on two cores"
 
 
 def install_build_tools(session: nox.Session) -> None:
