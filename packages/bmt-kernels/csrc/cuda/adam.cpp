@@ -7,7 +7,7 @@ namespace {
 
 namespace py = pybind11;
 
-int64_t blocks(const py::bytes& table) {
+int64_t adam_table_blocks(const py::bytes& table) {
   const auto rows = unpack_rows<AdamRow>(table);
   return adam_blocks(rows.data(), static_cast<int64_t>(rows.size()));
 }
@@ -34,7 +34,7 @@ void adam_step(int device, int64_t stream, const py::bytes& table, const py::tup
 
 void bind_adam(py::module_& m) {
   m.attr("ADAM_SCALARS_BYTES") = sizeof(AdamScalars);
-  m.def("adam_blocks", &blocks);
+  m.def("adam_blocks", &adam_table_blocks);
   m.def("adam_step", &adam_step);
 }
 

@@ -7,7 +7,7 @@ namespace {
 
 namespace py = pybind11;
 
-int64_t blocks(const py::bytes& table) {
+int64_t lamb_table_blocks(const py::bytes& table) {
   const auto rows = unpack_rows<LambRow>(table);
   return lamb_blocks(rows.data(), static_cast<int64_t>(rows.size()));
 }
@@ -33,7 +33,7 @@ void lamb_update(int device, int64_t stream, const py::bytes& table, const py::t
 }  // namespace
 
 void bind_lamb(py::module_& m) {
-  m.def("lamb_blocks", &blocks);
+  m.def("lamb_blocks", &lamb_table_blocks);
   m.def("lamb_moments", &lamb_moments);
   m.def("lamb_update", &lamb_update);
 }

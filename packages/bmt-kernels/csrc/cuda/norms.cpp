@@ -7,7 +7,7 @@ namespace {
 
 namespace py = pybind11;
 
-int64_t blocks(const py::bytes& table) {
+int64_t norms_table_blocks(const py::bytes& table) {
   const auto rows = unpack_rows<DataRow>(table);
   return power_sum_blocks(rows.data(), static_cast<int64_t>(rows.size()));
 }
@@ -24,7 +24,7 @@ void power_sum(int device, int64_t stream, const py::bytes& table, double p, int
 }  // namespace
 
 void bind_norms(py::module_& m) {
-  m.def("power_sum_blocks", &blocks);
+  m.def("power_sum_blocks", &norms_table_blocks);
   m.def("power_sum", &power_sum);
 }
 

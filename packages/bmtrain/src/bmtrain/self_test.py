@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from bmt_comm import Communicator
 
 _SIZES = (1024, 1 << 20)
-"""Elements of the fp32 messages."""
+"""Elements of the fp32 messages; multiples of the number of processes."""
 _SECONDS = 0.1  # an operation of one size is repeated for so long
 
 
@@ -145,23 +147,10 @@ def check_collectives(comm: Communicator, enter: Callable[[str], None]) -> tuple
     """
     import torch
 
-    microseconds, problem = {}, None
-    size, rank = comm.size, comm.rank
-    total = size * (size + 1) / 2  # rank r contributes r + 1 times a pattern
+    microseconds: dict[str, float] = {}
+    problem = None
     for numel in _SIZES:
-        pattern = torch.arange(numel, dtype=torch.float32, device=comm.device) % 64 + 1
-        mine = pattern * (rank + 1)
-        part = pattern.view(size, -1)[rank] if numel % size == 0 else pattern[:0]
-        gathered = torch.cat([pattern * (r + 1) for r in range(size)])
-        box, wide = torch.empty_like(pattern), torch.empty_like(gathered)
-        chunk = torch.empty_like(part)
-        cases: list[tuple[str, Callable[[], object], Any, Any]] = [
-            ("all-reduce", lambda a=mine, b=box: comm.all_reduce(b.copy_(a)), box, pattern * total),
-            ("all-gather", lambda a=mine, b=wide: comm.all_gather(b, a), wide, gathered),
-            ("reduce-scatter", lambda a=mine, b=chunk: comm.reduce_scatter(b, a), chunk, part * total),
-            ("broadcast", lambda a=mine, b=box: comm.broadcast(b.copy_(a), size - 1), box, pattern * size),
-        ]
-        for name, run, result, expected in cases:
+        for name, run, result, expected in _cases(comm, numel):
             enter(name)
             label = f"{name} of {numel * 4 // 1024} KiB"
             times = []
@@ -175,8 +164,28 @@ def check_collectives(comm: Communicator, enter: Callable[[str], None]) -> tuple
             microseconds[label] = round(sorted(times)[len(times) // 2] * 1e6, 1)
             if problem is None and not torch.equal(result, expected):
                 wrong = int((result != expected).sum())
-                problem = f"{label}: {wrong} of {expected.numel()} elements are wrong on rank {rank}"
+                problem = f"{label}: {wrong} of {expected.numel()} elements are wrong on rank {comm.rank}"
     return microseconds, problem
+
+
+def _cases(comm: Communicator, numel: int) -> list[tuple[str, Callable[[], object], Tensor, Tensor]]:
+    """For each collective its name, a call of it, and the tensors that hold its result and what that must be."""
+    import torch
+
+    size = comm.size
+    total = size * (size + 1) / 2  # rank r contributes r + 1 times the pattern; all sums are exact in fp32
+    pattern = torch.arange(numel, dtype=torch.float32, device=comm.device) % 64 + 1
+    mine = pattern * (comm.rank + 1)
+    part = pattern.view(size, -1)[comm.rank]
+    gathered = torch.cat([pattern * (r + 1) for r in range(size)])
+    summed, sent = torch.empty_like(pattern), torch.empty_like(pattern)
+    wide, chunk = torch.empty_like(gathered), torch.empty_like(part)
+    return [
+        ("all-reduce", lambda: comm.all_reduce(summed.copy_(mine)), summed, pattern * total),
+        ("all-gather", lambda: comm.all_gather(wide, mine), wide, gathered),
+        ("reduce-scatter", lambda: comm.reduce_scatter(chunk, mine), chunk, part * total),
+        ("broadcast", lambda: comm.broadcast(sent.copy_(mine), size - 1), sent, pattern * size),
+    ]
 
 
 def _repetitions(comm: Communicator, run: Callable[[], object]) -> int:
