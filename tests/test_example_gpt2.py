@@ -418,7 +418,7 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
         (["--pipe", "2", "--interleave", "4"], "--layers 2 are too few for --pipe 2 × --interleave 4, which need 8"),
         (["--pipe", "2", "--interleave", "2", "--pipe-schedule", "zb_h1"], "zb_h1 has one part of the layers"),
         (["--pipe", "2", "--micro-batches", "3"], "--micro-batches 3 is no multiple of --pipe 2"),
-        (["--pipe", "2", "--micro-batches", "16"], "more than the 4 sequences that --pipe 2 stages with"),
+        (["--pipe", "2", "--micro-batches", "16"], "more than the 8 sequences that --pipe 2 stages with"),
     ],
 )
 def test_bad_flags_are_errors(argv, message, capsys):

@@ -25,7 +25,7 @@ class GPTConfig:
     """
 
     vocab_size: int = 4096
-    seq_len: int = 256
+    seq_len: int = 128
     num_layers: int = 2
     num_heads: int = 4
     hidden_size: int = 128
