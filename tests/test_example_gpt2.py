@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import gzip
 import json
+import lzma
+import math
 import os
 import shutil
 import subprocess
@@ -22,6 +25,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt2"
 sys.path.insert(0, str(EXAMPLE))
 
 import data  # noqa: E402
+from bits import baselines, bits_per_byte, token_bytes  # noqa: E402
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from errors import UsageError  # noqa: E402
 from flags import parse_flags  # noqa: E402
@@ -180,17 +184,42 @@ def test_presets_have_the_published_sizes(preset, millions):
 # --- the data -------------------------------------------------------------------------------------
 
 
-def test_splits_share_no_token_and_cover_all():
-    ids = np.arange(1003, dtype=np.uint16)
-    train, held_out = data.split(ids, seq_len=9, held_out=0.1)
-    assert (len(train), len(held_out)) == (90, 10)
-    seen = torch.cat([train[i] for i in range(90)] + [held_out[i] for i in range(10)])
-    assert seen.tolist() == list(range(1000))
+def documents_of(folder, texts):
+    paths = [folder / f"{i}.txt" for i in range(len(texts))]
+    for path, text in zip(paths, texts):
+        path.write_bytes(text)
+    return paths
+
+
+def test_held_out_files_are_whole_and_the_rest_is_trained_on(tmp_path):
+    documents = data.list_documents(documents_of(tmp_path, [b"%d" % i * 100 for i in range(10)]), 0)
+    train, held_out = data.split(documents, 0.25)
+    assert [document.text()[0] for document in train] == list("01234567")
+    assert [document.text()[0] for document in held_out] == list("89")
+    assert all(len(document.text()) == 100 for document in train + held_out)
+
+
+def test_of_a_last_file_that_is_too_large_the_end_is_held_out(tmp_path):
+    documents = data.list_documents(documents_of(tmp_path, [b"a" * 10, b"b" * 60 + b"c" * 30]), 0)
+    train, held_out = data.split(documents, 0.3)
+    assert [document.text() for document in train] == ["a" * 10, "b" * 60]
+    assert [document.text() for document in held_out] == ["c" * 30]
+
+
+def test_copies_and_files_that_hold_no_text_are_left_out(tmp_path):
+    paths = documents_of(tmp_path, [b"one", b"two", b"one", b"\0\1", b"three", b"two"])
+    assert [document.text() for document in data.list_documents(paths, 0)] == ["one", "two", "three"]
+    assert [document.text() for document in data.list_documents(paths, 13)] == ["one", "two", "th"]
+
+
+def test_sequences_share_no_token_and_cover_all():
+    sequences = data.Sequences(np.arange(1003, dtype=np.uint16), seq_len=9)
+    assert torch.cat([sequences[i] for i in range(len(sequences))]).tolist() == list(range(1000))
 
 
 def test_too_little_data_is_an_error():
-    with pytest.raises(UsageError, match="19 tokens: too few for --seq-len 9, which needs 20"):
-        data.split(np.zeros(19, np.uint16), 9, 0.1)
+    with pytest.raises(UsageError, match="9 tokens are too few for --seq-len 9, which needs 10 to train on"):
+        data.Sequences(np.zeros(9, np.uint16), 9)
 
 
 def first_tokens(batches, steps):
@@ -235,24 +264,83 @@ def test_corpus_is_built_once_and_encodes_all_text(tmp_path):
             (folder / f"{i}.txt").write_text(f"text number {i}: größer, 数\n" * 20)
         (folder / "picture.png").write_bytes(b"\x89PNG\0\0")
     bmt.synchronize()
-    corpus = data.load_corpus(folder, 0, 300, tmp_path / "cache")
-    texts = corpus.tokenizer.decode(corpus.ids.tolist(), skip_special_tokens=False).split(data.END_OF_TEXT)
-    assert sorted(texts) == ["", *(f"text number {i}: größer, 数\n" * 20 for i in range(4))]
+    corpus = data.load_corpus(folder, 0, 0.25, 300, tmp_path / "cache")
+    train, held_out = (
+        corpus.tokenizer.decode(ids.tolist(), skip_special_tokens=False).split(data.END_OF_TEXT)
+        for ids in (corpus.train, corpus.held_out)
+    )
+    assert len(held_out) == 2  # one text, and nothing after its end
+    assert sorted(train + held_out) == ["", "", *(f"text number {i}: größer, 数\n" * 20 for i in range(4))]
     bmt.synchronize()
     built = [path.name for path in (tmp_path / "cache").iterdir()]
     assert built == [corpus.key]
-    stamp = (tmp_path / "cache" / corpus.key / "ids.bin").stat().st_mtime_ns
-    assert data.load_corpus(folder, 0, 300, tmp_path / "cache").key == corpus.key
-    assert data.load_corpus(folder, 0, 301, tmp_path / "cache").key != corpus.key
-    assert (tmp_path / "cache" / corpus.key / "ids.bin").stat().st_mtime_ns == stamp
+    stamp = (tmp_path / "cache" / corpus.key / "train.bin").stat().st_mtime_ns
+    assert data.load_corpus(folder, 0, 0.25, 300, tmp_path / "cache").key == corpus.key
+    assert data.load_corpus(folder, 0, 0.25, 301, tmp_path / "cache").key != corpus.key
+    assert data.load_corpus(folder, 0, 0.5, 300, tmp_path / "cache").key != corpus.key
+    assert (tmp_path / "cache" / corpus.key / "train.bin").stat().st_mtime_ns == stamp
 
 
 @pytest.mark.ranks(2)
 def test_bad_data_is_an_error_on_every_rank(tmp_path):
     with pytest.raises(UsageError, match="holds no files"):
-        data.load_corpus(tmp_path, 0, 300, tmp_path / "cache")
+        data.load_corpus(tmp_path, 0, 0.1, 300, tmp_path / "cache")
     with pytest.raises(UsageError, match="there is no such file or folder"):
-        data.load_corpus(tmp_path / "nothing", 0, 300, tmp_path / "cache")
+        data.load_corpus(tmp_path / "nothing", 0, 0.1, 300, tmp_path / "cache")
+
+
+# --- bits per byte --------------------------------------------------------------------------------
+
+
+TEXT = "".join(f"def größer_{i}(数):\n    return {i} + 数\n\n" for i in range(200))
+
+
+@pytest.fixture(params=[257, 300, 500])
+def tokenizer(request) -> Tokenizer:
+    return data.train_tokenizer(iter([TEXT]), request.param)
+
+
+def test_tokens_stand_for_all_bytes_of_the_text(tokenizer):
+    ids = tokenizer.encode(TEXT).ids
+    lengths = token_bytes(tokenizer)
+    assert lengths.shape == (tokenizer.get_vocab_size(),)
+    assert lengths[ids].sum() == len(TEXT.encode())
+    assert lengths[tokenizer.token_to_id(data.END_OF_TEXT)] == 0
+
+
+def test_bits_per_byte_do_not_depend_on_the_vocabulary(tokenizer):
+    lengths = token_bytes(tokenizer)[tokenizer.encode(TEXT).ids]
+    nats = lengths * math.log(256)  # of a model to which all bytes are equally likely
+    assert bits_per_byte(nats.mean().item(), len(lengths), int(lengths.sum())) == pytest.approx(8)
+
+
+def test_baselines_are_those_of_the_text(tokenizer):
+    cut = len(TEXT) * 3 // 4
+    train, held_out = (tokenizer.encode(text).ids for text in (TEXT[:cut], TEXT[cut:]))
+    end = tokenizer.token_to_id(data.END_OF_TEXT)
+    found = baselines(np.array(train), np.array([*held_out, end]), tokenizer)
+    text = TEXT[cut:].encode()
+    assert found["gzip"] == 8 * len(gzip.compress(text)) / len(text)
+    assert found["xz"] == 8 * len(lzma.compress(text, preset=9)) / len(text)
+    total = len(train) + tokenizer.get_vocab_size()
+    bits = -sum(math.log2((train.count(token) + 1) / total) for token in [*held_out, end])
+    assert found["unigram"] == pytest.approx(bits / len(text))
+
+
+@pytest.mark.ranks(1, 2, init=False, timeout=120)
+def test_a_run_measures_the_bits_of_the_bytes_that_it_predicts(single):
+    folder, _ = single
+    os.chdir(folder)
+    bmt.init_distributed(device="cpu")
+    trainer = Trainer(parse_flags([*FLAGS, *SHORT, "--batch-size", "4"]))
+    ids, size = trainer.corpus.held_out.astype(int), 33
+    sequences = torch.tensor(ids[: len(ids) // size * size]).view(-1, size)
+    nats = num_bytes = 0.0
+    for sequence in sequences:
+        nats += trainer.loss(sequence[None]).item() * 32
+        num_bytes += sum(len(trainer.corpus.tokenizer.decode([token])) for token in sequence[1:].tolist())
+    assert trainer.evaluate()["eval_bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
+    bmt.shutdown()
 
 
 # --- checkpoints, samples, records ----------------------------------------------------------------
@@ -260,7 +348,7 @@ def test_bad_data_is_an_error_on_every_rank(tmp_path):
 
 @pytest.mark.ranks(2)
 def test_checkpoint_of_another_model_or_data_is_refused(tmp_path):
-    corpus = data.Corpus("key", np.zeros(1000, np.uint16), data.train_tokenizer(iter(["a b"]), 257))
+    corpus = data.Corpus("key", *2 * [np.zeros(1000, np.uint16)], data.train_tokenizer(iter(["a b"]), 257))
 
     def build(config):
         model = GPT(config)
@@ -297,12 +385,16 @@ def test_all_ranks_write_the_same_sample():
     assert greedy[0] == greedy[1]
 
 
+def evaluation(step, loss):
+    return {"step": step, "eval_loss": loss, "eval_bits_per_byte": loss / 2}
+
+
 @pytest.mark.ranks(1)
 def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "eval_loss": 1.0}) + "\n" for step in (0, 5, 10)))
+    path.write_text("".join(json.dumps(evaluation(step, 1.0)) + "\n" for step in (0, 5, 10)))
     metrics = Metrics(path, step=5, steps=20)
-    metrics.write({"step": 10, "eval_loss": 0.5})
+    metrics.write(evaluation(10, 0.5))
     metrics.close()
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(record["step"], record["eval_loss"]) for record in records] == [(0, 1.0), (5, 1.0), (10, 0.5)]
@@ -316,14 +408,14 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
     ("argv", "message"),
     [
         (["--steps", "0"], "--steps 0 must be at least 1"),
-        (["--hidden", "30"], "hidden_size=30 is no multiple of num_heads=8"),
+        (["--hidden", "30"], "hidden_size=30 is no multiple of num_heads=4"),
         (["--heads", "8", "--tp", "3"], "--heads 8 is no multiple of --tp 3"),
         (["--optimizer", "galore", "--galore-rank", "0"], "--galore-rank 0 must be at least 1"),
         (["--held-out", "1"], "--held-out 1.0 must be between 0 and 1"),
         (["--resume", "--overwrite"], "choose one"),
         (["--pipe", "2", "--tp", "2"], "--pipe 2 × --tp 2 = 4 does not divide the number of ranks, 1"),
         (["--interleave", "2"], "--interleave 2 is for pipelines; pass --pipe"),
-        (["--pipe", "2", "--interleave", "4"], "--layers 6 are too few for --pipe 2 × --interleave 4, which need 8"),
+        (["--pipe", "2", "--interleave", "4"], "--layers 2 are too few for --pipe 2 × --interleave 4, which need 8"),
         (["--pipe", "2", "--interleave", "2", "--pipe-schedule", "zb_h1"], "zb_h1 has one part of the layers"),
         (["--pipe", "2", "--micro-batches", "3"], "--micro-batches 3 is no multiple of --pipe 2"),
         (["--pipe", "2", "--micro-batches", "16"], "more than the 8 sequences that --pipe 2 stages with"),
@@ -340,7 +432,8 @@ def test_bad_flags_are_errors(argv, message, capsys):
 
 FLAGS = [
     *("--data", "text", "--vocab-size", "300", "--layers", "2", "--hidden", "32", "--heads", "2", "--seq-len", "32"),
-    *("--dropout", "0.1", "--steps", "24", "--save-interval", "16", "--warmup", "4", "--lr", "1e-2"),
+    *("--optimizer", "adam", "--lr", "1e-2", "--warmup", "4", "--batch-size", "4", "--dropout", "0.1"),
+    *("--steps", "24", "--save-interval", "16"),
     *("--accumulation", "2", "--log-interval", "1", "--eval-interval", "8", "--sample-tokens", "8", "--device", "cpu"),
 ]
 
@@ -372,7 +465,15 @@ def test_training_learns_and_resumes_exactly(tmp_path):
     out = tmp_path / "runs" / "gpt2"
     names = {path.name for path in out.iterdir()}
     assert names == {"checkpoints", "metrics.jsonl", "loss.png", "sample.txt"}
-    assert (out / "sample.txt").read_text().startswith("def ")
+    assert (out / "sample.txt").read_text().startswith("class Reader")
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert records[0].keys() == {"step", "eval_loss", "eval_bits_per_byte", "baselines"}
+    assert records[0]["baselines"].keys() == {"unigram", "gzip", "xz"}
+    keys = {"step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second", "memory"}
+    assert records[1].keys() == keys
+    assert records[-1].keys() == {"step", "eval_loss", "eval_bits_per_byte"}
+    assert "bits/byte" in output
+    assert "gzip" in output
     uninterrupted = losses(tmp_path)
     assert uninterrupted[0][1] == pytest.approx(np.log(300), abs=0.1)
     assert uninterrupted[-1][1] < 4
@@ -426,7 +527,8 @@ def test_losses_do_not_depend_on_the_tensor_parallel_size(single, tmp_path):
 @pytest.mark.parametrize("optimizer", LEARNING_RATES)
 def test_every_optimizer_learns_resumes_exactly_and_does_the_same_at_any_layout(single, optimizer):
     folder, _ = single
-    flags = ["--optimizer", optimizer, "--lr", str(3 * LEARNING_RATES[optimizer]), "--galore-gap", "3"]
+    rate = 3e-3 if optimizer == "muon" else 3 * LEARNING_RATES[optimizer]
+    flags = ["--optimizer", optimizer, "--lr", str(rate), "--galore-gap", "3"]
     run_here(folder, optimizer, *flags, "--batch-size", "2")
     expected = losses(folder, optimizer)
     assert expected[-1][1] < expected[0][1] - 0.2
@@ -500,11 +602,11 @@ def test_a_pipeline_resumes_exactly_and_its_model_loads_at_other_layouts(single)
     with pytest.raises(UsageError, match="saved with --pipe 2 --interleave 1 --tp 1, and this run has --pipe 1"):
         load_checkpoint(last, trainer.model, trainer.manager, trainer.batches, trainer.corpus)
     bmt.load(trainer.model, str(last / "model.pt"))
-    assert trainer.held_out_loss() == pytest.approx(uninterrupted[-1][1], rel=1e-5)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(uninterrupted[-1][1], rel=1e-5)
     bmt.shutdown()
     trainer = trainer_of("--pipe", "2", "--batch-size", "2")
     bmt.load(trainer.model, "runs/single/checkpoints/step-000008/model.pt")
-    assert trainer.held_out_loss() == pytest.approx(expected[-1][1], rel=1e-5)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected[-1][1], rel=1e-5)
 
 
 @contextlib.contextmanager

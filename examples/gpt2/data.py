@@ -1,20 +1,24 @@
 """Text to batches of token ids.
 
-Files → documents → a byte-level BPE tokenizer trained on them → one long row of ids in a file → sequences of
-``seq_len + 1`` ids (inputs and, shifted by one, targets) → batches, different on every rank.
+Files → documents → documents to train on and held-out documents → a byte-level BPE tokenizer trained on the former →
+two files of ids → sequences of ``seq_len + 1`` ids (inputs and, shifted by one, targets) → batches, different on
+every rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,15 +31,32 @@ from errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
-SKIPPED_IN_LIBRARY = {"test", "tests", "idle_test", "encodings", "pydoc_data"}  # much of it tables
-FORMAT = 2  # of the cache; another number makes it be built anew
+# Tables and tests, and packages that some distributions of Python do not install.
+SKIPPED_IN_LIBRARY = {
+    *("encodings", "pydoc_data", "test", "tests", "idle_test"),
+    *("distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo"),
+}
+FORMAT = 3  # of the cache; a new number invalidates older caches
 
 
 # --- documents ------------------------------------------------------------------------------------
 
 
-def find_documents(source: Path | None, max_bytes: int) -> list[Path]:
-    """The text files to learn from, in an order that is mixed but always the same.
+class Document(NamedTuple):
+    """The bytes from ``start`` to ``stop`` of a file."""
+
+    path: Path
+    start: int
+    stop: int
+
+    def text(self) -> str:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(self.stop - self.start).decode("utf-8", errors="replace")
+
+
+def find_files(source: Path | None, max_bytes: int) -> list[Path]:
+    """The files to read, in an order that is mixed but always the same.
 
     Args:
         source: a file, or a folder of which all files count; ``None``: Python's standard library.
@@ -55,7 +76,9 @@ def find_documents(source: Path | None, max_bytes: int) -> list[Path]:
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
-            wanted = path.suffix == ".py" if source is None else not name.startswith(".")
+            wanted = not name.startswith(".")
+            if source is None:  # the other file differs between builds of the same version
+                wanted = path.suffix == ".py" and not name.startswith("_sysconfigdata")
             if wanted and path.is_file() and path.stat().st_size > 0:
                 found[path.relative_to(root).as_posix()] = path
     if not found:
@@ -69,20 +92,45 @@ def find_documents(source: Path | None, max_bytes: int) -> list[Path]:
     return chosen
 
 
-def read_documents(paths: list[Path], max_bytes: int) -> Iterator[str]:
-    """The text of each file that holds text, of the last one only as much as ``max_bytes`` allows."""
+def list_documents(paths: list[Path], max_bytes: int) -> list[Document]:
+    """A document for each file that holds text; a copy of an earlier file is left out.
+
+    Without the copies, no held-out document is one that the model was trained on.
+    """
     left = max_bytes or sum(path.stat().st_size for path in paths)
+    documents, seen = [], set()
     for path in paths:
         with path.open("rb") as file:
             content = file.read(left)
         left -= len(content)
-        if b"\0" not in content:
-            yield content.decode("utf-8", errors="replace")
+        digest = hashlib.sha256(content).digest()
+        if content and b"\0" not in content and digest not in seen:
+            seen.add(digest)
+            documents.append(Document(path, 0, len(content)))
+    return documents
 
 
-def fingerprint(paths: list[Path], max_bytes: int, vocab_size: int) -> str:
+def split(documents: list[Document], share: float) -> tuple[list[Document], list[Document]]:
+    """The documents to train on, and those that are held out: the last ones, ``share`` of all bytes at most.
+
+    If the last document alone is larger than that, only the end of it is held out.
+    """
+    train = list(documents)
+    left = round(share * sum(document.stop - document.start for document in documents))
+    held_out: list[Document] = []
+    while train and train[-1].stop - train[-1].start <= left:
+        left -= train[-1].stop - train[-1].start
+        held_out.insert(0, train.pop())
+    if train and not held_out:
+        path, start, stop = train.pop()
+        train.append(Document(path, start, stop - left))
+        held_out.append(Document(path, stop - left, stop))
+    return train, held_out
+
+
+def fingerprint(paths: list[Path], max_bytes: int, held_out: float, vocab_size: int) -> str:
     """A short name for what these files, as they are now, become."""
-    digest = hashlib.sha256(f"{FORMAT} {max_bytes} {vocab_size}".encode())
+    digest = hashlib.sha256(f"{FORMAT} {max_bytes} {held_out} {vocab_size}".encode())
     for path in paths:
         stat = path.stat()
         digest.update(f"\n{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
@@ -94,10 +142,18 @@ def fingerprint(paths: list[Path], max_bytes: int, vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Encoded text: the ids, what turns text into ids and back, and a name for both."""
+    """Encoded text.
+
+    Attributes:
+        key: a name for the text and how it is encoded.
+        train: the ids of the documents to train on, one after the other.
+        held_out: the ids of the documents that are not trained on.
+        tokenizer: turns text into ids and back.
+    """
 
     key: str
-    ids: np.ndarray
+    train: np.ndarray
+    held_out: np.ndarray
     tokenizer: Tokenizer
 
 
@@ -129,15 +185,24 @@ def id_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
     return np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
 
 
-def build(paths: list[Path], max_bytes: int, vocab_size: int, folder: Path) -> None:
-    """Write tokenizer and ids to ``folder``, which appears complete or not at all."""
+def build(documents: list[Document], held_out: float, vocab_size: int, folder: Path) -> None:
+    """Write a tokenizer and the ids of all documents to ``folder``, which appears complete or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+    train, rest = split(documents, held_out)
     try:
-        tokenizer = train_tokenizer(read_documents(paths, max_bytes), vocab_size)
+        megabytes = sum(document.stop - document.start for document in train) / 1e6
+        with step(f"Training a tokenizer of {vocab_size} tokens on {megabytes:.1f} MB", seconds=megabytes / 2):
+            tokenizer = train_tokenizer((document.text() for document in train), vocab_size)
         tokenizer.save(str(unfinished / "tokenizer.json"))
-        encode(read_documents(paths, max_bytes), tokenizer, unfinished / "ids.bin")
-        (unfinished / "files.json").write_text(json.dumps([str(path) for path in paths], indent=0))
+        with step("Encoding the text", seconds=megabytes):
+            encode((document.text() for document in train), tokenizer, unfinished / "train.bin")
+            encode((document.text() for document in rest), tokenizer, unfinished / "held_out.bin")
+        names = {
+            "train": [str(document.path) for document in train],
+            "held_out": [str(document.path) for document in rest],
+        }
+        (unfinished / "files.json").write_text(json.dumps(names, indent=0))
         unfinished.chmod(0o755)
         try:
             unfinished.rename(folder)
@@ -148,7 +213,16 @@ def build(paths: list[Path], max_bytes: int, vocab_size: int, folder: Path) -> N
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def load_corpus(source: Path | None, max_bytes: int, vocab_size: int, cache: Path) -> Corpus:
+@contextlib.contextmanager
+def step(what: str, seconds: float) -> Iterator[None]:
+    """Print what is done here and the ``seconds`` that it takes, roughly and then exactly."""
+    print(f"{what}, about {max(round(seconds), 1)} s ...", end=" ", flush=True)
+    start = time.perf_counter()
+    yield
+    print(f"took {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def load_corpus(source: Path | None, max_bytes: int, held_out: float, vocab_size: int, cache: Path) -> Corpus:
     """Encode the data, or find it encoded in ``cache``. Rank 0 works, the others wait; all must call this.
 
     Raises:
@@ -159,11 +233,13 @@ def load_corpus(source: Path | None, max_bytes: int, vocab_size: int, cache: Pat
         try:
             if vocab_size <= 256:
                 raise UsageError(f"--vocab-size {vocab_size}: a byte-level vocabulary has at least 257 tokens")
-            paths = find_documents(source, max_bytes)
-            key = fingerprint(paths, max_bytes, vocab_size)
-            if not (cache / key).exists():
-                print(f"Training a tokenizer on {len(paths)} files, and encoding them ...", flush=True)
-                build(paths, max_bytes, vocab_size, cache / key)
+            paths = find_files(source, max_bytes)
+            key = fingerprint(paths, max_bytes, held_out, vocab_size)
+            if (cache / key).exists():
+                print(f"Reading {cache / key}, where an earlier run left the encoded text", flush=True)
+            else:
+                print(f"Reading {len(paths)} files of {source or sysconfig.get_path('stdlib')}", flush=True)
+                build(list_documents(paths, max_bytes), held_out, vocab_size, cache / key)
         except (UsageError, OSError) as error:
             problem = str(error)
     key, problem = bmt.store.broadcast_object((key, problem))
@@ -173,18 +249,33 @@ def load_corpus(source: Path | None, max_bytes: int, vocab_size: int, cache: Pat
     if not folder.exists():
         raise UsageError(f"--cache {cache}: rank {bmt.rank()} does not see what rank 0 wrote there; share the folder")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = np.memmap(folder / "ids.bin", dtype=id_dtype(tokenizer), mode="r")
-    return Corpus(key, ids, tokenizer)
+    train, rest = (read_ids(folder / name, tokenizer) for name in ("train.bin", "held_out.bin"))
+    return Corpus(key, train, rest, tokenizer)
+
+
+def read_ids(path: Path, tokenizer: Tokenizer) -> np.ndarray:
+    """The ids in a file, which stay on disk until they are used. A file may be empty."""
+    dtype = id_dtype(tokenizer)
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
 # --- sequences and batches ------------------------------------------------------------------------
 
 
 class Sequences(Dataset[Tensor]):
-    """Ids cut into pieces of ``seq_len + 1``, which share nothing; what is left at the end is dropped."""
+    """Ids cut into pieces of ``seq_len + 1``, which share nothing; what is left at the end is dropped.
+
+    Raises:
+        UsageError: there is too little data for one.
+    """
 
     def __init__(self, ids: np.ndarray, seq_len: int):
         self.length = seq_len + 1
+        if len(ids) < self.length:
+            raise UsageError(
+                f"{len(ids)} tokens are too few for --seq-len {seq_len}, which needs {self.length} to train on and "
+                f"{self.length} held out; use more data, shorter sequences or another --held-out"
+            )
         self.ids = ids[: len(ids) // self.length * self.length]
 
     def __len__(self) -> int:
@@ -193,23 +284,6 @@ class Sequences(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         piece = self.ids[index * self.length : (index + 1) * self.length]
         return torch.from_numpy(piece.astype(np.int64))
-
-
-def split(ids: np.ndarray, seq_len: int, held_out: float) -> tuple[Sequences, Sequences]:
-    """Sequences to train on, and from the end of the data a share ``held_out`` to measure on.
-
-    Raises:
-        UsageError: there is too little data.
-    """
-    count = len(ids) // (seq_len + 1)
-    if count < 2:
-        raise UsageError(
-            f"the data has {len(ids)} tokens: too few for --seq-len {seq_len}, which needs {2 * (seq_len + 1)}; "
-            f"use more data or shorter sequences"
-        )
-    count_held_out = min(max(round(count * held_out), 1), count - 1)
-    cut = (count - count_held_out) * (seq_len + 1)
-    return Sequences(ids[:cut], seq_len), Sequences(ids[cut:], seq_len)
 
 
 class Batches:

@@ -36,19 +36,19 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
     group = parser.add_argument_group("data")
     group.add_argument("--data", type=Path, default=hidden, help="a text file or a folder; default: Python's library")
-    group.add_argument("--max-bytes", type=int, default=6_000_000, help="use so much of the data; 0: all")
-    group.add_argument("--held-out", type=float, default=0.05, help="share of the data that is not trained on")
+    group.add_argument("--max-bytes", type=int, default=8_000_000, help="use so much of the data; 0: all")
+    group.add_argument("--held-out", type=float, default=0.04, help="share of the data that is not trained on")
     group.add_argument("--cache", type=Path, default=Path("runs/cache"), help="folder for tokenizers and encoded data")
 
     group = parser.add_argument_group("training")
-    group.add_argument("--steps", type=int, default=200, help="optimizer steps")
+    group.add_argument("--steps", type=int, default=1600, help="optimizer steps")
     group.add_argument("--epochs", type=float, default=hidden, help="passes over the data, instead of --steps")
     group.add_argument("--batch-size", type=int, default=4, help="sequences per rank and micro-batch")
     group.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     group.add_argument(
         "--optimizer",
         choices=LEARNING_RATES,
-        default="adam",
+        default="muon",
         help="adam_offload: its state on the host; muon: of the layers' matrices, and Adam for the rest",
     )
     group.add_argument(
@@ -91,13 +91,13 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--out", type=Path, default=Path("runs/gpt2"), help="folder for all that is written")
     group.add_argument("--overwrite", action="store_true", help="delete an earlier run in --out")
     group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
-    group.add_argument("--save-interval", type=int, default=100, help="steps between checkpoints; 0: at the end only")
+    group.add_argument("--save-interval", type=int, default=400, help="steps between checkpoints; 0: at the end only")
     group.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
-    group.add_argument("--log-interval", type=int, default=5, help="steps between measurements")
-    group.add_argument("--eval-interval", type=int, default=50, help="steps between held-out losses; 0: end only")
-    group.add_argument("--eval-sequences", type=int, default=64, help="held-out sequences to measure on")
-    group.add_argument("--prompt", default="def ", help="beginning of the sample")
-    group.add_argument("--sample-tokens", type=int, default=100, help="length of the sample; 0: none")
+    group.add_argument("--log-interval", type=int, default=20, help="steps between measurements")
+    group.add_argument("--eval-interval", type=int, default=200, help="steps between held-out losses; 0: end only")
+    group.add_argument("--eval-sequences", type=int, default=1024, help="held-out sequences to measure on, at most")
+    group.add_argument("--prompt", default="class Reader", help="beginning of the sample")
+    group.add_argument("--sample-tokens", type=int, default=200, help="length of the sample; 0: none")
     group.add_argument("--top-k", type=int, default=40, help="likeliest tokens that the sample is drawn from")
     group.add_argument("--temperature", type=float, default=0.8, help="below 1, the sample is less daring")
 

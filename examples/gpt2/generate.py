@@ -73,7 +73,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or the --out folder of a run: its newest one")
-    parser.add_argument("--prompt", default="import ", help="how the text begins (default: %(default)r)")
+    parser.add_argument("--prompt", default="import", help="how the text begins (default: %(default)r)")
     parser.add_argument("--tokens", type=int, default=100, help="how many tokens to add (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=40, help="choose among so many tokens; 1: the best")
     parser.add_argument("--temperature", type=float, default=0.8, help="below 1: bet on the likely (default: 0.8)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ class Metrics:
     """
 
     def __init__(self, path: Path, step: int, steps: int):
-        self.steps = steps
+        self.first_step, self.steps = step, steps
+        self.start = time.perf_counter()
         self.records: list[Record] = []
         self.active = bmt.rank() == 0
         if not self.active:
@@ -53,11 +55,20 @@ class Metrics:
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         if self.bar is None:
-            print(f"step {record['step']}/{self.steps}  {describe(record)}", flush=True)
+            print(
+                f"step {record['step']}/{self.steps}  {describe(record)}  {self.time_left(record['step'])}", flush=True
+            )
         elif "loss" in record:
             self.bar.set_postfix_str(describe(record))
         else:
             self.bar.write(f"step {record['step']}  {describe(record)}", file=sys.stderr)
+
+    def time_left(self, step: int) -> str:
+        """How long the remaining steps take if they are as fast as those since the start."""
+        if step in (self.first_step, self.steps):
+            return ""
+        seconds = (time.perf_counter() - self.start) * (self.steps - step) / (step - self.first_step)
+        return f"{seconds // 60:.0f}:{seconds % 60:02.0f} left"
 
     def close(self) -> None:
         if self.active:
@@ -68,12 +79,16 @@ class Metrics:
 
 def describe(record: Record) -> str:
     """A record in words."""
-    if "loss" not in record:
-        return f"held-out loss {record['eval_loss']:.3f}"
-    return (
-        f"loss {record['loss']:.3f}  lr {record['lr']:.2e}  gradient {record['grad_norm']:.2f}  "
-        f"{record['tokens_per_second']:,.0f} tokens/s  {record['memory'] / 2**30:.2f} GiB"
-    )
+    if "loss" in record:
+        return (
+            f"loss {record['loss']:.3f}  {record['bits_per_byte']:.3f} bits/byte  lr {record['lr']:.1e}  "
+            f"gradient {record['grad_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s  "
+            f"{record['memory'] / 2**30:.2f} GiB"
+        )
+    text = f"held-out loss {record['eval_loss']:.3f}  {record['eval_bits_per_byte']:.3f} bits/byte"
+    if "baselines" in record:
+        text += "; in comparison: " + ", ".join(f"{name} {bits:.3f}" for name, bits in record["baselines"].items())
+    return text
 
 
 def peak_memory(device: torch.device) -> int:
@@ -85,19 +100,34 @@ def peak_memory(device: torch.device) -> int:
 
 
 def plot(records: list[Record], path: Path) -> None:
-    """A picture of the loss over the steps, in training and on held-out text."""
-    import matplotlib
+    """Draw bits per byte over the steps, and what simpler models reach.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    The right axis shows the held-out loss, which is in a fixed proportion to the held-out bits per byte.
+    """
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "held-out", "o-")):
-        points = [(record["step"], record[key]) for record in records if key in record]
-        if points:
-            axes.plot(*zip(*points), style, label=label, markersize=4)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    measured = [record for record in records if "eval_loss" in record]
+    trained = [record for record in records if "loss" in record]
+    for name, bits in measured[0].get("baselines", {}).items():
+        axes.axhline(bits, color="grey", linestyle="--", linewidth=1)
+        axes.annotate(
+            f"{name} {bits:.2f}", (0.99, bits), xycoords=("axes fraction", "data"), ha="right", va="top",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
+        )  # fmt: skip
+    axes.plot(
+        [record["step"] for record in trained], [record["bits_per_byte"] for record in trained],
+        color="#56B4E9", linewidth=1, label="training",
+    )  # fmt: skip
+    axes.plot(
+        [record["step"] for record in measured], [record["eval_bits_per_byte"] for record in measured],
+        "o-", color="#D55E00", markersize=4, label=f"held-out, at last {measured[-1]['eval_bits_per_byte']:.2f}",
+    )  # fmt: skip
+    ratio = measured[-1]["eval_loss"] / measured[-1]["eval_bits_per_byte"]
+    right = axes.secondary_yaxis("right", functions=(lambda bits: bits * ratio, lambda loss: loss / ratio))
+    right.set_ylabel("held-out loss (nats per token)")
+    axes.set(xlabel="step", ylabel="bits per byte of text")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

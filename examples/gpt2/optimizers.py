@@ -18,7 +18,7 @@ LEARNING_RATES = {
     "came": 1e-4,
     "lamb": 1e-2,
     "galore": 1e-2,
-    "muon": 1e-3,
+    "muon": 1e-2,
 }
 """The optimizers, and the highest learning rate of each unless --lr is given."""
 

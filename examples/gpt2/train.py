@@ -15,13 +15,15 @@ import shutil
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import bmtrain as bmt
+from bits import baselines, bits_per_byte, token_bytes
 from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from data import Batches, Corpus, Sequences, load_corpus, split
+from data import Batches, Corpus, Sequences, load_corpus
 from errors import UsageError
 from flags import check_output, parse_flags
 from generate import generate
@@ -43,8 +45,12 @@ class Trainer:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.device: torch.device = bmt.config["device"]
-        self.corpus: Corpus = load_corpus(args.data, args.max_bytes, args.config.vocab_size, args.cache)
-        self.train_set, self.eval_set = split(self.corpus.ids, args.config.seq_len, args.held_out)
+        self.corpus: Corpus = load_corpus(args.data, args.max_bytes, args.held_out, args.config.vocab_size, args.cache)
+        self.token_bytes = token_bytes(self.corpus.tokenizer)
+        self.train_set = Sequences(self.corpus.train, args.config.seq_len)
+        held_out = Sequences(self.corpus.held_out, args.config.seq_len)
+        count = min(args.eval_sequences, len(held_out))
+        self.eval_set = torch.stack([held_out[i * len(held_out) // count] for i in range(count)])
         # Tensor-parallel ranks are one replica of the model, and see the same data. The stages of a pipeline run
         # what is outside of it each with data of its own, so they count.
         self.replicas: int = bmt.config["topology"].replicas
@@ -57,6 +63,7 @@ class Trainer:
         self.step = 0
         self.interrupted = False  # Ctrl-C was pressed; ranks agree to stop where they measure
 
+        bmt.print_rank("Building the model and its optimizer, a few seconds ...", flush=True)
         tail_schedule = None if args.pipe_schedule == "recompute" else args.pipe_schedule
         self.model = GPT(args.config, args.checkpointing, args.interleave, tail_schedule)
         bmt.init_parameters(self.model)
@@ -85,62 +92,82 @@ class Trainer:
         """The mean loss of predicting every next token: sequences (B, S + 1) to a scalar."""
         return self.model.loss(sequences[:, :-1], sequences[:, 1:])
 
-    def train_step(self) -> tuple[Tensor, Tensor]:
-        """Take one step; returns this rank's mean loss and the norm of the gradient, without waiting for them."""
+    def count_bytes(self, sequences: Tensor) -> int:
+        """The length of the text that is predicted in sequences (B, S + 1)."""
+        return int(self.token_bytes[sequences[:, 1:]].sum())
+
+    def train_step(self) -> tuple[Tensor, int, Tensor]:
+        """Take one step.
+
+        Returns:
+            This rank's mean loss, the bytes that it predicted, and the norm of the gradient. The device may still be
+            computing the loss and the norm.
+        """
         self.manager.zero_grad()
-        total = torch.zeros((), device=self.device)
+        total, num_bytes = torch.zeros((), device=self.device), 0
         for micro_batch in range(self.args.accumulation):
             is_last = micro_batch == self.args.accumulation - 1
             with contextlib.nullcontext() if is_last else bmt.no_sync(self.model):
-                loss = self.loss(self.batches.next().to(self.device)) / self.args.accumulation
+                sequences = self.batches.next()
+                loss = self.loss(sequences.to(self.device)) / self.args.accumulation
                 self.manager.backward(loss)
             total += loss.detach()
+            num_bytes += self.count_bytes(sequences)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         norm = self.manager.clip_grad_norm(groups, self.args.clip)
         self.manager.step()
         self.step += 1
-        return total, norm
+        return total, num_bytes, norm
 
     @torch.no_grad()
-    def held_out_loss(self) -> float:
-        """The mean loss over some of the sequences that are not trained on, shared out over the ranks."""
+    def evaluate(self) -> dict[str, Any]:
+        """Measure the held-out loss. The ranks share out the sequences."""
         self.model.eval()
-        count = min(self.args.eval_sequences, len(self.eval_set))
-        batch_size, replicas = self.args.batch_size, self.replicas
         total = torch.zeros((), device=self.device)
-        for start in range(0, count, batch_size * replicas):
-            # All replicas call the model equally often; one for which nothing is left does so for nothing.
-            mine = range(start + self.replica, min(start + batch_size * replicas, count), replicas)
-            spread = [i * len(self.eval_set) // count for i in mine]
-            total += self.loss(take(self.eval_set, spread or [0]).to(self.device)) * len(mine)
+        for sequences in self.eval_set.split(self.args.batch_size * self.replicas):
+            mine = sequences[self.replica :: self.replicas]
+            # All replicas must call the model equally often. One without a sequence takes another's, for nothing.
+            total += self.loss((mine if len(mine) else sequences[:1]).to(self.device)) * len(mine)
         self.model.train()
-        return bmt.sum_loss(total).item() * replicas / count
+        loss = bmt.sum_loss(total).item() * self.replicas / len(self.eval_set)
+        bits = bits_per_byte(loss, self.eval_set[:, 1:].numel(), self.count_bytes(self.eval_set))
+        return {"step": self.step, "eval_loss": loss, "eval_bits_per_byte": bits}
 
     def run(self, metrics: Metrics) -> bool:
         """Take all steps that are left; or, after Ctrl-C, stop and return False."""
         args = self.args
         if self.step == 0:
-            metrics.write({"step": 0, "eval_loss": self.held_out_loss()})
+            record = self.evaluate()
+            if bmt.rank() == 0:
+                held_out = self.eval_set.flatten().numpy()
+                record["baselines"] = baselines(self.corpus.train, held_out, self.corpus.tokenizer)
+            metrics.write(record)
         clock, clock_step = time.perf_counter(), self.step
         while self.step < self.steps:
             lr = self.schedulers[0].current_lr
-            loss, norm = self.train_step()
+            loss, num_bytes, norm = self.train_step()
             metrics.advance()
             is_last = self.step == self.steps
             if self.step % args.log_interval == 0 or is_last:
-                mean_loss, interrupted = bmt.sum_loss(torch.stack([loss, torch.full_like(loss, self.interrupted)]))
-                record = {"step": self.step, "loss": mean_loss.item(), "lr": lr, "grad_norm": norm.item()}
-                tokens = (self.step - clock_step) * self.sequences_per_step * args.config.seq_len
-                record["tokens_per_second"] = tokens / (time.perf_counter() - clock)
-                record["memory"] = peak_memory(self.device)
-                metrics.write(record)
+                mine = torch.stack([loss, torch.full_like(loss, num_bytes), torch.full_like(loss, self.interrupted)])
+                mean_loss, mean_bytes, interrupted = bmt.sum_loss(mine).tolist()
+                tokens = self.sequences_per_step * args.config.seq_len
+                metrics.write({
+                    "step": self.step,
+                    "loss": mean_loss,
+                    "bits_per_byte": bits_per_byte(mean_loss, tokens / self.replicas, mean_bytes),
+                    "lr": lr,
+                    "grad_norm": norm.item(),
+                    "tokens_per_second": (self.step - clock_step) * tokens / (time.perf_counter() - clock),
+                    "memory": peak_memory(self.device),
+                })  # fmt: skip
                 clock, clock_step = time.perf_counter(), self.step
                 if interrupted > 0 and not is_last:
                     self.save()
                     return False
             pause = time.perf_counter()
             if (args.eval_interval and self.step % args.eval_interval == 0) or is_last:
-                metrics.write({"step": self.step, "eval_loss": self.held_out_loss()})
+                metrics.write(self.evaluate())
             if (args.save_interval and self.step % args.save_interval == 0) or is_last:
                 self.save()
             clock += time.perf_counter() - pause
@@ -156,11 +183,6 @@ class Trainer:
         return generate(
             self.model, self.corpus.tokenizer, args.prompt, args.sample_tokens, args.top_k, args.temperature, args.seed
         )
-
-
-def take(sequences: Sequences, indices: list[int]) -> Tensor:
-    """Some sequences as a batch."""
-    return torch.stack([sequences[i] for i in indices])
 
 
 def prepare_output(args: argparse.Namespace) -> None:
@@ -194,7 +216,8 @@ def train(args: argparse.Namespace) -> None:
         trainer.resume()
     bmt.print_rank(
         f"{args.config.num_parameters / 1e6:.1f} million parameters, {bmt.world_size()} rank(s) on "
-        f"{trainer.device.type}; {len(trainer.train_set):,} sequences to train on, {len(trainer.eval_set):,} held out",
+        f"{trainer.device.type}; sequences of {args.config.seq_len} tokens: {len(trainer.train_set):,} to train on, "
+        f"{len(trainer.eval_set):,} held out; {trainer.steps:,} steps of {trainer.sequences_per_step} sequences",
         flush=True,
     )
     metrics = Metrics(args.out / "metrics.jsonl", trainer.step, trainer.steps)
@@ -205,6 +228,7 @@ def train(args: argparse.Namespace) -> None:
     if not finished:
         bmt.print_rank(f"Interrupted and saved after step {trainer.step}; go on with --resume.", flush=True)
         return
+    bmt.print_rank(f"Drawing the loss, and writing a sample of {args.sample_tokens} tokens ...", flush=True)
     text = trainer.sample() if args.sample_tokens else ""
     if bmt.rank() == 0:
         plot(metrics.records, args.out / "loss.png")

@@ -25,10 +25,10 @@ class GPTConfig:
     """
 
     vocab_size: int = 4096
-    seq_len: int = 256
-    num_layers: int = 6
-    num_heads: int = 8
-    hidden_size: int = 256
+    seq_len: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    hidden_size: int = 128
     dropout: float = 0.0
     tied: bool = True
     dtype: str = "fp32"

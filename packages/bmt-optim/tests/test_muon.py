@@ -141,10 +141,13 @@ def test_in_half_precision_it_is_that_of_its_master(ctx):
         assert torch.equal(p, q.bfloat16())
 
 
-def test_singular_values_come_near_one_and_vectors_stay():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_singular_values_come_near_one_and_vectors_stay(dtype, monkeypatch):
+    monkeypatch.setattr("bmt_optim.muon._product_dtype", lambda device: dtype)
     matrix = tensors([(20, 8)])[0]
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     for found in (orthogonalised(matrix), orthogonalised(matrix.T).T):
+        assert found.dtype is torch.bfloat16
         inner = u.T @ found.float() @ v.T
         assert ((inner.diagonal() > 0.5) & (inner.diagonal() < 1.5)).all()
         assert (inner - inner.diagonal().diag()).abs().max() < 0.05
