@@ -41,7 +41,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--cache", type=Path, default=Path("runs/cache"), help="folder for tokenizers and encoded data")
 
     group = parser.add_argument_group("training")
-    group.add_argument("--steps", type=int, default=1600, help="optimizer steps")
+    group.add_argument("--steps", type=int, default=1200, help="optimizer steps")
     group.add_argument("--epochs", type=float, default=hidden, help="passes over the data, instead of --steps")
     group.add_argument("--batch-size", type=int, default=4, help="sequences per rank and micro-batch")
     group.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
