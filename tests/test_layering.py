@@ -98,3 +98,42 @@ def test_siblings_are_required_along_the_arrows_only(name):
     required, optional = declared(name)
     assert required & ALLOWED.keys() <= anywhere
     assert optional & ALLOWED.keys() <= anywhere | extras
+
+
+def modules_imported(path, package):
+    """The modules of its own package that a file imports, anywhere in it."""
+    own = path.relative_to(package).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [package.name, *own][: len(own) + 2 - node.level] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{start}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] != package.name:
+                continue
+            for end in range(len(parts), 1, -1):  # the longest part of the name that is a module
+                found = package.joinpath(*parts[1:end])
+                if found.with_suffix(".py").is_file():
+                    yield found.with_suffix(".py")
+                    break
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_no_circles_inside_a_package(name):
+    package = folder(name) / "src" / name
+    arrows = {path: set(modules_imported(path, package)) - {path} for path in package.rglob("*.py")}
+    assert any(arrows.values()) or len(arrows) < 3
+    circles = []
+    while arrows:
+        free = [path for path, targets in arrows.items() if not targets & arrows.keys()]
+        if not free:
+            circles = sorted(str(path.relative_to(package)) for path in arrows)
+            break
+        for path in free:
+            del arrows[path]
+    assert circles == []

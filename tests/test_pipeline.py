@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bmt_comm.weight_gradients
-import bmt_zero.bucket
+import bmt_zero.gradient_reducer
 import bmtrain as bmt
 from bmt_zero import load_state_dict
 
@@ -207,7 +207,8 @@ def test_layers_that_put_nothing_off_are_reduced_once_in_zero_bubbles(device_typ
     )
     load_state_dict(layers, plain.state_dict())
     inputs = torch.randn(ctx.replicas, ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(ctx.device)
-    with mock.patch.object(bmt_zero.bucket, "_Reduction", wraps=bmt_zero.bucket._Reduction) as reductions:
+    module = bmt_zero.gradient_reducer
+    with mock.patch.object(module, "_Reduction", wraps=module._Reduction) as reductions:
         (layers(inputs[ctx.rank], tail=mean_square) / ctx.replicas).backward()
     assert reductions.call_count == len(layers)
     for layer in plain:
@@ -330,7 +331,7 @@ def test_an_unusable_gradient_of_the_loss_leaves_later_ones_alone(device_type):
                 expected = wanted[name].grad[rows.row_start : rows.row_stop] * factor
                 torch.testing.assert_close(param.grad, expected, msg=lambda m, f=factor, n=name: f"{f} {n}: {m}")
             else:
-                assert not param.grad.isfinite().all()
+                assert not param.grad.isfinite().all() or not param.grad.numel()
 
 
 # --- Adam -----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from bmt_zero import (
     init_parameters,
     is_stage_local,
 )
+from bmt_zero.shard import sharding_of
 
 
 def indices(layers: PipelineTransformerBlockList) -> list[int]:
@@ -45,10 +46,10 @@ def check_stages(ctx: Any, interleave: int, weights: list[float] | None = None) 
     assert len(layers) == len(mine)
     assert [block for c in range(interleave) for block in layers.blocks_of(c)] == list(layers)
     assert layers[-1] is list(layers)[-1]
-    assert all(type(block) is Block for block in layers)
+    assert all(isinstance(block, Block) for block in layers)
     for chunk in range(interleave):  # Blocks gather ahead of each other inside a chunk
-        units = [block.unit for block in layers.blocks_of(chunk)]
-        assert [unit.next for unit in units] == [*units[1:], None]
+        hooks = [sharding_of(block).hooks for block in layers.blocks_of(chunk)]
+        assert [each.next for each in hooks] == [*hooks[1:], None]
     assert_own_values(layers, plain)
 
 
@@ -85,9 +86,9 @@ def test_stages_of_several_ranks(ctx: Any, level: int) -> None:
     layers = PipelineTransformerBlockList([Block(Layer(), zero_level=level) for _ in range(5)])
     assert_own_values(layers, plain)
     for param in layers.parameters():
-        bucket = param.bucket
-        assert [bucket.shard_comm.size, bucket.replicate_comm.size] == ([1, 2] if level == 0 else [2, 1])
-        assert bucket.level == level
+        group = param.handle.group
+        assert [comm.size for comm in group.reducers[0].comms] == ([1, 2] if level == 0 else [2, 1])
+        assert group.level == level
 
 
 class Cut(DistributedModule):
@@ -256,8 +257,8 @@ def test_it_behaves_as_a_module(ctx: Any) -> None:
     assert all(is_stage_local(p) for p in twin.parameters())
     assert all((p == 2).all() for p in twin.parameters())
     assert not any((p == 2).any() for p in layers.parameters())
-    units = [block.unit for block in twin.blocks_of(0)]
-    assert units[0].next is units[1]
+    hooks = [sharding_of(block).hooks for block in twin.blocks_of(0)]
+    assert hooks[0].next is hooks[1]
     assert torch.equal(twin(torch.ones(2, 3)), torch.full((2, 3), 1814.0))  # four times 6 x + 2
     layers.eval()
     assert not any(module.training for block in layers for module in block.modules())

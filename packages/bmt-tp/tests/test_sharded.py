@@ -64,7 +64,7 @@ def test_it_works_in_a_block(ctx):
     torch.testing.assert_close(block(x.to(ctx.device)).cpu(), reference(x))
     block(x.to(ctx.device)).sum().backward()
     reference(x).sum().backward()
-    weight = block.inner_module._parameters["weight"]
+    weight = block._parameters["weight"]
     found = weight.bmt_slice
     expected = 2 * reference.weight.grad[found.row_start : found.row_stop]  # the same x on both ranks
     torch.testing.assert_close(weight.grad.cpu(), expected)

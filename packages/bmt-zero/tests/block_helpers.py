@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bmt_comm import slice_of
 from bmt_zero import Block, DistributedParameter
+from bmt_zero.shard import group_of
 
 
 def seeded(seed: int, *shape: int) -> Tensor:
@@ -62,7 +63,7 @@ def total(loss: Tensor) -> float:
 
 def space(block: Block) -> int:
     """Bytes of gathered parameters that a Block holds."""
-    return sum(b.full.untyped_storage().nbytes() for b in block.unit.buckets if not b.aliased)
+    return sum(f.unsharded.untyped_storage().nbytes() for f in group_of(block).flats if not f.is_shard)
 
 
 def write_data(model: nn.Module, plain: nn.Module, seed: int) -> None:

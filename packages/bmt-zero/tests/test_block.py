@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bmt_zero import Block, TransformerBlockList
+from bmt_zero.shard import group_of
 
 OPTIONS = [
     pytest.param({"use_checkpoint": checkpointing, "zero_level": level}, id=f"{level}{'c' * checkpointing}")
@@ -190,7 +191,7 @@ def test_forward_runs_again_in_backward_only_under_checkpointing(ctx, level):
 @pytest.mark.parametrize("level", [2, 3])
 def test_full_parameters_are_freed_when_they_should_be(ctx, level, checkpointing):
     blocks = TransformerBlockList([Block(nn.Linear(5, 5), checkpointing, level) for _ in range(3)])
-    whole = 4 * blocks[0].unit.buckets[0].layout.numel
+    whole = 4 * group_of(blocks[0]).flats[0].layout.numel
     assert [space(b) for b in blocks] == [0, 0, 0]
     for _ in range(2):
         y = blocks(seeded(ctx.rank, 3, 5))
@@ -626,9 +627,7 @@ def test_attributes_and_methods_are_those_of_the_module(ctx):
     assert isinstance(block.linear, nn.Linear)
     assert block.calls == 0
     block.calls = 5
-    assert block.inner_module.calls == 5
-    block.something_new = 1
-    assert not hasattr(block.inner_module, "something_new")
+    assert block.calls == 5
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         _ = block.nothing_of_that_name
     assert [n for n, _ in block.named_modules()] == [n for n, _ in plain.named_modules()]
@@ -651,9 +650,9 @@ def test_train_and_eval_reach_the_module_by_its_own_method(ctx):
     block = Block(Frozen())
     model = nn.Sequential(block)
     model.train()
-    assert (block.training, block.inner_module.training, block.norm.training) == (True, True, False)
+    assert (block.training, block.norm.training) == (True, False)
     model.eval()
-    assert (block.training, block.inner_module.training, block.drop.training) == (False, False, False)
+    assert (block.training, block.drop.training) == (False, False)
 
 
 @pytest.mark.ranks(2)

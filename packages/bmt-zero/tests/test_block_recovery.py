@@ -20,7 +20,8 @@ from block_helpers import (
 from torch import nn
 
 from bmt_zero import Block, TransformerBlockList, no_sync
-from bmt_zero.unit import Call
+from bmt_zero.parameter_group import Call
+from bmt_zero.shard import group_of, sharding_of
 
 every_level = pytest.mark.parametrize("level", [0, 1, 2, 3])
 
@@ -255,7 +256,8 @@ def test_a_copy_trains_by_itself(ctx, level):
     assert all(p.grad is None for p in twin.parameters())  # as plain copies
     ours = {id(p) for p in blocks.parameters()}
     assert not any(id(p) in ours for p in twin.parameters())
-    assert [b.unit.next for b in twin] == [twin[1].unit, twin[2].unit, None]
+    hooks = [sharding_of(b).hooks for b in twin]
+    assert [h.next for h in hooks] == [hooks[1], hooks[2], None]
     for model, reference, lr in [(blocks, plain, 0.1), (twin, twin_plain, 0.3)]:
         optimizers = [torch.optim.SGD(m.parameters(), lr=lr) for m in (model, reference)]
         for seed in range(3):
@@ -271,13 +273,14 @@ def test_a_copy_trains_by_itself(ctx, level):
 def test_a_copy_of_one_block_leaves_its_neighbours_alone(ctx, level):
     plain, blocks = three(level)
     twin = copy.deepcopy(blocks[1])
-    assert (twin.unit.next, twin.unit.previous) == (None, None)
+    hooks = sharding_of(twin).hooks
+    assert (hooks.next, hooks.previous) == (None, None)
     for module, ranks in [(plain[1], range(2)), (twin, [ctx.rank])]:
         for rank in ranks:
             module(seeded(rank, 3, 5)).square().sum().backward()
     assert_same_gradients(twin, plain[1])
     assert all(p.grad is None for p in blocks.parameters())
-    assert len({p.bucket for p in twin.parameters()} & {p.bucket for p in blocks.parameters()}) == 0
+    assert len({p.handle.flat for p in twin.parameters()} & {p.handle.flat for p in blocks.parameters()}) == 0
 
 
 @pytest.mark.ranks(2)
@@ -334,9 +337,10 @@ def test_padding_between_gradients_is_zero(ctx):
     block = Block(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7)), zero_level=3)
     for _ in range(2):
         block(seeded(0, 4, 5)).square().sum().backward()
-    for bucket in block.unit.buckets:
-        covered = torch.zeros_like(bucket.grads, dtype=torch.bool)
-        for view in bucket.local_views(covered):
+    for flat in group_of(block).flats:
+        grads = flat.params[0].grad.as_strided(flat.shard.shape, (1,), 0)
+        covered = torch.zeros_like(grads, dtype=torch.bool)
+        for view in flat.local_views(covered):
             view.fill_(True)
-        assert not bucket.grads[~covered].any()
-        assert not bucket.shard[~covered].any()
+        assert not grads[~covered].any()
+        assert not flat.shard[~covered].any()

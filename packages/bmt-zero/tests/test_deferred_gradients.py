@@ -19,6 +19,7 @@ from bmt_zero import (
     TransformerBlockList,
     no_sync,
 )
+from bmt_zero.shard import group_of
 
 every_level = pytest.mark.parametrize("level", [0, 1, 2, 3])
 
@@ -117,11 +118,11 @@ def check_equal_runs(ctx, plain, blocks, seed=0):
 def assert_idle(blocks):
     """Nothing is under way."""
     for block in blocks:
-        tracker = block.unit.tracker
-        assert not tracker._passes
-        assert not tracker._reducing
-        assert not block.unit._in_backward
-        assert not any(b._reduce_work or b._local_grad is not None for b in block.unit.buckets)
+        group = group_of(block)
+        assert not group.step._passes
+        assert not group.step._reducing
+        assert not group._in_backward
+        assert not any(r.pending or r._accumulated is not None for r in group.reducers)
 
 
 @pytest.mark.ranks(1, 2)
@@ -213,7 +214,7 @@ def test_nothing_is_kept_but_inputs_and_output_gradients(ctx):
     Product.kept = []
     deferred = first_part(blocks, ctx, 0)
     kept, Product.kept = Product.kept, None
-    full = {b.full.untyped_storage()._cdata for block in blocks for b in block.unit.buckets}
+    full = {f.unsharded.untyped_storage()._cdata for block in blocks for f in group_of(block).flats}
     assert len(kept) == 2 * len(deferred) == 12
     assert not any(t.untyped_storage()._cdata in full for t in kept)
     assert {tuple(t.shape) for t in kept} == {(3, 5), (3, 7)}
@@ -270,7 +271,7 @@ def test_ranks_that_take_different_ways_reduce_in_one_order(ctx, level, first):
         for i, layer in enumerate(plain):
             layer.skip = (i + rank) % 2 == 0
             if rank == ctx.rank:
-                blocks[i].inner_module.skip = layer.skip
+                blocks[i].skip = layer.skip
         loss_of(through(plain, seeded(40 + rank, 3, 5))).backward()
     deferred = first_part(blocks, ctx, 4)
     assert len(deferred) == 2 * (1 + ctx.rank)
@@ -325,7 +326,7 @@ def test_frozen_parameters(ctx, level):
 
 
 class TakesWeight(nn.Module):
-    """Its linear layer's weight is an argument; where parameters are frozen, arguments enter with them."""
+    """Its linear layer's weight is an argument; where parameters are frozen, arguments' gradients end the call."""
 
     def __init__(self):
         super().__init__()
@@ -338,17 +339,17 @@ class TakesWeight(nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_an_argument_gets_its_gradient_in_the_first_part(ctx, checkpointing):
+def test_an_argument_that_is_a_leaf_gets_its_gradient_with_the_parameters(ctx, checkpointing):
     plain = TakesWeight()
     block = Block(copy.deepcopy(plain), checkpointing)
     weights = [seeded(3, 5, 5).requires_grad_() for _ in range(2)]
     with deferred_weight_gradients() as deferred:
         loss_of(block(seeded(1, 3, 5), weights[0])).backward()
     loss_of(plain(seeded(1, 3, 5), weights[1])).backward()
-    torch.testing.assert_close(weights[0].grad, weights[1].grad)
-    assert len(deferred) == 1
+    assert len(deferred) == 2
     deferred.run()
-    grad = block.inner_module.linear._parameters["weight"].grad
+    torch.testing.assert_close(weights[0].grad, weights[1].grad)
+    grad = block.linear._parameters["weight"].grad
     assert grad is not None
     assert grad.any()
 
@@ -372,10 +373,10 @@ def test_what_is_abandoned_or_fails_leaves_the_blocks_usable(ctx, level):
     gc.collect()
     assert all(p.grad is None for p in blocks.parameters())
     check_equal_runs(ctx, plain, blocks)
-    blocks[1].inner_module.fails = True
+    blocks[1].fails = True
     with pytest.raises(ZeroDivisionError):
         first_part(blocks, ctx, 2)
-    blocks[1].inner_module.fails = False
+    blocks[1].fails = False
     check_equal_runs(ctx, plain, blocks, 1)
     # An input is overwritten, on every rank: the second part fails.
     kept = Product.kept = []

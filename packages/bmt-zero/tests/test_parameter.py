@@ -67,7 +67,7 @@ def test_a_copy_has_the_same_rows_and_its_own_storage() -> None:
     twice = copy.deepcopy(once)
     for twin in (once, twice):
         assert twin is not param
-        assert type(twin) is DistributedParameter
+        assert type(twin) is type(param)
         assert twin.shape == param.shape
         assert twin.bmt_slice == param.bmt_slice
         assert (twin.group, twin.init_method) == ("g", torch.nn.init.ones_)
@@ -109,7 +109,7 @@ def test_pickling_says_what_to_do_instead() -> None:
 def test_what_it_looks_like(ctx: Any) -> None:
     rows = [(0, 3), (3, 5)][ctx.rank]
     assert repr(DistributedParameter(torch.zeros(5, 2))) == (
-        f"DistributedParameter(shape=(5, 2), rows=[{rows[0]}, {rows[1]}), "
+        f"ShardedParameter(shape=(5, 2), rows=[{rows[0]}, {rows[1]}), "
         "dtype=torch.float32, device=cpu, requires_grad=True)"
     )
 

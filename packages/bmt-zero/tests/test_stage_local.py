@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import bmt_zero
 from bmt_comm import Communicator, slice_of
 from bmt_zero import Block, DistributedModule, DistributedParameter, MixedPrecision, is_stage_local, stage_block
+from bmt_zero.shard import group_of, sharding_of
 
 LEVEL = pytest.mark.parametrize("level", [0, 1, 2, 3])
 
@@ -43,7 +45,7 @@ def test_a_stages_own_module_is_trained_by_its_ranks_alone(ctx: Any, level: int)
     block = Block(copy.deepcopy(plain), zero_level=level, stage_local=True)
     for param in block.parameters():
         assert is_stage_local(param)
-        assert param.bucket.shard_comm.size * param.bucket.replicate_comm.size == 2
+        assert math.prod(c.size for c in param.handle.group.reducers[0].comms) == 2
     data = seeded(3, 2, 4, 5 + ctx.pipe_rank)
     block(data[ctx.data_rank]).square().sum().backward()
     plain(data.flatten(0, 1)).square().sum().backward()
@@ -55,15 +57,15 @@ def test_a_stages_own_module_is_trained_by_its_ranks_alone(ctx: Any, level: int)
 
 @pytest.mark.ranks(4, pipe_size=2)
 def test_ranks_of_a_stage_must_agree(ctx: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"ranks disagree on the parameters of a Block of Linear"):
+    with pytest.raises(RuntimeError, match=r"ranks disagree on the parameters of a Linear"):
         Block(nn.Linear(3, 3 + ctx.data_rank), stage_local=True)
     assert not is_stage_local(Block(nn.Linear(3, 3)).weight)
 
 
 def held_by(block: nn.Module) -> int:
     """Bytes that the parameters of a sharded module take."""
-    buckets = {param.bucket for param in block.parameters()}
-    storages = {b.full.untyped_storage() for b in buckets} | {b.shard.untyped_storage() for b in buckets}
+    flats = {param.handle.flat for param in block.parameters()}
+    storages = {f.unsharded.untyped_storage() for f in flats} | {f.shard.untyped_storage() for f in flats}
     storages |= {p.untyped_storage() for p in block.parameters()}
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -76,15 +78,15 @@ def test_a_block_of_all_stages_moves_to_one(ctx: Any, level: int) -> None:
     plain = Layer()
     blocks = [Block(Layer(), **settings) for _ in range(2)]
     assert held_by(blocks[0]) > 0
-    blocks[0].inner_module.a._parameters["bias"].requires_grad = False  # after the Block has sorted its parameters
+    blocks[0].a._parameters["bias"].requires_grad = False  # after the Block has sorted its parameters
     plain.a.bias.requires_grad = ctx.pipe_rank != 0
-    blocks[0].inner_module.a._parameters["bias"].group = "biases"
-    blocks[0].inner_module.a._parameters["bias"].init_method = nn.init.zeros_
+    blocks[0].a._parameters["bias"].group = "biases"
+    blocks[0].a._parameters["bias"].init_method = nn.init.zeros_
     identities = [id(p) for p in blocks[ctx.pipe_rank].parameters()]
     blocks[0](seeded(0, 2, 5)).sum().backward()  # leaves gradients
-    buckets = [bucket for block in blocks for bucket in block.unit.buckets]
+    flats = [flat for block in blocks for flat in group_of(block).flats]
     kept = [stage_block(block, keep=index == ctx.pipe_rank) for index, block in enumerate(blocks)]
-    assert all(bucket.shard.numel() == bucket.full.numel() == 0 for bucket in buckets)
+    assert all(flat.shard.numel() == flat.unsharded.numel() == 0 for flat in flats)
     assert kept[1 - ctx.pipe_rank] is None
     assert held_by(blocks[1 - ctx.pipe_rank]) == 0  # also as long as somebody refers to it
     block = kept[ctx.pipe_rank]
@@ -92,15 +94,17 @@ def test_a_block_of_all_stages_moves_to_one(ctx: Any, level: int) -> None:
     assert stage_block(block, True) is block  # it is one already
     assert [id(p) for p in block.parameters()] == identities
     assert_same_parameters(block, plain, tolerance=0.0)
-    assert block.inner_module.a._parameters["weight"] is block.inner_module.b._parameters["weight"]
+    assert block.a.weight is block.b.weight
     assert [p.requires_grad for p in block.parameters()] == [p.requires_grad for p in plain.parameters()]
-    assert (block.use_checkpoint, block.initialized, block._level, block.precision) == (False, True, level, precision)
+    sharding = sharding_of(block)
+    assert (sharding.checkpoint, sharding.initialized) == (None, True)
+    assert (sharding.group.level, sharding.group.precision) == (level, precision)
     for param in block.parameters():
         assert is_stage_local(param)
         assert param.grad is None
-        assert param.bucket.level == level
-        assert param.bucket.shard_comm.size == (1 if level == 0 else 2)
-    bias = block.inner_module.a._parameters["bias"]
+        assert param.handle.group.level == level
+        assert param.handle.flat.shard_comm.size == (1 if level == 0 else 2)
+    bias = block.a._parameters["bias"]
     assert (bias.group, bias.init_method) == (("biases", nn.init.zeros_) if ctx.pipe_rank == 0 else (None, None))
     data = seeded(3, 2, 4, 5)
     block(data[ctx.data_rank]).square().sum().backward()
@@ -166,9 +170,9 @@ def test_what_awaits_values_is_not_gathered(ctx: Any, as_block: bool) -> None:
 def test_communicators_of_its_own_stay_if_they_are_of_the_stage(ctx: Any) -> None:
     alone = Communicator(None, ctx.device)
     block = Block(nn.Linear(3, 3), shard_comm=alone, replicate_comm=ctx.zero)
-    unit = block.unit
+    group = group_of(block)
     assert stage_block(block, True) is block
-    assert block.unit is unit
+    assert group_of(block) is group
     assert all(is_stage_local(p) for p in block.parameters())
     same = Block(nn.Linear(3, 3), shard_comm=alone, replicate_comm=ctx.zero, stage_local=True)
     assert all(is_stage_local(p) for p in same.parameters())

@@ -5,7 +5,7 @@ from types import ModuleType as _ModuleType
 
 from . import nccl, store
 from ._version import __version__
-from .agreement import check_agreement
+from .agreement import CallSequences, check_agreement
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
 from .combine import REDUCE_OPS
 from .communicator import Communicator, Traffic
@@ -29,6 +29,7 @@ from .work import Work
 __all__ = [
     "REDUCE_OPS",
     "SLICE_ATTRIBUTE",
+    "CallSequences",
     "Communicator",
     "Config",
     "DeferredWeightGradients",

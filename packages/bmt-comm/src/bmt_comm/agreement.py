@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 import torch
 
 from .communicator import Communicator
+
+_MASK = (1 << 63) - 1
 
 
 def check_agreement(comm: Communicator, what: str, facts: Sequence[str]) -> None:
@@ -38,3 +41,74 @@ def check_agreement(comm: Communicator, what: str, facts: Sequence[str]) -> None
         if a != b:
             a, b = ("nothing" if fact is None else fact for fact in (a, b))
             raise RuntimeError(f"ranks disagree on {what}: item {index} is {a} on {names[0]} and {b} on {names[1]}")
+
+
+class CallSequences:
+    """Compares the order of the named operations that ranks have started, after they have run.
+
+    Collectives of equal sizes do not notice that one rank means another parameter than the others. Each operation adds
+    its label to a digest for its communicator; :meth:`compare` exchanges a digest of 8 bytes per rank, and the labels
+    only where digests differ.
+    """
+
+    _KEPT = 512  # operations since the last comparison whose labels can be named
+
+    def __init__(self) -> None:
+        self._digests: dict[Communicator, int] = {}
+        self._operations: dict[Communicator, deque[int]] = {}
+        self._names: dict[int, str] = {}
+        self._late: list[tuple[torch.Tensor, torch.cuda.Event, Communicator, deque[int]]] = []
+
+    def label(self, name: str) -> int:
+        """The number for ``name``, the same on every rank."""
+        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+        self._names[number] = name
+        return number
+
+    def add(self, comm: Communicator, label: int) -> None:
+        """An operation over ``comm`` is started."""
+        operations = self._operations.get(comm)
+        if operations is None:
+            operations = self._operations[comm] = deque(maxlen=self._KEPT)
+        operations.append(label)
+        self._digests[comm] = (self._digests.get(comm, 0) * 1000003 + label) & _MASK
+
+    def compare(self) -> None:
+        """Raise where ranks have started different operations. Every rank of the communicators must call this.
+
+        On CUDA the host does not wait: a difference is raised by a later comparison.
+
+        Raises:
+            RuntimeError: on every rank, naming the first difference.
+        """
+        late, self._late = self._late, []
+        for everyone, event, comm, operations in late:
+            event.synchronize()  # of the step before, long done
+            self._check(everyone, comm, operations)
+        digests, self._digests = self._digests, {}
+        started, self._operations = self._operations, {}
+        for comm, digest in digests.items():
+            mine = torch.tensor([digest], dtype=torch.int64, device=comm.device)
+            everyone = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
+            comm.all_gather(everyone, mine)
+            if comm.device.type == "cuda":
+                on_host = torch.empty(comm.size, dtype=torch.int64, pin_memory=True).copy_(everyone, non_blocking=True)
+                event = torch.cuda.current_stream(comm.device).record_event()
+                self._late.append((on_host, event, comm, started[comm]))
+            else:
+                self._check(everyone, comm, started[comm])
+
+    def _check(self, everyone: torch.Tensor, comm: Communicator, operations: Iterable[int]) -> None:
+        digests = everyone.tolist()
+        if digests.count(digests[0]) == len(digests):
+            return
+        self._digests, self._operations, self._late = {}, {}, []
+        reports = comm.all_gather_object([self._names[label] for label in operations])
+        other = next(rank for rank in range(comm.size) if digests[rank] != digests[0])
+        for number, (a, b) in enumerate(zip_longest(reports[0], reports[other], fillvalue="nothing")):
+            if a != b:
+                raise RuntimeError(
+                    f"ranks disagree on the order of operations: operation {number} is {a} on rank {comm.ranks[0]} and "
+                    f"{b} on rank {comm.ranks[other]}; what was computed since the last step is wrong"
+                )
+        raise RuntimeError(f"ranks {comm.ranks} disagree on the order of operations, too long ago to say where")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmt_comm import ParallelContext, check_agreement, current_context
-from bmt_zero import Block, link_blocks, stage_block
+from bmt_zero import link_blocks, stage_block
 
 from .call import Pipeline
 from .list_state import StagedState
@@ -96,7 +96,7 @@ class PipelineTransformerBlockList(StagedState):
         facts = [f"num_hidden={num_hidden}", f"interleave={interleave}", f"stages are cut into {self.all_chunks}"]
         check_agreement(context.world, "the layers of a PipelineTransformerBlockList", facts)
         self._take(iter(modules), context)
-        linked: set[Block] = set()
+        linked: set[nn.Module] = set()
         for chunk in range(interleave):
             units = [block for block in dict.fromkeys(self.blocks_of(chunk)) if block not in linked]
             link_blocks(units)
@@ -177,11 +177,11 @@ class PipelineTransformerBlockList(StagedState):
                 ) from None
             keep = owner_of[index] == context.pipe.rank
             first = seen.note(layer, index, keep)
-            block: Block | None
+            block: nn.Module | None
             if first == index:
                 block = stage_block(layer, keep)
             else:
-                block = self._modules[str(first)] if keep else None  # type: ignore[assignment]
+                block = self._modules[str(first)] if keep else None
             if block is not None:
                 self.add_module(str(index), block)
             del layer, block  # before there is the next
@@ -191,17 +191,17 @@ class PipelineTransformerBlockList(StagedState):
                 f"be one for each"
             )
 
-    def blocks_of(self, chunk: int) -> list[Block]:
+    def blocks_of(self, chunk: int) -> list[nn.Module]:
         """The Blocks of one of this stage's chunks, in order."""
         return [self._modules[str(index)] for index in self.chunks[chunk]]  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._modules.values())  # type: ignore[arg-type]
 
-    def __getitem__(self, index: int) -> Block:
+    def __getitem__(self, index: int) -> nn.Module:
         return list(self)[index]
 
     def extra_repr(self) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bmt_comm import ParallelContext
-from bmt_zero import Block
+from bmt_zero.shard import group_of
 
 from .messages import Message, StageFailedError, connected
 from .plan import Plan
@@ -35,7 +35,7 @@ class Pipeline:
 
     def __init__(
         self,
-        chunks: Sequence[Sequence[Block]],
+        chunks: Sequence[Sequence[nn.Module]],
         layers: Sequence[range],
         num_hidden: int,
         context: ParallelContext,
@@ -67,7 +67,7 @@ class Pipeline:
         or the loss."""
         context = self.context
         grad = torch.is_grad_enabled()
-        trains = any(p.requires_grad for chunk in self.chunks for block in chunk for p in block.unit.params)
+        trains = any(p.requires_grad for chunk in self.chunks for block in chunk for p in group_of(block).params)
         signature: Signature | None = None
         values: list[Any] = []
         problem: Exception | None = None
@@ -96,7 +96,7 @@ class Pipeline:
                     scale = torch.ones((), dtype=torch.float64, device=context.device)
                 prepared = Tail(tail, context, scale, grad)
         except Exception as error:  # whatever it is, the other ranks are to know
-            problem = error
+            problem, signature = error, None
         try:
             key, signatures = self._signatures.exchange(context, signature, problem)
         except Exception:
@@ -265,12 +265,14 @@ class _Loss(torch.autograd.Function):
         grad = _same_on_stages(run.context, grad.double())
         factor = grad / tail.scale
         ctx.pipeline.note_scale(grad, tail.scale)
-        for bucket, flat in run.arrived.items():
-            bucket.add_gradient(flat.mul_(factor))
+        for group in run.groups:
+            for reducer in group.reducers:
+                if reducer in run.arrived:
+                    group.add_reduced(reducer, run.arrived[reducer].mul_(factor))
         run.arrived = {}
         for param, found in zip(tail.params, tail.grads):
             if found is not None:
-                param.unit.reduce_gradient(param, found.mul_(factor))
+                param.handle.reduce(found.mul_(factor))  # type: ignore[attr-defined]
         scaled = [None if g is None else g * factor for g in ctx.grads]
         ctx.grads, tail.grads = None, []
         return (None,) * 6 + tuple(scaled)

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from bmt_zero import Block
+from bmt_zero.shard import sharding_of
 
 
 def run_layers(
-    blocks: Sequence[Block], hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    blocks: Sequence[nn.Module], hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
     """Hand ``hidden`` from layer to layer.
 
@@ -67,11 +68,16 @@ class Surroundings:
 
 
 @contextlib.contextmanager
-def last_not_checkpointed(blocks: Sequence[Block]) -> Iterator[None]:
+def last_not_checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Within, the last layer keeps its activations: where backward follows at once, they are needed first."""
-    last = blocks[-1]
-    before, last.use_checkpoint = last.use_checkpoint, False
+    sharding = sharding_of(blocks[-1])
+    assert sharding is not None
+    checkpoint = sharding.checkpoint
+    if checkpoint is None:
+        yield
+        return
+    before, checkpoint.enabled = checkpoint.enabled, False
     try:
         yield
     finally:
-        last.use_checkpoint = before
+        checkpoint.enabled = before

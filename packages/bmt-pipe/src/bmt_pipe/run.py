@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 
 from bmt_comm import ParallelContext, deferred_weight_gradients
-from bmt_zero import Block
-from bmt_zero.backward import outside_backward, tracker_of
-from bmt_zero.bucket import Bucket
+from bmt_zero.backward_context import outside_backward, step_context
+from bmt_zero.gradient_reducer import GradientReducer
+from bmt_zero.shard import group_of, sharding_of
 
 from .arguments import Arguments
 from .chunk import Surroundings, last_not_checkpointed, run_layers
@@ -64,7 +64,7 @@ class Run:
 
     def __init__(
         self,
-        chunks: Sequence[Sequence[Block]],
+        chunks: Sequence[Sequence[nn.Module]],
         context: ParallelContext,
         plan: Plan,
         values: list[Any],
@@ -74,11 +74,12 @@ class Run:
         self.chunks = chunks
         self.context = context
         self.plan = plan
-        self.arrived: dict[Bucket, Tensor] = {}  # flat gradients, where the loss is computed inside
+        self.arrived: dict[GradientReducer, Tensor] = {}  # flat gradients, where the loss is computed inside
         self.tail = tail
         self.recorder = recorder
         self.stage = context.pipe.rank
-        self.units = list(dict.fromkeys(block.unit for chunk in chunks for block in chunk))
+        self.groups = list(dict.fromkeys(group_of(block) for chunk in chunks for block in chunk))
+        self.reducers = [reducer for group in self.groups for reducer in group.reducers]
         self.arguments = Arguments(context, plan, values)
         self.inputs: dict[tuple[int, int], list[Tensor]] = {}  # by micro-batch and place: kept for recomputation
         self.surroundings: dict[tuple[int, int], Surroundings] = {}
@@ -103,8 +104,8 @@ class Run:
         self.arguments.exchange()
         kept: list[tuple[list[Any], list[Any]]] = []
         self._begin(Pass(self.plan.schedule, True, False, taps=self.plan.taps))
-        for unit in self.units:
-            unit.hold()
+        for group in self.groups:
+            group.hold()
         with self._all_stages():
             self._send_inputs()
             self._work()
@@ -126,11 +127,11 @@ class Run:
         """
         self._retains = torch._C._autograd._get_current_graph_task_keep_graph()
         with outside_backward():
-            tracker_of(self.context).finish_reductions()  # those whose end would need all stages
+            step_context(self.context).finish_reductions()  # those whose end would need all stages
             wanted = self._exchange_wanted(tap_grads)
             flags = tuple(any(leaf.requires_grad for leaf in s.leaves[: s.num_hidden]) for s in self.plan.signatures)
             self._begin(Pass(self.plan.schedule, False, True, tap_grads=wanted, input_grads=flags))
-            with self._all_stages(), self._reducing_once():
+            with self._all_stages(), step_context(self.context).nested(), self._reducing_once():
                 if problem is not None:
                     raise problem
                 self._send_output_grads(output_grads, tap_grads)
@@ -147,15 +148,16 @@ class Run:
         """
         assert self.tail is not None
         backward = self.plan.differentiable
-        tracker_of(self.context).finish_reductions()
+        step_context(self.context).finish_reductions()
         self.arguments.exchange()
         flags = tuple(any(leaf.requires_grad for leaf in s.leaves[: s.num_hidden]) for s in self.plan.signatures)
         self._begin(Pass(self.plan.schedule, True, backward, tail=True, input_grads=flags))
-        for unit in self.units:
-            unit.hold()
+        for group in self.groups:
+            group.hold()
         self.tail.prepare(self.stage == self._pass.stage(self._pass.last))
         hidden: list[Tensor | None] = []
-        with self._all_stages(), self._gradients_apart(), self._reducing_once(), self.tail.closing():
+        nested = step_context(self.context).nested()
+        with self._all_stages(), nested, self._gradients_apart(), self._reducing_once(), self.tail.closing():
             self._send_inputs()
             self._work()
             loss = self._losses()
@@ -167,14 +169,14 @@ class Run:
     @contextlib.contextmanager
     def _gradients_apart(self) -> Iterator[None]:
         """What arrives within is no parameter's gradient yet; it goes to ``arrived``."""
-        aside = {bucket: bucket.set_gradients_aside() for unit in self.units for bucket in unit.buckets}
+        aside = {reducer: reducer.set_gradients_aside() for reducer in self.reducers}
         try:
             yield
         finally:
-            for bucket, before in aside.items():
-                flat = bucket.restore_gradients(before)
-                if flat is not None:
-                    self.arrived[bucket] = flat
+            for reducer, before in aside.items():
+                total = reducer.restore_gradients(before)
+                if total is not None:
+                    self.arrived[reducer] = total
 
     def _begin(self, what: Pass) -> None:
         self._pass = what
@@ -211,8 +213,8 @@ class Run:
         self.plan.learned = True
 
     def _release(self) -> None:
-        for unit in self.units:
-            unit.release()
+        for group in self.groups:
+            group.release()
         if not self._retains:
             self._alive.clear()
         self._deferred.clear()
@@ -222,29 +224,30 @@ class Run:
         """At ZeRO levels 0 and 1, gradients of micro-batches are summed before ranks exchange them.
 
         :meth:`_backward` lets the last one of each chunk reduce, unless the caller's ``no_sync`` is to."""
-        buckets = [bucket for unit in self.units for bucket in unit.buckets]
-        self._no_sync = {bucket: bucket.no_sync and self.tail is None for bucket in buckets}
-        before = {bucket: bucket.no_sync for bucket in buckets}
+        reducers = self.reducers
+        self._no_sync = {reducer: reducer.no_sync and self.tail is None for reducer in reducers}
+        before = {reducer: reducer.no_sync for reducer in reducers}
         self._left = dict.fromkeys(range(len(self.chunks)), self.plan.schedule.micro_batches)
-        for bucket in buckets:  # also what is complete before it comes to the gradients that are put off
-            bucket.no_sync = True
+        for reducer in reducers:  # also what is complete before the weight-gradient pass
+            reducer.no_sync = True
         try:
             yield
-            tracker_of(self.context).finish_reductions()
-            for bucket in buckets:  # those that the last micro-batch has not used
-                bucket.no_sync = self._no_sync[bucket]
-                bucket.reduce_waiting()
+            for reducer in reducers:
+                reducer.no_sync = self._no_sync[reducer]
+            step = step_context(self.context)
+            step.reduce_accumulated(reducers)  # of those that the last micro-batch has not used
+            step.settle(reducers)
         finally:
-            for bucket, flag in before.items():
-                bucket.no_sync = flag
+            for reducer, flag in before.items():
+                reducer.no_sync = flag
 
     @contextlib.contextmanager
     def _one_less(self, chunk: int) -> Iterator[None]:
         """A micro-batch's gradients of a chunk become complete."""
         self._left[chunk] -= 1
         for block in self.chunks[chunk]:
-            for bucket in block.unit.buckets:
-                bucket.no_sync = self._no_sync[bucket] or self._left[chunk] > 0
+            for reducer in group_of(block).reducers:
+                reducer.no_sync = self._no_sync[reducer] or self._left[chunk] > 0
         yield
 
     # --- actions ----------------------------------------------------------------------------------
@@ -295,7 +298,9 @@ class Run:
     def _keeps_input_alone(self, chunk: int) -> bool:
         """Whether a chunk that is run for its backward keeps but its input, and need not be run twice."""
         blocks = self.chunks[chunk]
-        return len(blocks) == 1 and blocks[0].use_checkpoint and not self.plan.taps
+        sharding = sharding_of(blocks[0])
+        checkpoint = None if sharding is None else sharding.checkpoint
+        return len(blocks) == 1 and checkpoint is not None and checkpoint.enabled and not self.plan.taps
 
     def _recompute(self, action: Action) -> None:
         i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bmt_comm import ParallelContext
-from bmt_zero import Block, DistributedParameter
-from bmt_zero.backward import tracker_of
+from bmt_zero import Block, ShardedParameter
+from bmt_zero.backward_context import step_context
+from bmt_zero.parameter_group import GroupHandle, parameters_in_forward, replaced_parameters
+from bmt_zero.shard import group_of
 
 from .messages import connected
 
@@ -50,7 +52,7 @@ class Tail:
         self.scale = scale
         self.grad = grad
         self.losses: dict[int, Tensor] = {}
-        self._sharded, plain = _parameters_of(function)
+        self._sharded, plain = _parameters_of(function, context)
         trainable = [param for param in plain if param.requires_grad]
         if trainable and context.world_size > 1 and grad:
             raise ValueError(
@@ -60,15 +62,16 @@ class Tail:
         self.params = [p for p in self._sharded if p.requires_grad] if grad else []
         self.plain = trainable if grad else []
         self.grads: list[Tensor | None] = [None] * (len(self.params) + len(self.plain))
-        self._leaves: dict[nn.Parameter, Tensor] = {}
+        self._leaves: dict[ShardedParameter, Tensor] = {}
 
     def prepare(self, runs: bool) -> None:
         """Gather the parameters, on all ranks; ``runs``: this rank keeps them."""
         for param in self._sharded:
-            param.unit.check_agreement()
-            whole = param.bucket.gather_fresh(param.bucket_index)
+            handle: GroupHandle = param.handle  # type: ignore[assignment]
+            handle.group.begin_gather(handle.flat)
+            value = handle.flat.gather_one(handle.index)
             if runs:
-                self._leaves[param] = whole.detach().requires_grad_(self.grad and param.requires_grad)
+                self._leaves[param] = value.detach().requires_grad_(self.grad and param.requires_grad)
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
@@ -115,19 +118,16 @@ class Tail:
     @contextlib.contextmanager
     def _stand_ins(self) -> Iterator[None]:
         """Within, modules read what :meth:`prepare` has gathered, and gather nothing."""
-        tracker = tracker_of(self.context)
-        tracker.forbidden = (
+        step = step_context(self.context)
+        step.forbidden = (
             "in the tail of a pipeline, which only the last stage runs: pass the module that owns it as the tail, or a "
             "function that refers to it, and keep it outside of Blocks"
         )
-        for param in self._sharded:
-            param.unit.stand_in = self._leaves[param]
         try:
-            yield
+            with replaced_parameters(self._leaves):
+                yield
         finally:
-            tracker.forbidden = None
-            for param in self._sharded:
-                param.unit.stand_in = None
+            step.forbidden = None
 
     def agree_on_use(self) -> None:
         """Let all stages have gradients of what the last one has used: zeros. A collective of the pipeline."""
@@ -139,21 +139,24 @@ class Tail:
             comm.broadcast(used, comm.size - 1)
         for n, (param, flag) in enumerate(zip(self.params, used.tolist(), strict=True)):
             if flag and self.grads[n] is None:
-                dtype = param.bucket.precision.param_dtype or param.dtype
+                dtype = param.handle.flat.unsharded.dtype  # type: ignore[attr-defined]
                 self.grads[n] = torch.zeros(param.bmt_slice.piece_shape, dtype=dtype, device=self.context.device)
 
 
-def _parameters_of(function: Callable[..., Any]) -> tuple[list[DistributedParameter], list[nn.Parameter]]:
+def _parameters_of(
+    function: Callable[..., Any], context: ParallelContext
+) -> tuple[list[ShardedParameter], list[nn.Parameter]]:
     """The parameters outside of Blocks that a function can reach through modules it refers to."""
     found: dict[nn.Parameter, None] = {}
     for module in _modules_of(function):
-        inside = {id(p) for m in module.modules() if isinstance(m, Block) for p in m.unit.params}
-        found.update((p, None) for p in module.parameters() if id(p) not in inside)
+        inside = {id(p) for m in module.modules() if isinstance(m, Block) for p in group_of(m).params}
+        params = parameters_in_forward(module, step_context(context))
+        found.update((p, None) for p in params if id(p) not in inside)
     for value in _references(function):
         if isinstance(value, nn.Parameter):
             found[value] = None
-    sharded = [p for p in found if isinstance(p, DistributedParameter) and p.bucket.standalone]
-    return sharded, [p for p in found if not isinstance(p, DistributedParameter)]
+    sharded = [p for p in found if isinstance(p, ShardedParameter)]
+    return sharded, [p for p in found if not isinstance(p, ShardedParameter)]
 
 
 def _modules_of(function: Callable[..., Any]) -> list[nn.Module]:

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from bmt_comm import Communicator
 
 from .ops import check_shapes
+from .parameters import unsharded
 from .regions import (
     Pending,
     checked_dim,
@@ -82,6 +83,7 @@ def column_linear(
         ValueError: a shape does not fit, or ``sequence_dim`` is the last or no dimension of x.
     """
     comm = tensor_comm(comm)
+    layers = [(unsharded(weight), unsharded(bias)) for weight, bias in layers]
     for weight, bias in layers:
         check_shapes(x, weight, bias)
     dim = _sequence_dim(x, sequence_dim) if gather_input else 0
@@ -118,6 +120,7 @@ def row_linear(
         ValueError: a shape does not fit, or the ranks do not divide the sequence.
     """
     comm = tensor_comm(comm)
+    weight, bias = unsharded(weight), unsharded(bias)
     check_shapes(x, weight, bias)
     scatter = ReduceType(reduce_output_type) is ReduceType.REDUCE_SCATTER
     dim = checked_dim(x, _sequence_dim(x, sequence_dim), comm, "row_linear") if scatter else 0

@@ -275,7 +275,7 @@ def _check_uncut(name: str, module: nn.Module) -> None:
         param = module._parameters.get(key)
         if getattr(param, "tp_mode", False):
             raise ValueError(f"a parameter of {name!r} has been cut already; parallelize a model once")
-        if hasattr(param, "unit") or hasattr(param, "placements"):
+        if hasattr(param, "handle") or hasattr(param, "placements"):
             raise ValueError(
                 f"a parameter of {name!r} is sharded already; parallelize a model first, and then shard it"
             )

@@ -85,7 +85,7 @@ def mark_sequence_parallel(param: nn.Parameter, comm: Communicator) -> None:
 
     To be repeated for a plain one that was frozen, since torch takes hooks on trained ones only.
     """
-    if hasattr(param, "unit"):  # sharded: reduced by its unit
+    if hasattr(param, "handle"):  # sharded: reduced by its group
         param.sequence_parallel = True  # type: ignore[attr-defined]
         return
     if not getattr(param, "sequence_parallel", False):
@@ -93,6 +93,11 @@ def mark_sequence_parallel(param: nn.Parameter, comm: Communicator) -> None:
     if comm.size > 1 and param.requires_grad and not getattr(param, "has_sum_hook", False):
         param.register_hook(_SumOverRanks(comm))
         _mark(param, has_sum_hook=True)
+
+
+def unsharded(weight: Any) -> Any:
+    """What a layer computes with: bmt_zero's parameters that are used outside of their module are gathered."""
+    return weight.gather() if hasattr(weight, "handle") else weight
 
 
 def _mark(param: nn.Parameter, **attributes: Any) -> None:
@@ -103,7 +108,7 @@ def _mark(param: nn.Parameter, **attributes: Any) -> None:
 
 
 class _SumOverRanks:
-    """A parameter's hook. Once the parameter is sharded, its unit writes the gradient, and None comes here."""
+    """A parameter's hook. Once the parameter is sharded, its group writes the gradient, and None comes here."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm

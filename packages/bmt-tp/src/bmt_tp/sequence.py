@@ -63,5 +63,5 @@ class _KeepMarked:
 
     def __call__(self, module: nn.Module, *_args: Any) -> None:
         for param in module._parameters.values():
-            if param is not None:
+            if isinstance(param, nn.Parameter):  # and not unsharded, as it is while a Block computes
                 mark_sequence_parallel(param, self.comm)

@@ -55,4 +55,4 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict
 def _is_piece(param: nn.Parameter) -> bool:
     """Whether a plain parameter holds one tensor-parallel rank's piece."""
     found = getattr(param, SLICE_ATTRIBUTE, None)
-    return found is not None and found.tp_dim is not None and not hasattr(param, "unit")
+    return found is not None and found.tp_dim is not None and not hasattr(param, "handle")

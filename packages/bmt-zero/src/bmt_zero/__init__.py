@@ -1,15 +1,16 @@
-"""ZeRO-sharded parameters, Blocks, initialisation and state dicts."""
+"""ZeRO-sharded parameters and modules, initialisation and state dicts."""
 
 from ._version import __version__
 from .block import Block, CheckpointBlock
 from .block_list import TransformerBlockList, link_blocks
 from .checkpoint import load, save
+from .distributed import DistributedModule, DistributedParameter, ParameterInitializer
 from .groups import grouped_parameters, no_sync
 from .initialize import init_parameters
 from .layout import FlatLayout, Placement, plan_layouts
-from .module import DistributedModule
-from .parameter import DistributedParameter, ParameterInitializer
 from .precision import MixedPrecision
+from .shard import shard
+from .sharded_parameter import ShardedParameter
 from .stage import stage_block
 from .stage_entry import StageEntry, is_stage_local
 from .state import entries_of_stages, load_state_dict, serves_shards
@@ -25,6 +26,7 @@ __all__ = [
     "MixedPrecision",
     "ParameterInitializer",
     "Placement",
+    "ShardedParameter",
     "StageEntry",
     "TransformerBlockList",
     "__version__",
@@ -39,5 +41,6 @@ __all__ = [
     "plan_layouts",
     "save",
     "serves_shards",
+    "shard",
     "stage_block",
 ]

@@ -1,4 +1,4 @@
-"""A stack of Blocks that gather ahead of each other."""
+"""A stack of Blocks that prefetch each other."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from .block import Block
+from .parameter_group import link
+from .shard import group_of, sharding_of
 from .state import load_state_dict
-from .unit import link
 
 
-def link_blocks(blocks: Iterable[Block]) -> None:
-    """Let Blocks gather ahead of each other in this order: of which each comes when the one before has run."""
-    link([block.unit for block in dict.fromkeys(blocks)])
+def link_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Let sharded modules prefetch each other in this order: each comes when the one before has run."""
+    link([sharding.hooks for block in dict.fromkeys(blocks) if (sharding := sharding_of(block)) is not None])
 
 
 class TransformerBlockList(nn.Module):
-    """Blocks called one after the other; while one computes, the next is gathered.
+    """Blocks called one after the other; while one computes, the next is unsharded.
 
     The first ``num_hidden`` arguments are handed from Block to Block, all others go to each Block as they
     are.
@@ -37,16 +38,19 @@ class TransformerBlockList(nn.Module):
             raise ValueError(f"num_hidden={num_hidden} must be at least 1")
         self.num_hidden = num_hidden
         for index, module in enumerate(modules):
-            self.add_module(str(index), module if isinstance(module, Block) else Block(module))
+            block = module if isinstance(module, Block) else Block(module)
+            group = group_of(block)
+            group.name = f"layer {index} (a {type(module).__name__})"
+            self.add_module(str(index), block)
         link_blocks(self)
 
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._modules.values())  # type: ignore[arg-type]
 
-    def __getitem__(self, index: int) -> Block:
+    def __getitem__(self, index: int) -> nn.Module:
         return list(self)[index]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

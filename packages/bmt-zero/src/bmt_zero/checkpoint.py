@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bmt_comm import ParallelContext, check_agreement, current_context
 
-from .parameter import DistributedParameter
+from .sharded_parameter import ShardedParameter
 from .stage_entry import StageEntry, is_stage_local
 from .state import (
     check_entries,
@@ -27,7 +27,6 @@ from .state import (
     load_state_dict,
     local_entries,
     shape_of,
-    unwrapped,
     whole_tensor,
     write_whole,
 )
@@ -137,7 +136,7 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
             extra_state[name] = value
         elif not is_here:
             pass
-        elif isinstance(target, DistributedParameter):
+        elif isinstance(target, ShardedParameter):
             write_whole(target, value)
         else:
             with torch.no_grad():
@@ -283,7 +282,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _has_own_code(model: nn.Module, context: ParallelContext, loading: bool) -> bool:
-    found = any(has_own_code(unwrapped(module), loading) for module in model.modules())
+    found = any(has_own_code(module, loading) for module in model.modules())
     if context.pipe_size == 1:
         return found
     flag = torch.tensor(int(found), device=context.device)  # another stage's layers may have some

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .bucket import Bucket
-from .parameter import DistributedParameter
+from .gradient_reducer import GradientReducer
+from .sharded_parameter import ShardedParameter
 
 
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
@@ -24,18 +24,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients of backward passes in this context without reducing them, where that saves something.
 
     At ZeRO levels 0 and 1, gradients stay on their rank, and the first backward outside of the context reduces
-    the sum once; until then ``.grad`` does not include them. At levels 2 and 3, which never hold whole
+    the sum once; until then ``.grad`` does not include them. At levels 2 and 3, which never hold unsharded
     gradients, each backward reduces as always. The accumulated gradient is the same.
     """
-    buckets: dict[Bucket, None] = {}
+    reducers: dict[GradientReducer, None] = {}
     for param in model.parameters():
-        if isinstance(param, DistributedParameter):
-            buckets[param.bucket] = None
-    before = {bucket: bucket.no_sync for bucket in buckets}
-    for bucket in buckets:
-        bucket.no_sync = True
+        if isinstance(param, ShardedParameter):
+            reducers.update(dict.fromkeys(param.handle.group.reducers))  # type: ignore[attr-defined]
+    before = {reducer: reducer.no_sync for reducer in reducers}
+    for reducer in reducers:
+        reducer.no_sync = True
     try:
         yield
     finally:
-        for bucket, value in before.items():
-            bucket.no_sync = value
+        for reducer, value in before.items():
+            reducer.no_sync = value

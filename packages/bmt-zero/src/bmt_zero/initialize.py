@@ -13,9 +13,9 @@ from torch import nn
 
 from bmt_comm import ParallelContext, check_agreement, current_context
 
-from .block import Block
-from .parameter import DistributedParameter
-from .state import unwrapped, write_whole
+from .shard import sharding_of
+from .sharded_parameter import ShardedParameter
+from .state import write_whole
 
 
 def init_parameters(model: nn.Module) -> None:
@@ -39,11 +39,15 @@ def init_parameters(model: nn.Module) -> None:
     context = current_context()
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    settled = {id(p) for m in model.modules() if isinstance(m, Block) and m.initialized for p in m.unit.params}
+    shardings = {path: sharding for path, m in model.named_modules() if (sharding := sharding_of(m)) is not None}
+    for path, sharding in shardings.items():
+        if path:
+            sharding.group.name = f"{path} (a {type(sharding.hooks.module).__name__})"
+    settled = {id(p) for sharding in shardings.values() if sharding.initialized for p in sharding.group.params}
     named = {
         name: param
         for name, param in model.named_parameters()
-        if isinstance(param, DistributedParameter) and id(param) not in settled
+        if isinstance(param, ShardedParameter) and id(param) not in settled
     }
     check_agreement(context.zero, "init_parameters", [f"{n}: {p.bmt_slice.shape} {p.dtype}" for n, p in named.items()])
     waiting = {id(p): n for n, p in named.items() if p.awaits_values and p.init_method is None}
@@ -89,7 +93,6 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, family: nn.Module | None) -> None:
-        module = unwrapped(module)
         if module in seen:
             return
         seen.add(module)
@@ -103,7 +106,7 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
             return
         claimed.update(dict.fromkeys(own, module))
         names = [waiting[i] for i in own]
-        inside = set(map(unwrapped, module.modules()))
+        inside = set(module.modules())
         reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if family is not None:
             reset = functools.partial(cast(Any, family)._init_weights, module)
@@ -120,13 +123,12 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
 
 def _run_reset(reset: _Reset, context: ParallelContext) -> None:
     """Let it fill whole tensors in the places of the parameters of its module and the modules inside."""
-    modules = map(unwrapped, reset.module.modules())
-    places = [(m, n, p) for m in modules for n, p in m._parameters.items() if p is not None]
+    places = [(m, n, p) for m in reset.module.modules() for n, p in m._parameters.items() if p is not None]
     wholes: dict[int, nn.Parameter] = {}
     for _, _, param in places:
         if id(param) in wholes:
             continue
-        if not isinstance(param, DistributedParameter):
+        if not isinstance(param, ShardedParameter):
             whole = param.detach().clone()
         elif param.awaits_values:
             whole = torch.empty(param.bmt_slice.shape, dtype=param.dtype, device=context.device)
@@ -144,7 +146,7 @@ def _run_reset(reset: _Reset, context: ParallelContext) -> None:
         for m, n, param in places:
             m._parameters[n] = param
     for param, result in filled:
-        if id(param) in reset.may_write and isinstance(param, DistributedParameter) and result is not None:
+        if id(param) in reset.may_write and isinstance(param, ShardedParameter) and result is not None:
             write_whole(param, result.detach())
 
 

@@ -1,9 +1,8 @@
-"""Where parameters lie in a flat buffer that is cut into equal shards: pure arithmetic, no tensors.
+"""Where parameters lie in a flat buffer of equal shards: pure arithmetic, no tensors.
 
-The parameters of a bucket lie one after the other, each contiguous, in a buffer of ``world_size`` equal
-shards.  Every cut between two shards that falls inside a parameter falls **between two of its rows** (dim
-0), so that what a rank holds of a parameter is a plain row range.  Small gaps before parameters and one at
-the end make it so.
+The parameters of a flat parameter lie one after the other, each contiguous, in a buffer of ``world_size`` equal
+shards. Every border between two shards that falls inside a parameter falls **between two of its rows** (dim 0), so
+that a rank holds a plain row range of it. Small gaps before parameters and one at the end make it so.
 """
 
 from __future__ import annotations
@@ -38,6 +37,10 @@ class Placement:
     @property
     def numel(self) -> int:
         return self.rows * self.row_numel
+
+    def local_shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of ``rows`` of its rows; a 0-dim parameter is ``()`` where it is held and ``(0,)`` elsewhere."""
+        return (rows, *self.shape[1:]) if self.shape or not rows else ()
 
 
 @dataclass(frozen=True)

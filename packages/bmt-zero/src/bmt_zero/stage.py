@@ -1,4 +1,4 @@
-"""Blocks that belong to one pipeline stage."""
+"""Sharded modules that belong to one pipeline stage."""
 
 from __future__ import annotations
 
@@ -8,16 +8,26 @@ from torch import Tensor, nn
 
 from bmt_comm import ParallelContext, current_context
 
-from .block import Block, find_slots
-from .bucket import Bucket
-from .conversion import convert, whole_values
-from .parameter import DistributedParameter
-from .reach import check_reach, check_stage
+from .block import Block, check_no_blocks
+from .flat_parameter import FlatParameter
+from .precision import MixedPrecision
+from .shard import (
+    Options,
+    build_standalone,
+    check_groups,
+    check_stage,
+    convert,
+    find_slots,
+    forget_sharding,
+    group_of,
+    sharding_of,
+    values_of,
+)
+from .sharded_parameter import ShardedParameter
 from .stage_entry import STAGE_LOCAL_ATTRIBUTE
-from .unit import make_standalone
 
 
-def stage_block(module: nn.Module, keep: bool) -> Block | None:
+def stage_block(module: nn.Module, keep: bool) -> nn.Module | None:
     """The Block of a module that belongs to one pipeline stage. Every rank of every stage must call it.
 
     A module becomes a Block. A Block, or parameters, that are sharded over all stages are gathered, which is why
@@ -30,7 +40,7 @@ def stage_block(module: nn.Module, keep: bool) -> Block | None:
         keep: whether this rank's stage is the one.
 
     Returns:
-        The Block; None where it is not kept. Sharded parameters that are passed there give their memory back, and
+        The Block; None where it is not kept. Sharded parameters that are passed there release their memory, and
         nothing of it must be used any more.
 
     Raises:
@@ -46,48 +56,64 @@ def stage_block(module: nn.Module, keep: bool) -> Block | None:
         if keep:
             return module
     else:
+        check_no_blocks(module)
         slots = find_slots(module, context)
         _move_parameters([slot.module._parameters[slot.name] for slot in slots], context, keep)
         if keep:
             return Block(module, stage_local=True)
-    for bucket in _buckets(module.parameters()):
-        bucket.give_up()
+    for flat in _flats(module.parameters()):
+        flat.drop_storage()
     return None
 
 
-def _move_block(block: Block, context: ParallelContext, keep: bool) -> None:
-    unit = block.unit
-    if block._stage_local:
+def _move_block(block: nn.Module, context: ParallelContext, keep: bool) -> None:
+    group, sharding = group_of(block), sharding_of(block)
+    assert sharding is not None
+    if sharding.stage_local:
         return
-    if block._comms is not None:
-        check_stage((), context, block._comms)
-        check_reach(*block._comms, context, {slot.path: unit.params[slot.index] for slot in unit.slots}, True)
+    if sharding.shard_comm is not None and sharding.replicate_comm is not None:
+        comms = (sharding.shard_comm, sharding.replicate_comm)
+        check_stage((), context, comms)
+        check_groups(comms, context, {slot.path: group.params[slot.index] for slot in group.slots}, True)
     elif context.pipe_size > 1:
-        unit.check_agreement()
-        _move_parameters(unit.params, context, keep)
+        _move_parameters(group.params, context, keep, level_zero=True)
         if keep:
-            block._stage_local = True
-            block.unit = block._build_unit(context, unit.slots)
+            use_checkpoint = sharding.checkpoint is not None
+            forget_sharding(block)
+            Block(
+                block,
+                use_checkpoint,
+                group.level,
+                sharding.initialized,
+                precision=group.precision,
+                stage_local=True,
+            )
         return
-    block._stage_local = True
-    for param in unit.params:
+    sharding.stage_local = True
+    for param in group.params:
         setattr(param, STAGE_LOCAL_ATTRIBUTE, True)
 
 
-def _move_parameters(params: Iterable[nn.Parameter | None], context: ParallelContext, keep: bool) -> None:
-    """Gather what is sharded over several stages, one bucket at a time, and shard it over this one."""
-    for bucket in _buckets(params):
-        if set(bucket.shard_comm.ranks) <= set(context.zero.ranks):
+def _move_parameters(
+    params: Iterable[nn.Parameter | None], context: ParallelContext, keep: bool, level_zero: bool = False
+) -> None:
+    """Gather what is sharded over several stages, one flat parameter at a time, and shard it over this one.
+
+    ``level_zero``: also what is on every rank.
+    """
+    for flat in _flats(params):
+        if set(flat.shard_comm.ranks) <= set(context.zero.ranks) and not level_zero:
             continue
-        wholes: list[Tensor | None] = []
-        for param in bucket.params:
-            whole = whole_values(param, context.device, bucket.shard_comm, bucket.replicate_comm)
-            wholes.append(whole if keep else None)
+        values: list[Tensor | None] = []
+        for param in flat.params:
+            found = values_of(param, context.device, flat.shard_comm, flat.shard_comm)
+            values.append(found if keep else None)
         if keep:
-            for param, whole in zip(bucket.params, wholes, strict=True):
-                make_standalone(convert(param, context), context, whole, level=3, stage_local=True)
-            bucket.give_up()
+            options = Options(3, MixedPrecision(), stage_local=True)
+            for param, value in zip(list(flat.params), values, strict=True):
+                build_standalone(convert(param, context), context, value, options)
+            flat.drop_storage()
 
 
-def _buckets(params: Iterable[nn.Parameter | None]) -> list[Bucket]:
-    return list(dict.fromkeys(p.bucket for p in params if isinstance(p, DistributedParameter)))
+def _flats(params: Iterable[nn.Parameter | None]) -> list[FlatParameter]:
+    return list(dict.fromkeys(p.handle.flat for p in params if isinstance(p, ShardedParameter)))  # type: ignore[attr-defined]

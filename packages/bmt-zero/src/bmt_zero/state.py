@@ -13,23 +13,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from bmt_comm import Communicator, cut_piece
 
-from .parameter import DistributedParameter
+from .parameter_group import Slot, refresh_flat_weights
+from .sharded_parameter import ShardedParameter
 from .stage_entry import StageEntry
-from .unit import refresh_flat_weights
-
-if TYPE_CHECKING:
-    from .unit import Unit
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,7 +52,7 @@ def whole_tensor(value: Any) -> Any:
     """The whole tensor of a parameter; anything else as it is. Every rank must take part."""
     if isinstance(value, StageEntry):
         return value.spread(whole_tensor(value.value) if value.is_here else None)
-    if isinstance(value, DistributedParameter):
+    if isinstance(value, ShardedParameter):
         return value.gather_all()
     return value.detach() if isinstance(value, Tensor) else value
 
@@ -62,7 +61,7 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
     """The shape of the whole tensor of an entry; None for what is no tensor."""
     if isinstance(value, StageEntry):
         return value.shape
-    if isinstance(value, DistributedParameter):
+    if isinstance(value, ShardedParameter):
         return value.bmt_slice.shape
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
@@ -93,32 +92,28 @@ def entries_of_stages(own: Mapping[str, Any], comm: Communicator) -> dict[str, A
 
 def _identity(value: Any) -> Any:
     """The same for what is one value under several names: tensors are detached, each by itself."""
-    if isinstance(value, DistributedParameter) or not isinstance(value, Tensor) or not value.numel():
+    if isinstance(value, ShardedParameter) or not isinstance(value, Tensor) or not value.numel():
         return id(value)
     return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
-def write_whole(param: DistributedParameter, whole: Tensor) -> None:
+def write_whole(param: ShardedParameter, whole: Tensor) -> None:
     """Set a parameter, of which this rank has some rows, from its whole tensor."""
     with torch.no_grad():
         param.copy_(_rows(param, whole))
     param.awaits_values = False
+    param.handle.original = None  # type: ignore[attr-defined]
 
 
-def _rows(param: DistributedParameter, whole: Tensor) -> Tensor:
+def _rows(param: ShardedParameter, whole: Tensor) -> Tensor:
     """This rank's rows of a parameter's whole tensor."""
     found = param.bmt_slice
     piece = cut_piece(whole, found) if found.shape else whole.reshape(1)
     return piece[found.row_start : found.row_stop].reshape(param.shape)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that a Block stands for; any other as it is."""
-    return module.inner_module if isinstance(module, BlockState) else module  # type: ignore[return-value]
-
-
 @contextmanager
-def whole_parameters(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
+def unsharded_parameters(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
     """Within, modules have copies of their whole parameters; see [Note: stand-ins]. Tied ones stay tied.
 
     Args:
@@ -133,7 +128,7 @@ def whole_parameters(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
     try:
         for (module, name), param in zip(places, own, strict=True):
             if id(param) not in copies:
-                copies[id(param)] = nn.Parameter(_copy_of_whole(param), requires_grad=False)
+                copies[id(param)] = nn.Parameter(_unsharded_copy(param), requires_grad=False)
             module._parameters[name] = copies[id(param)]
         yield
     finally:
@@ -141,35 +136,9 @@ def whole_parameters(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
             module._parameters[name] = param
 
 
-def _copy_of_whole(param: Any) -> Tensor:
+def _unsharded_copy(param: Any) -> Tensor:
     """Contiguous, in storage of its own size: a gathered tensor may lie in a padded buffer, or be the shard."""
     return whole_tensor(param).clone(memory_format=torch.contiguous_format)
-
-
-class BlockState:
-    """State dict of a Block: that of the inner module, by its own code, with whole tensors."""
-
-    unit: Unit
-
-    def register_state_hooks(self) -> None:
-        """Have the inner module's hooks, and cut whole tensors after they have run."""
-        inner: Any = self.inner_module  # type: ignore[attr-defined]
-        for kind in ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
-            self.__dict__[kind] = getattr(inner, kind)
-        self.__dict__["_load_state_dict_pre_hooks"] = inner._load_state_dict_pre_hooks
-        self.register_load_state_dict_pre_hook(_cut_entries)  # type: ignore[attr-defined]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole tensors under plain names. Every rank must call it."""
-        with whole_parameters((slot.module, slot.name) for slot in self.unit.slots):
-            return self.inner_module.state_dict(*args, **kwargs)  # type: ignore[attr-defined]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.inner_module._load_from_state_dict(*args, **kwargs)  # type: ignore[attr-defined]
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors under plain names; see :func:`bmt_zero.load_state_dict`."""
-        return load_state_dict(self, state_dict, strict, assign)  # type: ignore[arg-type]
 
 
 def serves_shards(hook: F) -> F:
@@ -178,19 +147,110 @@ def serves_shards(hook: F) -> F:
     return hook
 
 
-@serves_shards
-def _cut_entries(
-    block: Any,
-    state_dict: dict[str, Any],
-    prefix: str,
-    _metadata: Any,
-    _strict: bool,
-    _missing: list[str],
-    _unexpected: list[str],
-    errors: list[str],
-) -> None:
-    for slot in block.unit.slots:
-        cut_entry(slot.module._parameters[slot.name], state_dict, prefix + slot.path, errors)
+def add_state_hooks(slots: Iterable[Slot]) -> None:
+    """Let the modules that have sharded parameters save whole tensors, and load their rows of them."""
+    names: dict[nn.Module, list[str]] = {}
+    for slot in slots:
+        names.setdefault(slot.module, [])
+        if slot.name not in names[slot.module]:
+            names[slot.module].append(slot.name)
+    for module, own in names.items():
+        for kind in (module._state_dict_pre_hooks, module._state_dict_hooks, module._load_state_dict_pre_hooks):
+            for key in [key for key, hook in kind.items() if isinstance(getattr(hook, "hook", hook), _StateHook)]:
+                del kind[key]  # of a sharding before
+        saving = _Saving(module, own, has_own_code(module, loading=False))
+        if saving.stands_in:
+            module.register_state_dict_pre_hook(_Begin(saving))
+        module._register_state_dict_hook(_End(saving))
+        module.register_load_state_dict_pre_hook(_Loading(own))
+
+
+class _StateHook:
+    """A hook of ours, which serves sharded parameters."""
+
+    handles_shards = True
+
+
+class _Saving:
+    """How a module saves; see [Note: stand-ins]. Where it has no code of its own, its entries are replaced after."""
+
+    def __init__(self, module: nn.Module, names: list[str], stands_in: bool) -> None:
+        self.module = module
+        self.names = names
+        self.stands_in = stands_in
+        self.sharded: dict[str, Any] = {}
+
+
+class _Begin(_StateHook):
+    def __init__(self, saving: _Saving) -> None:
+        self.saving = saving
+
+    def __call__(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        if not _gathers.get():
+            return
+        own, params = self.saving, module._parameters
+        own.sharded = own.sharded or {name: params[name] for name in own.names}
+        copies = {id(p): nn.Parameter(_unsharded_copy(p), requires_grad=False) for p in own.sharded.values()}
+        params.update({name: copies[id(p)] for name, p in own.sharded.items()})
+
+
+class _End(_StateHook):
+    def __init__(self, saving: _Saving) -> None:
+        self.saving = saving
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        own = self.saving
+        if own.stands_in:
+            module._parameters.update(own.sharded)
+            own.sharded = {}
+        elif _gathers.get():
+            # Tied parameters are one tensor in the state dict, too.
+            done = _copies_in(state_dict)
+            for name in own.names:
+                param = module._parameters.get(name)
+                if prefix + name in state_dict and isinstance(param, ShardedParameter):
+                    found = done[id(param)]() if id(param) in done else None
+                    if found is None:
+                        found = _unsharded_copy(param)
+                        done[id(param)] = TensorWeakRef(found)
+                    state_dict[prefix + name] = found
+
+
+_copies: dict[int, dict[int, TensorWeakRef]] = {}  # by state dict: unsharded copies by parameter
+
+
+def _copies_in(state_dict: dict[str, Any]) -> dict[int, TensorWeakRef]:
+    """The unsharded copies of parameters that a state dict has, for as long as it lives."""
+    found = _copies.get(id(state_dict))
+    if found is None:
+        try:
+            weakref.finalize(state_dict, _copies.pop, id(state_dict), None).atexit = False
+        except TypeError:  # a plain dict, given as the destination
+            return {}
+        found = _copies[id(state_dict)] = {}
+    return found
+
+
+class _Loading(_StateHook):
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __call__(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        _strict: bool,
+        _missing: list[str],
+        _unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        own = [module._parameters.get(name) for name in self.names]
+        if metadata.get("assign_to_params_buffers", False) and any(isinstance(p, ShardedParameter) for p in own):
+            raise ValueError("assign=True would replace sharded parameters; load with assign=False")
+        for name, param in zip(self.names, own, strict=True):
+            cut_entry(param, state_dict, prefix + name, errors)
 
 
 def cut_entry(param: nn.Parameter | None, state_dict: dict[str, Any], name: str, errors: list[str]) -> None:
@@ -199,7 +259,7 @@ def cut_entry(param: nn.Parameter | None, state_dict: dict[str, Any], name: str,
     This serves ``load_state_dict`` of a plain module with sharded ones in it.
     """
     whole = state_dict.get(name)
-    if not isinstance(param, DistributedParameter) or not isinstance(whole, Tensor):
+    if not isinstance(param, ShardedParameter) or not isinstance(whole, Tensor):
         return
     wanted = param.bmt_slice.shape
     if tuple(whole.shape) != wanted:
@@ -214,14 +274,15 @@ def has_own_code(module: nn.Module, loading: bool) -> bool:
     """Whether a module has code of its own for saving, or for loading, its entries."""
     methods = ("_load_from_state_dict", "load_state_dict") if loading else ("_save_to_state_dict", "state_dict")
     for cls in type(module).__mro__:
-        if cls is nn.Module or issubclass(cls, BlockState) or HANDLES_SHARDS in vars(cls):
+        if cls is nn.Module or HANDLES_SHARDS in vars(cls):
             continue
         if any(name in vars(cls) for name in methods):
             return True
     if loading:
         hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
         return not all(getattr(getattr(hook, "hook", hook), HANDLES_SHARDS, False) for hook in hooks)
-    return bool(module._state_dict_hooks or module._state_dict_pre_hooks)
+    hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
+    return not all(isinstance(getattr(hook, "hook", hook), _StateHook) for hook in hooks)
 
 
 class StateDictError(ValueError):
@@ -288,7 +349,6 @@ def _stand_in(model: nn.Module) -> list[_Place]:
     places: dict[nn.Module, _Place] = {}
 
     def visit(module: nn.Module, has_code: bool) -> None:
-        module = unwrapped(module)
         if module not in places:
             has_code = has_code or has_own_code(module, loading=True)
             places[module] = _Place(module, has_code)
@@ -320,12 +380,12 @@ class _Place:
     def gather(self, wholes: dict[int, Tensor]) -> None:
         for name, param in self.params.items():
             stand_in = param
-            if isinstance(param, DistributedParameter) and self.has_code:
+            if isinstance(param, ShardedParameter) and self.has_code:
                 if id(param) not in wholes:
-                    wholes[id(param)] = _copy_of_whole(param)
+                    wholes[id(param)] = _unsharded_copy(param)
                 stand_in = nn.Parameter(wholes[id(param)], requires_grad=False)
             elif param is not None and not self.has_code:
-                shape = param.bmt_slice.shape if isinstance(param, DistributedParameter) else param.shape
+                shape = param.bmt_slice.shape if isinstance(param, ShardedParameter) else param.shape
                 stand_in = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=False)
             self.stand_ins[name] = stand_in
 
@@ -344,7 +404,7 @@ class _Place:
         for own, stand_ins, now in kinds:
             for name, tensor in own.items():
                 found = now.get(name)
-                gathered = self.has_code and isinstance(tensor, DistributedParameter)
+                gathered = self.has_code and isinstance(tensor, ShardedParameter)
                 if tensor is not None and found is not None and (found is not stand_ins[name] or gathered):
                     self.loaded.append((tensor, found))
                 now[name] = tensor
@@ -354,7 +414,7 @@ class _Place:
     def commit(self) -> None:
         """Take over what has been loaded."""
         for own, found in self.loaded:
-            if isinstance(own, DistributedParameter):
+            if isinstance(own, ShardedParameter):
                 if not (own.awaits_values and self.has_code and not found.any()):  # was not touched: still zeros
                     write_whole(own, found)
             else:

@@ -1,0 +1,370 @@
+"""The storage of parameters of one dtype: one flat buffer, of which this rank keeps a shard.
+
+[Note: storage]
+    ``shard``      this rank's part of the flat buffer, in the dtype the parameters are stored in. The parameters
+                   that ``model.parameters()`` yields are views of it, and stay the same objects for ever.
+    ``unsharded``  the whole flat buffer, in the dtype that is computed in. While it is unsharded, modules compute
+                   with views of it. Releasing and refilling it resizes one and the same storage object, so what
+                   autograd saved stays valid. Where one rank holds everything, it is ``shard``; at level 1
+                   ``shard`` is a part of it, and it is never released.
+
+    Gradients are reduced from a flat buffer, too. At levels 2 and 3 the space of ``unsharded`` is lent to them: at
+    that point of backward the parameters are not needed any more.
+
+[Note: streams]
+    On CUDA, the collectives of a flat parameter, what follows them, and the storage of ``unsharded`` belong to one
+    side stream. Before anything is written there, that stream waits for all that the compute stream has been given
+    so far: the optimizer's writes, and the readers of whatever memory is used again. So no buffer is refilled
+    before its readers are done. (A prefetch loses nothing by it: it could not start before the buffer of the
+    group before was released.) The compute stream waits for the event behind the one collective it needs, not for
+    the side stream, where the next all-gather may be queued already. The host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bmt_comm import Communicator, Work
+
+from .layout import FlatLayout, Placement
+from .sharded_parameter import ShardedParameter
+
+_Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset in a flat buffer
+
+
+class State(enum.Enum):
+    SHARDED = "the unsharded parameters cannot be used; their storage may be kept, released, or lent"
+    UNSHARDING = "the all-gather has been started"
+    UNSHARDED = "the unsharded parameters can be used"
+
+
+class FlatParameter:
+    """Parameters of one dtype that are unsharded by one collective.
+
+    Args:
+        layout: where they lie, over ``shard_comm.size`` ranks.
+        params: in the order of ``layout``'s indices; this call moves them into the shard.
+        shard: the flat storage of this rank, filled already: ``layout.shard_numel`` elements.
+        shard_comm: the ranks that hold a part each.
+        stream: for collectives that overlap with computation; None on CPU.
+        compute_dtype: what parameters are unsharded in; None: as stored.
+        keep_storage: whether ``unsharded`` is never released (levels 0 and 1).
+        allocate: whether there is an ``unsharded`` at all; otherwise parameters are only gathered one by one.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        params: Sequence[ShardedParameter],
+        shard: Tensor,
+        shard_comm: Communicator,
+        stream: torch.cuda.Stream | None,
+        compute_dtype: torch.dtype | None,
+        keep_storage: bool,
+        allocate: bool = True,
+    ) -> None:
+        self.layout = layout
+        self.params = list(params)
+        self.shard_comm = shard_comm
+        self.stream = stream
+        self.keep_storage = keep_storage
+        self.allocate = allocate
+        self.compute_dtype = compute_dtype
+        self.placements: list[Placement] = sorted(layout.placements, key=lambda p: p.index)
+        self._unsharded_geometry = [(p.shape, _strides(p.shape), p.offset) for p in self.placements]
+        self._local_geometry = [self._local(p) for p in self.placements]
+        self.state = State.SHARDED
+        self._work: Work | None = None
+        self._arrived: torch.cuda.Event | None = None  # behind the all-gather in the side stream
+        self._version = -1  # of the parameters when they were unsharded
+        self._borrower: Callable[[], object] | None = None  # gives the storage of ``unsharded`` back
+        self.use_storage(shard)
+        self._narrow_slices()
+
+    # --- storage ----------------------------------------------------------------------------------
+
+    def use_storage(self, shard: Tensor) -> None:
+        """Make ``shard`` (filled) the storage of the parameters, on its device and in its dtype."""
+        layout, comm = self.layout, self.shard_comm
+        assert shard.numel() == layout.shard_numel
+        self.state = State.SHARDED
+        dtype = (self.compute_dtype if shard.is_floating_point() else None) or shard.dtype
+        self.casts = dtype != shard.dtype
+        self.releases = False
+        if not self.casts and comm.size == 1:
+            self.unsharded = shard
+        elif not self.casts and self.keep_storage and self.allocate:
+            self.unsharded = torch.empty(layout.numel, dtype=dtype, device=shard.device)
+            own = self._own_part(self.unsharded)
+            own.copy_(shard)
+            shard = own
+        else:
+            self.releases = not self.keep_storage or not self.allocate
+            with on_stream(self.stream):
+                self.unsharded = torch.empty(layout.numel, dtype=dtype, device=shard.device)
+        self.shard = shard
+        self.is_shard = self.unsharded.data_ptr() == shard.data_ptr() and comm.size == 1
+        self._bytes = self.unsharded.untyped_storage().nbytes()
+        self._templates = self._make_templates()  # while the storage is there: set_ would grow it otherwise
+        if self.releases:
+            self.unsharded.untyped_storage().resize_(0)
+        self._pointers = []
+        for param, view in zip(self.params, self.local_views(shard), strict=True):
+            grad, param.grad = param.grad, None
+            param.data = view
+            self._pointers.append(view.data_ptr())
+            if grad is not None:  # moved to another device or dtype
+                param.grad = grad.to(shard.device, shard.dtype)
+
+    def drop_storage(self) -> None:
+        """Release all memory: the parameters have moved elsewhere, or are not used on this rank any more.
+
+        What refers to itself in circles, as modules with hooks do, would keep it until Python looks for such things.
+        """
+        self.wait()
+        nothing = self.shard.new_empty(0)
+        for param in self.params:
+            if getattr(param.handle, "flat", self) is self:
+                param.grad = None
+                param.data = nothing
+        self.shard = self.unsharded = nothing
+        self._templates = []
+
+    def was_moved(self) -> bool:
+        """Whether ``model.to(...)`` or the like has given the parameters new tensors."""
+        dtype = self.shard.dtype
+        for param, pointer in zip(self.params, self._pointers, strict=True):
+            if param.data_ptr() != pointer or param.dtype != dtype:
+                return True
+        return False
+
+    def rebind_storage(self) -> None:
+        """Move the shard to where the parameters have been moved.
+
+        Raises:
+            RuntimeError: they were given different dtypes, or tensors of other shapes.
+        """
+        self.wait()
+        first = self.params[0]
+        if any(p.dtype != first.dtype for p in self.params):
+            dtypes = sorted({str(p.dtype) for p in self.params})
+            raise RuntimeError(
+                f"parameters that are sharded together were given different dtypes ({', '.join(dtypes)}); convert "
+                f"all parameters of a Block, or some of them before the Block is made"
+            )
+        shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
+        for param, view in zip(self.params, self.local_views(shard), strict=True):
+            if param.shape != view.shape:
+                raise RuntimeError(
+                    f"a sharded parameter holds {tuple(view.shape)} of {param.bmt_slice.shape} on this rank, and "
+                    f"was given a tensor of shape {tuple(param.shape)}; copy into it instead"
+                )
+            view.copy_(param.data)
+        self.use_storage(shard)
+
+    def _own_part(self, flat: Tensor) -> Tensor:
+        size, rank = self.layout.shard_numel, self.shard_comm.rank
+        return flat[rank * size : (rank + 1) * size]
+
+    def _local(self, placement: Placement) -> _Geometry:
+        """Shape, strides and offset of this rank's rows of a parameter in a flat shard."""
+        rank = self.shard_comm.rank
+        start, stop = self.layout.rows_of(placement, rank)
+        shape = placement.local_shape(stop - start)
+        return shape, _strides(shape), self.layout.offset_in_shard(placement, rank)
+
+    def _narrow_slices(self) -> None:
+        """Let the parameters say which rows this rank holds."""
+        comm = self.shard_comm
+        for param, placement in zip(self.params, self.placements, strict=True):
+            start, stop = self.layout.rows_of(placement, comm.rank)
+            row_comm = comm if comm.size > 1 else None
+            param.bmt_slice = replace(param.bmt_slice, row_start=start, row_stop=stop, row_comm=row_comm)
+
+    def local_views(self, flat: Tensor) -> list[Tensor]:
+        """This rank's rows of every parameter, as views of a flat shard."""
+        return _strided_views(flat, self._local_geometry)
+
+    def unsharded_views(self, flat: Tensor) -> list[Tensor]:
+        """Every parameter as a view of a flat buffer of the size of ``unsharded``."""
+        return _strided_views(flat, self._unsharded_geometry)
+
+    def _make_templates(self) -> list[Tensor]:
+        # Not autograd views: tensors of their own on the same storage, each with its own version counter, so
+        # that refilling the storage does not look like a modification of what autograd saved.
+        templates = []
+        with torch.no_grad():
+            for shape, strides, offset in self._unsharded_geometry:
+                view = torch.empty(0, dtype=self.unsharded.dtype, device=self.unsharded.device)
+                start = int(self.unsharded.storage_offset()) + offset
+                templates.append(view.set_(self.unsharded.untyped_storage(), start, shape, strides))
+        return templates
+
+    def views(self) -> list[Tensor]:
+        """The unsharded parameters as new tensors on the storage of ``unsharded``."""
+        return [template.data for template in self._templates]
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in storage that is released when the parameters are resharded."""
+        return self.releases and tensor.untyped_storage().data_ptr() == self.unsharded.untyped_storage().data_ptr()
+
+    # --- transitions ------------------------------------------------------------------------------
+
+    def invalidate(self) -> None:
+        """Do not trust what was unsharded before: not every write to a parameter can be seen."""
+        if self.state is State.UNSHARDED and not self.is_shard:
+            self.state = State.SHARDED
+
+    def unshard(self) -> None:
+        """Start the all-gather, unless the present parameters are unsharded or about to be."""
+        if self.is_shard:
+            self.state = State.UNSHARDED
+            return
+        version = sum(p._version for p in self.params)
+        if self.state is not State.SHARDED and self._version == version:
+            return
+        self.take_storage_back()
+        self.wait()
+        # Another alias of the storage: to autograd, nothing it knows is written.
+        unsharded = self.unsharded.data
+        self.let_side_stream_wait()
+        with on_stream(self.stream):
+            if self.releases:
+                storage = unsharded.untyped_storage()
+                if storage.nbytes() != self._bytes:
+                    storage.resize_(self._bytes)
+            own = self._own_part(unsharded)
+            if own.data_ptr() != self.shard.data_ptr():
+                own.copy_(self.shard.data)
+            self._work = self.shard_comm.all_gather(unsharded, own, async_op=self.stream is None)
+            self._arrived = record_event(self.stream)
+        self.state = State.UNSHARDING
+        self._version = version
+
+    def wait(self) -> None:
+        """Make the result of a started all-gather usable by the compute stream."""
+        if self.state is not State.UNSHARDING:
+            return
+        assert self._work is not None
+        self._work.wait()
+        wait_event(self.stream, self._arrived)
+        self._work = self._arrived = None
+        self.state = State.UNSHARDED
+
+    def reshard(self) -> None:
+        """Release the unsharded parameters, or invalidate them where their storage is kept."""
+        self.wait()
+        if self._borrower is None:
+            self.release_storage()
+        self.invalidate()
+
+    def release_storage(self) -> None:
+        """Release the storage of ``unsharded``, whatever the compute stream has yet to read from it."""
+        if self.releases and self.unsharded.untyped_storage().nbytes():
+            self.let_side_stream_wait()
+            self.unsharded.untyped_storage().resize_(0)
+
+    def lend_storage(self, give_back: Callable[[], object]) -> Tensor | None:
+        """The space of the unsharded parameters, which are not needed any more; None where it cannot be lent.
+
+        ``give_back`` is called where the space is needed again before :meth:`storage_returned`.
+        """
+        if not self.releases or self.state is not State.UNSHARDED:
+            return None
+        self.state = State.SHARDED
+        self._borrower = give_back
+        return self.unsharded.data
+
+    def storage_returned(self) -> None:
+        """The borrower has no further use for the space."""
+        if self._borrower is not None:
+            self._borrower = None
+            if self.state is State.SHARDED:
+                self.unsharded.untyped_storage().resize_(0)
+
+    def take_storage_back(self) -> None:
+        if self._borrower is not None:
+            self._borrower()
+
+    def let_side_stream_wait(self) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    # --- single parameters ------------------------------------------------------------------------
+
+    def gather_one(self, index: int) -> Tensor:
+        """Parameter ``index``, unsharded, in the dtype that is computed in and storage of its own."""
+        if self.is_shard:
+            return self._templates[index].data
+        if len(self.params) > 1:
+            return self.gather_stored(index).to(self.unsharded.dtype)
+        flat = torch.empty(self.layout.numel, dtype=self.unsharded.dtype, device=self.unsharded.device)
+        own = self._own_part(flat)
+        own.copy_(self.shard.data)
+        self.shard_comm.all_gather(flat, own)
+        # Not a view: what is computed with it would keep ``flat`` in its place, and it could not be found again.
+        return _strided_views(flat, self._unsharded_geometry[index : index + 1])[0].data
+
+    def gather_stored(self, index: int) -> Tensor:
+        """Parameter ``index`` alone, unsharded, in the dtype that it is stored in; not differentiable.
+
+        By messages of just its rows: an all-gather would move the whole flat buffer.
+        """
+        comm, placement = self.shard_comm, self.placements[index]
+        result = torch.empty(placement.shape, dtype=self.shard.dtype, device=self.shard.device)
+        rows = result.view(placement.rows, placement.row_numel)
+        parts = [rows[slice(*self.layout.rows_of(placement, rank))] for rank in range(comm.size)]
+        own = parts[comm.rank]
+        own.copy_(self.params[index].detach().reshape(own.shape))
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        comm.send_recv(
+            [(own, rank) for rank in others if own.numel()],
+            [(parts[rank], rank) for rank in others if parts[rank].numel()],
+        )
+        return result
+
+
+def write_rows(shard: Tensor, layout: FlatLayout, placement: Placement, rank: int, values: Tensor) -> None:
+    """Write the rows of an unsharded parameter that belong to ``rank`` into its flat shard."""
+    start, stop = layout.rows_of(placement, rank)
+    if start == stop or placement.row_numel == 0:
+        return
+    offset = layout.offset_in_shard(placement, rank)
+    rows = values.reshape(placement.rows, placement.row_numel)[start:stop]
+    shard[offset : offset + rows.numel()].view_as(rows).copy_(rows)
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Issue work to ``stream``; on CPU (None) just run it."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def record_event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """An event behind what ``stream`` has been given."""
+    return None if stream is None else stream.record_event()
+
+
+def wait_event(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
+    """Let the compute stream wait for an event of the side stream ``stream``."""
+    if stream is not None and event is not None:
+        torch.cuda.current_stream(stream.device).wait_event(event)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.insert(0, step)
+        step *= max(length, 1)
+    return tuple(strides)
+
+
+def _strided_views(flat: Tensor, geometry: Sequence[_Geometry]) -> list[Tensor]:
+    start = flat.storage_offset()
+    return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in geometry]

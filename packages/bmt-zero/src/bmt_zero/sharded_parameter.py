@@ -1,0 +1,201 @@
+"""The tensor that an optimizer holds: this rank's rows of a logical parameter, and how to reach the rest.
+
+[Note: operations on a sharded parameter]
+    The storage of a sharded parameter is this rank's rows. Operations that write in place (an optimizer's step) and
+    those that ask for metadata, copies or new tensors (``detach``, ``clone``, ``zeros_like``) act on these rows.
+    Operations that compute with the values (``torch.nn.functional``, products, norms, indexing) mean the logical
+    parameter: while a parameter group is unsharded its modules see the unsharded tensors, and everywhere else the
+    operation gathers the parameter first, differentiably. All ranks must then take part, as for any collective.
+    Element-wise arithmetic with tensors of the shape of this rank's rows acts on rows, because optimizers combine
+    parameters with gradients and states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from bmt_comm import Slice, join_pieces
+
+
+class ParameterHandle(Protocol):
+    """What a sharded parameter knows of its storage. Only the storage's own code looks inside."""
+
+    def gather(self) -> Tensor:
+        """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably."""
+        ...
+
+    def gather_stored(self) -> Tensor:
+        """The same in the dtype that it is stored in, in memory of its own; not differentiable."""
+        ...
+
+    def copy(self, memo: dict[int, Any]) -> None:
+        """Copy all parameters that share the storage into ``memo``."""
+        ...
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose rows are spread over ranks; a tensor of this rank's rows, shape (rows, \\*rest).
+
+    The object never changes shape or identity, so optimizers may keep it. A rank may hold no rows at all. See
+    [Note: operations on a sharded parameter]. Modules become sharded by :func:`bmt_zero.shard` and what is built on it.
+
+    Attributes:
+        bmt_slice: which rows of which logical tensor (:class:`bmt_comm.Slice`).
+        group: a name by which ``grouped_parameters`` collects parameters.
+        init_method: fills the logical parameter when ``init_parameters`` runs.
+        tp_mode: whether tensor-parallel ranks hold different shards of it.
+        sequence_parallel: whether a tensor-parallel rank's gradient is that of its part of the sequence alone.
+        awaits_values: built on the meta device and not filled since.
+        handle: its storage.
+    """
+
+    bmt_slice: Slice
+    group: str | None
+    init_method: Callable[[Tensor], Any] | None
+    tp_mode: bool
+    sequence_parallel: bool
+    awaits_values: bool
+    handle: ParameterHandle
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape of the logical parameter, over all ranks."""
+        return self.bmt_slice.shape
+
+    def to_local(self) -> Tensor:
+        """This rank's rows, as a plain tensor on the same memory; not differentiable."""
+        return self.detach()
+
+    def full_tensor(self) -> Tensor:
+        """The logical parameter. Every rank that has a part of it must call this.
+
+        Differentiable, except where tensor-parallel ranks hold different shards.
+        """
+        found = self.bmt_slice
+        if found.tp_comm is not None and found.tp_comm.size > 1:
+            return self.gather_all()
+        return self.gather()
+
+    def gather(self) -> Tensor:  # type: ignore[override]
+        """The unsharded parameter (under ``tp_mode`` this tensor-parallel rank's shard of it), differentiably.
+
+        Every rank that shares it must call this. Backward sums the gradient over the ranks into ``.grad``.
+        """
+        return self.handle.gather()
+
+    def gather_all(self) -> Tensor:
+        """The logical parameter in the dtype that it is stored in; not differentiable."""
+        with torch.no_grad():
+            return join_pieces(self.handle.gather_stored(), self.bmt_slice)
+
+    def tp_gather(self) -> Tensor:
+        """This rank's rows with the tensor-parallel dimension unsharded; not differentiable."""
+        return join_pieces(self.data, self.bmt_slice)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        if id(self) not in memo:
+            self.handle.copy(memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a sharded parameter cannot be pickled: it is one rank's part of a parameter, bound to the process "
+            "groups of this run; save state_dict(), or the model with bmt_zero.save"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            found = self.bmt_slice
+            return (
+                f"ShardedParameter(shape={found.shape}, rows=[{found.row_start}, {found.row_stop}), "
+                f"dtype={self.dtype}, device={self.device}, requires_grad={self.requires_grad})"
+            )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if name == "__setitem__" and isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
+                raise RuntimeError(
+                    f"this rank has some rows of a parameter of shape {args[0].bmt_slice.shape}, and an index means "
+                    f"the logical one: write into to_local(), or load a state dict"
+                )
+            if not _means_logical(name, args):
+                return func(*args, **kwargs)
+            args, kwargs = tree_map_only(ShardedParameter, _logical, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def is_row_sharded(param: ShardedParameter) -> bool:
+    """Whether other ranks have other rows of the parameter."""
+    row_comm = param.bmt_slice.row_comm
+    return row_comm is not None and row_comm.size > 1
+
+
+def _logical(param: ShardedParameter) -> Tensor:
+    if not is_row_sharded(param):
+        # This rank has all rows. With a reduction over replicas to come, the gradient must go through the group.
+        return param.gather() if torch.is_grad_enabled() and param.requires_grad else param.detach()
+    return param.gather()
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# What acts on this rank's rows, beside all that writes in place and all properties.
+_LOCAL = _names(
+    """
+    __deepcopy__ __reduce_ex__ __repr__ __hash__ __len__ __bool__ __dlpack_device__ __set__ __get__ __delete__
+    __format__ __str__ __dir__ __cuda_array_interface__ __dlpack__ backward clone contiguous copy_ cpu cuda data_ptr
+    detach dim double float half bfloat16 element_size empty_like full_like get_device has_names is_complex
+    is_contiguous is_conj is_floating_point is_inference is_neg is_nonzero is_pinned is_same_size is_set_to
+    is_shared is_signed layout named_parameters ndimension nelement new_empty new_empty_strided new_full new_ones
+    new_tensor new_zeros numel ones_like pin_memory rand_like randint_like randn_like register_hook
+    register_post_accumulate_grad_hook requires_grad_ result_type retain_grad share_memory_ size storage
+    storage_offset storage_type stride sym_numel sym_size to type type_as untyped_storage zeros_like
+    split_with_sizes _is_view _typed_storage
+    """
+)
+
+# What means the logical parameter also where no gradients are recorded.
+_LOGICAL_WITHOUT_GRADIENTS = _names(
+    """
+    __getitem__ __matmul__ __rmatmul__ _foreach_norm addbmm addmm addmv addr all amax amin aminmax any
+    argmax argmin argsort baddbmm bilinear bmm bucketize cat cdist chain_matmul concat conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d conv_transpose3d corrcoef cosine_similarity count_nonzero cov cross cummax
+    cummin cumprod cumsum det diag dist dot einsum embedding embedding_bag frobenius_norm gather group_norm
+    histc histogram hstack index_select inner item kron kthvalue layer_norm linear logcumsumexp logsumexp
+    masked_select matmul max mean median min mm mode multi_dot mv nanmean nanmedian nansum norm nuclear_norm numpy
+    outer pdist permute prod qr quantile rms_norm scaled_dot_product_attention select_scatter sort stack std
+    std_mean sum svd svd_lowrank t take tensordot tolist topk trace transpose tril triu unique unique_consecutive
+    unbind var var_mean vecdot vector_norm matrix_norm vstack
+    """
+)
+
+_IN_PLACE_OPERATORS = _names(
+    "__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__"
+)
+
+
+def _means_logical(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the operation of this name computes with the logical parameter."""
+    if name in _LOCAL or name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+        return False
+    if name in _LOGICAL_WITHOUT_GRADIENTS:
+        return True
+    if name.startswith("_") and not name.startswith("__"):  # torch's own plumbing
+        return False
+    # Arithmetic with what has this rank's rows (an optimizer's) is local; a module computes with other shapes.
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()]
+    others = [x for x in tensors if not isinstance(x, ShardedParameter)]
+    shapes = {x.shape for x in tensors if isinstance(x, ShardedParameter)}
+    return not all(x.shape in shapes for x in others) or (torch.is_grad_enabled() and not others)
