@@ -340,12 +340,6 @@ class ParameterGroup:
         self.held = False
         self.reshard()
 
-    def drop_storage(self) -> None:
-        """Release all memory; the parameters are not used any more, or have other storage."""
-        for reducer in self.reducers:
-            reducer.drop()
-            reducer.flat.drop_storage()
-
     # --- what modules see -------------------------------------------------------------------------
 
     def install(self, tensors: Sequence[Tensor]) -> bool:
@@ -628,17 +622,16 @@ class ForwardHooks:
                 call.abandon()
                 raise
         dtype = group.precision.param_dtype if group.precision.cast_forward_inputs else None
-        changed = dtype is not None
-        if changed:
-            args, kwargs = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if dtype is not None:
+            args, kwargs = tree_map_only(Tensor, functools.partial(_cast, dtype=dtype), (args, kwargs))
         if call.call is not None:
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             call.inputs = {id(leaf): leaf for leaf in leaves}
             if not all(call.call.trainable):
                 group.follow_inputs(call.call, leaves)
         call.first = group.install(call.views)
         step.calls.append(call)
-        return (args, kwargs) if changed else None
+        return None if dtype is None else (args, kwargs)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         group, step = self.group, self.group.step
@@ -706,17 +699,12 @@ def _module_call() -> FrameType:
 
 def parameters_in_forward(module: nn.Module, step: StepContext) -> Iterator[nn.Parameter]:
     """The parameters of a module and those in it; the sharded ones also while they are unsharded."""
-    slots = (slot_and_group for call in step.calls for slot_and_group in _slots(call.hooks.group))
-    sharded = {(slot.module, slot.name): group.params[slot.index] for slot, group in slots}
+    groups = [call.hooks.group for call in step.calls]
+    sharded = {(slot.module, slot.name): group.params[slot.index] for group in groups for slot in group.slots}
     for part in module.modules():
         for name, param in part._parameters.items():
             if param is not None:
                 yield sharded.get((part, name), param)
-
-
-def _slots(group: ParameterGroup) -> Iterator[tuple[Slot, ParameterGroup]]:
-    for slot in group.slots:
-        yield slot, group
 
 
 @contextmanager
@@ -772,7 +760,7 @@ def _prepared(param: ShardedParameter, grad: Tensor, grad_scale: float) -> Tenso
     if grad.is_sparse:
         grad = grad.to_dense()
     if param.sequence_parallel and grad_scale != 1.0:
-        # The sum over tensor-parallel ranks is the gradient already; see grad_scale_of in shard.py.
+        # The sum over tensor-parallel ranks is the gradient already; see [Note: tensor-parallel ranks] in shard.py.
         grad = grad / grad_scale
     return grad
 
