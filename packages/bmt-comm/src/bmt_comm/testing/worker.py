@@ -48,8 +48,8 @@ def main(connection_fd: int, threads: int) -> None:
     rendezvous = _rendezvous_handlers["env"] = _Rendezvous()
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(connection, messages), daemon=True).start()
-    gc.collect()
-    gc.freeze()  # what the imports left is never garbage: later collections need not look at it
+    collect_garbage = _GarbageCollection()
+    collect_garbage()
     send(connection, Ready())
     while True:
         state = _State()
@@ -58,7 +58,7 @@ def main(connection_fd: int, threads: int) -> None:
         _idle.clear()
         succeeded = _answer(connection, call)
         if succeeded and isinstance(messages.get(), CleanUp):
-            _clean_up(connection, state)
+            _clean_up(connection, state, collect_garbage)
         _idle.set()
 
 
@@ -187,14 +187,31 @@ class _State:
             numpy.random.seed(0)
 
 
-def _clean_up(connection: Connection, state: _State) -> None:
+class _GarbageCollection:
+    """Collects garbage, and leaves out what imports have made.
+
+    Modules are never garbage. A call may import large ones (torch._dynamo has a hundred thousand objects), and looking
+    at them again after every call would take longer than most calls.
+    """
+
+    def __init__(self) -> None:
+        self.modules = 0
+
+    def __call__(self) -> None:
+        gc.collect()
+        if len(sys.modules) != self.modules:
+            gc.freeze()
+            self.modules = len(sys.modules)
+
+
+def _clean_up(connection: Connection, state: _State, collect_garbage: _GarbageCollection) -> None:
     message: Clean | Failed = Clean()
     try:
         bmt_comm.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
         state.restore()
-        gc.collect()
+        collect_garbage()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
