@@ -325,6 +325,8 @@ def needs_environment(session: nox.Session) -> None:
 def install(session: nox.Session, *requirements: str) -> None:
     """Install what others publish, at the versions of constraints.txt."""
     if has_own_environment(session):
+        # Bytecode is kept, whatever the caller's settings: every rank of every test imports torch.
+        session.env.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=str(session.env_dir / "bytecode"))
         session.install("-c", str(constraints(session)), *dict.fromkeys(requirements), env=uv_settings())
 
 

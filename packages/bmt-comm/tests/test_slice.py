@@ -1,21 +1,15 @@
 """Slices: their geometry, and that what ``slice_of`` says of a tensor is what the tensor holds."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmt_comm import SLICE_ATTRIBUTE, Slice, cut_piece, join_pieces, local_tensor, slice_of, whole
+from bmt_comm import SLICE_ATTRIBUTE, Slice, cut_piece, join_pieces, local_tensor, select_rows, slice_of, whole
 from bmt_comm.slice import _chunk_range
-
-
-def rectangle(full, piece):
-    """The part of the full tensor that ``piece`` names by its offset and shape."""
-    if not full.dim():
-        return full if piece.row_stop > piece.row_start else full.new_empty(0)
-    return full[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local_shape))]
 
 
 def numbered(*shape):
@@ -26,32 +20,35 @@ def numbered(*shape):
 def cut_shapes(draw):
     shape = tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=4)))
     tp_dim = draw(st.none() | st.integers(0, len(shape) - 1))
-    return shape, tp_dim, draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    row_dims = draw(st.integers(1, len(shape)))
+    return shape, tp_dim, draw(st.integers(1, 4)), draw(st.integers(1, 4)), row_dims
 
 
-def cut(shape, tp_dim, tp, tp_parts, rows, row_parts):
+def cut(shape, tp_dim, tp, tp_parts, rows, row_parts, row_dims):
     extra = {}
     if tp_dim is not None:
         start, stop = _chunk_range(shape[tp_dim], tp_parts, tp)
         extra = {"tp_dim": tp_dim, "tp_offset": start, "tp_extent": stop - start}
-    piece_rows = extra["tp_extent"] if tp_dim == 0 else shape[0]
-    return Slice(shape, *_chunk_range(piece_rows, row_parts, rows), **extra)
+    piece_shape = [extra["tp_extent"] if dim == tp_dim else length for dim, length in enumerate(shape)]
+    piece_rows = math.prod(piece_shape[:row_dims])
+    return Slice(shape, *_chunk_range(piece_rows, row_parts, rows), **extra, row_dims=row_dims)
 
 
 @given(cut_shapes())
 def test_the_slices_of_all_ranks_cover_every_element_once(case):
-    shape, tp_dim, tp_parts, row_parts = case
+    shape, tp_dim, tp_parts, row_parts, row_dims = case
     full = numbered(*shape)
     seen = []
     for tp in range(tp_parts if tp_dim is not None else 1):
         for rows in range(row_parts):
-            piece = cut(shape, tp_dim, tp, tp_parts, rows, row_parts)
-            part = rectangle(full, piece)
+            piece = cut(shape, tp_dim, tp, tp_parts, rows, row_parts, row_dims)
+            part = select_rows(cut_piece(full, piece), piece)
             assert tuple(part.shape) == piece.local_shape
             assert part.numel() == piece.numel == (piece.row_stop - piece.row_start) * piece.row_numel
             # the definition: first the tensor-parallel piece, then its rows
             held = full if tp_dim is None else full.narrow(tp_dim, piece.tp_offset, piece.tp_extent)
             assert tuple(held.shape) == piece.piece_shape
+            held = held.flatten(0, row_dims - 1)
             assert len(held) == piece.piece_rows
             assert torch.equal(part, held[piece.row_start : piece.row_stop])
             seen += part.flatten().tolist()
@@ -69,7 +66,7 @@ def test_tensors_of_no_dimension_are_one_row():
     scalar = torch.tensor(3.0)
     assert slice_of(scalar) == whole(scalar) == Slice((), 0, 1)
     held, elsewhere = Slice((), 0, 1), Slice((), 0, 0)
-    assert (held.local_shape, held.numel, held.offset, held.row_numel) == ((), 1, (), 1)
+    assert (held.local_shape, held.numel, held.row_numel) == ((), 1, 1)
     assert (elsewhere.local_shape, elsewhere.numel) == ((0,), 0)
 
 
@@ -83,6 +80,8 @@ def test_tensors_of_no_dimension_are_one_row():
         (((4, 2), 0, 4, None, 2, 0, 1), r"tp_dim=2 is not a dimension of shape \(4, 2\)"),
         (((4, 2), 0, 4, None, 1, 1, 2), r"\[1, 3\) is not a range of dimension 1 of shape \(4, 2\)"),
         (((), 0, 2), "not a range of 1 rows"),
+        (((4, 3, 2), 0, 13, None, None, 0, 0, None, (), 2), r"rows \[0, 13\) are not a range of 12 rows"),
+        (((4, 2), 0, 4, None, None, 0, 0, None, (), 3), r"row_dims=3 is not a number of dimensions of shape \(4, 2\)"),
     ],
 )
 def test_impossible_slices_are_refused(arguments, message):
@@ -98,7 +97,7 @@ def test_plain_tensors_are_whole_and_carried_slices_win():
     part = x[1:3]
     setattr(part, SLICE_ATTRIBUTE, Slice((5, 3), 1, 3))
     assert slice_of(part).local_shape == (2, 3)
-    assert torch.equal(rectangle(x, slice_of(part)), part)
+    assert torch.equal(x[1:3], part)
     with pytest.raises(dataclasses.FrozenInstanceError):
         slice_of(part).row_start = 0
 
@@ -111,7 +110,7 @@ def check(x, full):
     local = local_tensor(x).detach()
     assert piece.shape == tuple(full.shape)
     assert piece.local_shape == tuple(local.shape)
-    torch.testing.assert_close(local.cpu(), rectangle(full, piece), rtol=0, atol=0)
+    torch.testing.assert_close(local.cpu(), select_rows(cut_piece(full, piece), piece), rtol=0, atol=0)
     assert slice_of(x) == piece  # the same communicators, not others on the same ranks
     # Summed over its communicators, the numbers of elements are that of the logical tensor.
     count = torch.tensor([float(piece.numel)], device=local.device)
@@ -221,3 +220,14 @@ def test_blocks_that_cannot_be_cut_are_refused(ctx):
     for blocks in [(6, 6), (5, 3)]:
         with pytest.raises(ValueError, match=r"do not make up dimension 0 of shape .* or cannot each be cut over 2"):
             Slice((8,), 0, 4, None, 0, 0, 4, ctx.world, blocks)
+
+
+@pytest.mark.ranks(2)
+def test_rows_of_packed_experts_are_joined_along_columns_only(ctx):
+    full = numbered(3, 4, 6).to(ctx.device)
+    columns = Slice((3, 4, 6), 2, 7, None, 2, 3 * ctx.rank, 3, ctx.world, row_dims=2)
+    held = select_rows(cut_piece(full, columns), columns)
+    assert torch.equal(join_pieces(held, columns), full.view(12, 6)[2:7])
+    rows = Slice((3, 4, 6), 1, 4, None, 1, 2 * ctx.rank, 2, ctx.world, row_dims=2)
+    with pytest.raises(ValueError, match=r"rows \[1, 4\) .* cannot be joined along dimension 1; gather the rows first"):
+        join_pieces(select_rows(cut_piece(full, rows), rows), rows)

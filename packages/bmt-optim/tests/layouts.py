@@ -4,6 +4,8 @@ Tests of single optimizers use these: ``train`` one over shards, the reference o
 ``update_error``.
 """
 
+import math
+
 import torch
 from torch import nn
 
@@ -19,15 +21,21 @@ def tensors(shapes, seed=0):
 def cut_slice(shape, row_comm, tp_dim=None, tp_comm=None, blocks=()):
     """Ragged ranges of rows, the later ranks' longer, of a piece cut over ``tp_comm``."""
     offset = extent = 0
-    rows = shape[0] if shape else 1
     if tp_dim is not None:
         offset = shape[tp_dim] * tp_comm.rank // tp_comm.size
         extent = shape[tp_dim] * (tp_comm.rank + 1) // tp_comm.size - offset
-        rows = extent if tp_dim == 0 else rows
     else:
         tp_comm = None
+    row_dims = row_dims_of(shape)
+    piece = [extent if dim == tp_dim else length for dim, length in enumerate(shape)]
+    rows = math.prod(piece[:row_dims])
     start, stop = rows * row_comm.rank // row_comm.size, rows * (row_comm.rank + 1) // row_comm.size
-    return Slice(tuple(shape), start, stop, row_comm, tp_dim, offset, extent, tp_comm, blocks)
+    return Slice(tuple(shape), start, stop, row_comm, tp_dim, offset, extent, tp_comm, blocks, row_dims)
+
+
+def row_dims_of(shape):
+    """Rows of packed experts are counted along two dimensions."""
+    return 2 if len(shape) == 3 else 1
 
 
 def layout(ctx, shapes):
@@ -49,8 +57,8 @@ def undivided_layout(ctx, shapes):
     """Every tensor on one rank, in turn from the last."""
     slices = []
     for n, shape in enumerate(shapes):
-        rows = shape[0] if shape else 1
-        slices.append(Slice(tuple(shape), 0, rows if (n + ctx.rank + 1) % ctx.world_size == 0 else 0, ctx.world))
+        rows = math.prod(shape[: row_dims_of(shape)]) if (n + ctx.rank + 1) % ctx.world_size == 0 else 0
+        slices.append(Slice(tuple(shape), 0, rows, ctx.world, row_dims=row_dims_of(shape)))
     return slices
 
 

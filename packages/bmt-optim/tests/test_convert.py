@@ -19,7 +19,7 @@ from bmt_optim.adapters import ADAPTERS, ELEMENTWISE, REFUSED, explanation, know
 from bmt_optim.convert import distributed_where_needed
 from bmt_optim.slices import cut
 
-SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), ()]
+SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), (), (3, 6, 5)]
 
 
 def hugging_face(params, **options):

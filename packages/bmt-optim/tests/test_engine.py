@@ -1,5 +1,7 @@
 """Rules over the engine: requests are answered as on one device, in one collective each, and nothing goes astray."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,13 +11,14 @@ from torch import nn
 from bmt_comm import slice_of
 from bmt_optim import Adam, AdamOptimizer, DistributedLamb, DistributedOptimizer, Muon, engine
 from bmt_optim.engine import run
+from bmt_optim.experts import sum_by_expert
 from bmt_optim.matrix import assign_owners
 from bmt_optim.requests import Max, Meanwhile, Own, Return, Share, Sum
 from bmt_optim.rounding import round_stochastically
 from bmt_optim.slices import cut
 from bmt_optim.state_layout import Size, StateTensor, column_statistic, row_statistic, whole
 
-SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), (6, 2), (12, 8)]
+SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), (6, 2), (12, 8), (3, 6, 5), (2, 4, 6)]
 
 
 class Probe(DistributedOptimizer):
@@ -38,7 +41,7 @@ class Probe(DistributedOptimizer):
         total = Sum([g.square().sum() for g in batch.grads], batch.matrices)
         largest = Max([g.max() if g.numel() else torch.tensor(-1e9) for g in batch.grads], batch.matrices)
         rows = Sum([g.float().sum(-1) for g in grads], matrices, (-1,))
-        columns = Sum([g.float().sum(-2) for g in grads], matrices, (-2,))
+        columns = Sum([sum_of_rows(g.float(), m.where) for g, m in zip(grads, matrices)], matrices, (-2,))
         sizes = [c.numel() for c in columns.values]
         flat = Sum(torch.cat([c.reshape(-1) for c in columns.values]), matrices, (-2,), sizes)
         both = Sum(torch.stack([torch.stack([g.sum(), g.square().sum()]) for g in batch.grads]), batch.matrices)
@@ -50,6 +53,11 @@ class Probe(DistributedOptimizer):
         some = [None if w is None else w.reshape(len(w), -1)[:, :2].contiguous() for w in wholes]
         self.second = yield [back, Share(some, matrices, shapes, self.dtype)]
         self.owned = [m.owned for m in matrices]
+
+
+def sum_of_rows(values, where):
+    """Of packed experts, of which a rank has some rows, for all experts."""
+    return sum_by_expert(values, where) if where.row_dims == 2 else values.sum(-2)
 
 
 def probe(slices, dtype=torch.float32):
@@ -77,7 +85,9 @@ def check_answers(ctx):
         for n, i in enumerate(two):
             where, g = slices[i], grads[i].to(dtype)
             torch.testing.assert_close(rows[n], cut(g.float().sum(-1), row_statistic(g.shape).part(where)))
-            torch.testing.assert_close(columns[n], cut(g.float().sum(-2), column_statistic(g.shape).part(where)))
+            every_column = column_statistic(g.shape).part(replace(where, row_start=0, row_stop=where.piece_rows))
+            expected = every_column if where.row_dims == 2 else column_statistic(g.shape).part(where)
+            torch.testing.assert_close(columns[n], cut(g.float().sum(-2), expected))
             assert (wholes[n] is None) == (not optimizer.owned[n])
             assert wholes[n] is None or torch.equal(wholes[n], g)
             assert torch.equal(back[n], cut(g * 2, where))

@@ -20,7 +20,7 @@ from bmt_optim.state_layout import Size, StateTensor
 
 # Tall, wide and square ones, each cut by rows, by tensor parallelism along either dimension, or both.
 MATRICES = [(24, 8), (12, 5), (7, 4), (4, 9), (3, 10), (2, 9), (8, 8), (6, 6), (1, 6)]
-SHAPES = MATRICES * len(PROJECTIONS) + [(5,), (), (4, 6, 3, 2)]
+SHAPES = MATRICES * len(PROJECTIONS) + [(5,), (), (4, 6, 3, 2), (3, 8, 5), (2, 6, 7)]
 OPTIONS = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-2, "weight_decay": 0.1}
 # eps: by both bases of a gradient itself ("full") the projected one is diagonal, but for rounding errors; without
 # something to compare them with, Adam would make full steps of them.

@@ -14,7 +14,7 @@ from bmt_comm import slice_of
 from bmt_optim import AdamOptimizer, DistributedLamb, Lamb, engine
 from bmt_optim.slices import assemble, cut
 
-SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), ()]
+SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), (), (3, 6, 5), (2, 4, 6)]
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bmt_comm import slice_of
+from bmt_comm import select_rows, slice_of
 from bmt_zero import Block, DistributedParameter
 from bmt_zero.shard import group_of
 
@@ -27,9 +27,7 @@ def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, Bloc
 
 
 def rows_of(tensor: Tensor, param: Tensor) -> Tensor:
-    found = slice_of(param)
-    rows = tensor if found.shape else tensor.reshape(1)
-    return rows[found.row_start : found.row_stop].reshape(param.shape)
+    return select_rows(tensor, slice_of(param))
 
 
 def assert_same_gradients(model: nn.Module, plain: nn.Module, tolerance: float = 1e-5) -> None:

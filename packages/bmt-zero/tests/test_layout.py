@@ -97,6 +97,44 @@ def test_transformer_layers_fit_in_one_buffer_with_next_to_no_padding(hidden, in
     assert len(layouts) == 1
 
 
+def experts(hidden: int, inner: int, queries: int, kv: int, count: int) -> list[tuple[int, ...]]:
+    attention = [(queries, hidden), (kv, hidden), (kv, hidden), (hidden, queries)]
+    return [(hidden,), *attention, (hidden,), (count, hidden), (count, 2 * inner, hidden), (count, hidden, inner)]
+
+
+GPT_OSS = [
+    *[(4096, 2880), (4096,), (512, 2880), (512,), (512, 2880), (512,), (2880, 4096), (2880,), (64,), (2880,), (2880,)],
+    *[(32, 2880), (32,), (32, 2880, 5760), (32, 5760), (32, 2880, 2880), (32, 2880)],
+]
+MODELS = {  # the shapes of a layer, how many there are, and what is around them
+    "Llama-8B": (transformer_shapes(4096, 14336, 1024), 32, (128256, 4096)),
+    "Llama-70B": (transformer_shapes(8192, 28672, 1024), 80, (128256, 8192)),
+    "Mixtral-8x7B": (experts(4096, 14336, 4096, 1024, 8), 32, (32000, 4096)),
+    "Qwen3-30B-A3B": ([*experts(2048, 768, 4096, 512, 128), (128,), (128,)], 48, (151936, 2048)),
+    "gpt-oss-20b": (GPT_OSS, 24, (201088, 2880)),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3, 8, 24, 64, 100, 128, 256, 384, 500, 512])
+@pytest.mark.parametrize("model", MODELS)
+def test_no_rank_holds_more_than_a_twentieth_above_an_even_share(model, world):
+    layer, count, embedding = MODELS[model]
+    groups = [(layer, count), ([embedding], 2), ([embedding[1:]], 1)]
+    held = sum(times * sum(layout.shard_numel for layout in plan_layouts(g, world)) for g, times in groups)
+    total = sum(times * sum(math.prod(shape) for shape in g) for g, times in groups)
+    assert held * world <= 1.05 * total
+
+
+def test_packed_experts_are_cut_inside_of_an_expert():
+    [layout] = plan_layouts([(3, 4, 5)], 2)
+    [placement] = layout.placements
+    assert (placement.rows, placement.row_numel) == (12, 5)
+    assert [layout.rows_of(placement, rank) for rank in range(2)] == [(0, 6), (6, 12)]
+    assert placement.local_shape(6) == (6, 5)
+    [alone] = plan_layouts([(3, 4, 5)], 1)
+    assert alone.placements[0].local_shape(3) == (3, 4, 5)
+
+
 def test_fewer_rows_than_ranks_leave_some_ranks_without_any():
     [layout] = plan_layouts([(3, 5)], 4)
     held = [layout.rows_of(layout.placements[0], rank) for rank in range(4)]

@@ -33,7 +33,7 @@ def test_holds_rows_and_gathers_the_whole(ctx: Any, shape: tuple[int, ...]) -> N
     assert held[0][0] == 0
     assert held[-1][1] == found.piece_rows
     assert all(a[1] == b[0] for a, b in itertools.pairwise(held))
-    rows = data.reshape(found.piece_rows, *shape[1:])[found.row_start : found.row_stop]
+    rows = data.reshape(found.piece_rows, *found.row_shape)[found.row_start : found.row_stop]
     assert torch.equal(param.detach(), rows.reshape(param.shape))
     whole = param.gather()
     assert whole.shape == data.shape

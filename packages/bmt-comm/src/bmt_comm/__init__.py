@@ -13,7 +13,7 @@ from .config import Config, config, rank, world_size
 from .context import ParallelContext, current_context, init_distributed, is_initialized, shutdown
 from .printing import print_block, print_dict, print_rank, see_memory
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
-from .slice import SLICE_ATTRIBUTE, Slice, cut_piece, join_pieces, local_tensor, slice_of, whole
+from .slice import SLICE_ATTRIBUTE, Slice, cut_piece, join_pieces, local_tensor, select_rows, slice_of, whole
 from .store import allgather_objects, broadcast_object
 from .weight_gradients import (
     DeferredWeightGradients,
@@ -66,6 +66,7 @@ __all__ = [
     "recv_activations",
     "reduce_scatter",
     "see_memory",
+    "select_rows",
     "send_activations",
     "shutdown",
     "slice_of",

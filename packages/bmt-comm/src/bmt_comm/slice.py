@@ -1,9 +1,10 @@
 """The rectangle of a logical tensor that one rank holds.
 
 ZeRO shards, ``DTensor`` ``Shard(0)``, replicas and tensor parallelism all give each rank a rectangle of a
-logical tensor: a range of rows (dim 0) of a piece that is cut along one dimension over tensor-parallel
-ranks.  :class:`Slice` says which, and over which communicators the rest of it is spread; :func:`slice_of`
-finds it for any tensor.  Optimizers, norms, checkpoints and inspection need to know nothing else.
+logical tensor: a range of rows of a piece that is cut along one dimension over tensor-parallel ranks. Rows run
+along dim 0, or along dims 0 and 1 taken together (packed experts).  :class:`Slice` says which, and over which
+communicators the rest of it is spread; :func:`slice_of` finds it for any tensor.  Optimizers, norms, checkpoints and
+inspection need to know nothing else.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class Slice:
     this rank's piece spans ``[tp_offset, tp_offset + tp_extent)`` of that dimension.  Of the piece, this
     rank holds rows ``[row_start, row_stop)``, counted from the piece's first row.  A 0-dim tensor is one row.
 
+    The piece has as many rows as the product of its first ``row_dims`` dimensions.  With ``row_dims=2`` a weight
+    of packed experts, (experts, R, C), has experts × R rows of C elements, and this rank may hold a part of an
+    expert.  What it holds then has the shape (rows, C).
+
     A fused weight (query, key and value in one, say) has ``tp_blocks``: the lengths of the blocks, along
     ``tp_dim``, of which each is cut by itself; a piece is its part of every block, one after the other.  The
     pieces in rank order are then the logical tensor with its rows or columns in another order, which
@@ -37,12 +42,13 @@ class Slice:
 
     Attributes:
         shape: the global, unpadded shape.
-        row_start, row_stop: the half-open range of rows (dim 0 of the piece) that this rank holds.
+        row_start, row_stop: the half-open range of rows of the piece that this rank holds.
         row_comm: the communicator over which the piece's rows are spread; ``None``: this rank holds them all.
         tp_dim: the dimension cut over tensor-parallel ranks; ``None``: not cut.
         tp_offset, tp_extent: this rank's piece along ``tp_dim``.
         tp_comm: the communicator over which ``tp_dim`` is cut; ``None``: not cut.
         tp_blocks: the blocks of a fused weight; empty: one block.
+        row_dims: the number of leading dimensions that rows are counted along.
     """
 
     shape: tuple[int, ...]
@@ -54,8 +60,11 @@ class Slice:
     tp_extent: int = 0
     tp_comm: Communicator | None = None
     tp_blocks: tuple[int, ...] = ()
+    row_dims: int = 1
 
     def __post_init__(self) -> None:
+        if not 1 <= self.row_dims <= max(1, len(self.shape)):
+            raise ValueError(f"row_dims={self.row_dims} is not a number of dimensions of shape {self.shape}")
         if self.tp_dim is not None:
             if not 0 <= self.tp_dim < len(self.shape):
                 raise ValueError(f"tp_dim={self.tp_dim} is not a dimension of shape {self.shape}")
@@ -84,13 +93,17 @@ class Slice:
 
     @property
     def piece_rows(self) -> int:
-        shape = self.piece_shape
-        return shape[0] if shape else 1
+        return math.prod(self.piece_shape[: self.row_dims])
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row of the piece."""
+        return self.piece_shape[self.row_dims :]
 
     @property
     def row_numel(self) -> int:
         """Elements of one row of the piece."""
-        return math.prod(self.piece_shape[1:])
+        return math.prod(self.row_shape)
 
     @property
     def numel(self) -> int:
@@ -103,17 +116,7 @@ class Slice:
         rows = self.row_stop - self.row_start
         if not self.shape:
             return () if rows else (0,)
-        return (rows, *self.piece_shape[1:])
-
-    @property
-    def offset(self) -> tuple[int, ...]:
-        """The global index of the first element that this rank holds."""
-        offset = [0] * len(self.shape)
-        if self.tp_dim is not None:
-            offset[self.tp_dim] = self.tp_offset
-        if offset:
-            offset[0] += self.row_start
-        return tuple(offset)
+        return (rows, *self.row_shape)
 
     @property
     def comms(self) -> tuple[Communicator, ...]:
@@ -133,6 +136,11 @@ def cut_piece(full: Tensor, found: Slice) -> Tensor:
     return torch.cat(parts, dim=found.tp_dim)
 
 
+def select_rows(piece: Tensor, where: Slice) -> Tensor:
+    """What this rank holds of its tensor-parallel piece: a view of shape ``where.local_shape``."""
+    return piece.reshape(where.piece_rows, *where.row_shape)[where.row_start : where.row_stop].view(where.local_shape)
+
+
 def join_pieces(piece: Tensor, found: Slice) -> Tensor:
     """The tensor whose pieces along ``tp_dim`` the tensor-parallel ranks hold, on each of them.
 
@@ -140,11 +148,19 @@ def join_pieces(piece: Tensor, found: Slice) -> Tensor:
     in common.
 
     Raises:
-        ValueError: a piece of several blocks lacks some of them.
+        ValueError: a piece of several blocks lacks some of them, or ``piece`` is some rows along two dimensions of
+            which one is the tensor-parallel one.
     """
     dim, comm = found.tp_dim, found.tp_comm
     if dim is None or comm is None or comm.size == 1:
         return piece
+    if piece.dim() < len(found.shape):  # rows along two dimensions
+        if dim < found.row_dims:
+            raise ValueError(
+                f"rows [{found.row_start}, {found.row_stop}) of a tensor of shape {found.shape}, counted along its "
+                f"first {found.row_dims} dimensions, cannot be joined along dimension {dim}; gather the rows first"
+            )
+        dim -= found.row_dims - 1
     if found.tp_blocks and piece.shape[dim] != found.tp_extent:
         raise ValueError(
             f"piece has {piece.shape[dim]} of the {found.tp_extent} along dimension {dim}, which is cut in the blocks "

@@ -129,15 +129,15 @@ class DistributedAdafactor(FactoredOptimizer):
             found = parts.root_mean_squares(squares)
             torch._foreach_copy_(sizes, found.unbind())
             rates = rates * found.clamp(min=options["eps"][1])
-        totals = torch.empty_like(rates)
+        totals = torch.empty(len(parts.grads), device=batch.device)
         bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
-        squares, _ = yield [Sum(totals, parts.matrices), Meanwhile(lambda: self.step_alone(alone))]
+        squares, _ = yield [Sum(parts.per_matrix(totals), parts.matrices), Meanwhile(lambda: self.step_alone(alone))]
         clips = (parts.root_mean_squares(squares) / options["clip_threshold"]).clamp(min=1)
         parts.update_weights(
             parts.grads,
             average,
-            rates / clips,
-            1 - decay * rates if decay else None,
+            parts.per_entry(rates / clips),
+            parts.per_entry(1 - decay * rates) if decay else None,
             exp_avgs,
             beta1=float(beta1 or 0),
             **parts.scaling,

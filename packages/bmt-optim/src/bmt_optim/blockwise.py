@@ -23,7 +23,7 @@ from torch import Tensor
 import bmt_kernels
 from bmt_comm import Communicator, Slice
 
-from .slices import coordinates
+from .slices import indices_along, row_indices
 from .state_layout import StateTensor
 
 BLOCK = 256
@@ -63,17 +63,18 @@ class Span:
 
 def span_of(part: Slice) -> Span:
     """Where a part is."""
-    row = math.prod(part.shape[1:])
+    row_shape = part.shape[part.row_dims :]
     start, stop, dim = part.row_start, part.row_stop, None
     if part.tp_dim is not None and part.tp_extent < part.shape[part.tp_dim]:
-        if part.tp_dim > 0:
-            dim = part.tp_dim
-        elif part.tp_blocks:
-            start, stop, dim = 0, part.shape[0], 0
+        if part.tp_dim >= part.row_dims:
+            dim = part.tp_dim - part.row_dims + 1
+        elif part.tp_blocks or part.tp_dim > 0:  # rows here and there
+            start, stop, dim = 0, math.prod(part.shape[: part.row_dims]), 0
         else:
-            start, stop = part.tp_offset + start, part.tp_offset + stop
-    shape = (stop - start, *part.shape[1:]) if part.shape else part.local_shape
-    return Span(start * row, stop * row, shape, dim)
+            first = part.tp_offset * math.prod(part.shape[1 : part.row_dims])
+            start, stop = first + start, first + stop
+    row = math.prod(row_shape)
+    return Span(start * row, stop * row, (stop - start, *row_shape) if part.shape else part.local_shape, dim)
 
 
 def block_count(shape: tuple[int, ...]) -> int:
@@ -97,7 +98,7 @@ class BlockMaxima(StateTensor):
         if span.dim == 0:
             return Slice(shape, 0, shape[0])
         if span.dim is None and codes.tp_dim == 0:
-            row = math.prod(codes.shape[1:])
+            row = math.prod(codes.shape[1:])  # what follows dimension 0
             piece = Span(codes.tp_offset * row, (codes.tp_offset + codes.tp_extent) * row, (), None)
             rows = span.first - piece.first, span.last - piece.first
             return Slice(shape, *rows, codes.row_comm, 0, piece.first, piece.last - piece.first, codes.tp_comm)
@@ -111,7 +112,7 @@ def maxima_of(codes: StateTensor) -> BlockMaxima:
 
 def shares_blocks(part: Slice) -> bool:
     """Whether several ranks may hold elements of one block. The same on all ranks that share the tensor."""
-    aligned = math.prod(part.shape[1:]) % BLOCK == 0
+    aligned = math.prod(part.shape[part.row_dims :]) % BLOCK == 0
     if _cuts(part.tp_comm) and (part.tp_dim != 0 or part.tp_blocks):
         return True
     return (_cuts(part.row_comm) or _cuts(part.tp_comm)) and not aligned
@@ -126,7 +127,7 @@ def dequantise(codes: Tensor, maxima: Tensor, part: Slice, signed: bool) -> Tens
     span = span_of(part)
     if span.dim is None:
         return bmt_kernels.dequantize_blockwise(codes, maxima, signed=signed, block_offset=span.offset)
-    index = coordinates(part, span.dim, codes.device)
+    index = _held(part, span.dim, codes.device)
     rows = codes.new_zeros(span.shape).index_copy_(span.dim, index, codes)
     values = bmt_kernels.dequantize_blockwise(rows, maxima, signed=signed, block_offset=span.offset)
     return values.index_select(span.dim, index)
@@ -149,7 +150,7 @@ def quantise(values: Tensor, maxima: Tensor, part: Slice, signed: bool) -> Tenso
     _put(blocks, values, span, part)
     codes, _ = bmt_kernels.quantize_blockwise(blocks, signed=signed)
     rows = _rows(codes, span)
-    return rows if span.dim is None else rows.index_select(span.dim, coordinates(part, span.dim, codes.device))
+    return rows if span.dim is None else rows.index_select(span.dim, _held(part, span.dim, codes.device))
 
 
 def _put(blocks: Tensor, values: Tensor, span: Span, part: Slice) -> None:
@@ -157,7 +158,12 @@ def _put(blocks: Tensor, values: Tensor, span: Span, part: Slice) -> None:
     if span.dim is None:
         rows.copy_(values)
     else:
-        rows.index_copy_(span.dim, coordinates(part, span.dim, values.device), values)
+        rows.index_copy_(span.dim, _held(part, span.dim, values.device), values)
+
+
+def _held(part: Slice, dim: int, device: torch.device) -> Tensor:
+    """The indices along ``dim`` of the span's shape of the elements that this rank holds."""
+    return row_indices(part, device) if dim == 0 else indices_along(part, dim + part.row_dims - 1, device)
 
 
 def _rows(blocks: Tensor, span: Span) -> Tensor:

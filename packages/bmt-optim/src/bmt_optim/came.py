@@ -85,11 +85,11 @@ class DistributedCAME(FactoredOptimizer):
         bmt_kernels.factored_square_sums(parts.grads, average.rows, average.cols, eps=eps[0], **parts.scaling)
         sums = yield average.requests()
         average.update(sums, beta2)
-        totals = torch.empty(len(parts.order), device=batch.device)
+        totals = torch.empty(len(parts.grads), device=batch.device)
         bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
         one, other = alone.halves()
-        squares, _ = yield [Sum(totals, parts.matrices), Meanwhile(lambda: self.step_alone(one))]
-        clips = (parts.root_mean_squares(squares) / options["clip_threshold"]).clamp(min=1)
+        squares, _ = yield [Sum(parts.per_matrix(totals), parts.matrices), Meanwhile(lambda: self.step_alone(one))]
+        clips = parts.per_entry((parts.root_mean_squares(squares) / options["clip_threshold"]).clamp(min=1))
         exp_avgs, instability = parts.state("exp_avg"), FactoredAverage(parts, "exp_avg_res", of_vectors=False)
         bmt_kernels.factored_residual_square_sums(
             parts.grads,

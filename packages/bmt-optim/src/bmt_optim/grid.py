@@ -117,7 +117,8 @@ class _Own(Answer):
         self.asks = len(request.values) > 0
         self.matrices = request.matrices
         self.values: list[Tensor | None] = [
-            v.reshape(-1, *m.where.piece_shape[1:]) for v, m in zip(request.values, request.matrices)
+            v.reshape(m.where.row_stop - m.where.row_start, *m.where.row_shape)
+            for v, m in zip(request.values, request.matrices)
         ]
         for value, matrix in zip(request.values, request.matrices):
             if value.shape != matrix.where.local_shape:
@@ -143,7 +144,7 @@ class _Own(Answer):
         if comm.rank != target:
             transfers.append(Transfer(comm, "own", comm.rank, target, local, None))
             return None
-        piece = local.new_empty(matrix.where.piece_rows, *matrix.where.piece_shape[1:])
+        piece = local.new_empty(matrix.where.piece_rows, *matrix.where.row_shape)
         for source, (start, stop) in enumerate(matrix.rows):
             mine = local if source == target else None
             transfers.append(Transfer(comm, "own", source, target, mine, piece[start:stop]))
@@ -211,11 +212,11 @@ class _Return(Answer):
         assert comm is not None
         where = matrix.where
         local = torch.empty(
-            where.row_stop - where.row_start, *where.piece_shape[1:], dtype=self.dtype, device=_device(matrix)
+            where.row_stop - where.row_start, *where.row_shape, dtype=self.dtype, device=_device(matrix)
         )
         if comm.rank == source:
             assert piece is not None
-            piece = piece.reshape(where.piece_rows, *where.piece_shape[1:])
+            piece = piece.reshape(where.piece_rows, *where.row_shape)
             for target, (start, stop) in enumerate(matrix.rows):
                 into = local if target == source else None
                 transfers.append(Transfer(comm, "return", source, target, piece[start:stop], into))

@@ -35,7 +35,7 @@ class Matrix:
 
     @cached_property
     def row_comm(self) -> Communicator | None:
-        """Over which dimension 0 of the piece is cut; ``None``: it is not."""
+        """Over which the rows of the piece are spread; ``None``: they are not."""
         return _real(self.where.row_comm)
 
     @cached_property
@@ -68,7 +68,7 @@ class Matrix:
         if not all(0 <= d < dims for d in wanted):
             raise ValueError(f"over={over} are not dimensions of a tensor of shape {self.where.shape}")
         return (
-            self.row_comm if 0 in wanted else None,
+            self.row_comm if wanted & set(range(self.where.row_dims)) else None,
             self.tp_comm if self.where.tp_dim in wanted else None,
         )
 

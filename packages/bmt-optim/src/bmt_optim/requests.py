@@ -49,7 +49,8 @@ class Sum:
     ``over`` names the dimensions that the statistic has been reduced over, counted from the end: a statistic of
     the whole matrix has ``None`` (all), one per row (shape ``(*, R)``) has ``(-1,)``, one per column (shape
     ``(*, C)``) has ``(-2,)``. Ranks that cut another dimension hold other rows, or columns, and take no part: the
-    result is that of this rank's rows, or columns. A dimension that nothing cuts costs nothing.
+    result is that of this rank's rows, or columns. A dimension that nothing cuts costs nothing. Of packed experts whose
+    rows are spread over ranks (:mod:`bmt_optim.experts`), statistics per column and per expert are of all experts.
 
     Many statistics are handled as fast as one where ``values`` is one tensor: with one entry per matrix along
     dimension 0, or, with ``sizes``, a vector in which they lie end to end.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bmt_comm import Slice
 
-from .slices import coordinates
+from .slices import indices_along, row_indices
 
 _LOW = 0xFFFFFFFF
 
@@ -41,14 +41,10 @@ def round_stochastically(values: Tensor, where: Slice, dtype: torch.dtype, seed:
 
 def _indices(where: Slice, device: torch.device) -> Tensor:
     """The index in the logical tensor, in row-major order, of every element that this rank holds: int64."""
-    dims = len(where.shape)
-    index = torch.zeros((1,) * dims, dtype=torch.int64, device=device)
-    stride = 1
-    for dim in reversed(range(dims)):
-        held = coordinates(where, dim, device)
-        index = index + (held * stride).view([-1 if d == dim else 1 for d in range(dims)])
-        stride *= where.shape[dim]
-    return index.expand(where.local_shape) if dims else index.reshape(1)[: where.numel].reshape(where.local_shape)
+    index = row_indices(where, device)
+    for dim in range(where.row_dims, len(where.shape)):
+        index = index[..., None] * where.shape[dim] + indices_along(where, dim, device)
+    return index.view(where.local_shape)
 
 
 def _mixed(number: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Slice, cut_piece, join_pieces
+from bmt_comm import Communicator, Slice, cut_piece, join_pieces, select_rows
 
 Comms = tuple[Communicator, ...]
 
@@ -47,8 +47,8 @@ def assemble(local: Tensor, where: Slice) -> Tensor:
     # A 0-dim tensor is one row of one element here.
     rows = where.row_stop - where.row_start
     piece = _concatenate(
-        local.detach().reshape(rows, *where.piece_shape[1:]), 0, where.row_start, where.piece_rows, where.row_comm
-    )
+        local.detach().reshape(rows, *where.row_shape), 0, where.row_start, where.piece_rows, where.row_comm
+    ).reshape(where.piece_shape)
     if where.tp_blocks and where.tp_comm is not None:
         piece = join_pieces(piece.to(where.tp_comm.device), where)
     elif where.tp_dim is not None:
@@ -58,20 +58,25 @@ def assemble(local: Tensor, where: Slice) -> Tensor:
 
 def cut(full: Tensor, where: Slice) -> Tensor:
     """What a rank at ``where`` holds of ``full`` (shape ``where.shape``): shape ``where.local_shape``."""
-    full = cut_piece(full, where)
-    if not where.shape:
-        return full if where.row_stop > where.row_start else full.reshape(1)[:0]
-    return full[where.row_start : where.row_stop]
+    return select_rows(cut_piece(full, where), where)
 
 
-def coordinates(where: Slice, dim: int, device: torch.device) -> Tensor:
-    """The indices along ``dim`` of the logical tensor of the elements that this rank holds: int64, on ``device``."""
+def row_indices(where: Slice, device: torch.device) -> Tensor:
+    """Which rows of the logical tensor this rank holds: int64, on ``device``."""
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for dim in range(min(where.row_dims, len(where.shape))):
+        rows = (rows[:, None] * where.shape[dim] + indices_along(where, dim, device)).flatten()
+    return rows[where.row_start : where.row_stop]
+
+
+def indices_along(where: Slice, dim: int, device: torch.device) -> Tensor:
+    """The indices along ``dim`` of the logical tensor of this tensor-parallel rank's piece: int64, on ``device``."""
     length = where.shape[dim]
-    found = torch.arange(length, device=device)
-    if dim == where.tp_dim:
-        along = Slice((length,), 0, 0, None, 0, where.tp_offset, where.tp_extent, where.tp_comm, where.tp_blocks)
-        found = cut_piece(found, along)
-    return found[where.row_start : where.row_stop] if dim == 0 else found
+    indices = torch.arange(length, device=device)
+    if dim != where.tp_dim:
+        return indices
+    along = Slice((length,), 0, 0, None, 0, where.tp_offset, where.tp_extent, where.tp_comm, where.tp_blocks)
+    return cut_piece(indices, along)
 
 
 def _concatenate(part: Tensor, dim: int, start: int, length: int, comm: Communicator | None) -> Tensor:

@@ -10,6 +10,8 @@ import torch
 
 from bmt_comm import Slice
 
+from .experts import experts_of
+
 
 @dataclass(frozen=True)
 class Size:
@@ -25,7 +27,8 @@ class StateTensor:
     Each of ``dims`` is a dimension of the parameter (0, 1, …), which is cut between ranks as that one is, or a
     :class:`Size`, which is not cut. For a parameter of shape (R, C), ``(0, 1)`` is a moment, ``(0,)`` a number per
     row, ``(1,)`` one per column, ``()`` one number, and ``(Size(k), 1)`` k of them per column. A tensor of which
-    several ranks hold the same part is the same on all of them.
+    several ranks hold the same part is the same on all of them. Where ranks hold rows along two dimensions, of packed
+    experts, their parts of a tensor without the second of these overlap: each has the experts that it holds rows of.
 
     Attributes:
         dims: as above. The parameter's dimension 0 may only be the first.
@@ -58,7 +61,11 @@ class StateTensor:
                 "tp_blocks": where.tp_blocks,
             }
         if self.dims[:1] == (0,):
-            return Slice(shape, where.row_start, where.row_stop, where.row_comm, **tp)
+            start, stop, rows = where.row_start, where.row_stop, where.row_dims
+            if rows > 1 and self.dims[1:2] != (1,):  # a number for all rows of an expert
+                experts = experts_of(where)
+                start, stop, rows = experts.start, experts.stop, 1
+            return Slice(shape, start, stop, where.row_comm, **tp, row_dims=rows)
         whole = Slice(shape, 0, 0, None, **tp)
         return Slice(shape, 0, whole.piece_rows, None, **tp)
 

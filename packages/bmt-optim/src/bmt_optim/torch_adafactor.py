@@ -11,6 +11,8 @@ from torch import Tensor
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
+from .experts import by_row, experts_of, sum_by_expert
+from .matrix import Matrix
 from .norms import square_sums
 from .options import check_not_negative
 from .requests import Rule, Sum
@@ -87,9 +89,11 @@ class TorchAdafactor(DistributedOptimizer):
         norms, rows, columns, totals, means = yield [
             Sum(square_sums(batch.weights).unbind(), matrices),
             Sum([_square_sum(grads[i], -1) for i in factored], shared, (-1,)),  # (*, R)
-            Sum([_square_sum(grads[i], -2) for i in factored], shared, (-2,)),  # (*, C)
-            Sum([_square_sum(grads[i], (-2, -1)) for i in factored], shared, (-2, -1)),  # (*)
-            Sum([row_var.sum((-2, -1)) for row_var in row_vars], shared, (-2,)),  # (*), before the step
+            Sum([_sum_of_rows(grads[i].square(), matrices[i]) for i in factored], shared, (-2,)),  # (*, C)
+            Sum(
+                [_sum_of_rows(_square_sum(grads[i], -1, True), matrices[i])[..., 0] for i in factored], shared, (-2, -1)
+            ),
+            Sum([_sum_of_rows(r, m)[..., 0] for r, m in zip(row_vars, shared)], shared, (-2,)),  # (*), before the step
         ]
         weight = batch.step ** options["beta2_decay"]
         eps, least_scale = options["eps"]
@@ -97,9 +101,14 @@ class TorchAdafactor(DistributedOptimizer):
         for n, i in enumerate(factored):
             *_, height, width = (max(length, 1) for length in matrices[i].where.shape)
             row_vars[n].lerp_((rows[n] / width).unsqueeze(-1), weight)
-            col_vars[n].lerp_((columns[n] / height).unsqueeze(-2), weight)
             mean = torch.lerp(means[n] / height, totals[n] / (height * width), weight)[..., None, None]
-            estimate = row_vars[n] * col_vars[n] / mean.clamp(min=_epsilon(eps, matrices[i].param))
+            column = (columns[n] / height).unsqueeze(-2)
+            where = matrices[i].where
+            if where.row_dims == 2:
+                held = experts_of(where)
+                mean, column = mean[held.start : held.stop], column[held.start : held.stop]
+            per_column = col_vars[n].lerp_(column, weight) / mean.clamp(min=_epsilon(eps, matrices[i].param))
+            estimate = row_vars[n] * (by_row(per_column.squeeze(-2), where) if where.row_dims == 2 else per_column)
             updates[i] = _scaled(grads[i], estimate, _epsilon(eps, matrices[i].param))
         for i in sorted(set(everything) - set(factored)):
             variance = batch.states[i]["variance"].lerp_(grads[i].square(), weight)
@@ -117,8 +126,13 @@ class TorchAdafactor(DistributedOptimizer):
                 local.addcmul_(updates[i], rates[i])
 
 
-def _square_sum(tensor: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dim=dim, dtype=torch.float32).square()
+def _square_sum(tensor: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dim=dim, keepdim=keepdim, dtype=torch.float32).square()
+
+
+def _sum_of_rows(values: Tensor, matrix: Matrix) -> Tensor:
+    """Of (\\*, R, C): sums over this rank's rows, (\\*, C), of packed experts for all of them."""
+    return sum_by_expert(values, matrix.where) if matrix.where.row_dims == 2 else values.sum(-2)
 
 
 def _epsilon(eps: float | None, param: Tensor) -> float:

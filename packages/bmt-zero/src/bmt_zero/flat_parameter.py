@@ -185,7 +185,9 @@ class FlatParameter:
         for param, placement in zip(self.params, self.placements, strict=True):
             start, stop = self.layout.rows_of(placement, comm.rank)
             row_comm = comm if comm.size > 1 else None
-            param.bmt_slice = replace(param.bmt_slice, row_start=start, row_stop=stop, row_comm=row_comm)
+            param.bmt_slice = replace(
+                param.bmt_slice, row_start=start, row_stop=stop, row_comm=row_comm, row_dims=placement.row_dims
+            )
 
     def local_views(self, flat: Tensor) -> list[Tensor]:
         """This rank's rows of every parameter, as views of a flat shard."""

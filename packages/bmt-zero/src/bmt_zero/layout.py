@@ -1,15 +1,19 @@
 """Where parameters lie in a flat buffer of equal shards: pure arithmetic, no tensors.
 
 The parameters of a flat parameter lie one after the other, each contiguous, in a buffer of ``world_size`` equal
-shards. Every border between two shards that falls inside a parameter falls **between two of its rows** (dim 0), so
-that a rank holds a plain row range of it. Small gaps before parameters and one at the end make it so.
+shards. Every border between two shards that falls inside a parameter falls **between two of its rows**, so that a
+rank holds a plain row range of it. Small gaps before parameters and one at the end make it so.
+
+A row is what follows dim 0. Of a 3-D weight it is what follows dims 0 and 1: packed experts, (experts, R, C), are cut
+between any two of their experts × R rows, since a rank that could only hold whole experts would hold many times its
+share where ranks are more than experts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -20,19 +24,21 @@ class Placement:
         index: which of the planned shapes this is.
         shape: the parameter's shape; a 0-dim parameter is one row of one element.
         offset: of its first element in the flat buffer.
+        row_dims: the number of leading dimensions that rows are counted along.
     """
 
     index: int
     shape: tuple[int, ...]
     offset: int
+    row_dims: int = 1
 
     @property
     def rows(self) -> int:
-        return self.shape[0] if self.shape else 1
+        return math.prod(self.shape[: self.row_dims])
 
     @property
     def row_numel(self) -> int:
-        return math.prod(self.shape[1:])
+        return math.prod(self.shape[self.row_dims :])
 
     @property
     def numel(self) -> int:
@@ -40,7 +46,7 @@ class Placement:
 
     def local_shape(self, rows: int) -> tuple[int, ...]:
         """The shape of ``rows`` of its rows; a 0-dim parameter is ``()`` where it is held and ``(0,)`` elsewhere."""
-        return (rows, *self.shape[1:]) if self.shape or not rows else ()
+        return (rows, *self.shape[self.row_dims :]) if self.shape or not rows else ()
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,12 @@ def plan_layouts(shapes: Sequence[tuple[int, ...]], world_size: int) -> list[Fla
         raise ValueError(f"world_size={world_size} must be positive")
     if not shapes:
         return []
+    entries = [
+        Placement(i, tuple(shape), 0, row_dims=2 if len(shape) == 3 and world_size > 1 else 1)
+        for i, shape in enumerate(shapes)
+    ]
     # Longest rows first: shorter rows that divide them then start on whole rows without any gap.
-    order = sorted(range(len(shapes)), key=lambda i: -Placement(i, tuple(shapes[i]), 0).row_numel)
-    entries = [Placement(i, tuple(shapes[i]), 0) for i in order]
+    entries.sort(key=lambda entry: -entry.row_numel)
     single = _plan_one(entries, world_size)
     if single is not None:
         return [single]
@@ -120,7 +129,7 @@ def _plan_one(entries: Sequence[Placement], world_size: int) -> FlatLayout | Non
             break
         offsets = _place(entries, shard, world_size)
         if offsets is not None:
-            placed = [Placement(e.index, e.shape, o) for e, o in zip(entries, offsets, strict=True)]
+            placed = [replace(entry, offset=offset) for entry, offset in zip(entries, offsets, strict=True)]
             return FlatLayout(world_size, shard, tuple(sorted(placed, key=lambda p: (p.offset, p.numel))))
     return None
 

@@ -469,8 +469,8 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
     """Turn a parameter, the same object, into a sharded one that has all its rows."""
     param.grad = None
     if isinstance(param, ShardedParameter):
-        before = param.bmt_slice
-        param.bmt_slice = dataclasses.replace(before, row_start=0, row_stop=before.piece_rows, row_comm=None)
+        unsharded = dataclasses.replace(param.bmt_slice, row_start=0, row_stop=0, row_comm=None, row_dims=1)
+        param.bmt_slice = dataclasses.replace(unsharded, row_stop=unsharded.piece_rows)
         return param
     shape = tuple(param.shape)
     # What bmt_tp has noted: that it sharded the parameter over tensor-parallel ranks, or how it is used.

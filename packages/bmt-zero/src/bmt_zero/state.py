@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import Communicator, cut_piece
+from bmt_comm import Communicator, cut_piece, select_rows
 
 from .parameter_group import Slot, refresh_flat_weights
 from .sharded_parameter import ShardedParameter
@@ -107,9 +107,7 @@ def write_whole(param: ShardedParameter, whole: Tensor) -> None:
 
 def _rows(param: ShardedParameter, whole: Tensor) -> Tensor:
     """This rank's rows of a parameter's whole tensor."""
-    found = param.bmt_slice
-    piece = cut_piece(whole, found) if found.shape else whole.reshape(1)
-    return piece[found.row_start : found.row_stop].reshape(param.shape)
+    return select_rows(cut_piece(whole, param.bmt_slice), param.bmt_slice)
 
 
 @contextmanager
