@@ -204,10 +204,100 @@ class Scaled(nn.Embedding):
         return 3 * super().forward(ids)
 
 
+class Doubled(nn.Embedding):
+    def forward(self, ids):
+        return 2 * F.embedding(ids, self.weight)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_forward_that_calls_that_of_torch_is_kept(ctx):
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"x": Scaled(6, 4)})
+    model = parallelize(copy.deepcopy(plain), {"x": "vocab"})
+    ids = torch.tensor([[0, 5, 3], [2, 2, 4]])
+    for which in (plain, model):
+        which["x"](ids).square().sum().backward()
+    assert isinstance(model["x"], Scaled)
+    torch.testing.assert_close(model["x"](ids), plain["x"](ids))
+    torch.testing.assert_close(model["x"].weight.grad, plain["x"].weight.grad.chunk(2)[ctx.tp_rank])
+    assert torch.equal(full_state_dict(copy.deepcopy(model))["x.weight"], plain["x"].weight)
+
+
+class Experts(nn.Module):
+    """Packed experts, as transformers has them."""
+
+    def __init__(self, transposed=False):
+        super().__init__()
+        self.is_transposed = transposed
+        shapes = ((3, 6, 8), (3, 4, 6)) if transposed else ((3, 8, 6), (3, 6, 4))
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.randn(shape)) for shape in shapes)
+        self.gate_up_bias = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x, chosen, weights):
+        up, down = self.gate_up_proj, self.down_proj
+        if self.is_transposed:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        gate, value = (torch.einsum("boi,bi->bo", up[chosen], x) + self.gate_up_bias[chosen]).chunk(2, -1)
+        return torch.einsum("boi,bi->bo", down[chosen], F.silu(gate) * value) * weights
+
+
+class Mixture(nn.Module):
+    def __init__(self, transposed=False):
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 3), Experts(transposed)
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        return x + self.experts(x, chosen, weights[:, None])
+
+
+EXPERTS = {
+    "experts.gate_up_proj": "packed_colwise",
+    "experts.gate_up_bias": "packed_colwise",
+    "experts.down_proj": "rowwise",
+    "experts": "moe_tp_experts",
+}
+
+
+@pytest.mark.ranks(1, 2, init=False)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_packed_experts_train_as_on_one_device(transposed):
+    ctx = init_distributed(tp_size=int(os.environ["WORLD_SIZE"]))
+    torch.manual_seed(0)
+    plain = Mixture(transposed)
+    model = parallelize(copy.deepcopy(plain), EXPERTS)
+    assert model.experts.down_proj.numel() == plain.experts.down_proj.numel() // ctx.tp_size
+    start = copy.deepcopy(plain.state_dict())
+    x = torch.randn(20, 6)
+    for which in (plain, model):
+        optimizer = torch.optim.SGD(which.parameters(), lr=0.01)
+        for _ in range(10):
+            which(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    after = full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        update, expected = after[name] - start[name], value - start[name]
+        assert (update - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_plans_of_experts_that_cannot_be(ctx):
+    without = {name: style for name, style in EXPERTS.items() if name != "experts"}
+    with pytest.raises(
+        ValueError, match="cuts the parameter 'gate_up_proj' of 'experts'; it must have 'experts' itself"
+    ):
+        parallelize(Mixture(), without)
+    with pytest.raises(ValueError, match=r"'experts.gate_up_bias' has the shape \(3, 8\); 'rowwise' cuts a weight"):
+        parallelize(Mixture(), {**EXPERTS, "experts.gate_up_bias": "rowwise"})
+    with pytest.raises(ValueError, match=r"'experts\.down_proj' is a parameter, and 'vocab' is for modules"):
+        parallelize(Mixture(), {**EXPERTS, "experts.down_proj": "vocab"})
+
+
 @pytest.mark.ranks(2, tp_size=2)
 def test_modules_that_compute_something_else_are_refused(ctx):
-    with pytest.raises(TypeError, match="'x', a Scaled, has a forward of its own"):
-        parallelize(nn.ModuleDict({"x": Scaled(4, 4)}), {"x": "vocab"})
+    with pytest.raises(TypeError, match="'x', a Doubled, has a forward of its own"):
+        parallelize(nn.ModuleDict({"x": Doubled(4, 4)}), {"x": "vocab"})
     replaced = nn.Linear(4, 4)
     replaced.forward = lambda x: x
     with pytest.raises(TypeError, match="'x', a Linear, has a forward of its own"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import TensorWeakRef
 
 from bmt_comm import Communicator
@@ -128,10 +129,19 @@ class _WithoutGradientOfRow(torch.autograd.Function):
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
-def class_with_forward_of(form: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """``cls`` with the forward of ``form``."""
+def class_with_forward_of(form: type[PieceModule], cls: type[nn.Module]) -> type[nn.Module]:
+    """``cls`` with the forward of ``form`` in the place of PyTorch's own.
+
+    A class derived from ``nn.Embedding`` or ``nn.Linear`` whose forward calls ``super().forward`` (a scaled embedding)
+    keeps that forward, and calls the one of ``form`` in it.
+    """
     if (form, cls) not in _classes:
-        _classes[form, cls] = type(cls.__name__, (form, cls), {"__module__": cls.__module__})
+        bases: tuple[type, ...] = (form, cls)
+        torchs_own = next((base for base in cls.__mro__ if base in (nn.Embedding, nn.Linear)), cls)
+        if cls is not torchs_own and cls.forward is not torchs_own.forward:
+            inner = type(form.__name__, (form, torchs_own), {"__module__": form.__module__})
+            bases = (cls, inner)
+        _classes[form, cls] = type(cls.__name__, bases, {"__module__": cls.__module__})
     return _classes[form, cls]
 
 
@@ -153,6 +163,29 @@ class ChangeInput:
         if self.gather:
             return gather_along(x, self.dim, self.comm, partial_grad=True)
         return split_along(x, self.dim, self.comm)
+
+
+class CopyInputs:
+    """Before a module of which every rank computes a part: the gradients of its floating-point inputs are summed."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tree_map_only(Tensor, self._copied, (args, kwargs))
+
+    def _copied(self, x: Tensor) -> Tensor:
+        return copy_to_ranks(x, self.comm) if x.is_floating_point() else x
+
+
+class ReduceOutput:
+    """After such a module: the sum of what the ranks have computed."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: reduce_from_ranks(x, self.comm), output)
 
 
 class GatherOutput:

@@ -19,7 +19,13 @@
     sequence_end               as ``sequence``, and the output of this module is joined again
     sequence_gather            the input of this module, which is split, is joined for the ``colwise`` layers in it
                                (an attention that takes the sequence's length from its input needs this)
+    experts                    a module that computes with packed experts: a rank computes with its part of each
+                               expert, and the ranks' results are summed (also: ``moe_tp_experts``)
+    replicate                  nothing: every rank has the module as it is
     =========================  =============================================================================
+
+    The parameters of packed experts, (experts, outputs, inputs), are named themselves, as ``colwise``,
+    ``packed_colwise`` or ``rowwise``, beside their module, which is ``experts``.
 
     ``colwise+sequence``, ``packed_colwise:n+sequence``, ``rowwise+sequence`` and ``vocab+sequence`` stand where
     activations outside of the layer are split along the sequence.
@@ -30,7 +36,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +46,12 @@ from bmt_comm import Communicator, Slice, cut_piece
 from .batch import check_same_batch
 from .cut_modules import (
     ChangeInput,
+    CopyInputs,
     CutColumnLinear,
     CutEmbedding,
     CutRowLinear,
     GatherOutput,
+    ReduceOutput,
     Settings,
     SharedInput,
     class_with_forward_of,
@@ -72,10 +80,12 @@ _ALIASES = {
     "embedding_rowwise": "vocab",
     # Its gradient is a part of the whole one, as that on a part of the sequence is.
     "replicated_with_grad_allreduce": "sequence",
+    "moe_tp_experts": "experts",
 }
-_PLAIN_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather")
+_PLAIN_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather", "experts", "replicate")
 _CUTTING_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input", "vocab")
 _SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab")
+_EXPERT_STYLES = ("colwise", "packed_colwise", "rowwise")
 
 
 def parallelize(
@@ -116,11 +126,9 @@ def parallelize(
         if not plan:
             raise ValueError(f"{type(model).__name__} carries no tp_plan; give a plan of module names")
     cuts = _matches(model, plan, given)
-    gathered = [name + "." for name, _, style in cuts if style == "sequence_gather"]
-    whole = [
-        _Cut.of(name, module, style, comm, sequence_dim, name.startswith(tuple(gathered)))
-        for name, module, style in cuts
-    ]
+    gathered = tuple(match.name + "." for match in cuts if match.style == "sequence_gather")
+    whole = [_Cut.of(match, comm, sequence_dim, match.name.startswith(gathered)) for match in cuts]
+    _check_experts(whole)
     heads = _heads(model, whole, comm, divided_attributes)
     pieces = _pieces(model, whole)
     _check_sequence(whole, pieces)
@@ -139,17 +147,29 @@ def parallelize(
     return model
 
 
-def _matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> list[tuple[str, nn.Module, str]]:
-    """(name, module, style) of what the plan names, in the model's order; the first matching entry counts."""
+class _Match(NamedTuple):
+    """What the plan names: a module, or a parameter of one."""
+
+    name: str  # of the module
+    module: nn.Module
+    style: str
+    parameter: str | None = None
+
+
+def _matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> list[_Match]:
+    """What the plan names, in the model's order; the first matching entry counts."""
     patterns = [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), p, _style(p, style)) for p, style in plan.items()]
-    found: list[tuple[str, nn.Module, str]] = []
+    found: list[_Match] = []
     used = set()
     for name, module in model.named_modules():
-        for pattern, source, style in patterns:
-            if pattern.fullmatch(name):
-                used.add(source)
-                found.append((name, module, style))
-                break
+        prefix = name + "." if name else ""
+        names = [(name, None), *((prefix + n, n) for n, p in module._parameters.items() if p is not None)]
+        for path, parameter in names:
+            for pattern, source, style in patterns:
+                if pattern.fullmatch(path):
+                    used.add(source)
+                    found.append(_Match(name, module, style, parameter))
+                    break
     missing = [source for _, source, _ in patterns if source not in used]
     if missing and must_match:
         raise ValueError(f"the plan names {missing[0]!r}, and {type(model).__name__} has no module of that name")
@@ -188,14 +208,19 @@ class _Cut:
     is_gathered: bool  # its input was gathered, and the gradient of that is reduced there
     transposed: bool = False  # the weight is (in, out)
     parts: int = 1
+    parameter: str | None = None  # of packed experts: which of the module's is cut
 
     @staticmethod
-    def of(name: str, module: nn.Module, style: str, comm: Communicator, sequence_dim: int, is_gathered: bool) -> _Cut:
+    def of(match: _Match, comm: Communicator, sequence_dim: int, is_gathered: bool) -> _Cut:
+        name, module, style, parameter = match
         base, plus, _ = style.partition("+")
         kind, _, count = base.partition(":")
         parts = int(count or 2) if kind == "packed_colwise" else 1
         transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-        if kind == "vocab":
+        if parameter is not None:
+            _check_expert_parameter(f"{name}.{parameter}", module._parameters[parameter], style)
+            transposed = bool(getattr(module, "is_transposed", False))
+        elif kind == "vocab":
             if not isinstance(module, nn.Embedding):
                 raise TypeError(f"{name!r} is a {type(module).__name__}; 'vocab' cuts a torch.nn.Embedding")
             for option, harmless in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
@@ -205,9 +230,9 @@ class _Cut:
             raise TypeError(
                 f"{name!r} is a {type(module).__name__}; {style!r} cuts a torch.nn.Linear or a Conv1D of transformers"
             )
-        if kind in _CUTTING_STYLES:
+        if kind in _CUTTING_STYLES and parameter is None:
             _check_uncut(name, module)
-        cut = _Cut(name, module, kind, bool(plus), comm, sequence_dim, is_gathered, transposed, parts)
+        cut = _Cut(name, module, kind, bool(plus), comm, sequence_dim, is_gathered, transposed, parts, parameter)
         for param, dim in cut.dims():
             if param.shape[dim] % (comm.size * parts):
                 what = f"{parts} parts over " if parts > 1 else ""
@@ -224,6 +249,12 @@ class _Cut:
     def dims(self) -> Iterator[tuple[nn.Parameter, int]]:
         """The parameters that are cut, and along which dimension."""
         if self.kind not in _CUTTING_STYLES:
+            return
+        if self.parameter is not None:
+            packed = self.module._parameters[self.parameter]
+            assert packed is not None
+            outputs = packed.dim() - 1 if packed.dim() == 2 or self.transposed else packed.dim() - 2
+            yield packed, outputs if self.is_column else 2 * packed.dim() - 3 - outputs
             return
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
         assert weight is not None
@@ -243,6 +274,12 @@ class _Cut:
     def apply(self, shared: SharedInput) -> None:
         """Let the module compute with its piece; ``shared`` is for the modules beside it."""
         module = self.module
+        if self.parameter is not None or self.kind == "replicate":
+            return
+        if self.kind == "experts":
+            module.register_forward_pre_hook(CopyInputs(self.comm), with_kwargs=True)
+            module.register_forward_hook(ReduceOutput(self.comm))
+            return
         if self.kind in _PLAIN_STYLES:
             if self.kind in ("sequence_start", "sequence_gather"):
                 change = ChangeInput(self.comm, self.sequence_dim, self.kind == "sequence_gather")
@@ -269,20 +306,47 @@ class _Cut:
         )
 
 
+def _check_experts(cuts: list[_Cut]) -> None:
+    """Raise where parameters of packed experts are cut and nothing sums what the ranks compute with them."""
+    summed = {id(cut.module) for cut in cuts if cut.kind == "experts"}
+    for cut in cuts:
+        if cut.parameter is not None and id(cut.module) not in summed:
+            raise ValueError(
+                f"the plan cuts the parameter {cut.parameter!r} of {cut.name!r}; it must have {cut.name!r} itself as "
+                "'experts', so that what the ranks compute is summed"
+            )
+
+
+def _check_expert_parameter(path: str, param: nn.Parameter | None, style: str) -> None:
+    """Raise unless a parameter of packed experts can be cut by ``style``."""
+    if style.partition(":")[0] not in _EXPERT_STYLES:
+        raise ValueError(f"{path!r} is a parameter, and {style!r} is for modules; choose one of {_EXPERT_STYLES}")
+    if param is None or param.dim() not in (2, 3) or (param.dim() == 2 and style == "rowwise"):
+        shape = None if param is None else tuple(param.shape)
+        raise ValueError(
+            f"{path!r} has the shape {shape}; {style!r} cuts a weight of packed experts, (experts, outputs, inputs), "
+            "or, by columns, their biases, (experts, outputs)"
+        )
+    _check_whole(path, param)
+
+
+def _check_whole(name: str, param: nn.Parameter | None) -> None:
+    if getattr(param, "tp_mode", False):
+        raise ValueError(f"a parameter of {name!r} has been cut already; parallelize a model once")
+    if hasattr(param, "handle") or hasattr(param, "placements"):
+        raise ValueError(f"a parameter of {name!r} is sharded already; parallelize a model first, and then shard it")
+
+
 def _check_uncut(name: str, module: nn.Module) -> None:
     """Raise unless a module is its class's, with its parameters in their places and whole."""
     for key in ("weight", "bias"):
-        param = module._parameters.get(key)
-        if getattr(param, "tp_mode", False):
-            raise ValueError(f"a parameter of {name!r} has been cut already; parallelize a model once")
-        if hasattr(param, "handle") or hasattr(param, "placements"):
-            raise ValueError(
-                f"a parameter of {name!r} is sharded already; parallelize a model first, and then shard it"
-            )
+        _check_whole(name, module._parameters.get(key))
     if module._parameters.get("weight") is None:
         raise TypeError(f"the weight of {name!r} is computed from something else; leave it out of the plan")
     own_forward = type(module).forward not in (nn.Linear.forward, nn.Embedding.forward)
-    if "forward" in vars(module) or (own_forward and type(module).__name__ != "Conv1D"):
+    code = getattr(type(module).forward, "__code__", None)
+    calls_super = code is not None and {"super", "forward"} <= set(code.co_names)
+    if "forward" in vars(module) or (own_forward and not calls_super and type(module).__name__ != "Conv1D"):
         raise TypeError(
             f"{name!r}, a {type(module).__name__}, has a forward of its own, which would be lost; leave it out of the "
             "plan"
@@ -330,7 +394,7 @@ def _heads(
     """The attributes that are to be set, with their values."""
     parents: dict[str, nn.Module] = {}
     for cut in cuts:
-        if cut.kind not in ("colwise", "packed_colwise"):
+        if cut.kind not in ("colwise", "packed_colwise") or cut.parameter is not None:
             continue
         parent_name = cut.name.rpartition(".")[0]
         parent = parents[parent_name] = model.get_submodule(parent_name)
