@@ -51,6 +51,7 @@ def test_the_slices_of_all_ranks_cover_every_element_once(case):
             held = held.flatten(0, row_dims - 1)
             assert len(held) == piece.piece_rows
             assert torch.equal(part, held[piece.row_start : piece.row_stop])
+            assert not part.numel() or full[piece.offset] == part.flatten()[0]
             seen += part.flatten().tolist()
     assert sorted(seen) == full.flatten().tolist()
 

@@ -119,6 +119,16 @@ class Slice:
         return (rows, *self.row_shape)
 
     @property
+    def offset(self) -> tuple[int, ...]:
+        """The global index of the first element that this rank holds."""
+        offset, row = [0] * len(self.shape), self.row_start
+        for dim in reversed(range(min(self.row_dims, len(self.shape)))):
+            row, offset[dim] = divmod(row, max(1, self.piece_shape[dim])) if dim else (0, row)
+        if self.tp_dim is not None:
+            offset[self.tp_dim] += self.tp_offset
+        return tuple(offset)
+
+    @property
     def comms(self) -> tuple[Communicator, ...]:
         """The communicators whose ranks hold different elements of this tensor, tensor-parallel ones last."""
         return tuple(c for c in (self.row_comm, self.tp_comm) if c is not None and c.size > 1)
