@@ -19,6 +19,10 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    T5Config,
+    T5Model,
+    ViTConfig,
+    ViTModel,
 )
 
 import bmt_zero
@@ -155,3 +159,79 @@ def test_layers_built_on_meta_are_initialised_as_the_family_does(ctx: Any, kind:
             assert 0.5 < value.std() / plain[name].std() < 2.5, name
     assert not torch.equal(*(state[n] for n in list(state) if n.endswith(("0.mlp.c_fc.weight", "1.mlp.c_fc.weight",
         "0.mlp.up_proj.weight", "1.mlp.up_proj.weight"))))  # fmt: skip
+
+
+def padded_batch(step: int) -> dict[str, Tensor]:
+    ids = torch.randint(1, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(step))
+    mask = torch.ones_like(ids)
+    for row in range(4):  # on the left, as decoders have it
+        mask[row, :row] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_decoders_train_on_padded_batches_with_the_defaults_of_both(ctx: Any, kind: str) -> None:
+    """Layers are checkpointed, and the model's configuration asks for a cache."""
+    plain, model = build(kind), bmt_zero.BMTrainModelWrapper(build(kind))
+    assert model.config.use_cache
+    start = copy.deepcopy(plain.state_dict())
+    for which, rank, size in ((plain, 0, 1), (model, ctx.rank, 2)):
+        which.train()
+        optimizer = torch.optim.SGD(which.parameters(), lr=0.1)
+        for step in range(5):
+            batch = {name: value.chunk(size)[rank] for name, value in padded_batch(step).items()}
+            logits = which(**{k: v for k, v in batch.items() if k != "labels"}).logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+            (loss / 20).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        wanted = plain.state_dict()[name]
+        assert (value - wanted).norm() <= 1e-5 * (wanted - start[name]).norm() + 1e-6, name
+    batch = padded_batch(0)
+    with pytest.warns(UserWarning, match="use_cache=True is ignored"):
+        assert model(**batch, use_cache=True).past_key_values is None
+    assert model.eval()(**batch).past_key_values is not None
+    cache = model(**batch).past_key_values
+    with pytest.raises(ValueError, match="was called with past_key_values in training"):
+        model.train()(**batch, past_key_values=cache)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["t5", "vit", "llama", "bert"])
+def test_models_built_on_meta_are_initialised_as_their_family_does(ctx: Any, kind: str) -> None:
+    """Parents fill their children (T5), embeddings (ViT) and buffers that no state dict has (Llama)."""
+    if kind == "t5":
+        config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+        plain, make = T5Model(config), lambda: T5Model(config)
+    elif kind == "vit":
+        vit = ViTConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32)
+        plain, make = ViTModel(vit), lambda: ViTModel(vit)
+    else:
+        plain, make = build(kind), lambda: build(kind)
+    with torch.device("meta"):
+        model = bmt_zero.BMTrainModelWrapper(make())
+    bmt_zero.init_parameters(model)
+    for name, value in model.state_dict().items():
+        wanted = plain.state_dict()[name]
+        if wanted.unique().numel() == 1:
+            assert torch.equal(value, wanted), name
+        elif wanted.numel() > 100:
+            assert 0.7 < value.std() / wanted.std() < 1.4, name
+    for (name, buffer), (_, wanted) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert torch.equal(buffer, wanted), name
+
+
+@pytest.mark.ranks(1)
+def test_what_nothing_fills_is_named() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+            self.register_buffer("table", torch.ones(3))
+
+    with torch.device("meta"):
+        model = bmt_zero.BMTrainModelWrapper(Scaled())
+    with pytest.raises(ValueError, match=r"2 tensors .* fills them: 'scale' of a Scaled, 'table' of a Scaled; give"):
+        bmt_zero.init_parameters(model)

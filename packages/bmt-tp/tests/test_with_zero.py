@@ -260,7 +260,7 @@ def test_hybrid_sharding_must_reach_the_ranks_that_hold_a_parameter(ctx):
     alone = Communicator(None)
     mixed = nn.ModuleDict({"cut": ColumnParallelLinear(4, 4), "norm": nn.LayerNorm(4)})
     with pytest.raises(
-        ValueError, match=r"over 4 ranks; parameter 'cut\.weight', which .* hold pieces of, belongs to 2"
+        ValueError, match=r"over 4 ranks; parameter 'cut\.weight', which .* hold different shards of, belongs to 2"
     ):
         Block(mixed, shard_comm=ctx.zero, replicate_comm=alone)
     with pytest.raises(ValueError, match=r"over 2 ranks; parameter 'norm\.weight', which .* in common, belongs to 4"):

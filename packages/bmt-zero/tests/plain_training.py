@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,18 @@ def loss_of(output: Tensor, target: Tensor, size: int = 12) -> Tensor:
     return (output.float() - target).square().sum() / size
 
 
+def rounded(gradients: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    return {name: grad.to(dtype or grad.dtype) for name, grad in gradients.items()}
+
+
+def total(gradients: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The sum, by name: in order, and rounded to the dtype of the first after each addition."""
+    sums = dict(gradients[0])
+    for each in gradients[1:]:
+        sums = {name: (grad + each[name]).to(grad.dtype) for name, grad in sums.items()}
+    return sums
+
+
 @dataclass
 class Run:
     losses: list[float]
@@ -51,6 +64,16 @@ class Run:
     def update(self, name: str) -> Tensor:
         return self.end[name].double() - self.start[name].double()
 
+    @functools.cached_property
+    def update_norms(self) -> dict[str, float]:
+        return {name: float(self.update(name).norm()) for name in self.start}
+
+    @functools.cached_property
+    def gradient_norms(self) -> dict[str, float]:
+        """Of each parameter's gradients over all steps."""
+        norms = {name: [gradients[name].double().norm() for gradients in self.gradients] for name in self.start}
+        return {name: float(torch.stack(of_steps).norm()) for name, of_steps in norms.items()}
+
 
 def train(
     model: nn.ModuleDict,
@@ -58,23 +81,31 @@ def train(
     steps: int = 10,
     parts: int = 1,
     micro_steps: int = 1,
+    reduce_once: bool = False,
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
 ) -> Run:
-    """Train on the whole batch.
+    """Train on the whole batch, with the roundings of half precision in the order in which the ranks make them.
 
-    ``parts`` and ``micro_steps`` say in how many pieces gradients are computed, and ``compute`` and
-    ``reduce`` in what dtype they are computed and summed over the parts: the roundings of half precision.
+    Args:
+        parts: how many parts the batch is cut into, as if by ranks; gradients are summed in the order of the parts.
+        micro_steps: in how many pieces the gradients of a part are computed.
+        reduce_once: whether each part sums its micro-steps before the parts are summed; otherwise the parts are summed
+            in every micro-step, and the results are summed in the dtype of the parameters.
+        compute: the dtype of computation; None: that of the parameters.
+        reduce: the dtype of the sum over the parts; None: that of computation.
     """
     optimizer = make_optimizer(list(model.parameters()))
     named = dict(model.named_parameters())
+    dtype, device = named["head.bias"].dtype, named["head.bias"].device
     run = Run([], [], {n: p.detach().clone() for n, p in named.items()}, {})
     for step in range(steps):
         optimizer.zero_grad()
-        xs, ys = batch(step)
+        xs, ys = (t.to(device) for t in batch(step))
         loss = 0.0
+        pieces: list[list[dict[str, Tensor]]] = []  # gradients by micro-step, part and name
         for micro in range(micro_steps):
-            sums: dict[str, Tensor] = {}
+            pieces.append([])
             for part in range(parts):
                 mine = torch.arange(part, len(xs), parts).tensor_split(micro_steps)[micro]
                 values = {n: p.detach().to(compute or p.dtype).requires_grad_() for n, p in named.items()}
@@ -85,12 +116,13 @@ def train(
                 own = {"weight": values["head.weight"], "bias": values["head.bias"]}
                 piece = loss_of(torch.func.functional_call(model["head"], own, hidden), ys[mine])
                 loss += piece.item()
-                for name, grad in zip(values, torch.autograd.grad(piece, list(values.values())), strict=True):
-                    grad = grad.to(reduce or grad.dtype)
-                    sums[name] = sums[name] + grad if name in sums else grad
-            for name, param in named.items():
-                grad = sums[name].to(param.dtype)
-                param.grad = grad if param.grad is None else param.grad + grad
+                grads = torch.autograd.grad(piece, list(values.values()))
+                pieces[micro].append(dict(zip(values, grads, strict=True)))
+        if reduce_once:
+            pieces = [[total([rounded(own[0], reduce), *own[1:]]) for own in zip(*pieces, strict=True)]]
+        sums = [total([rounded(grads, reduce) for grads in by_part]) for by_part in pieces]
+        for name, grad in total([rounded(grads, dtype) for grads in sums]).items():
+            named[name].grad = grad
         run.losses.append(loss)
         run.gradients.append({n: p.grad.clone() for n, p in named.items()})
         optimizer.step()

@@ -64,14 +64,10 @@ def test_a_parameter_in_two_blocks(ctx):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("kind", ["buffer", "complex"])
-def test_what_cannot_be_sharded(ctx, kind):
+def test_what_cannot_be_sharded(ctx):
     module = nn.Sequential(nn.Linear(3, 3), nn.Module())
-    if kind == "buffer":
-        module[1].register_buffer("mask", torch.zeros(3, device="meta"))
-    else:
-        module[1].phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="'1.mask'" if kind == "buffer" else "'1.phase'"):
+    module[1].phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"'1\.phase'"):
         Block(module)
     assert unchanged(module)
 

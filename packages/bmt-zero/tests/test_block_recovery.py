@@ -20,7 +20,7 @@ from block_helpers import (
 from torch import nn
 
 from bmt_zero import Block, TransformerBlockList, no_sync
-from bmt_zero.parameter_group import Call
+from bmt_zero.hooks import Call
 from bmt_zero.shard import group_of, sharding_of
 
 every_level = pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -122,6 +122,21 @@ def test_after_an_exception_in_backward(ctx, level, checkpointing, how):
         blocks[which].when = None
         change_weights(how, plain, blocks)
         step_and_compare(ctx, plain, blocks, seed=which)
+
+
+@pytest.mark.ranks(1, 2)
+@every_level
+def test_gradients_of_a_pipeline_pass_that_failed_are_dropped(ctx, level):
+    plain, blocks = three(level)
+
+    def failing_pass():
+        with group_of(blocks[0]).step.nested():
+            blocks(seeded(7, 3, 5)).sum().backward()  # ranks have not agreed on which parameters they use
+            raise ArithmeticError("another micro-batch")
+
+    with pytest.raises(ArithmeticError):
+        failing_pass()
+    step_and_compare(ctx, plain, blocks)
 
 
 @pytest.mark.ranks(2)

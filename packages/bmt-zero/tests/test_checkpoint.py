@@ -140,7 +140,7 @@ def test_saving_in_the_background_keeps_the_values_of_the_call(ctx: Any, tmp_pat
     model = sharded()
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     hold = threading.Event()
-    checkpoint._background().submit(hold.wait)  # the writer is busy
+    checkpoint._writer.submit(hold.wait)  # the writer is busy
     done = bmt_zero.save(model, path, non_blocking=True)
     assert done.done() == (ctx.rank != 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -156,7 +156,7 @@ def test_saving_in_the_background_keeps_the_values_of_the_call(ctx: Any, tmp_pat
     assert not torch.equal(model.state_dict()["norm.weight"], wanted["norm.weight"])
     # A file that is written at once comes after those that wait.
     hold.clear()
-    checkpoint._background().submit(hold.wait)
+    checkpoint._writer.submit(hold.wait)
     first = bmt_zero.save(sharded(7), path, non_blocking=True)
     threading.Timer(0.2, hold.set).start()
     bmt_zero.save(model, path)

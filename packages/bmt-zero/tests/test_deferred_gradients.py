@@ -121,7 +121,7 @@ def assert_idle(blocks):
         group = group_of(block)
         assert not group.step._passes
         assert not group.step._reducing
-        assert not group._in_backward
+        assert not group.in_backward
         assert not any(r.pending or r._accumulated is not None for r in group.reducers)
 
 

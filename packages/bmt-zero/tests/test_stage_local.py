@@ -225,7 +225,7 @@ def test_what_cannot_be_initialised_on_one_stage_is_told_to_all(ctx: Any) -> Non
     with torch.device("meta"):
         inner = Bare() if ctx.pipe_rank == 1 else nn.Linear(3, 3)
     block = Block(inner, stage_local=True)
-    with pytest.raises(ValueError, match="'weight' was built on the meta device, and its module Bare"):
+    with pytest.raises(ValueError, match=r"built on the meta device, .* fills them: 'weight' of a Bare"):
         bmt_zero.init_parameters(block)
     assert all(p.awaits_values for p in block.parameters())
 

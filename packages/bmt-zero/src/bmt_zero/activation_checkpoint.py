@@ -1,9 +1,9 @@
-"""Activation checkpointing of a sharded module: keep its inputs, and compute the rest again in backward.
+"""Activation checkpointing of a sharded module: keep its inputs and recompute the rest in backward.
 
 [Note: buffers]
-    A forward may write to buffers (running averages, counters). The computation in backward starts from the values
-    that they had before, and what it writes is dropped. So the values of buffers that forward writes to are copied
-    before it; which ones these are is learned from the first forward, which copies all.
+    A forward may write to buffers (running averages, counters). Recomputation starts from the values that they had
+    before, and its own writes are dropped. So buffers that forward writes to are copied before it. The first forward
+    copies all buffers to learn which ones these are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,9 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from .backward_context import current_backward
 from .parameter_group import ParameterGroup
 
+# Buffers from before a forward, by (index of module, name); None: a buffer was not copied.
+_Copies = dict[tuple[int, str], Tensor | None]
+
 
 class CheckpointedForward:
-    """Stands in the place of a module's ``forward``, which it calls twice: in forward, and in backward.
+    """Takes the place of a module's ``forward``, which it calls twice: in forward and in backward.
 
     Attributes:
         enabled: whether it does; otherwise activations are kept.
@@ -32,7 +35,9 @@ class CheckpointedForward:
         self.module = module
         self.group = group
         self.enabled = True
-        self._buffers: _Buffers | None = None  # made at the first call: the module may be a copy that is not filled yet
+        # Modules with buffers, found at the first call: the module may be a copy that is not filled yet.
+        self._modules: list[nn.Module] | None = None
+        self._written: set[tuple[int, str]] | None = None  # (index of module, name) of written buffers; None: unknown
         functools.update_wrapper(self, type(module).forward.__get__(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,95 +46,79 @@ class CheckpointedForward:
         call = next((c for c in reversed(calls) if c.hooks.module is self.module), None)
         if not self.enabled or call is None or call.call is None:
             return forward(*args, **kwargs)
-        if self._buffers is None:
-            self._buffers = _Buffers(self.module)
-        run = functools.partial(self._run, forward, call.views, _Snapshot(self._buffers), kwargs)
+        if self._modules is None:
+            self._modules = [m for m in self.module.modules() if m._buffers]
+        views, copies, first = call.views, _Copies(), True
+
+        def run(*args: Any) -> Any:
+            nonlocal first
+            if not first:
+                return self._recompute(views, copies, functools.partial(forward, *args, **kwargs))
+            first = False
+            with self._noting_writes(copies) if self._modules else contextlib.nullcontext():
+                return forward(*args, **kwargs)
+
         return checkpoint(run, *args, use_reentrant=False)
 
-    def _run(
-        self, forward: Any, views: list[Tensor], snapshot: _Snapshot, kwargs: dict[str, Any], /, *args: Any
-    ) -> Any:
-        if not snapshot.done:
-            with snapshot.first_time():
-                return forward(*args, **kwargs)
+    def _recompute(self, views: list[Tensor], copies: _Copies, forward: Callable[[], Any]) -> Any:
         group = self.group
         if current_backward() is not None:
-            group.needed_again()
+            group.unshard_in_backward()
         first = group.install(views)
         try:
-            with snapshot.again():
-                return forward(*args, **kwargs)
+            with self._restored(copies) if self._modules else contextlib.nullcontext():
+                return forward()
         finally:
             if first:
                 group.uninstall()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
-        twin = CheckpointedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.group, memo))
-        twin.enabled = self.enabled
-        return twin
-
-
-class _Buffers:
-    """The buffers of a module and those in it, and what is known of who writes to them."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.modules = [m for m in module.modules() if m._buffers]
-        self.written: set[tuple[int, str]] | None = None  # (index of module, name); None: not known yet
-
-
-class _Snapshot:
-    """The buffers before a forward."""
-
-    def __init__(self, buffers: _Buffers) -> None:
-        self.buffers = buffers
-        self.done = False
-        self._before: dict[tuple[int, str], Tensor] = {}
-        self._surprises: list[str] = []
-
     @contextlib.contextmanager
-    def first_time(self) -> Iterator[None]:
-        self.done = True
-        known = self.buffers
-        if not known.modules:
-            yield
-            return
-        places = [((i, n), b) for i, m in enumerate(known.modules) for n, b in m._buffers.items() if b is not None]
-        self._before = {key: b.clone() for key, b in places if known.written is None or key in known.written}
-        versions = [_version(buffer) for _, buffer in places]
+    def _noting_writes(self, copies: _Copies) -> Iterator[None]:
+        """Fill ``copies`` for the buffers that the forward within writes to."""
+        modules = self._modules or []
+        buffers = {(i, name): b for i, m in enumerate(modules) for name, b in m._buffers.items() if b is not None}
+        before = {key: b.clone() for key, b in buffers.items() if self._written is None or key in self._written}
+        versions = {key: _version(buffer) for key, buffer in buffers.items()}
         yield
         written = {
-            key
-            for (key, buffer), version in zip(places, versions, strict=True)
+            (index, name)
+            for (index, name), buffer in buffers.items()
             # The kernel of batch normalisation writes without counting a version.
-            if isinstance(known.modules[key[0]], nn.modules.batchnorm._NormBase)
-            or known.modules[key[0]]._buffers.get(key[1]) is not buffer
-            or _version(buffer) != version
+            if isinstance(modules[index], nn.modules.batchnorm._NormBase)
+            or modules[index]._buffers.get(name) is not buffer
+            or _version(buffer) != versions[index, name]
         }
-        known.written = written if known.written is None else known.written | written
-        self._surprises = [name for i, name in written if (i, name) not in self._before]
-        self._before = {key: value for key, value in self._before.items() if key in written}
+        self._written = written | (self._written or set())
+        copies.update({key: before.get(key) for key in written})
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Within, buffers are as they were before; after it, as now.
+    def _restored(self, copies: _Copies) -> Iterator[None]:
+        """Within, buffers have the values from before the first forward; after it, those of now.
 
         Raises:
-            RuntimeError: forward has written to a buffer that no forward before has, so that there is no copy.
+            RuntimeError: the forward was the first to write to a buffer, so that there is no copy.
         """
-        if self._surprises:
+        modules = self._modules or []
+        missing = [name for (_, name), value in copies.items() if value is None]
+        if missing:
             raise RuntimeError(
-                f"a checkpointed forward has written to the buffers {self._surprises} for the first time; it cannot be "
+                f"a checkpointed forward has written to the buffers {missing} for the first time; it cannot be "
                 f"computed again with their values before; use use_checkpoint=False for this module"
             )
-        modules = self.buffers.modules
         now = [dict(m._buffers) for m in modules]
-        for (index, name), value in self._before.items():
+        for (index, name), value in copies.items():
+            assert value is not None
             modules[index]._buffers[name] = value.clone()
         try:
             yield
         finally:
             for module, buffers in zip(modules, now, strict=True):
                 module._buffers.update(buffers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
+        twin = CheckpointedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.group, memo))
+        twin.enabled = self.enabled
+        return twin
 
 
 def _version(buffer: Tensor) -> int:

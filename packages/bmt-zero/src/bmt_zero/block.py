@@ -6,14 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from bmt_comm import Communicator
-
-from .precision import MixedPrecision
 from .shard import shard, sharding_of
 
 
 def check_no_blocks(inner_module: nn.Module) -> None:
-    """Raise where a module is or contains a sharded one."""
+    """Raise if a module is or contains a sharded one."""
     for path, module in inner_module.named_modules():
         if sharding_of(module) is not None:
             where = f"its part {path!r}" if path else "itself"
@@ -31,22 +28,16 @@ class _ShardedByBlock(type(nn.Module)):  # type: ignore[misc]
 class Block(nn.Module, metaclass=_ShardedByBlock):
     """Shard a module in place, with activation checkpointing; returns the module itself.
 
-    The arguments are those of :func:`shard`, which tells what becomes of the module.
-
     Args:
         inner_module: the module.
-        use_checkpoint: whether to keep only the inputs for backward, and compute the rest again there.
-        zero_level: what is sharded: 0, 1, 2 or 3; by default what ``init_distributed(zero_level=)`` said.
-        initialized: whether ``init_parameters`` is to leave the Block alone.
+        use_checkpoint, zero_level, initialized: see :func:`shard`.
         mode: "BLOCK".
-        precision: dtypes to compute and reduce in.
-        shard_comm, replicate_comm: hybrid sharding.
-        stage_local: whether only the ranks of this pipeline stage have the module, and share it.
+        options: further options of :func:`shard`: ``precision``, ``shard_comm``, ``replicate_comm``, ``stage_local``.
 
     Raises:
         RuntimeError: before ``init_distributed``; ranks have built different modules.
         TypeError: ``inner_module`` is not a module.
-        ValueError: the module contains or is a Block, or cannot be sharded (see :func:`shard`). It is as it was then.
+        ValueError: the module contains or is a Block, or cannot be sharded (see :func:`shard`). It is then unchanged.
     """
 
     def __new__(  # type: ignore[misc]
@@ -56,27 +47,14 @@ class Block(nn.Module, metaclass=_ShardedByBlock):
         zero_level: int | None = None,
         initialized: bool = False,
         mode: str = "BLOCK",
-        *,
-        precision: MixedPrecision | None = None,
-        shard_comm: Communicator | None = None,
-        replicate_comm: Communicator | None = None,
-        stage_local: bool = False,
+        **options: Any,
     ) -> nn.Module:
         if not isinstance(inner_module, nn.Module):
             raise TypeError(f"inner_module must be a torch.nn.Module, not {type(inner_module).__name__}")
         if mode != "BLOCK":
             raise ValueError(f"mode={mode!r} is not a mode of a Block; use 'BLOCK'")
         check_no_blocks(inner_module)
-        shard(
-            inner_module,
-            zero_level,
-            use_checkpoint=use_checkpoint,
-            precision=precision,
-            shard_comm=shard_comm,
-            replicate_comm=replicate_comm,
-            stage_local=stage_local,
-            initialized=initialized,
-        )
+        shard(inner_module, zero_level, use_checkpoint=use_checkpoint, initialized=initialized, **options)
         sharding = sharding_of(inner_module)
         assert sharding is not None
         sharding.is_block = True

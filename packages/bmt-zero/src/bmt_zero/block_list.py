@@ -9,25 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from .block import Block
-from .parameter_group import link
+from .hooks import link
 from .shard import group_of, sharding_of
 from .state import load_state_dict
 
 
 def link_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Let sharded modules prefetch each other in this order: each comes when the one before has run."""
+    """Let sharded modules prefetch each other in this order."""
     link([sharding.hooks for block in dict.fromkeys(blocks) if (sharding := sharding_of(block)) is not None])
 
 
 class TransformerBlockList(nn.Module):
     """Blocks called one after the other; while one computes, the next is unsharded.
 
-    The first ``num_hidden`` arguments are handed from Block to Block, all others go to each Block as they
-    are.
+    The first ``num_hidden`` arguments are passed from Block to Block; each Block gets all others unchanged.
 
     Args:
         modules: Blocks, or modules, which become Blocks.
-        num_hidden: how many hidden states the Blocks take and return.
+        num_hidden: the number of hidden states that the Blocks take and return.
     """
 
     handles_shards = True  # its saving and loading serve sharded parameters
@@ -39,8 +38,7 @@ class TransformerBlockList(nn.Module):
         self.num_hidden = num_hidden
         for index, module in enumerate(modules):
             block = module if isinstance(module, Block) else Block(module)
-            group = group_of(block)
-            group.name = f"layer {index} (a {type(module).__name__})"
+            group_of(block).name = f"layer {index} (a {type(module).__name__})"
             self.add_module(str(index), block)
         link_blocks(self)
 
@@ -54,14 +52,14 @@ class TransformerBlockList(nn.Module):
         return list(self)[index]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors under plain names; see :func:`bmt_zero.load_state_dict`."""
+        """Load a plain state dict; see :func:`bmt_zero.load_state_dict`."""
         return load_state_dict(self, state_dict, strict, assign)
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
         """Run all Blocks.
 
-        Returns the last Block's output; with ``return_hidden_states`` a tuple of it (its elements, where it is
-        a tuple), followed by, for each hidden state, what went into every layer: shape (layers, *hidden).
+        Returns the last Block's output. With ``return_hidden_states`` a tuple: the hidden states of that output, then
+        for each hidden state the inputs of all layers, of shape (layers, *hidden).
         """
         hidden, others = args[: self.num_hidden], args[self.num_hidden :]
         inputs: list[tuple[Tensor, ...]] = []

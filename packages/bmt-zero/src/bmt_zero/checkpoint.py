@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import logging
 import os
@@ -26,36 +25,36 @@ from .state import (
     is_extra_state,
     load_state_dict,
     local_entries,
+    logical_tensor,
+    raise_on_all,
     shape_of,
-    whole_tensor,
-    write_whole,
+    write_logical,
 )
 
 _log = logging.getLogger(__name__)
-_writer: ThreadPoolExecutor | None = None
+_writer = ThreadPoolExecutor(1, "bmt-zero-save")  # one thread, so that files are written in the order of the calls
 
 
 def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool = False) -> Future[None]:
     """Write the model's plain state dict to one file, which a plain PyTorch model loads.
 
-    All ranks must call it; rank 0 writes. Parameters are gathered one at a time, and rank 0 alone keeps them
-    (in host memory); where a module has saving code of its own (hooks, ``_save_to_state_dict``), all of them
-    at once, for that code to see. The file appears under its name only when it is complete. A name that ends
-    in ``.safetensors`` is written in that format (tensors only; needs the safetensors package), any other as
-    by ``torch.save``.
+    All ranks must call it; rank 0 writes. Parameters are gathered one at a time, and only rank 0 keeps them, in host
+    memory. If a module has its own saving code (hooks, ``_save_to_state_dict``), all are gathered at once. The file
+    appears under its name only when it is complete. A name that ends in ``.safetensors`` is written in that format
+    (tensors only; needs the safetensors package), any other as by ``torch.save``.
 
     Args:
         model: any module, sharded or not.
         file_name: the file; its folder must exist.
-        non_blocking: return when the values are taken, and write in the background.
+        non_blocking: return when the values are copied, and write in the background.
 
     Returns:
-        A future that is done when the file is there; it is done on return unless ``non_blocking``, and
-        always on ranks other than 0.
+        A future that is done when the file is written. It is done on return unless ``non_blocking``, and always on
+        ranks other than 0.
 
     Raises:
         ImportError: the safetensors package is missing (on every rank).
-        ValueError: the model has entries that are no tensors, which safetensors cannot hold.
+        ValueError: the model has entries that are not tensors, which safetensors cannot hold.
         RuntimeError: ranks have different models; rank 0 cannot write (on every rank; a failure in the
             background is the future's exception, and logged).
     """
@@ -68,41 +67,40 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
         for name, value in entries.items():
             if shape_of(value) is None:
                 raise ValueError(f"{name!r} is no tensor, and safetensors holds tensors only; use .pt")
-    _raise_alike(context, _find_obstacle(path) if context.rank == 0 else None)
+    raise_on_all(context.world, _find_obstacle(path) if context.rank == 0 else None)
     taken: dict[int, Any] = {}
     for value in entries.values():
         if id(value) not in taken:
             taken[id(value)] = _take(value, context)
     kept = {name: taken[id(value)] for name, value in entries.items()}
     done: Future[None] = Future()
-    done.set_result(None)
+    if context.rank == 0:
+        done = _writer.submit(_write, kept, path)
+    else:
+        done.set_result(None)
     if non_blocking:
-        if context.rank != 0:
-            return done
-        done = _background().submit(_write, kept, path)
         done.add_done_callback(_log_failure)
         return done
-    problem: Any = None
-    if context.rank == 0:
-        # Behind what is being written in the background already, perhaps to the same file.
-        problem = _background().submit(_write, kept, path).exception()
-    _raise_alike(context, problem and RuntimeError(f"rank 0 could not write {path}: {_one_line(problem)}"), problem)
+    error, problem = done.exception(), None
+    if error is not None:
+        problem = RuntimeError(f"rank 0 could not write {path}: {_one_line(error)}")
+        problem.__cause__ = error
+    raise_on_all(context.world, problem)
     return done
 
 
 def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = True) -> None:
     """Fill a model from a file with a plain state dict (:func:`save`, ``torch.save`` or safetensors).
 
-    All ranks must call it; rank 0 reads, one tensor at a time, and the others get theirs from it; where a
-    module has loading code of its own (hooks, ``_load_from_state_dict``), all of them at once, for that code
-    to see. Nothing in the file is executed (``weights_only``). The file is checked as a whole before anything
-    is changed.
+    All ranks must call it; rank 0 reads and broadcasts one tensor at a time, or all at once if a module has its own
+    loading code (hooks, ``_load_from_state_dict``). Nothing in the file is executed (``weights_only``). The file is
+    checked as a whole before anything is changed.
 
     Raises:
         FileNotFoundError: on every rank.
         ImportError: the safetensors package is missing (on every rank).
         ValueError: on every rank: the file is damaged, holds other things than tensors and plain values, or
-            has missing or surplus (under ``strict``) or misshapen entries. The model is as it was then.
+            has missing or surplus (under ``strict``) or misshapen entries. The model is then unchanged.
         RuntimeError: ranks have different models.
     """
     context = current_context()
@@ -116,76 +114,50 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
             state = _read(path)
         except (OSError, ValueError, ImportError) as error:
             problem = error
-    _raise_alike(context, problem, problem)
-    found = context.world.broadcast_object([(k, shape_of(v), dtype_of(v)) for k, v in state.items()])
+    raise_on_all(context.world, problem)
+    facts = context.world.broadcast_object([(k, shape_of(v), dtype_of(v)) for k, v in state.items()])
+
+    def receive(name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Any:
+        value = state.get(name)
+        return StageEntry(value, shape, dtype, context.world, owner=0).spread(value)
+
     if has_code:
-        load_state_dict(model, {f[0]: _receive(context, state, *f) for f in found}, strict)
+        load_state_dict(model, {fact[0]: receive(*fact) for fact in facts}, strict)
         return
     entries = local_entries(model)
-    check_entries(entries, {name: shape for name, shape, _ in found}, strict)
+    check_entries(entries, {name: shape for name, shape, _ in facts}, strict)
     extra_state: dict[str, Any] = {}
-    for name, shape, dtype in found:
+    for name, shape, dtype in facts:
         if name not in entries:
             continue
-        value = _receive(context, state, name, shape, dtype)
+        value = receive(name, shape, dtype)
         target = entries[name]
-        is_here = not isinstance(target, StageEntry) or target.is_here
         if isinstance(target, StageEntry):
-            target = target.value
+            target = target.value  # None on other stages
         if is_extra_state(name):
             extra_state[name] = value
-        elif not is_here:
-            pass
         elif isinstance(target, ShardedParameter):
-            write_whole(target, value)
-        else:
+            write_logical(target, value)
+        elif target is not None:
             with torch.no_grad():
                 target.copy_(value)
-        del value  # before there is the next
+        del value  # before the next one is received
     if extra_state:
         nn.Module.load_state_dict(model, extra_state, strict=False)
 
 
 def _take(value: Any, context: ParallelContext) -> Any:
-    """A copy of an entry, in host memory, on rank 0; None elsewhere."""
-    whole = whole_tensor(value)  # every rank takes part
+    """A copy of an entry in host memory on rank 0; None elsewhere."""
+    value = logical_tensor(value)  # every rank takes part
     if context.rank != 0:
         return None
-    if not isinstance(whole, Tensor):
-        return copy.deepcopy(whole)
-    return torch.empty(whole.shape, dtype=whole.dtype).copy_(whole)
-
-
-def _receive(
-    context: ParallelContext,
-    state: Mapping[str, Any],
-    name: str,
-    shape: tuple[int, ...] | None,
-    dtype: torch.dtype | None,
-) -> Any:
-    """An entry of rank 0's ``state`` on every rank."""
-    if shape is None:
-        return context.world.broadcast_object(state.get(name))
-    if context.rank == 0:
-        whole = state[name].detach().to(context.device).contiguous()
-    else:
-        whole = torch.empty(shape, dtype=dtype, device=context.device)
-    context.world.broadcast(whole, 0)
-    return whole
-
-
-def _raise_alike(context: ParallelContext, problem: Exception | None, cause: BaseException | None = None) -> None:
-    """Raise rank 0's problem on every rank."""
-    report = context.world.broadcast_object(None if problem is None else (type(problem).__name__, str(problem)))
-    if report is None:
-        return
-    kinds = {kind.__name__: kind for kind in (FileNotFoundError, ImportError, ValueError, RuntimeError)}
-    name, message = report
-    raise kinds.get(name, ValueError)(message) from (None if cause is problem else cause)
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
 
 
 def _find_obstacle(path: Path) -> Exception | None:
-    """Why a file cannot be written, as far as that can be told before the model is gathered."""
+    """Why a file cannot be written, if that is known before the model is gathered."""
     if path.suffix == ".safetensors":
         try:
             import safetensors.torch  # noqa: F401
@@ -208,10 +180,8 @@ def _read(path: Path) -> Mapping[str, Any]:
     state: Any
     try:
         if path.suffix == ".safetensors":
-            try:
-                from safetensors.torch import load_file
-            except ImportError as error:
-                raise _no_safetensors(path) from error
+            from safetensors.torch import load_file
+
             state = load_file(path)
         else:
             try:
@@ -220,8 +190,8 @@ def _read(path: Path) -> Mapping[str, Any]:
                 if "mmap" not in str(error):
                     raise
                 state = torch.load(path, map_location="cpu", weights_only=True)  # torch's format before 1.6
-    except ImportError:
-        raise
+    except ImportError as error:
+        raise _no_safetensors(path) from error
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} is damaged, or holds objects whose loading would run code; only tensors and plain values "
@@ -261,41 +231,25 @@ def _write(state: dict[str, Any], path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def _background() -> ThreadPoolExecutor:
-    """One thread, so that files are written in the order of the calls; the process waits for it at exit."""
-    global _writer
-    if _writer is None:
-        _writer = ThreadPoolExecutor(1, "bmt-zero-save")
-        atexit.register(_writer.shutdown)
-    return _writer
-
-
 def _log_failure(done: Future[None]) -> None:
-    error = done.exception()
-    if error is not None:
+    if (error := done.exception()) is not None:
         _log.error("a checkpoint could not be written: %s", _one_line(error))
 
 
 def _one_line(error: BaseException) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _has_own_code(model: nn.Module, context: ParallelContext, loading: bool) -> bool:
-    found = any(has_own_code(module, loading) for module in model.modules())
-    if context.pipe_size == 1:
-        return found
-    flag = torch.tensor(int(found), device=context.device)  # another stage's layers may have some
-    context.pipe.all_reduce(flag, "max")
-    return bool(flag)
+    has_code = torch.tensor(any(has_own_code(m, loading) for m in model.modules()), dtype=torch.int64)
+    has_code = has_code.to(context.device)
+    context.pipe.all_reduce(has_code, "max")  # layers of another stage may have some
+    return bool(has_code)
 
 
 def _facts(model: nn.Module, has_code: bool) -> list[str]:
     """What ranks must agree on."""
-    if has_code:  # which stands in the way of asking for the entries as they are
-        entries: dict[str, Any] = {
-            n: p for n, p in model.named_parameters(remove_duplicate=False) if not is_stage_local(p)
-        }
-    else:
+    entries = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not is_stage_local(p)}
+    if not has_code:  # which local_entries() needs
         entries = local_entries(model)
     return [f"{name}: {shape_of(value)} {dtype_of(value)}" for name, value in entries.items()]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import current_context
+from bmt_comm import Slice, current_context
 
+from .parameter_group import Options
 from .precision import MixedPrecision
-from .shard import Options, build_standalone, describe, is_standalone
+from .shard import build_standalone, is_standalone
 from .sharded_parameter import ShardedParameter
-from .state import cut_entry, load_state_dict, unsharded_parameters
+from .state import load_state_dict, shard_entry, unsharded_parameters
 
 
 class ParameterInitializer:
@@ -46,21 +46,20 @@ class _AnySharded(type(nn.Parameter)):  # type: ignore[misc]
 
 
 class DistributedParameter(ShardedParameter, metaclass=_AnySharded):
-    """Build a parameter whose rows are spread over ranks. The result is a :class:`ShardedParameter`.
+    """Build a parameter whose rows are sharded over ranks. The result is a :class:`ShardedParameter`.
 
-    A ``DistributedModule`` that owns it gathers it for its forward; anywhere else it is gathered by the operation that
-    uses it. In a module that becomes a Block, it becomes a part of the Block.
+    A ``DistributedModule`` gathers its own for its forward; anywhere else the operation that uses one gathers it. In a
+    module that becomes a Block, it becomes a part of the Block.
 
     Args:
-        data: the whole parameter (under ``tp_mode``: this tensor-parallel rank's shard), of which this rank
-            keeps its rows. Nothing is communicated: ranks are expected to pass equal values, or to
-            initialise afterwards.
+        data: the logical parameter (under ``tp_mode``: this tensor-parallel rank's shard); this rank keeps its rows of
+            it. Nothing is communicated: ranks pass equal values, or initialise afterwards.
         requires_grad: whether it is trained.
-        init_method: fills the whole parameter when ``init_parameters`` runs.
+        init_method: fills the logical parameter when ``init_parameters`` runs.
         group: a name by which ``grouped_parameters`` collects parameters.
         tp_mode: whether tensor-parallel ranks hold different shards.
         tp_split_dim: the dimension that is sharded over tensor-parallel ranks, or -1.
-        tp_blocks: lengths, along that dimension of the whole, of the blocks of a fused weight; see
+        tp_blocks: lengths of the blocks of a fused weight along that dimension of the logical parameter; see
             :class:`bmt_comm.Slice`.
 
     Raises:
@@ -84,7 +83,7 @@ class DistributedParameter(ShardedParameter, metaclass=_AnySharded):
         if not isinstance(data, Tensor):
             raise TypeError(f"data must be a tensor, not {type(data).__name__}")
         if isinstance(data, ShardedParameter):
-            raise TypeError("data is a DistributedParameter, of which this rank has some rows; pass data.gather()")
+            raise TypeError("data is a DistributedParameter, and this rank has some rows of it; pass data.gather()")
         if init_method is not None and not callable(init_method):
             raise TypeError(f"init_method must be a function that fills a tensor, not {type(init_method).__name__}")
         if tp_mode and tp_split_dim != -1 and not 0 <= tp_split_dim < data.dim():
@@ -92,8 +91,14 @@ class DistributedParameter(ShardedParameter, metaclass=_AnySharded):
         empty = torch.empty(0, dtype=data.dtype, device=context.device)
         self = torch.Tensor._make_subclass(ShardedParameter, empty, requires_grad)
         assert isinstance(self, ShardedParameter)
-        describe(self, context, tuple(data.shape), init_method, group, tp_mode, tp_split_dim, tp_blocks)
-        self.awaits_values = data.is_meta
+        self.init_method, self.group, self.tp_mode, self.awaits_values = init_method, group, tp_mode, data.is_meta
+        shape = tuple(data.shape)
+        self.bmt_slice = Slice(shape, 0, shape[0] if shape else 1)
+        if tp_mode and tp_split_dim >= 0 and context.tp_size > 1:
+            extent = shape[tp_split_dim]
+            logical = (*shape[:tp_split_dim], extent * context.tp_size, *shape[tp_split_dim + 1 :])
+            tp = (tp_split_dim, context.tp_rank * extent, extent, context.tp, tp_blocks)
+            self.bmt_slice = Slice(logical, 0, shape[0], None, *tp)
         options = Options(context.zero_level, MixedPrecision())
         build_standalone(self, context, None if data.is_meta else data.detach(), options)
         return self
@@ -102,42 +107,36 @@ class DistributedParameter(ShardedParameter, metaclass=_AnySharded):
 class DistributedModule(nn.Module):
     """A module that may own :class:`DistributedParameter`s.
 
-    While it is called, such a parameter that belongs to no Block is gathered: every rank that shares it must call the
-    module. The gathered tensor lives until backward has used it; a parameter that several modules share is gathered
-    once. Reading a parameter at other times gives the sharded parameter, and an operation that uses it gathers it.
+    Its call gathers those that belong to no Block: every rank that shares them must call the module. The gathered
+    tensor lives until backward has used it; a parameter that several modules share is gathered once. At other times
+    the attribute is the sharded parameter, and an operation that uses it gathers it.
     """
 
     handles_shards = True  # its saving and loading serve sharded parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._gathered():
-            return super().__call__(*args, **kwargs)
-
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
         own = self._standalone()
         try:
-            for name, param in own:
+            for name, param in own.items():
                 self._parameters[name] = param.gather()  # type: ignore[assignment]
-            yield
+            return super().__call__(*args, **kwargs)
         finally:
-            for name, param in own:
-                self._parameters[name] = param
+            self._parameters.update(own)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        with unsharded_parameters((self, name) for name, _ in self._standalone()):
+        with unsharded_parameters(self, self._standalone()):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
-        for name, param in self._standalone():
-            cut_entry(param, state_dict, prefix + name, lists[-1])
+        for name, param in self._standalone().items():
+            shard_entry(param, state_dict, prefix + name, lists[-1])
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors under plain names; see :func:`bmt_zero.load_state_dict`."""
+        """Load a plain state dict; see :func:`bmt_zero.load_state_dict`."""
         return load_state_dict(self, state_dict, strict, assign)
 
-    def _standalone(self) -> list[tuple[str, ShardedParameter]]:
-        return [(name, param) for name, param in self._parameters.items() if is_standalone(param)]  # type: ignore[misc]
+    def _standalone(self) -> dict[str, ShardedParameter]:
+        return {name: param for name, param in self._parameters.items() if is_standalone(param)}  # type: ignore[misc]

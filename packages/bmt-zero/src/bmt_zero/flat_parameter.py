@@ -1,23 +1,22 @@
-"""The storage of parameters of one dtype: one flat buffer, of which this rank keeps a shard.
+"""The storage of parameters of one dtype: this rank's shard of one flat buffer, and the unsharded buffer.
 
 [Note: storage]
     ``shard``      this rank's part of the flat buffer, in the dtype the parameters are stored in. The parameters
-                   that ``model.parameters()`` yields are views of it, and stay the same objects for ever.
-    ``unsharded``  the whole flat buffer, in the dtype that is computed in. While it is unsharded, modules compute
-                   with views of it. Releasing and refilling it resizes one and the same storage object, so what
-                   autograd saved stays valid. Where one rank holds everything, it is ``shard``; at level 1
-                   ``shard`` is a part of it, and it is never released.
+                   that ``model.parameters()`` yields are views of it and always stay the same objects.
+    ``unsharded``  the full flat buffer, in the dtype of computation. While it is unsharded, modules compute with views
+                   of it. Releasing and refilling resizes the same storage object, so tensors that autograd saved stay
+                   valid. Where one rank holds everything, it is ``shard``. At level 1, ``shard`` is a part of it, and
+                   its storage is never released.
 
-    Gradients are reduced from a flat buffer, too. At levels 2 and 3 the space of ``unsharded`` is lent to them: at
-    that point of backward the parameters are not needed any more.
+    Gradients are reduced from a flat buffer, too. At levels 2 and 3 they borrow the storage of ``unsharded``: at that
+    point of backward the parameters are not needed any more.
 
 [Note: streams]
-    On CUDA, the collectives of a flat parameter, what follows them, and the storage of ``unsharded`` belong to one
-    side stream. Before anything is written there, that stream waits for all that the compute stream has been given
-    so far: the optimizer's writes, and the readers of whatever memory is used again. So no buffer is refilled
-    before its readers are done. (A prefetch loses nothing by it: it could not start before the buffer of the
-    group before was released.) The compute stream waits for the event behind the one collective it needs, not for
-    the side stream, where the next all-gather may be queued already. The host waits for nothing.
+    On CUDA, the collectives of a flat parameter and the storage of ``unsharded`` belong to one side stream. Before that
+    stream writes, it waits for everything the compute stream has been given so far: the optimizer's writes, and the
+    readers of memory that is used again. (This does not delay a prefetch, which cannot start before the buffer of the
+    group before is released.) The compute stream waits for the event after the one collective it needs, not for the
+    side stream, where the next all-gather may be queued already. The host never waits.
 """
 
 from __future__ import annotations
@@ -35,11 +34,12 @@ from bmt_comm import Communicator, Work
 from .layout import FlatLayout, Placement
 from .sharded_parameter import ShardedParameter
 
+_NOTHING = contextlib.nullcontext()
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset in a flat buffer
 
 
 class State(enum.Enum):
-    SHARDED = "the unsharded parameters cannot be used; their storage may be kept, released, or lent"
+    SHARDED = "the unsharded parameters cannot be used; their storage may be kept, released or lent"
     UNSHARDING = "the all-gather has been started"
     UNSHARDED = "the unsharded parameters can be used"
 
@@ -49,13 +49,13 @@ class FlatParameter:
 
     Args:
         layout: where they lie, over ``shard_comm.size`` ranks.
-        params: in the order of ``layout``'s indices; this call moves them into the shard.
-        shard: the flat storage of this rank, filled already: ``layout.shard_numel`` elements.
-        shard_comm: the ranks that hold a part each.
+        params: in the order of ``layout``'s indices; they become views of ``shard``.
+        shard: this rank's flat storage with its values, ``layout.shard_numel`` elements.
+        shard_comm: the shard group.
         stream: for collectives that overlap with computation; None on CPU.
-        compute_dtype: what parameters are unsharded in; None: as stored.
-        keep_storage: whether ``unsharded`` is never released (levels 0 and 1).
-        allocate: whether there is an ``unsharded`` at all; otherwise parameters are only gathered one by one.
+        compute_dtype: the dtype of unsharded parameters; None: as stored.
+        keep_storage: whether the storage of ``unsharded`` is never released (levels 0 and 1).
+        allocate: whether ``unsharded`` is ever filled; otherwise parameters are only gathered one by one.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class FlatParameter:
         self.allocate = allocate
         self.compute_dtype = compute_dtype
         self.placements: list[Placement] = sorted(layout.placements, key=lambda p: p.index)
-        self._unsharded_geometry = [(p.shape, _strides(p.shape), p.offset) for p in self.placements]
+        self._unsharded_geometry = [_geometry(p.shape, p.offset) for p in self.placements]
         self._local_geometry = [self._local(p) for p in self.placements]
         self.state = State.SHARDED
         self._work: Work | None = None
-        self._arrived: torch.cuda.Event | None = None  # behind the all-gather in the side stream
-        self._version = -1  # of the parameters when they were unsharded
-        self._borrower: Callable[[], object] | None = None  # gives the storage of ``unsharded`` back
+        self._arrived: torch.cuda.Event | None = None  # recorded after the all-gather in the side stream
+        self._version = -1  # sum of the parameters' versions when they were unsharded
+        self._borrower: Callable[[], object] | None = None  # returns the storage of ``unsharded``
         self.use_storage(shard)
         self._narrow_slices()
 
@@ -110,10 +110,11 @@ class FlatParameter:
                 self.unsharded = torch.empty(layout.numel, dtype=dtype, device=shard.device)
         self.shard = shard
         self.is_shard = self.unsharded.data_ptr() == shard.data_ptr() and comm.size == 1
-        self._bytes = self.unsharded.untyped_storage().nbytes()
+        self._storage = self.unsharded.untyped_storage()
+        self._bytes = self._storage.nbytes()
         self._templates = self._make_templates()  # while the storage is there: set_ would grow it otherwise
         if self.releases:
-            self.unsharded.untyped_storage().resize_(0)
+            self._storage.resize_(0)
         self._pointers = []
         for param, view in zip(self.params, self.local_views(shard), strict=True):
             grad, param.grad = param.grad, None
@@ -123,9 +124,9 @@ class FlatParameter:
                 param.grad = grad.to(shard.device, shard.dtype)
 
     def drop_storage(self) -> None:
-        """Release all memory: the parameters have moved elsewhere, or are not used on this rank any more.
+        """Release all memory now, because reference cycles would keep it until Python's garbage collector runs.
 
-        What refers to itself in circles, as modules with hooks do, would keep it until Python looks for such things.
+        The parameters have moved elsewhere, or are not used on this rank any more.
         """
         self.wait()
         nothing = self.shard.new_empty(0)
@@ -134,10 +135,11 @@ class FlatParameter:
                 param.grad = None
                 param.data = nothing
         self.shard = self.unsharded = nothing
+        self._storage = nothing.untyped_storage()
         self._templates = []
 
     def was_moved(self) -> bool:
-        """Whether ``model.to(...)`` or the like has given the parameters new tensors."""
+        """Whether the parameters were given new tensors, by ``model.to(...)`` for example."""
         dtype = self.shard.dtype
         for param, pointer in zip(self.params, self._pointers, strict=True):
             if param.data_ptr() != pointer or param.dtype != dtype:
@@ -145,10 +147,10 @@ class FlatParameter:
         return False
 
     def rebind_storage(self) -> None:
-        """Move the shard to where the parameters have been moved.
+        """Move the shard to the device and dtype that the parameters were moved to.
 
         Raises:
-            RuntimeError: they were given different dtypes, or tensors of other shapes.
+            RuntimeError: the parameters were given different dtypes, or tensors of other shapes.
         """
         self.wait()
         first = self.params[0]
@@ -156,7 +158,7 @@ class FlatParameter:
             dtypes = sorted({str(p.dtype) for p in self.params})
             raise RuntimeError(
                 f"parameters that are sharded together were given different dtypes ({', '.join(dtypes)}); convert "
-                f"all parameters of a Block, or some of them before the Block is made"
+                f"all parameters of a Block, or convert them before the Block is built"
             )
         shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
         for param, view in zip(self.params, self.local_views(shard), strict=True):
@@ -177,7 +179,7 @@ class FlatParameter:
         rank = self.shard_comm.rank
         start, stop = self.layout.rows_of(placement, rank)
         shape = placement.local_shape(stop - start)
-        return shape, _strides(shape), self.layout.offset_in_shard(placement, rank)
+        return _geometry(shape, self.layout.offset_in_shard(placement, rank))
 
     def _narrow_slices(self) -> None:
         """Let the parameters say which rows this rank holds."""
@@ -198,14 +200,14 @@ class FlatParameter:
         return _strided_views(flat, self._unsharded_geometry)
 
     def _make_templates(self) -> list[Tensor]:
-        # Not autograd views: tensors of their own on the same storage, each with its own version counter, so
-        # that refilling the storage does not look like a modification of what autograd saved.
+        # Not autograd views but separate tensors on the same storage, each with its own version counter: to autograd,
+        # refilling the storage does not modify the tensors that it saved.
         templates = []
         with torch.no_grad():
             for shape, strides, offset in self._unsharded_geometry:
                 view = torch.empty(0, dtype=self.unsharded.dtype, device=self.unsharded.device)
                 start = int(self.unsharded.storage_offset()) + offset
-                templates.append(view.set_(self.unsharded.untyped_storage(), start, shape, strides))
+                templates.append(view.set_(self._storage, start, shape, strides))
         return templates
 
     def views(self) -> list[Tensor]:
@@ -214,33 +216,28 @@ class FlatParameter:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in storage that is released when the parameters are resharded."""
-        return self.releases and tensor.untyped_storage().data_ptr() == self.unsharded.untyped_storage().data_ptr()
+        return self.releases and tensor.untyped_storage()._cdata == self._storage._cdata
 
     # --- transitions ------------------------------------------------------------------------------
-
-    def invalidate(self) -> None:
-        """Do not trust what was unsharded before: not every write to a parameter can be seen."""
-        if self.state is State.UNSHARDED and not self.is_shard:
-            self.state = State.SHARDED
 
     def unshard(self) -> None:
         """Start the all-gather, unless the present parameters are unsharded or about to be."""
         if self.is_shard:
             self.state = State.UNSHARDED
             return
-        version = sum(p._version for p in self.params)
+        version = 0
+        for param in self.params:
+            version += param._version
         if self.state is not State.SHARDED and self._version == version:
             return
-        self.take_storage_back()
+        if self._borrower is not None:
+            self._borrower()
         self.wait()
-        # Another alias of the storage: to autograd, nothing it knows is written.
-        unsharded = self.unsharded.data
+        unsharded = self.unsharded.data  # another alias of the storage: its writes do not count for autograd
         self.let_side_stream_wait()
         with on_stream(self.stream):
-            if self.releases:
-                storage = unsharded.untyped_storage()
-                if storage.nbytes() != self._bytes:
-                    storage.resize_(self._bytes)
+            if self.releases and self._storage.nbytes() != self._bytes:
+                self._storage.resize_(self._bytes)
             own = self._own_part(unsharded)
             if own.data_ptr() != self.shard.data_ptr():
                 own.copy_(self.shard.data)
@@ -261,21 +258,18 @@ class FlatParameter:
 
     def reshard(self) -> None:
         """Release the unsharded parameters, or invalidate them where their storage is kept."""
-        self.wait()
-        if self._borrower is None:
-            self.release_storage()
-        self.invalidate()
-
-    def release_storage(self) -> None:
-        """Release the storage of ``unsharded``, whatever the compute stream has yet to read from it."""
-        if self.releases and self.unsharded.untyped_storage().nbytes():
-            self.let_side_stream_wait()
-            self.unsharded.untyped_storage().resize_(0)
+        if self.state is State.UNSHARDING:
+            self.wait()
+        if self.releases and self._borrower is None and self._storage.nbytes():
+            self.let_side_stream_wait()  # for what the compute stream has yet to read
+            self._storage.resize_(0)
+        if self.state is State.UNSHARDED:
+            self.state = State.SHARDED
 
     def lend_storage(self, give_back: Callable[[], object]) -> Tensor | None:
-        """The space of the unsharded parameters, which are not needed any more; None where it cannot be lent.
+        """The storage of the unsharded parameters, which are not needed any more; None where it cannot be lent.
 
-        ``give_back`` is called where the space is needed again before :meth:`storage_returned`.
+        ``give_back`` is called if the storage is needed again before :meth:`storage_returned`.
         """
         if not self.releases or self.state is not State.UNSHARDED:
             return None
@@ -284,15 +278,11 @@ class FlatParameter:
         return self.unsharded.data
 
     def storage_returned(self) -> None:
-        """The borrower has no further use for the space."""
+        """The borrower does not use the storage any more."""
         if self._borrower is not None:
             self._borrower = None
             if self.state is State.SHARDED:
-                self.unsharded.untyped_storage().resize_(0)
-
-    def take_storage_back(self) -> None:
-        if self._borrower is not None:
-            self._borrower()
+                self._storage.resize_(0)
 
     def let_side_stream_wait(self) -> None:
         if self.stream is not None:
@@ -301,7 +291,7 @@ class FlatParameter:
     # --- single parameters ------------------------------------------------------------------------
 
     def gather_one(self, index: int) -> Tensor:
-        """Parameter ``index``, unsharded, in the dtype that is computed in and storage of its own."""
+        """Parameter ``index``, unsharded, in the dtype of computation and in storage of its own."""
         if self.is_shard:
             return self._templates[index].data
         if len(self.params) > 1:
@@ -310,13 +300,13 @@ class FlatParameter:
         own = self._own_part(flat)
         own.copy_(self.shard.data)
         self.shard_comm.all_gather(flat, own)
-        # Not a view: what is computed with it would keep ``flat`` in its place, and it could not be found again.
+        # ``data``, because a view would be kept alive in graphs through its base: no weak reference to it would last.
         return _strided_views(flat, self._unsharded_geometry[index : index + 1])[0].data
 
     def gather_stored(self, index: int) -> Tensor:
         """Parameter ``index`` alone, unsharded, in the dtype that it is stored in; not differentiable.
 
-        By messages of just its rows: an all-gather would move the whole flat buffer.
+        Ranks send each other its rows only; an all-gather would move the full flat buffer.
         """
         comm, placement = self.shard_comm, self.placements[index]
         result = torch.empty(placement.shape, dtype=self.shard.dtype, device=self.shard.device)
@@ -344,11 +334,11 @@ def write_rows(shard: Tensor, layout: FlatLayout, placement: Placement, rank: in
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
     """Issue work to ``stream``; on CPU (None) just run it."""
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+    return _NOTHING if stream is None else torch.cuda.stream(stream)
 
 
 def record_event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """An event behind what ``stream`` has been given."""
+    """An event after the work that ``stream`` has been given."""
     return None if stream is None else stream.record_event()
 
 
@@ -358,13 +348,8 @@ def wait_event(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None)
         torch.cuda.current_stream(stream.device).wait_event(event)
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.insert(0, step)
-        step *= max(length, 1)
-    return tuple(strides)
+def _geometry(shape: tuple[int, ...], offset: int) -> _Geometry:
+    return shape, torch.empty(shape, device="meta").stride(), offset
 
 
 def _strided_views(flat: Tensor, geometry: Sequence[_Geometry]) -> list[Tensor]:

@@ -1,14 +1,14 @@
 """Gradients of a flat parameter: accumulation, the reduction over ranks, and the parameters' ``.grad``.
 
 [Note: parameters without a gradient]
-    A parameter that no rank has used keeps ``grad=None``, as in PyTorch. A rank knows what it has used itself. While
-    there are parameters that no rank is known to have used, the ranks tell each other at the end of a backward pass,
-    for all parameters at once (:class:`UseAgreement`); in a model that uses all it has, nothing is exchanged.
+    Parameters that no rank used have ``grad=None``, as in PyTorch. A rank knows only what it used itself. While there
+    are parameters that no rank is known to have used, the ranks exchange at the end of a backward pass which ones they
+    used, for all parameters at once (:class:`UseAgreement`). Otherwise nothing is exchanged.
 
 [Note: frozen parameters]
-    Parameters are sorted into flat parameters by ``requires_grad`` once, when they are sharded; their layout never
-    changes after that, because optimizers keep their shapes. In a flat parameter of which some parameters were frozen
-    since, these count as zeros in the reduction and get no gradient.
+    Parameters are sorted into flat parameters by ``requires_grad`` once, when they are sharded. The layout never
+    changes after that, because optimizers keep the shapes. A parameter that is frozen later counts as zeros in the
+    reduction and gets no gradient.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class GradientReducer:
 
     Args:
         flat: the flat parameter.
-        replicate_comm: the ranks that hold the same shard; gradients are summed over them, too.
+        replicate_comm: the replicate group; gradients are summed over it, too.
         level: ZeRO level.
-        reduce_dtype: what gradients are summed in; None: as computed.
-        grad_scale: what summed gradients are multiplied by.
+        reduce_dtype: in which gradients are summed; None: as computed.
+        grad_scale: factor of the summed gradients.
     """
 
     def __init__(
@@ -54,78 +54,64 @@ class GradientReducer:
         self.pending: _Reduction | None = None
         self._accumulated: Tensor | None = None  # unreduced gradients of levels 0 and 1 under no_sync
         self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _accumulated began
-        count = len(flat.params)
-        self._reached = [False] * count  # by a gradient, on this rank, since the last reduction
-        self.used: list[bool] = [False] * count  # by any rank
-        self._undecided: list[Tensor | None] = []  # reduced rows of parameters that no rank is known to have used
+        self.used = [False] * len(flat.params)  # by any rank, ever
+        self._all_used = False
+        self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
+        self.undecided: list[Tensor | None] = []  # reduced gradients of parameters that no rank is known to have used
         self._gaps = _gaps(flat.layout)
 
     @property
     def comms(self) -> tuple[Communicator, Communicator]:
         return self.flat.shard_comm, self.replicate_comm
 
-    @property
-    def _reduces_nothing(self) -> bool:
-        flat = self.flat
-        return (
-            flat.shard_comm.size == 1
-            and self.replicate_comm.size == 1
-            and not flat.casts
-            and self.reduce_dtype in (None, flat.shard.dtype)
-        )
-
-    @torch.no_grad()
     def reduce(self, grads: Sequence[Tensor | None], needed: bool) -> None:
-        """Start to sum gradients of the unsharded parameters over the ranks.
+        """Start to sum gradients of the unsharded parameters over the ranks; gradient mode is off.
 
-        Every rank must call this, also one whose gradients are all None (they count as zeros).
+        Every rank must call this, even if its gradients are all None (they count as zeros).
 
         Args:
             grads: one for each parameter.
-            needed: whether the unsharded parameters are needed after this in the backward pass.
+            needed: whether the unsharded parameters are still needed in this backward pass.
         """
-        flat = self.flat
         self.finish()
         self._forget_zeroed()
-        self._reached = [r or g is not None for r, g in zip(self._reached, grads, strict=True)]
+        grads = self._prepared(grads)
+        if not self._all_used:
+            self._used_here = [u or g is not None for u, g in zip(self._used_here, grads, strict=True)]
         accumulate = self.no_sync and self.level <= 1
-        if self._accumulated is None and not accumulate and self._reduces_nothing:
-            self._add_unreduced(grads)
-            return
         total = self._accumulated
-        if total is None and not accumulate and flat.shard_comm.size > 1 and self._is_flat(grads[0]):
-            assert grads[0] is not None
-            total = grads[0].reshape(-1)
-        elif total is None:
-            total = self._space(may_borrow=not needed and not accumulate)
-            self._copy_into(total, grads)
-        else:
-            present = [(v, g) for v, g in zip(flat.unsharded_views(total), grads, strict=True) if g is not None]
+        if total is not None:
+            present = [(v, g) for v, g in zip(self.flat.unsharded_views(total), grads, strict=True) if g is not None]
             if present:
                 torch._foreach_add_([v for v, _ in present], [g for _, g in present])
-        if accumulate:
-            if self._accumulated is None:
-                self._accumulated = total
-                self._watch_gradients()
-            return
-        self._accumulated = None
-        self.pending = _Reduction(self, total)
+        elif not accumulate and self._is_flat(grads[0]):
+            assert grads[0] is not None
+            total = grads[0].reshape(-1)
+        else:
+            total = self._new_total(may_borrow=not needed and not accumulate)
+            self._copy_into(total, grads)
+        if not accumulate:
+            self._accumulated = None
+            self.pending = _Reduction(self, total)
+        elif self._accumulated is None:
+            self._accumulated = total
+            self._watch_gradients()
 
     def reduce_accumulated(self) -> None:
-        """Reduce what was accumulated under ``no_sync`` where no backward comes that would; all ranks, or none."""
+        """Reduce what was accumulated under ``no_sync`` if no backward will do so; all ranks must call it."""
         if self._accumulated is not None and not self.no_sync:
             self.reduce([None] * len(self.flat.params), needed=False)
 
     def finish(self) -> bool:
         """Complete a started reduction; whether there was one.
 
-        After this the parameters' ``.grad`` include it, but for those of [Note: parameters without a gradient], which
+        After this the parameters' ``.grad`` include it, except those of [Note: parameters without a gradient], which
         wait for :meth:`decide`.
         """
-        work, self.pending = self.pending, None
-        if work is not None:
-            self.add_gradient(work.finish())
-        return work is not None
+        reduction, self.pending = self.pending, None
+        if reduction is not None:
+            self.add_gradient(reduction.finish())
+        return reduction is not None
 
     @property
     def accumulates(self) -> bool:
@@ -134,78 +120,46 @@ class GradientReducer:
 
     def drop(self) -> None:
         """Forget what an interrupted backward has left."""
-        work, self.pending = self.pending, None
-        if work is not None:
-            work.finish()
+        reduction, self.pending = self.pending, None
+        if reduction is not None:
+            reduction.finish()
         self._accumulated = None
-        self._undecided = []
-        self._reached = [False] * len(self._reached)
+        self.undecided = []
+        self._used_here = [False] * len(self.used)
 
     # --- which parameters were used ---------------------------------------------------------------
 
-    @property
-    def is_undecided(self) -> bool:
-        """Whether there are gradients of parameters that no rank is known to have used."""
-        return bool(self._undecided)
-
-    def take_reached(self) -> list[bool]:
-        """Which parameters this rank has used since it was asked last."""
-        reached, self._reached = self._reached, [False] * len(self._reached)
-        return reached
+    def take_used_here(self) -> list[bool]:
+        """Which parameters this rank has used since the last call of this."""
+        used, self._used_here = self._used_here, [False] * len(self.used)
+        return used
 
     def decide(self, used: Sequence[bool]) -> None:
         """Give parameters that some rank has used their gradients."""
         self.used = [a or b for a, b in zip(self.used, used, strict=True)]
-        waiting, self._undecided = self._undecided, []
-        for param, grad, used_now in zip(self.flat.params, waiting, self.used, strict=True):
-            if grad is not None and used_now:
-                _add(param, grad)
+        self._all_used = all(self.used)
+        undecided, self.undecided = self.undecided, []
+        _add(
+            (param, grad)
+            for param, grad, used_now in zip(self.flat.params, undecided, self.used, strict=True)
+            if grad is not None and used_now
+        )
 
     # --- the parameters' gradients ----------------------------------------------------------------
 
     def add_gradient(self, reduced: Tensor) -> None:
         """Add a flat, reduced gradient of this rank's shard to the parameters' ``.grad``."""
-        params = self.flat.params
-        views = self.flat.local_views(reduced)
-        if not all(self.used):
-            self._hold_undecided(views)
-        chosen = [(p, v) for p, v, used in zip(params, views, self.used, strict=True) if p.requires_grad and used]
-        if all(p.grad is None for p, _ in chosen):
-            for param, view in chosen:
-                param.grad = view
-        elif (total := self._flat_gradient(chosen)) is not None:
-            total.add_(reduced)
-        else:  # somebody has set or removed single gradients, or frozen parameters
-            for param, view in chosen:
-                _add(param, view.clone() if param.grad is None else view)
-
-    def _hold_undecided(self, views: Sequence[Tensor]) -> None:
-        before = self._undecided or [None] * len(views)
-        self._undecided = [
-            None if used or not param.requires_grad else view if held is None else held + view
-            for param, view, held, used in zip(self.flat.params, views, before, self.used, strict=True)
-        ]
-
-    def _flat_gradient(self, chosen: Sequence[tuple[ShardedParameter, Tensor]]) -> Tensor | None:
-        """The flat tensor of which the parameters' gradients are views, if they are; it is not kept elsewhere, so
-        that its memory is free as soon as they are None."""
-        first, first_view = chosen[0]
-        assert first.grad is not None
-        storage = first.grad.untyped_storage()
-        shard = self.flat.shard
-        if storage.nbytes() != shard.numel() * first.grad.element_size():
-            return None
-        pointer = storage.data_ptr()
-        for param, view in chosen:
-            grad = param.grad
-            if (
-                grad is None
-                or grad.dtype != first_view.dtype
-                or grad.storage_offset() != view.storage_offset()
-                or grad.untyped_storage().data_ptr() != pointer
-            ):
-                return None
-        return torch.empty(0, dtype=shard.dtype, device=shard.device).set_(storage, 0, (shard.numel(),))  # type: ignore[call-overload]
+        pairs = zip(self.flat.params, self.flat.local_views(reduced), strict=True)
+        if self._all_used:
+            _add(pairs)
+            return
+        undecided = self.undecided or [None] * len(self.used)
+        self.undecided = []
+        for (param, view), before, used in zip(list(pairs), undecided, self.used, strict=True):
+            if used:
+                _add([(param, view)])
+            keeps = param.requires_grad and not used
+            self.undecided.append(None if not keeps else view if before is None else before + view)
 
     def set_gradients_aside(self) -> tuple[Any, ...]:
         """Begin with no gradients; :meth:`restore_gradients` takes what this returns."""
@@ -218,12 +172,12 @@ class GradientReducer:
         return aside
 
     def restore_gradients(self, aside: tuple[Any, ...]) -> Tensor | None:
-        """Have the gradients again that were set aside; returns the flat one of what has come since."""
+        """Restore the gradients that were set aside; returns the flat gradient that has arrived since."""
         self.finish()
-        params, shard = self.flat.params, self.flat.shard
+        params = self.flat.params
         total: Tensor | None = None
         if any(p.grad is not None for p in params):
-            total = torch.zeros_like(shard)
+            total = torch.zeros_like(self.flat.shard)
             for view, param in zip(self.flat.local_views(total), params, strict=True):
                 if param.grad is not None:
                     view.copy_(param.grad)
@@ -232,34 +186,17 @@ class GradientReducer:
             param.grad = grad
         return total
 
-    def _add_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        """One rank, one dtype: what backward computed is the gradient."""
-        self.used = [u or r for u, r in zip(self.used, self.take_reached(), strict=True)]
-        params = self.flat.params
-        if all(p.grad is None for p in params):
-            total = torch.empty_like(self.flat.shard)
-            self._copy_into(total, grads)
-            for param, view, grad in zip(params, self.flat.local_views(total), grads, strict=True):
-                if grad is not None and param.requires_grad:
-                    param.grad = view
-            return
-        for param, grad in zip(params, grads, strict=True):
-            if grad is not None and param.requires_grad:
-                _add(param, grad.clone() if param.grad is None else grad)
-
     # --- accumulation -----------------------------------------------------------------------------
 
     def _watch_gradients(self) -> None:
-        """See to it that zeroing gradients can be noticed while some wait to be reduced."""
+        """Let there be gradients, so that zeroing them is noticed while others wait to be reduced."""
         params = self.flat.params
         if all(p.grad is None for p in params):
-            for param, view in zip(params, self.flat.local_views(torch.zeros_like(self.flat.shard)), strict=True):
-                if param.requires_grad:
-                    param.grad = view
+            _add(zip(params, self.flat.local_views(torch.zeros_like(self.flat.shard)), strict=True))
         self._grads_then = [(p.grad, p.grad._version) for p in params if p.grad is not None]
 
     def _forget_zeroed(self) -> None:
-        """Where gradients were zeroed since, those that wait to be reduced are meant, too."""
+        """If gradients were zeroed since, drop those that wait to be reduced."""
         if self._accumulated is None:
             return
         present = {id(p.grad) for p in self.flat.params if p.grad is not None}
@@ -268,40 +205,60 @@ class GradientReducer:
         if gone or (written and not any(bool(grad.any()) for grad, _ in self._grads_then)):
             self._accumulated = None
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype in which gradients are summed."""
+        computed = self.flat.unsharded
+        return (self.reduce_dtype if computed.is_floating_point() else None) or computed.dtype
+
+    def _prepared(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Dense gradients, which the reduction multiplies by ``grad_scale``."""
+        prepared: list[Tensor | None] = []
+        for param, grad in zip(self.flat.params, grads, strict=True):
+            if grad is not None and grad.is_sparse:
+                grad = grad.to_dense()
+            if grad is not None and param.sequence_parallel and self.grad_scale != 1.0:
+                # The sum over tensor-parallel ranks is the gradient; see [Note: tensor-parallel ranks] in shard.
+                grad = grad / self.grad_scale
+            prepared.append(grad)
+        return prepared
+
     def _is_flat(self, grad: Tensor | None) -> bool:
-        """Whether a gradient is, as it stands, the flat gradient: that of the only parameter."""
+        """Whether the gradient of the only parameter can be reduced as it is."""
         flat = self.flat
         return (
             len(flat.params) == 1
+            and flat.shard_comm.size > 1
             and grad is not None
             and grad.is_contiguous()
             and grad.numel() == flat.layout.numel
-            and grad.dtype == (self.reduce_dtype or flat.unsharded.dtype)
+            and grad.dtype == self._dtype
         )
 
-    def _space(self, may_borrow: bool) -> Tensor:
-        flat = self.flat
-        dtype = self.reduce_dtype if flat.unsharded.is_floating_point() else None
-        dtype = dtype or flat.unsharded.dtype
-        space = flat.lend_storage(self.finish) if may_borrow and dtype == flat.unsharded.dtype else None
-        return torch.empty(flat.layout.numel, dtype=dtype, device=flat.unsharded.device) if space is None else space
+    def _new_total(self, may_borrow: bool) -> Tensor:
+        flat, dtype = self.flat, self._dtype
+        borrowed = flat.lend_storage(self.finish) if may_borrow and dtype == flat.unsharded.dtype else None
+        if borrowed is not None:
+            return borrowed
+        return torch.empty(flat.layout.numel, dtype=dtype, device=flat.unsharded.device)
 
     def _copy_into(self, total: Tensor, grads: Sequence[Tensor | None]) -> None:
-        for start, stop in self._gaps:  # what is reduced may be used as a whole
+        for start, stop in self._gaps:  # optimizers and norms may read the flat gradient as a whole
             total[start:stop].zero_()
         views = self.flat.unsharded_views(total)
-        if all(g is not None for g in grads):
-            torch._foreach_copy_(views, list(grads))  # type: ignore[arg-type]
-            return
-        for view, grad in zip(views, grads, strict=True):
-            view.zero_() if grad is None else view.copy_(grad)
+        present = [grad for grad in grads if grad is not None]
+        if len(present) < len(views):
+            torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
+            views = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+        if present:
+            torch._foreach_copy_(views, present)
 
 
 class _Reduction:
     """The sum of flat gradients over the ranks, in flight.
 
-    ``total`` is held until the collective has read it; where it lies in the space of the unsharded parameters, that
-    space is returned then. On CUDA everything is queued at once in the side stream.
+    ``total`` is held until the collective has read it. If it lies in borrowed storage of the unsharded parameters, the
+    storage is returned then. On CUDA everything is queued at once in the side stream.
     """
 
     def __init__(self, reducer: GradientReducer, total: Tensor) -> None:
@@ -309,26 +266,27 @@ class _Reduction:
         self.total: Tensor | None = total  # read by the side stream until ``done``
         self.done: torch.cuda.Event | None = None
         flat = reducer.flat
-        comm, later = flat.shard_comm, flat.stream is None
+        comm, on_cpu = flat.shard_comm, flat.stream is None
         flat.let_side_stream_wait()
         with on_stream(flat.stream):
-            self.work: Work
-            if comm.size == 1:
-                self.reduced = total
-                self.work = reducer.replicate_comm.all_reduce(total, async_op=later)
-            else:
+            self.work: Work | None = None
+            self.reduced = total
+            if comm.size > 1:
                 self.reduced = torch.empty(flat.layout.shard_numel, dtype=total.dtype, device=total.device)
-                self.work = comm.reduce_scatter(self.reduced, total, async_op=later)
-            if not later:
+                self.work = comm.reduce_scatter(self.reduced, total, async_op=on_cpu)
+            elif reducer.replicate_comm.size > 1:
+                self.work = reducer.replicate_comm.all_reduce(total, async_op=on_cpu)
+            if not on_cpu:
                 self._complete()
                 self.done = record_event(flat.stream)
-        if not later:
-            flat.storage_returned()  # it belongs to the side stream, in whose queue its last reader is
+        if not on_cpu:
+            flat.storage_returned()  # the side stream releases it after its last reader
 
     def finish(self) -> Tensor:
         """The reduced gradient of this rank's shard, usable by the compute stream."""
         flat = self.reducer.flat
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         if flat.stream is None:
             self._complete()
             flat.storage_returned()
@@ -338,7 +296,7 @@ class _Reduction:
 
     def _complete(self) -> None:
         reducer = self.reducer
-        if reducer.flat.shard_comm.size > 1:
+        if reducer.flat.shard_comm.size > 1 and reducer.replicate_comm.size > 1:
             reducer.replicate_comm.all_reduce(self.reduced)
         if reducer.grad_scale != 1.0:
             self.reduced.mul_(reducer.grad_scale)
@@ -346,20 +304,18 @@ class _Reduction:
 
 
 class UseAgreement:
-    """Lets the ranks tell each other which parameters they have used; see [Note: parameters without a gradient]."""
+    """Lets the ranks agree on which parameters they have used; see [Note: parameters without a gradient]."""
 
     def __init__(self) -> None:
         self._waiting: dict[GradientReducer, None] = {}
 
     def note(self, reducer: GradientReducer) -> None:
-        """A reduction of ``reducer``'s was finished."""
-        if reducer.is_undecided:
+        """``reducer`` has added a reduced gradient."""
+        if reducer.undecided:
             self._waiting[reducer] = None
-        else:
-            reducer.take_reached()
 
     def settle(self, reducers: Iterable[GradientReducer] | None = None) -> None:
-        """Decide for all that have waited, or those of ``reducers``: one all-reduce for each set of ranks."""
+        """Decide for all that wait, or those of ``reducers``: one all-reduce for each set of ranks."""
         chosen = self._waiting if reducers is None else dict.fromkeys(reducers)
         waiting = [reducer for reducer in self._waiting if reducer in chosen]
         self.forget(waiting)
@@ -367,7 +323,7 @@ class UseAgreement:
         for reducer in waiting:
             by_ranks.setdefault(tuple(c for c in reducer.comms if c.size > 1), []).append(reducer)
         for comms, members in by_ranks.items():
-            flags = [flag for reducer in members for flag in reducer.take_reached()]
+            flags = [flag for reducer in members for flag in reducer.take_used_here()]
             used = torch.tensor(flags, dtype=torch.uint8, device=members[0].flat.shard.device)
             for comm in comms:
                 comm.all_reduce(used, "max")
@@ -375,16 +331,32 @@ class UseAgreement:
             for reducer in members:
                 reducer.decide([bool(next(answers)) for _ in reducer.flat.params])
 
+    def drop(self) -> None:
+        """Drop the gradients that wait: what computed them has failed."""
+        for reducer in self._waiting:
+            reducer.undecided = []
+            reducer.take_used_here()
+        self._waiting.clear()
+
     def forget(self, reducers: Iterable[GradientReducer]) -> None:
         for reducer in reducers:
             self._waiting.pop(reducer, None)
 
 
-def _add(param: ShardedParameter, grad: Tensor) -> None:
-    if param.grad is None:
-        param.grad = grad
-    else:
-        param.grad.add_(grad)
+def _add(pairs: Iterable[tuple[ShardedParameter, Tensor]]) -> None:
+    """Add gradients to those of the parameters, except frozen ones."""
+    grads, added = [], []
+    for param, grad in pairs:
+        if not param.requires_grad:
+            continue
+        before = param.grad
+        if before is None:
+            param.grad = grad
+        else:
+            grads.append(before)
+            added.append(grad)
+    if grads:
+        torch._foreach_add_(grads, added)
 
 
 def _gaps(layout: FlatLayout) -> list[tuple[int, int]]:

@@ -1,9 +1,10 @@
-"""Walking over the sharded parameters of a model."""
+"""The parameters of a model by group name, and gradient accumulation without synchronisation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from .sharded_parameter import ShardedParameter
 
 
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
-    """The model's parameters by their ``group`` name, as pairs (group, parameters); None for those without."""
+    """The model's parameters by their ``group`` name, as pairs (group, parameters); None for those without one."""
     groups: dict[str | None, list[nn.Parameter]] = {}
     for param in model.parameters():
         groups.setdefault(getattr(param, "group", None), []).append(param)
@@ -21,18 +22,14 @@ def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.P
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients of backward passes in this context without reducing them, where that saves something.
+    """Accumulate gradients of backward passes in this context without reducing them, at ZeRO levels 0 and 1.
 
-    At ZeRO levels 0 and 1, gradients stay on their rank, and the first backward outside of the context reduces
-    the sum once; until then ``.grad`` does not include them. At levels 2 and 3, which never hold unsharded
-    gradients, each backward reduces as always. The accumulated gradient is the same.
+    The first backward outside of the context reduces the sum; until then ``.grad`` does not include it. Levels 2 and 3
+    never hold unsharded gradients, so each backward reduces as always. The accumulated gradient is the same.
     """
-    reducers: dict[GradientReducer, None] = {}
-    for param in model.parameters():
-        if isinstance(param, ShardedParameter):
-            reducers.update(dict.fromkeys(param.handle.group.reducers))  # type: ignore[attr-defined]
-    before = {reducer: reducer.no_sync for reducer in reducers}
-    for reducer in reducers:
+    handles: list[Any] = [param.handle for param in model.parameters() if isinstance(param, ShardedParameter)]
+    before: dict[GradientReducer, bool] = {r: r.no_sync for handle in handles for r in handle.group.reducers}
+    for reducer in before:
         reducer.no_sync = True
     try:
         yield

@@ -4,37 +4,45 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_comm import ParallelContext, check_agreement, current_context
 
 from .shard import sharding_of
 from .sharded_parameter import ShardedParameter
-from .state import write_whole
+from .state import logical_tensor, raise_on_all, write_logical
+
+_Place: TypeAlias = tuple[dict[str, Any], str]
+"""A module's dictionary of parameters or buffers, and a name in it."""
 
 
 def init_parameters(model: nn.Module) -> None:
     """Run the initialiser of every sharded parameter of ``model``.
 
-    Parameters with an ``init_method`` are filled by it. Parameters that were built on the meta device are
-    filled by their module's ``reset_parameters`` (or ``_reset_parameters``; in a Hugging Face model by the
-    model's ``_init_weights``). All others are left alone, and so are Blocks that were built with
-    ``initialized=True``.
+    Parameters with an ``init_method`` are filled by it. Parameters and buffers that were built on the meta device are
+    filled by the ``reset_parameters`` (or ``_reset_parameters``; in a Hugging Face model by the model's
+    ``_init_weights``) of their module or of a module around it. All others are left alone, and so are Blocks that were
+    built with ``initialized=True``.
 
-    Each parameter has a random stream of its own, seeded by the context's seed and the parameter's name, and
-    is filled as a whole, of which a rank keeps its rows: every element is the same for every number of
-    ranks, ZeRO level and tensor-parallel size. One parameter at a time is whole; for ``reset_parameters``,
-    those of one module and the modules in it. The global generators are left as they were.
+    Each parameter has its own random stream, seeded by the context's seed and the parameter's name. The logical
+    parameter is filled, and a rank keeps its rows: every element is the same for every number of ranks, ZeRO level and
+    tensor-parallel size. One parameter at a time is unsharded; for ``reset_parameters``, those that one module fills.
+    The global generators keep their states.
 
     Raises:
         TypeError: ``model`` is not a module.
         RuntimeError: ranks have different models.
-        ValueError: a parameter on the meta device whose module has none of these. The model is as it was then.
+        ValueError: none of these fills a tensor that was built on the meta device, and the model is unchanged; or one
+            of them fills a tensor only in part.
     """
     context = current_context()
     if not isinstance(model, nn.Module):
@@ -55,104 +63,187 @@ def init_parameters(model: nn.Module) -> None:
     try:
         resets = _find_resets(model, waiting)
     except ValueError as error:
-        problem = str(error)
-    _raise_alike(context, problem)
+        problem = error
+    raise_on_all(context.pipe, problem)  # stages have different layers
     for name, param in named.items():
         if param.init_method is None:
             continue
-        whole = torch.empty(param.bmt_slice.shape, dtype=param.dtype, device=context.device)
+        values = torch.empty(param.bmt_slice.shape, dtype=param.dtype, device=context.device)
         with torch.no_grad(), _seeded(context, name):
-            param.init_method(whole)
-        write_whole(param, whole)
+            param.init_method(values)
+        write_logical(param, values)
     for reset in resets:
         _run_reset(reset, context)
 
 
-def _raise_alike(context: ParallelContext, problem: str | None) -> None:
-    """Raise the problem of any stage on all of them, which have different layers."""
-    problems = [problem] if context.pipe_size == 1 else context.pipe.all_gather_object(problem)
-    for found in problems:
-        if found is not None:
-            raise ValueError(found)
-
-
 class _Reset(NamedTuple):
-    """What fills the parameters of a module."""
+    """What fills parameters and buffers: those of a module, or of modules inside it."""
 
-    module: nn.Module
     name: str  # of the first of them
     function: Callable[[], Any]
-    may_write: set[int]  # the identities of those it fills, and those that were filled for modules inside
+    places: list[_Place]  # what it writes to, and the parameters of its own module
+    fills: set[int]  # the identities of those tensors that it is called for; the others keep their values
 
 
 def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
-    """What to call for the parameters in ``waiting`` (identity to name), inner modules before outer ones: as
-    in construction, where a module may overwrite what its parts have set."""
-    found: list[_Reset] = []
-    claimed: dict[int, nn.Module] = {}  # a tied parameter belongs to the first module that has it
-    seen: set[nn.Module] = set()
+    """What to call for the parameters in ``waiting`` (identity to name) and for buffers on the meta device.
 
-    def visit(module: nn.Module, family: nn.Module | None) -> None:
-        if module in seen:
-            return
-        seen.add(module)
+    Inner modules come before outer ones: as in construction, a module may overwrite what its parts have set. Which
+    tensors a module fills is seen by a trial on the meta device, which costs no memory.
+
+    Raises:
+        ValueError: nothing fills some of them.
+    """
+    modules = list(model.modules())
+    owners: dict[int, nn.Module] = {}  # a tied parameter belongs to the first module that has it
+    family: dict[nn.Module, nn.Module | None] = {}  # the innermost module with _init_weights around each
+    for module in modules:
         if hasattr(module, "_init_weights"):
-            family = module
-        for child in module._modules.values():
-            if child is not None:
-                visit(child, family)
-        own = [id(p) for p in module._parameters.values() if id(p) in waiting and id(p) not in claimed]
-        if not own:
-            return
-        claimed.update(dict.fromkeys(own, module))
-        names = [waiting[i] for i in own]
+            family[module] = module
+        for child in module.children():
+            family.setdefault(child, family.get(module))
+        for param in module._parameters.values():
+            if id(param) in waiting:
+                owners.setdefault(id(param), module)
+    unfilled = {**waiting, **{id(b): name for name, b in model.named_buffers() if b.is_meta}}
+    resets = []
+    for module in reversed(modules):
         inside = set(module.modules())
-        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if family is not None:
-            reset = functools.partial(cast(Any, family)._init_weights, module)
-        if reset is None:
-            raise ValueError(
-                f"parameter {names[0]!r} was built on the meta device, and its module {type(module).__name__} has "
-                f"no reset_parameters; give it one, or load a state dict instead"
-            )
-        found.append(_Reset(module, names[0], reset, {i for i, owner in claimed.items() if owner in inside}))
+        places = [
+            (tensors, name)
+            for part in module.modules()
+            for tensors in (part._parameters, part._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+        mine = {id(t[n]) for t, n in places if id(t[n]) in unfilled or owners.get(id(t[n])) in inside}
+        function: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if family.get(module) is not None:
+            function = functools.partial(cast(Any, family[module])._init_weights, module)
+        if not mine or function is None:
+            continue
+        written = _written_by(function, places)
+        fills = [(tensors, name) for tensors, name in written if id(tensors[name]) in mine]
+        if fills:
+            identities = [id(tensors[name]) for tensors, name in fills]
+            names = [waiting.get(i) or unfilled.get(i) or name for i, (_, name) in zip(identities, fills, strict=True)]
+            own = [(tensors, name) for tensors, name in places if tensors is module._parameters]
+            needed = {(id(tensors), name): (tensors, name) for tensors, name in own + written}
+            resets.append(_Reset(names[0], function, [*needed.values()], set(identities)))
+            unfilled = {i: name for i, name in unfilled.items() if i not in identities}
+    if unfilled:
+        some = ", ".join(f"{name!r} of a {type(_module_of(model, name)).__name__}" for name in [*unfilled.values()][:5])
+        raise ValueError(
+            f"{len(unfilled)} tensors were built on the meta device, and no module has a reset_parameters (or "
+            f"_init_weights) that fills them: {some}; give the modules one, or load a state dict instead"
+        )
+    return resets
 
-    visit(model, None)
-    return found
+
+def _module_of(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+class _Questions(TorchFunctionMode):
+    """Notes the storages of tensors that are asked whether they are on the meta device.
+
+    Some functions of torch.nn.init leave a tensor there alone; the question is the only trace that they would write.
+    """
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self.storages = storages
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            self.storages.add(args[0].untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the storages that operations write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[i] if i < len(args) else kwargs.get(argument.name)
+                for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(tensor, Tensor):
+                        self.storages.add(tensor.untyped_storage()._cdata)
+        return func(*args, **kwargs)
+
+
+def _written_by(function: Callable[[], Any], places: list[_Place]) -> list[_Place]:
+    """The places that ``function`` writes to or puts other tensors into."""
+    trial = {id(t[n]): _like(t[n], torch.device("meta")) for t, n in places}
+    before = [(t, n, t[n]) for t, n in places]
+    try:
+        for tensors, name, tensor in before:
+            tensors[name] = trial[id(tensor)]
+        with warnings.catch_warnings(), torch.no_grad(), _Writes() as writes, _Questions(writes.storages):
+            warnings.simplefilter("ignore")  # they come again where values are filled
+            function()
+        return [
+            (tensors, name)
+            for tensors, name, tensor in before
+            if tensors[name] is not trial[id(tensor)] or trial[id(tensor)].untyped_storage()._cdata in writes.storages
+        ]
+    finally:
+        for tensors, name, tensor in before:
+            tensors[name] = tensor
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    """An unsharded tensor of the same kind, with no values."""
+    shape = tensor.bmt_slice.shape if isinstance(tensor, ShardedParameter) else tensor.shape
+    values = torch.empty(shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
 
 
 def _run_reset(reset: _Reset, context: ParallelContext) -> None:
-    """Let it fill whole tensors in the places of the parameters of its module and the modules inside."""
-    places = [(m, n, p) for m in reset.module.modules() for n, p in m._parameters.items() if p is not None]
-    wholes: dict[int, nn.Parameter] = {}
-    for _, _, param in places:
-        if id(param) in wholes:
-            continue
-        if not isinstance(param, ShardedParameter):
-            whole = param.detach().clone()
-        elif param.awaits_values:
-            whole = torch.empty(param.bmt_slice.shape, dtype=param.dtype, device=context.device)
+    """Let it fill unsharded tensors in the places of the parameters and buffers.
+
+    Raises:
+        ValueError: it leaves a part of one as it was.
+    """
+    before = [(tensors, name, tensors[name]) for tensors, name in reset.places]
+    unsharded: dict[int, Tensor] = {}
+    for tensor in {id(t): t for _, _, t in before}.values():
+        values = unsharded[id(tensor)] = _like(tensor, context.device)
+        if tensor.is_meta or (isinstance(tensor, ShardedParameter) and tensor.awaits_values):
+            if values.is_floating_point():
+                values.fill_(math.nan)  # what stays so has not been filled
         else:
-            whole = param.gather_all().clone()
-        wholes[id(param)] = nn.Parameter(whole, requires_grad=False)
+            values.copy_(logical_tensor(tensor))
+    filled: list[tuple[Tensor, Any]] = []
     try:
-        for m, n, param in places:
-            m._parameters[n] = wholes[id(param)]
+        for tensors, name, tensor in before:
+            tensors[name] = unsharded[id(tensor)]
         with torch.no_grad(), _seeded(context, reset.name):
             reset.function()
-        # A reset may also put new parameters in place of the old ones.
-        filled = [(param, m._parameters[n]) for m, n, param in places]
+        filled = [(tensor, tensors[name]) for tensors, name, tensor in before]  # it may put others in their places
     finally:
-        for m, n, param in places:
-            m._parameters[n] = param
-    for param, result in filled:
-        if id(param) in reset.may_write and isinstance(param, ShardedParameter) and result is not None:
-            write_whole(param, result.detach())
+        for tensors, name, tensor in before:
+            tensors[name] = tensor
+    for (tensors, name, tensor), (_, result) in zip(before, filled, strict=True):
+        if id(tensor) not in reset.fills:
+            continue
+        if result.is_floating_point() and bool(result.isnan().any()):
+            raise ValueError(f"{name!r} (near {reset.name!r}) was built on the meta device and is filled only in part")
+        if isinstance(tensor, ShardedParameter):
+            write_logical(tensor, result.detach())
+        elif tensor.is_meta:
+            tensors[name] = result.detach().to(context.device)
 
 
 @contextmanager
 def _seeded(context: ParallelContext, name: str) -> Iterator[None]:
-    """Seed torch's generators for one parameter, and put them back after."""
+    """Seed torch's generators for one parameter, and restore them after."""
     digest = hashlib.sha256(f"{context.seed}:{name}".encode()).digest()
     generators = [torch.default_generator]
     if context.device.type == "cuda":

@@ -8,30 +8,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, torch.nn.Module)
 
 
-def find_tensors(value: Any) -> list[Tensor]:
-    """The tensors in nested containers and objects (dataclasses, caches), each object looked into once."""
+def find_tensors(value: Any, in_objects: bool = True) -> list[Tensor]:
+    """The tensors in nested containers and, with ``in_objects``, in objects (dataclasses, caches)."""
     if isinstance(value, Tensor):
         return [value]
     tensors: list[Tensor] = []
     seen: set[int] = set()
     waiting = [value]
     while waiting:
-        for leaf in tree_flatten(waiting.pop())[0]:
+        value = waiting.pop()
+        leaves = value if type(value) in (tuple, list) else tree_flatten(value)[0]
+        if len(leaves) == 1 and leaves[0] is value:  # no container that torch knows
+            leaves = _contents(value) if in_objects else []
+        for leaf in leaves:
             if isinstance(leaf, Tensor):
                 tensors.append(leaf)
-            elif not isinstance(leaf, (*_PLAIN, type, torch.nn.Module)) and id(leaf) not in seen:
+            elif not isinstance(leaf, _PLAIN) and id(leaf) not in seen:
                 seen.add(id(leaf))
-                waiting.append(_contents(leaf))
+                waiting.append(leaf)
     return tensors
 
 
 def _contents(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):  # a dict of a kind that torch does not know
+    if isinstance(value, Mapping):  # a dict of a class that torch does not know
         return list(value.values())
     if isinstance(value, (set, frozenset)):
         return list(value)
@@ -39,11 +43,6 @@ def _contents(value: Any) -> list[Any]:
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     if callable(value):
         return []
-    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
-    found = [getattr(value, name, None) for name in slots if isinstance(name, str) and not name.startswith("__")]
-    return found + list(getattr(value, "__dict__", {}).values())
-
-
-def replaced(value: Any, is_wanted: Any, replace: Any) -> Any:
-    """``value`` with ``replace(tensor)`` for the tensors that ``is_wanted`` chooses."""
-    return tree_map_only(Tensor, lambda x: replace(x) if is_wanted(x) else x, value)
+    names = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+    slots = [getattr(value, name, None) for name in names if isinstance(name, str) and not name.startswith("__")]
+    return slots + list(getattr(value, "__dict__", {}).values())

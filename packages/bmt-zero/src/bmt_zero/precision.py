@@ -1,4 +1,4 @@
-"""In which dtypes a sharded module stores, computes and reduces."""
+"""The dtypes in which a sharded module computes and reduces."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The dtypes of a module's floating-point parameters on their way through a step.
+    """The dtypes of a module's floating-point parameters, gradients, inputs and outputs.
 
-    The shards keep the dtype the parameters were built with (fp32 "master" shards, say), and gradients
-    arrive in that dtype.
+    The shards keep the dtype that the parameters were built with (fp32 for example), and ``.grad`` has that dtype.
 
     Attributes:
-        param_dtype: what parameters are unsharded and computed in; ``None``: as stored.
-        reduce_dtype: what gradients are summed over ranks in; ``None``: as computed.
-        output_dtype: what floating-point outputs of the module are cast to; ``None``: as computed.
+        param_dtype: of unsharded parameters; ``None``: as stored.
+        reduce_dtype: in which gradients are summed over ranks; ``None``: as computed.
+        output_dtype: to which floating-point outputs of the module are cast; ``None``: as computed.
         cast_forward_inputs: whether floating-point inputs of the module are cast to ``param_dtype``.
     """
 

@@ -1,27 +1,28 @@
 """Sharding a module's parameters in place: validate, plan, build.
 
 [Note: tensor-parallel ranks]
-    Tensor-parallel ranks each compute the whole gradient of what they hold in common. Summed over all ranks that share
-    such a parameter, it counts ``tp_size`` times, and is divided by that.
+    Tensor-parallel ranks each compute the full gradient of a parameter that they all hold. The sum over all ranks that
+    share the parameter counts it ``tp_size`` times and is divided by that.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import Communicator, ParallelContext, Slice, check_agreement, current_context, slice_of
+from bmt_comm import Communicator, ParallelContext, check_agreement, current_context, slice_of
 
 from .activation_checkpoint import CheckpointedForward
 from .flat_parameter import FlatParameter, write_rows
 from .gradient_reducer import GradientReducer
+from .hooks import ForwardHooks
 from .layout import FlatLayout, plan_layouts
-from .parameter_group import ForwardHooks, GroupHandle, ParameterGroup, Slot
+from .parameter_group import GroupHandle, Options, ParameterGroup, Slot
 from .precision import MixedPrecision
 from .sharded_parameter import ShardedParameter
 from .stage_entry import STAGE_LOCAL_ATTRIBUTE
@@ -34,30 +35,27 @@ _ATTRIBUTE = "_bmt_sharding"
 
 @dataclass
 class Sharding:
-    """What was said when a module was sharded, and what came of it; ``sharding_of(module)``.
+    """How a module was sharded; ``sharding_of(module)``.
 
     Attributes:
-        group: its parameters.
         hooks: before and after its forward.
-        is_block: whether it was sharded by ``Block``.
         initialized: whether ``init_parameters`` leaves its parameters alone.
-        stage_local: whether only the ranks of this pipeline stage have it.
-        shard_comm, replicate_comm: as they were given.
+        is_block: whether it was sharded by ``Block``.
         checkpoint: computes its forward again in backward; None: activations are kept.
     """
 
-    group: ParameterGroup
     hooks: ForwardHooks
-    is_block: bool = False
     initialized: bool = False
-    stage_local: bool = False
-    shard_comm: Communicator | None = None
-    replicate_comm: Communicator | None = None
+    is_block: bool = False
     checkpoint: CheckpointedForward | None = None
+
+    @property
+    def group(self) -> ParameterGroup:
+        return self.hooks.group
 
 
 def sharding_of(module: object) -> Sharding | None:
-    """How a module was sharded; None where it was not."""
+    """How a module was sharded; None if it was not."""
     return getattr(module, "__dict__", {}).get(_ATTRIBUTE)
 
 
@@ -87,30 +85,29 @@ def shard(
 ) -> M:
     """Shard a module's parameters in place; unshard them while it computes.
 
-    The module keeps its class, attributes, names and parameter objects; hooks before and after its forward do the rest.
-    Parameters of modules inside that were sharded before stay as they are. Parameters on the meta device get storage
+    The module keeps its class, attributes, names and parameter objects; hooks run before and after its forward.
+    Parameters of modules inside that are sharded already stay as they are. Parameters on the meta device get storage
     for the shards alone, to be filled by ``init_parameters`` or a checkpoint. Other parameters, and buffers, take
     the values of rank 0 and the device of the context.
 
-    Inputs and outputs may be nested containers and objects. A tensor that reaches the loss by another way than the
-    module's output (kept in an attribute, say) is not seen; return it instead. A parameter that is part of the output
-    is returned as a copy. Parameters may be frozen and unfrozen at any time; those that are frozen before the module
-    is sharded cost no reduction.
+    Inputs and outputs may be nested containers and objects. A tensor that reaches the loss other than through the
+    module's output (kept in an attribute, for example) is not seen; return it instead. A parameter that is part of the
+    output is returned as a copy. Parameters may be frozen and unfrozen at any time; those that are frozen before the
+    module is sharded cost no reduction.
 
     Args:
         module: the module.
-        zero_level: what is sharded. 0: nothing, gradients are all-reduced; 1: optimizer states; 2: gradients,
-            too, and parameters from backward to forward; 3: parameters at all times. By default what
-            ``init_distributed(zero_level=)`` said, which is 3.
-        use_checkpoint: whether to keep only the inputs for backward, and compute the rest again there. Calls of the
-            module then go through an attribute ``forward`` of the instance.
-        precision: dtypes to compute and reduce in.
-        shard_comm, replicate_comm: hybrid sharding: the ranks that hold a part each (of a node, say), and
-            those that hold the same part. By default all ranks hold a part each.
-        stage_local: whether only the ranks of this pipeline stage have the module, and share it. They take the
-            values of the first of them.
+        zero_level: what is sharded. 0: nothing, gradients are all-reduced; 1: optimizer states; 2: also gradients,
+            and parameters from backward to forward; 3: parameters at all times. By default the level of
+            ``init_distributed(zero_level=)``, which is 3.
+        use_checkpoint: whether to keep only the inputs for backward and recompute the rest. The instance then has an
+            attribute ``forward``.
+        precision: dtypes of computation and reduction.
+        shard_comm, replicate_comm: hybrid sharding: the shard group (the ranks of a node, for example) and the
+            replicate group. By default all ranks are one shard group.
+        stage_local: whether only the ranks of this pipeline stage have the module. They take the values of the first.
         reshard_after_forward: whether parameters are resharded between forward and backward; by default at level 3.
-        initialized: whether ``init_parameters`` is to leave the parameters alone.
+        initialized: whether ``init_parameters`` leaves the parameters alone.
 
     Returns:
         ``module``.
@@ -119,9 +116,9 @@ def shard(
         RuntimeError: before ``init_distributed``; ranks pass different modules.
         TypeError: ``module`` is not a module.
         ValueError: it is sharded already, shares a parameter with another sharded module, or has a parameter or
-            buffer that cannot be sharded (of a device, dtype or class); communicators that do not make up the ranks
-            that have the module; ``stage_local`` with parameters that other stages have parts of already
-            (:func:`stage_block` takes those). The module is as it was then.
+            buffer that cannot be sharded (of a device, dtype or class); the communicators do not make up the ranks
+            that have the module; ``stage_local`` with parameters that are sharded over other stages (pass them to
+            :func:`stage_block`). The module is then unchanged.
     """
     context = current_context()
     if not isinstance(module, nn.Module):
@@ -133,69 +130,32 @@ def shard(
         raise ValueError("shard_comm and replicate_comm must be given together")
     slots = find_slots(module, context)
     comms = None if shard_comm is None or replicate_comm is None else (shard_comm, replicate_comm)
-    options = Options(
-        level, precision or MixedPrecision(), comms, stage_local, reshard_after_forward, f"a {type(module).__name__}"
-    )
+    name = f"a {type(module).__name__}"
+    options = Options(level, precision or MixedPrecision(), comms, stage_local, reshard_after_forward, name)
     if stage_local:
         check_stage(slots, context, comms or ())
     group = build_group(slots, context, options)
     share_buffers(module, context, stage_local)
-    hooks = ForwardHooks(group, module, needed_in_backward=not isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
-    sharding = Sharding(group, hooks, False, initialized, stage_local, shard_comm, replicate_comm)
-    module.__dict__[_ATTRIBUTE] = sharding
+    sharding = module.__dict__[_ATTRIBUTE] = Sharding(ForwardHooks(group, module), initialized)
     if use_checkpoint:
-        checkpoint_activations(module)
-    add_state_hooks(slots)
+        sharding.checkpoint = CheckpointedForward(module, group)
+        module.forward = sharding.checkpoint
     return module
 
 
-def shard_together(
-    modules: Sequence[nn.Module],
-    slots: Sequence[Slot],
-    options: Options,
-    context: ParallelContext,
-) -> list[ForwardHooks]:
-    """Make one group of the parameters in ``slots``, which is unsharded while any of ``modules`` computes."""
-    group = build_group(list(slots), context, options)
-    hooks = [ForwardHooks(group, m, not isinstance(m, (nn.Embedding, nn.EmbeddingBag))) for m in modules]
-    add_state_hooks(slots)
-    return hooks
-
-
-def checkpoint_activations(module: nn.Module) -> None:
-    """Let a sharded module keep only its inputs for backward."""
-    sharding = sharding_of(module)
-    assert sharding is not None
-    sharding.checkpoint = CheckpointedForward(module, sharding.group)
-    module.forward = sharding.checkpoint
-
-
-def forget_sharding(module: nn.Module) -> Sharding:
-    """Take the hooks off a module whose parameters are to be sharded anew."""
+def forget_sharding(module: nn.Module) -> None:
+    """Take the hooks off a module whose parameters will be sharded again."""
     sharding: Sharding = module.__dict__.pop(_ATTRIBUTE)
     sharding.hooks.remove()
     if sharding.checkpoint is not None:
         del module.forward
-    return sharding
-
-
-@dataclass(frozen=True)
-class Options:
-    """How parameters are sharded; see :func:`shard`."""
-
-    level: int
-    precision: MixedPrecision
-    comms: tuple[Communicator, Communicator] | None = None
-    stage_local: bool = False
-    reshard_after_forward: bool | None = None
-    name: str = "a parameter"
 
 
 # --- validate -------------------------------------------------------------------------------------
 
 
 def check_level(zero_level: int | None, context: ParallelContext) -> int:
-    """The ZeRO level that is meant."""
+    """The ZeRO level, by default the context's."""
     level = context.zero_level if zero_level is None else zero_level
     if level not in (0, 1, 2, 3):
         raise ValueError(f"zero_level={zero_level!r} is not a ZeRO level; choose 0, 1, 2 or 3")
@@ -205,22 +165,22 @@ def check_level(zero_level: int | None, context: ParallelContext) -> int:
 def find_slots(module: nn.Module, context: ParallelContext) -> list[Slot]:
     """Where a module and those in it have parameters that are not sharded yet, after checking that all can be."""
     slots = []
-    inside = [m for m in module.modules() if m is not module and sharding_of(m) is not None]
-    theirs = {id(p) for m in inside for p in group_of(m).params}
+    inside = [sharding for m in module.modules() if m is not module and (sharding := sharding_of(m)) is not None]
+    sharded = {id(p) for sharding in inside for p in sharding.group.params}
     for module_path, child in module.named_modules(remove_duplicate=False):  # a shared one has several names
         prefix = f"{module_path}." if module_path else ""
         for name, param in child._parameters.items():
-            if param is not None and id(param) not in theirs:
+            if param is not None and id(param) not in sharded:
                 check_parameter(prefix + name, param, context)
-                slots.append(Slot(child, name, -1, prefix + name))
+                slots.append(Slot(child, name, prefix + name))
         for name, buffer in child._buffers.items():
             check_buffer(prefix + name, buffer, context)
     return slots
 
 
 def check_buffer(name: str, buffer: Tensor | None, context: ParallelContext) -> None:
-    """Raise unless a buffer is, or can be moved, where this rank computes."""
-    if buffer is not None and buffer.device not in (context.device, torch.device("cpu")):
+    """Raise unless a buffer is on the device of this rank or can be moved there. On the meta device it may stay."""
+    if buffer is not None and buffer.device not in (context.device, torch.device("cpu"), torch.device("meta")):
         raise ValueError(
             f"buffer {name!r} is on device {buffer.device}, and this rank computes on {context.device}; "
             f"move the module there first"
@@ -228,8 +188,8 @@ def check_buffer(name: str, buffer: Tensor | None, context: ParallelContext) -> 
 
 
 def is_standalone(param: object) -> bool:
-    """Whether a sharded parameter belongs to no module: it was built as a ``DistributedParameter``."""
-    return isinstance(param, ShardedParameter) and not param.handle.flat.allocate  # type: ignore[attr-defined]
+    """Whether a sharded parameter belongs to no sharded module: it was built as a ``DistributedParameter``."""
+    return isinstance(param, ShardedParameter) and not param.handle.flat.allocate
 
 
 def check_parameter(name: str, param: nn.Parameter, context: ParallelContext) -> None:
@@ -241,14 +201,14 @@ def check_parameter(name: str, param: nn.Parameter, context: ParallelContext) ->
         )
     if torch.nn.parameter.is_lazy(param):
         raise ValueError(
-            f"parameter {name!r} has no shape yet; run the module once, so that it gets one, and then wrap"
+            f"parameter {name!r} has no shape yet; run the module once before you shard it, so that it gets one"
         )
     if hasattr(param, "placements"):
-        raise ValueError(f"parameter {name!r} is a DTensor; pass the module before it is sharded by something else")
-    if type(param) is not nn.Parameter and not hasattr(type(param), "tp_mode") and not is_standalone(param):
+        raise ValueError(f"parameter {name!r} is a DTensor; pass the module before another library shards it")
+    if type(param) is not nn.Parameter and not hasattr(type(param), "tp_mode"):
         raise ValueError(
-            f"parameter {name!r} is a {type(param).__name__}, and rows of it would lose what that class adds; shard "
-            f"the module without it, or convert it to a plain nn.Parameter"
+            f"parameter {name!r} is a {type(param).__name__}, and its shards would not have that class; shard the "
+            f"module without it, or convert it to a plain nn.Parameter"
         )
     if param.device not in (context.device, torch.device("cpu"), torch.device("meta")):
         raise ValueError(
@@ -259,36 +219,34 @@ def check_parameter(name: str, param: nn.Parameter, context: ParallelContext) ->
         raise ValueError(f"parameter {name!r} has layout {param.layout}; only dense parameters can be sharded")
     if param.dtype.is_complex:
         raise ValueError(f"parameter {name!r} has dtype {param.dtype}; store real and imaginary parts as real numbers")
-    if not isinstance(param, ShardedParameter):
-        if getattr(param, "tp_mode", False):
-            _check_tensor_ranks(name, slice_of(param).tp_comm, context)
-        if getattr(param, "sequence_parallel", False):
-            _check_tensor_ranks(name, param.sequence_comm, context)  # type: ignore[attr-defined]
-
-
-def _check_tensor_ranks(name: str, comm: Communicator | None, context: ParallelContext) -> None:
-    """Raise unless ``comm``, over which bmt_tp has sharded or marked a parameter, has the context's ranks."""
-    ranks = (context.rank,) if comm is None else comm.ranks
-    if ranks != context.tp.ranks:
-        raise ValueError(
-            f"parameter {name!r} is prepared for the tensor-parallel ranks {ranks}, and the context's are "
-            f"{context.tp.ranks}; use the same: init_distributed(tp_size=)"
-        )
+    if isinstance(param, ShardedParameter):
+        return
+    comms: list[Communicator | None] = []  # over which bmt_tp has sharded the parameter or splits its sequence
+    if getattr(param, "tp_mode", False):
+        comms.append(slice_of(param).tp_comm)
+    if getattr(param, "sequence_parallel", False):
+        comms.append(param.sequence_comm)  # type: ignore[attr-defined]
+    for comm in comms:
+        ranks = (context.rank,) if comm is None else comm.ranks
+        if ranks != context.tp.ranks:
+            raise ValueError(
+                f"parameter {name!r} is prepared for the tensor-parallel ranks {ranks}, and the context's are "
+                f"{context.tp.ranks}; use the same: init_distributed(tp_size=)"
+            )
 
 
 def check_stage(slots: Sequence[Slot], context: ParallelContext, comms: Sequence[Communicator]) -> None:
-    """Raise if ranks of other pipeline stages are among ``comms``, or hold parts of the parameters."""
+    """Raise if ranks of other pipeline stages are in ``comms`` or hold shards of the parameters."""
     stage = set(context.zero.ranks)
     for comm in comms:
         if not stage.issuperset(comm.ranks):
             raise ValueError(
                 f"shard_comm and replicate_comm include ranks {comm.ranks}; those of this pipeline stage are "
-                f"{context.zero.ranks}, and a module that belongs to one stage is shared by its ranks alone"
+                f"{context.zero.ranks}, and only these may share a module of this stage"
             )
     for slot in slots:
-        param = slot.module._parameters[slot.name]
-        if isinstance(param, ShardedParameter):
-            ranks = param.handle.flat.shard_comm.ranks  # type: ignore[attr-defined]
+        if isinstance(slot.param, ShardedParameter):
+            ranks = slot.param.handle.flat.shard_comm.ranks
             if not stage.issuperset(ranks):
                 raise ValueError(
                     f"parameter {slot.path!r} is sharded over ranks {ranks}, and those of this pipeline stage are "
@@ -297,21 +255,18 @@ def check_stage(slots: Sequence[Slot], context: ParallelContext, comms: Sequence
 
 
 def check_groups(
-    comms: tuple[Communicator, Communicator],
-    context: ParallelContext,
-    params: Mapping[str, nn.Parameter],
-    stage_local: bool,
+    comms: tuple[Communicator, Communicator], context: ParallelContext, slots: Sequence[Slot], stage_local: bool
 ) -> None:
     """Raise unless a shard group and a replicate group together are the ranks that hold the parameters."""
     ranks = comms[0].size * comms[1].size
-    for path, param in params.items():
-        is_tensor_parallel = getattr(param, "tp_mode", False)
-        wanted = ranks_of(context, is_tensor_parallel, stage_local).size
+    for slot in slots:
+        tp_mode = getattr(slot.param, "tp_mode", False)
+        wanted = ranks_of(context, tp_mode, stage_local).size
         if ranks != wanted:
             raise ValueError(
-                f"shard_comm and replicate_comm spread parameters over {ranks} ranks; parameter {path!r}, which "
-                f"tensor-parallel ranks {'hold pieces of' if is_tensor_parallel else 'have in common'}, belongs to "
-                f"{wanted}. Put the two kinds into Blocks of their own, each with communicators of its own"
+                f"shard_comm and replicate_comm spread parameters over {ranks} ranks; parameter {slot.path!r}, which "
+                f"tensor-parallel ranks {'hold different shards of' if tp_mode else 'have in common'}, belongs to "
+                f"{wanted}. Put the two kinds into separate Blocks, each with its own communicators"
             )
 
 
@@ -319,13 +274,13 @@ def check_groups(
 
 
 def ranks_of(context: ParallelContext, tp_mode: bool, stage_local: bool = False) -> Communicator:
-    """The ranks that share a parameter: of all stages, or of this one."""
+    """The ranks that share a parameter, of all stages or of this one."""
     if stage_local:
         return context.tp_zero if tp_mode else context.zero
     return context.outer_tp_zero if tp_mode else context.outer_zero
 
 
-def shard_and_replicate(context: ParallelContext, tp_mode: bool, options: Options) -> tuple[Communicator, Communicator]:
+def _groups(context: ParallelContext, tp_mode: bool, options: Options) -> tuple[Communicator, Communicator]:
     """The shard group and the replicate group of a parameter."""
     if options.comms is not None:
         return options.comms
@@ -334,124 +289,110 @@ def shard_and_replicate(context: ParallelContext, tp_mode: bool, options: Option
     return (alone, comm) if options.level == 0 else (comm, alone)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Parameters that become one flat parameter."""
+def _plan(
+    params: Iterable[nn.Parameter], context: ParallelContext, options: Options
+) -> list[tuple[FlatLayout, list[nn.Parameter]]]:
+    """Sort parameters into flat parameters, by what one collective can unshard, and lay these out.
 
-    layout: FlatLayout
-    params: list[nn.Parameter]  # in the order of the layout's indices
-    dtype: torch.dtype
-    tp_mode: bool
-
-
-def _plan(params: Iterable[nn.Parameter], context: ParallelContext, options: Options) -> list[_Plan]:
-    """Sort parameters by what can be unsharded at once, and lay them out."""
+    Returns each one's layout and its parameters in the order of the layout's indices.
+    """
     kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for param in params:
         kinds.setdefault((param.dtype, param.requires_grad, getattr(param, "tp_mode", False)), []).append(param)
     plans = []
-    for (dtype, _, tp_mode), members in kinds.items():
-        shard_comm, _ = shard_and_replicate(context, tp_mode, options)
+    for (_, _, tp_mode), members in kinds.items():
+        shard_comm, _ = _groups(context, tp_mode, options)
         for layout in plan_layouts([slice_of(p).piece_shape for p in members], shard_comm.size):
             chosen = sorted(p.index for p in layout.placements)
-            number = {index: i for i, index in enumerate(chosen)}
-            placements = tuple(dataclasses.replace(p, index=number[p.index]) for p in layout.placements)
-            own = dataclasses.replace(layout, placements=placements)
-            plans.append(_Plan(own, [members[index] for index in chosen], dtype, tp_mode))
+            placements = tuple(dataclasses.replace(p, index=chosen.index(p.index)) for p in layout.placements)
+            plans.append((dataclasses.replace(layout, placements=placements), [members[index] for index in chosen]))
     return plans
 
 
 # --- build ----------------------------------------------------------------------------------------
 
 
-def build_group(slots: list[Slot], context: ParallelContext, options: Options) -> ParameterGroup:
+def build_group(slots: Sequence[Slot], context: ParallelContext, options: Options) -> ParameterGroup:
     """Shard the parameters in ``slots``, the same objects."""
-    paths: dict[int, str] = {}
-    params: dict[int, nn.Parameter] = {}
-    for slot in slots:
-        param = slot.module._parameters[slot.name]
-        assert param is not None
-        paths.setdefault(id(param), slot.path)
-        params.setdefault(id(param), param)
+    by_param = {id(slot.param): slot for slot in reversed(slots)}
+    first = [slot for slot in slots if by_param[id(slot.param)] is slot]  # of each parameter
     if options.comms is not None and (context.tp_size > 1 or options.stage_local):
-        check_groups(options.comms, context, {paths[i]: p for i, p in params.items()}, options.stage_local)
+        check_groups(options.comms, context, first, options.stage_local)
     facts = [
-        f"{paths[i]}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}{' on meta' * p.is_meta}"
-        for i, p in params.items()
+        f"{slot.path}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}{' on meta' * p.is_meta}"
+        for slot, p in zip(first, [slot.param for slot in first], strict=True)
     ]
     for comm in options.comms or (ranks_of(context, False, options.stage_local),):
         check_agreement(comm, f"the parameters of {options.name} at level {options.level}", facts)
     for module in {slot.module: None for slot in slots}:
-        drop_weak_references(module)
-    reducers = [_build(plan, context, options) for plan in _plan(params.values(), context, options)]
+        if isinstance(module, nn.RNNBase):  # convert() cannot swap tensors that have weak references
+            module._flat_weight_refs = [None] * len(module._flat_weights_names)
+    params = [slot.param for slot in first]
+    reducers = [_build(layout, members, context, options) for layout, members in _plan(params, context, options)]
     if options.stage_local:
-        for param in params.values():
+        for param in params:
             setattr(param, STAGE_LOCAL_ATTRIBUTE, True)
     position = {id(p): i for i, p in enumerate(p for r in reducers for p in r.flat.params)}
     for slot in slots:
-        slot.index = position[id(slot.module._parameters[slot.name])]
-    return ParameterGroup(
-        options.name, reducers, context, options.level, options.precision, slots, options.reshard_after_forward
-    )
-
-
-def _build(plan: _Plan, context: ParallelContext, options: Options) -> GradientReducer:
-    shard_comm, replicate_comm = shard_and_replicate(context, plan.tp_mode, options)
-    storage = torch.zeros(plan.layout.shard_numel, dtype=plan.dtype, device=context.device)
-    for placement in plan.layout.placements:
-        # One parameter at a time: never more than one is unsharded beside the shards.
-        values = values_of(plan.params[placement.index], context.device, shard_comm, replicate_comm)
-        if values is not None:
-            write_rows(storage, plan.layout, placement, shard_comm.rank, values)
-    before = [p.handle.flat for p in plan.params if isinstance(p, ShardedParameter)]  # type: ignore[attr-defined]
-    converted = [convert(param, context) for param in plan.params]
-    precision = options.precision if plan.dtype.is_floating_point else MixedPrecision()
-    stream = (shard_comm if shard_comm.size > 1 else replicate_comm).stream
-    flat = FlatParameter(
-        plan.layout, converted, storage, shard_comm, stream, precision.param_dtype, keep_storage=options.level <= 1
-    )
-    for old in before:
-        old.params = []  # of which each has had one
-        old.drop_storage()
-    grad_scale = 1.0 if plan.tp_mode else 1.0 / context.tp_size  # see [Note: tensor-parallel ranks]
-    return GradientReducer(flat, replicate_comm, options.level, precision.reduce_dtype, grad_scale)
+        slot.index = position[id(slot.param)]
+    add_state_hooks(slots)
+    return ParameterGroup(reducers, context, options, slots)
 
 
 def build_standalone(
     param: ShardedParameter, context: ParallelContext, values: Tensor | None, options: Options
 ) -> None:
-    """Spread the rows of a parameter, whose values (None: not known yet) are ``values``, as a group of its own."""
-    shard_comm, replicate_comm = shard_and_replicate(context, param.tp_mode, options)
-    [layout] = plan_layouts([param.bmt_slice.piece_shape], shard_comm.size)
-    storage = torch.zeros(layout.shard_numel, dtype=param.dtype, device=context.device)
-    if values is not None:
-        write_rows(storage, layout, layout.placements[0], shard_comm.rank, values)
-    stream = (shard_comm if shard_comm.size > 1 else replicate_comm).stream
-    precision = options.precision
-    flat = FlatParameter(
-        layout, [param], storage, shard_comm, stream, precision.param_dtype, options.level <= 1, allocate=False
-    )
-    grad_scale = 1.0 if param.tp_mode else 1.0 / context.tp_size
-    reducer = GradientReducer(flat, replicate_comm, options.level, precision.reduce_dtype, grad_scale)
+    """Shard a parameter, whose unsharded values are ``values`` (None: not known yet), as a group of its own."""
+    [(layout, params)] = _plan([param], context, options)
+    reducer = _build(layout, params, context, options, standalone=True, value=values)
     name = f"a parameter of shape {param.bmt_slice.shape}"
-    ParameterGroup(name, [reducer], context, options.level, precision)
+    ParameterGroup([reducer], context, dataclasses.replace(options, name=name))
     if values is not None:
-        param.handle.original = (values, param._version)  # type: ignore[attr-defined]
+        param.handle.original = (values, param._version)
+
+
+def _build(
+    layout: FlatLayout,
+    params: list[nn.Parameter],
+    context: ParallelContext,
+    options: Options,
+    standalone: bool = False,
+    value: Tensor | None = None,
+) -> GradientReducer:
+    """Make a flat parameter of ``params`` with their values, or of a standalone one with ``value``."""
+    dtype, tp_mode = params[0].dtype, getattr(params[0], "tp_mode", False)
+    shard_comm, replicate_comm = _groups(context, tp_mode, options)
+    storage = torch.zeros(layout.shard_numel, dtype=dtype, device=context.device)
+    for placement in layout.placements:
+        if not standalone:  # gather one at a time: never more than one is unsharded beside the shards
+            value = values_of(params[placement.index], context.device, shard_comm, replicate_comm)
+        if value is not None:
+            write_rows(storage, layout, placement, shard_comm.rank, value)
+    before = [] if standalone else [p.handle.flat for p in params if isinstance(p, ShardedParameter)]
+    converted = [convert(param, context) for param in params]
+    stream = (shard_comm if shard_comm.size > 1 else replicate_comm).stream
+    compute_dtype, keep_storage = options.precision.param_dtype, options.level <= 1
+    flat = FlatParameter(layout, converted, storage, shard_comm, stream, compute_dtype, keep_storage, not standalone)
+    for old in before:
+        old.params = []  # it has had one
+        old.drop_storage()
+    grad_scale = 1.0 if tp_mode else 1.0 / context.tp_size  # see [Note: tensor-parallel ranks]
+    return GradientReducer(flat, replicate_comm, options.level, options.precision.reduce_dtype, grad_scale)
 
 
 def values_of(
     param: nn.Parameter, device: torch.device, shard_comm: Communicator, replicate_comm: Communicator
 ) -> Tensor | None:
-    """A parameter's values before it is sharded: rank 0's, or None where it has none yet."""
+    """A parameter's values before it is sharded: rank 0's, or None if it has none yet."""
     with torch.no_grad():
         if isinstance(param, ShardedParameter):
             if param.awaits_values:
                 return None
-            handle: GroupHandle = param.handle  # type: ignore[assignment]
+            handle: GroupHandle = param.handle
             if handle.original is None or handle.original[1] != param._version:
                 return handle.gather_stored()
             values = handle.original[0].to(device).contiguous()
-            if replicate_comm.size > 1:  # which hold the same rows; others each take theirs
+            if replicate_comm.size > 1:  # replicas must agree; ranks of the shard group take different rows
                 values = values.clone()
                 replicate_comm.broadcast(values, 0)
             return values
@@ -472,67 +413,28 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
         unsharded = dataclasses.replace(param.bmt_slice, row_start=0, row_stop=0, row_comm=None, row_dims=1)
         param.bmt_slice = dataclasses.replace(unsharded, row_stop=unsharded.piece_rows)
         return param
-    shape = tuple(param.shape)
-    # What bmt_tp has noted: that it sharded the parameter over tensor-parallel ranks, or how it is used.
-    is_piece, piece = getattr(param, "tp_mode", False), slice_of(param)
-    sequence_parallel = getattr(param, "sequence_parallel", False)
-    awaits_values = param.is_meta
+    own, awaits_values = slice_of(param), param.is_meta
     if awaits_values:
         empty = torch.empty(0, dtype=param.dtype, device=context.device)
         twin = torch.Tensor._make_subclass(ShardedParameter, empty, param.requires_grad)
+        twin.__dict__.update(param.__dict__)  # attributes of bmt_tp, for example
         torch.utils.swap_tensors(param, twin)
     else:
         param.__class__ = ShardedParameter
     assert isinstance(param, ShardedParameter)
-    describe(param, context, shape)
-    param.awaits_values = awaits_values
-    if is_piece:
-        param.bmt_slice, param.tp_mode = piece, True
-    param.sequence_parallel = sequence_parallel
+    param.bmt_slice, param.awaits_values = own, awaits_values
     return param
 
 
-def describe(
-    param: ShardedParameter,
-    context: ParallelContext,
-    shape: tuple[int, ...],
-    init_method: Any = None,
-    group: str | None = None,
-    tp_mode: bool = False,
-    tp_split_dim: int = -1,
-    tp_blocks: tuple[int, ...] = (),
-) -> None:
-    """Set the attributes of a parameter that has all rows, of ``shape``, of its tensor-parallel shard."""
-    rows = shape[0] if shape else 1
-    if tp_mode and tp_split_dim >= 0 and context.tp_size > 1:
-        extent = shape[tp_split_dim]
-        logical = (*shape[:tp_split_dim], extent * context.tp_size, *shape[tp_split_dim + 1 :])
-        found = Slice(logical, 0, rows, None, tp_split_dim, context.tp_rank * extent, extent, context.tp, tp_blocks)
-    else:
-        found = Slice(shape, 0, rows)
-    param.bmt_slice = found
-    param.init_method = init_method
-    param.group = group
-    param.tp_mode = tp_mode
-    param.sequence_parallel = False
-    param.awaits_values = False
-
-
-def drop_weak_references(module: nn.Module) -> None:
-    """Recurrent modules keep weak references to their weights, with which :func:`convert` cannot swap them."""
-    if isinstance(module, nn.RNNBase):
-        module._flat_weight_refs = [None] * len(module._flat_weights_names)
-
-
 def share_buffers(module: nn.Module, context: ParallelContext, stage_local: bool = False) -> None:
-    """Move buffers to the context's device, and let all ranks have those of the first."""
+    """Move buffers to the context's device, with the values of the first rank, except those on the meta device."""
     comm = ranks_of(context, False, stage_local)
-    done: dict[int, Tensor] = {}
+    done: set[int] = set()
     for part in module.modules():
         if part is not module and sharding_of(part) is not None:
             continue
         for name, buffer in part._buffers.items():
-            if buffer is None or id(buffer) in done:
+            if buffer is None or buffer.is_meta or id(buffer) in done:
                 continue
             moved = buffer.to(context.device)
             if comm.size > 1 and moved.numel():
@@ -541,4 +443,4 @@ def share_buffers(module: nn.Module, context: ParallelContext, stage_local: bool
                 with torch.no_grad():
                     moved.copy_(values)
             part._buffers[name] = moved
-            done[id(moved)] = moved
+            done.add(id(moved))

@@ -1,19 +1,19 @@
-"""The tensor that an optimizer holds: this rank's rows of a logical parameter, and how to reach the rest.
+"""The tensor that an optimizer holds: this rank's rows of a logical parameter.
 
 [Note: operations on a sharded parameter]
-    The storage of a sharded parameter is this rank's rows. Operations that write in place (an optimizer's step) and
-    those that ask for metadata, copies or new tensors (``detach``, ``clone``, ``zeros_like``) act on these rows.
-    Operations that compute with the values (``torch.nn.functional``, products, norms, indexing) mean the logical
-    parameter: while a parameter group is unsharded its modules see the unsharded tensors, and everywhere else the
-    operation gathers the parameter first, differentiably. All ranks must then take part, as for any collective.
-    Element-wise arithmetic with tensors of the shape of this rank's rows acts on rows, because optimizers combine
-    parameters with gradients and states.
+    The storage of a sharded parameter is this rank's rows. In-place operations (an optimizer's step) and operations
+    that ask for metadata, copies or new tensors (``detach``, ``clone``, ``zeros_like``) act on these rows. Operations
+    that compute with the values (``torch.nn.functional``, products, norms, indexing) mean the logical parameter. The
+    modules of an unsharded group see unsharded tensors; everywhere else such an operation gathers the parameter first,
+    differentiably, and all ranks must take part. Element-wise arithmetic with tensors of the shape of this rank's rows
+    acts on rows, because optimizers combine parameters with gradients and states.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,45 +22,29 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from bmt_comm import Slice, join_pieces
 
 
-class ParameterHandle(Protocol):
-    """What a sharded parameter knows of its storage. Only the storage's own code looks inside."""
-
-    def gather(self) -> Tensor:
-        """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably."""
-        ...
-
-    def gather_stored(self) -> Tensor:
-        """The same in the dtype that it is stored in, in memory of its own; not differentiable."""
-        ...
-
-    def copy(self, memo: dict[int, Any]) -> None:
-        """Copy all parameters that share the storage into ``memo``."""
-        ...
-
-
 class ShardedParameter(nn.Parameter):
     """A parameter whose rows are spread over ranks; a tensor of this rank's rows, shape (rows, \\*rest).
 
     The object never changes shape or identity, so optimizers may keep it. A rank may hold no rows at all. See
-    [Note: operations on a sharded parameter]. Modules become sharded by :func:`bmt_zero.shard` and what is built on it.
+    [Note: operations on a sharded parameter].
 
     Attributes:
-        bmt_slice: which rows of which logical tensor (:class:`bmt_comm.Slice`).
+        bmt_slice: the rows of the logical parameter that this rank holds (:class:`bmt_comm.Slice`).
         group: a name by which ``grouped_parameters`` collects parameters.
         init_method: fills the logical parameter when ``init_parameters`` runs.
         tp_mode: whether tensor-parallel ranks hold different shards of it.
-        sequence_parallel: whether a tensor-parallel rank's gradient is that of its part of the sequence alone.
-        awaits_values: built on the meta device and not filled since.
-        handle: its storage.
+        sequence_parallel: whether a tensor-parallel rank's gradient covers only its part of the sequence.
+        awaits_values: whether it was built on the meta device and not filled since.
+        handle: how it reaches its group and storage (a ``parameter_group.GroupHandle``, which imports this module).
     """
 
     bmt_slice: Slice
-    group: str | None
-    init_method: Callable[[Tensor], Any] | None
-    tp_mode: bool
-    sequence_parallel: bool
-    awaits_values: bool
-    handle: ParameterHandle
+    group: str | None = None
+    init_method: Callable[[Tensor], Any] | None = None
+    tp_mode: bool = False
+    sequence_parallel: bool = False
+    awaits_values: bool = False
+    handle: Any
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
@@ -72,21 +56,20 @@ class ShardedParameter(nn.Parameter):
         return self.detach()
 
     def full_tensor(self) -> Tensor:
-        """The logical parameter. Every rank that has a part of it must call this.
+        """The logical parameter. Every rank that holds a part of it must call this.
 
         Differentiable, except where tensor-parallel ranks hold different shards.
         """
-        found = self.bmt_slice
-        if found.tp_comm is not None and found.tp_comm.size > 1:
-            return self.gather_all()
-        return self.gather()
+        tp_comm = self.bmt_slice.tp_comm
+        return self.gather() if tp_comm is None or tp_comm.size == 1 else self.gather_all()
 
     def gather(self) -> Tensor:  # type: ignore[override]
         """The unsharded parameter (under ``tp_mode`` this tensor-parallel rank's shard of it), differentiably.
 
         Every rank that shares it must call this. Backward sums the gradient over the ranks into ``.grad``.
         """
-        return self.handle.gather()
+        unsharded: Tensor = self.handle.gather()
+        return unsharded
 
     def gather_all(self) -> Tensor:
         """The logical parameter in the dtype that it is stored in; not differentiable."""
@@ -99,8 +82,9 @@ class ShardedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) not in memo:
-            self.handle.copy(memo)
-        return memo[id(self)]
+            copy.deepcopy(self.handle.group, memo)  # with all of its parameters
+        twin: ShardedParameter = memo[id(self)]
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -110,9 +94,9 @@ class ShardedParameter(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            found = self.bmt_slice
+            own = self.bmt_slice
             return (
-                f"ShardedParameter(shape={found.shape}, rows=[{found.row_start}, {found.row_stop}), "
+                f"ShardedParameter(shape={own.shape}, rows=[{own.row_start}, {own.row_stop}), "
                 f"dtype={self.dtype}, device={self.device}, requires_grad={self.requires_grad})"
             )
 
@@ -120,38 +104,33 @@ class ShardedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if name == "__setitem__" and isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
-                raise RuntimeError(
-                    f"this rank has some rows of a parameter of shape {args[0].bmt_slice.shape}, and an index means "
-                    f"the logical one: write into to_local(), or load a state dict"
-                )
-            if not _means_logical(name, args):
+            if name in _LOCAL or not _means_logical(name, args):
                 return func(*args, **kwargs)
             args, kwargs = tree_map_only(ShardedParameter, _logical, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def is_row_sharded(param: ShardedParameter) -> bool:
-    """Whether other ranks have other rows of the parameter."""
+    """Whether other ranks hold other rows of the parameter."""
     row_comm = param.bmt_slice.row_comm
     return row_comm is not None and row_comm.size > 1
 
 
 def _logical(param: ShardedParameter) -> Tensor:
-    if not is_row_sharded(param):
-        # This rank has all rows. With a reduction over replicas to come, the gradient must go through the group.
-        return param.gather() if torch.is_grad_enabled() and param.requires_grad else param.detach()
-    return param.gather()
+    # A rank with all rows still needs the group for the gradient, which is reduced over the replicas.
+    if is_row_sharded(param) or (torch.is_grad_enabled() and param.requires_grad):
+        return param.gather()
+    return param.detach()
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What acts on this rank's rows, beside all that writes in place and all properties.
+# Operations on this rank's rows, beside in-place operations and properties.
 _LOCAL = _names(
     """
     __deepcopy__ __reduce_ex__ __repr__ __hash__ __len__ __bool__ __dlpack_device__ __set__ __get__ __delete__
@@ -166,7 +145,7 @@ _LOCAL = _names(
     """
 )
 
-# What means the logical parameter also where no gradients are recorded.
+# Operations on the logical parameter also where no gradients are recorded.
 _LOGICAL_WITHOUT_GRADIENTS = _names(
     """
     __getitem__ __matmul__ __rmatmul__ _foreach_norm addbmm addmm addmv addr all amax amin aminmax any
@@ -187,14 +166,19 @@ _IN_PLACE_OPERATORS = _names(
 
 
 def _means_logical(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the operation of this name computes with the logical parameter."""
-    if name in _LOCAL or name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+    """Whether the operation of this name, which is not in ``_LOCAL``, computes with the logical parameter."""
+    if name == "__setitem__" and isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
+        raise RuntimeError(
+            f"this rank holds some rows of a parameter of shape {args[0].bmt_slice.shape}, and an index refers to the "
+            f"logical parameter: write into to_local(), or load a state dict"
+        )
+    if name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
         return False
     if name in _LOGICAL_WITHOUT_GRADIENTS:
         return True
-    if name.startswith("_") and not name.startswith("__"):  # torch's own plumbing
+    if name.startswith("_") and not name.startswith("__"):  # torch's internal functions
         return False
-    # Arithmetic with what has this rank's rows (an optimizer's) is local; a module computes with other shapes.
+    # An optimizer combines tensors of the shape of this rank's rows; a module computes with other shapes.
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()]
     others = [x for x in tensors if not isinstance(x, ShardedParameter)]
     shapes = {x.shape for x in tensors if isinstance(x, ShardedParameter)}

@@ -1,4 +1,4 @@
-"""What one pipeline stage alone has: how its parameters say so, and its entries in a state dict of all stages."""
+"""Parameters that belong to one pipeline stage, and their entries in a state dict of all stages."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 from bmt_comm import Communicator
 
 STAGE_LOCAL_ATTRIBUTE = "bmt_stage_local"
-"""A parameter with this attribute set is shared by the ranks of its pipeline stage alone."""
+"""Set on parameters that only the ranks of one pipeline stage have."""
 
 
 def is_stage_local(tensor: Tensor) -> bool:
-    """Whether only this pipeline stage has a parameter."""
+    """Whether a parameter belongs to this pipeline stage only."""
     return bool(getattr(tensor, STAGE_LOCAL_ATTRIBUTE, False))
 
 
 @dataclass(frozen=True, eq=False)
 class StageEntry:
-    """An entry of a state dict whose value one pipeline stage has. Every rank of every stage has such an entry.
+    """An entry of a state dict whose value one rank of ``comm`` has. Every rank has such an entry.
 
     Attributes:
-        value: on the stage that has it; None elsewhere.
-        shape: of the whole tensor; None for what is no tensor.
+        value: on the rank that has it; None elsewhere.
+        shape: of the logical tensor; None if the value is no tensor.
         dtype: of the tensor.
-        comm: over the stages.
+        comm: over the stages (or, for a file that rank 0 reads, over all ranks).
         owner: the rank in ``comm`` that has the value.
     """
 
@@ -39,16 +39,16 @@ class StageEntry:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank's stage has the value."""
+        """Whether this rank has the value."""
         return self.comm.rank == self.owner
 
-    def spread(self, whole: Any) -> Any:
-        """The owner's ``whole`` (a whole tensor, or what is no tensor) on every stage. All ranks must call it."""
+    def spread(self, value: Any) -> Any:
+        """The owner's ``value`` (the logical tensor, or another object) on every rank. All ranks must call it."""
         if self.shape is None:
-            return self.comm.broadcast_object(whole, self.owner)
+            return self.comm.broadcast_object(value, self.owner)
         assert self.dtype is not None
         if self.is_here:
-            tensor = whole.detach().to(self.comm.device).contiguous()
+            tensor = value.detach().to(self.comm.device).contiguous()
         else:
             tensor = torch.empty(self.shape, dtype=self.dtype, device=self.comm.device)
         self.comm.broadcast(tensor, self.owner)

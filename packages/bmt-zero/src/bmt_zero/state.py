@@ -1,19 +1,18 @@
-"""State dicts with plain names and whole tensors, in and out of sharded modules.
+"""State dicts with plain names and unsharded tensors, in and out of sharded modules.
 
-[Note: stand-ins]
-    A module's own code for saving and loading (hooks, ``_save_to_state_dict``, ``_load_from_state_dict``) was
-    written for whole parameters. So while it runs, whole tensors stand in the places of the sharded ones:
+[Note: placeholders]
+    A module's own code for saving and loading (hooks, ``_save_to_state_dict``, ``_load_from_state_dict``) is written
+    for unsharded parameters. So while it runs, other tensors take the places of the sharded parameters:
 
-    saving   gathered tensors.
-    loading  tensors without storage. torch's ``assign=True`` replaces them by the entries of the state dict,
-             without a copy; when all has gone well, the model's own tensors take their rows from those. So a
-             state dict that does not fit changes nothing. Modules with loading code of their own, which may
-             write in place, get gathered tensors.
+    saving   unsharded copies.
+    loading  tensors without storage. torch's ``assign=True`` replaces them by the entries of the state dict, without a
+             copy. If no error is raised, the model's own tensors then take their rows from the entries. So a state dict
+             that does not fit changes nothing. Modules with their own loading code, which may write in place, get
+             unsharded copies.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,21 +25,20 @@ from torch.utils.weak import TensorWeakRef
 
 from bmt_comm import Communicator, cut_piece, select_rows
 
-from .parameter_group import Slot, refresh_flat_weights
+from .parameter_group import GroupHandle, Slot, refresh_flat_weights
 from .sharded_parameter import ShardedParameter
 from .stage_entry import StageEntry
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 HANDLES_SHARDS = "handles_shards"  # set on classes and hooks whose loading and saving serve sharded parameters
-EXTRA_STATE = "_extra_state"  # what torch calls the entry of get_extra_state()
 
 # Whether state_dict() of sharded modules gathers. Off while this module asks for the parameters themselves.
 _gathers: ContextVar[bool] = ContextVar("bmt_zero_state_dict_gathers", default=True)
 
 
 def local_entries(model: nn.Module) -> dict[str, Any]:
-    """The entries of ``model.state_dict()`` with the model's own (sharded) parameters in place of whole tensors."""
+    """The entries of ``model.state_dict()``, with sharded parameters themselves instead of unsharded copies."""
     token = _gathers.set(False)
     try:
         return dict(model.state_dict(keep_vars=True))
@@ -48,17 +46,17 @@ def local_entries(model: nn.Module) -> dict[str, Any]:
         _gathers.reset(token)
 
 
-def whole_tensor(value: Any) -> Any:
-    """The whole tensor of a parameter; anything else as it is. Every rank must take part."""
+def logical_tensor(value: Any) -> Any:
+    """The logical tensor of an entry; anything else as it is. Every rank must take part."""
     if isinstance(value, StageEntry):
-        return value.spread(whole_tensor(value.value) if value.is_here else None)
+        return value.spread(logical_tensor(value.value) if value.is_here else None)
     if isinstance(value, ShardedParameter):
         return value.gather_all()
     return value.detach() if isinstance(value, Tensor) else value
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
-    """The shape of the whole tensor of an entry; None for what is no tensor."""
+    """The shape of the logical tensor of an entry; None if it is no tensor."""
     if isinstance(value, StageEntry):
         return value.shape
     if isinstance(value, ShardedParameter):
@@ -71,205 +69,160 @@ def dtype_of(value: Any) -> torch.dtype | None:
 
 
 def entries_of_stages(own: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
-    """The entries of every stage, one stage after the other, where ``own`` are those of this rank's.
+    """The entries of all stages, one stage after the other, where ``own`` are those of this rank's stage.
 
-    Whole tensors, or, while :func:`local_entries` asks for entries, :class:`StageEntry`s. Names of one value on its
-    stage are names of one value here. Every rank of ``comm``, which goes over the stages, must call it.
+    The values are logical tensors, or :class:`StageEntry`s inside :func:`local_entries`. Names of one value stay names
+    of one value. Every rank of ``comm``, which goes over the stages, must call it.
     """
     numbers: dict[Any, int] = {}
     facts = [(n, shape_of(v), dtype_of(v), numbers.setdefault(_identity(v), len(numbers))) for n, v in own.items()]
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for owner, theirs in enumerate(comm.all_gather_object(facts)):
         values: dict[int, Any] = {}
         for name, shape, dtype, number in theirs:
             if number not in values:
-                mine = own[name] if owner == comm.rank else None
-                entry = StageEntry(mine, shape, dtype, comm, owner)
-                values[number] = whole_tensor(entry) if _gathers.get() else entry
-            found[name] = values[number]
-    return found
+                entry = StageEntry(own[name] if owner == comm.rank else None, shape, dtype, comm, owner)
+                values[number] = logical_tensor(entry) if _gathers.get() else entry
+            entries[name] = values[number]
+    return entries
 
 
 def _identity(value: Any) -> Any:
-    """The same for what is one value under several names: tensors are detached, each by itself."""
+    """Equal for the names of one value: tensors in a state dict are detached, each by itself."""
     if isinstance(value, ShardedParameter) or not isinstance(value, Tensor) or not value.numel():
         return id(value)
     return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
-def write_whole(param: ShardedParameter, whole: Tensor) -> None:
-    """Set a parameter, of which this rank has some rows, from its whole tensor."""
+def write_logical(param: ShardedParameter, values: Tensor) -> None:
+    """Set this rank's rows of a parameter from its logical tensor."""
     with torch.no_grad():
-        param.copy_(_rows(param, whole))
+        param.copy_(_rows(param, values))
     param.awaits_values = False
-    param.handle.original = None  # type: ignore[attr-defined]
+    param.handle.original = None
 
 
 def _rows(param: ShardedParameter, whole: Tensor) -> Tensor:
-    """This rank's rows of a parameter's whole tensor."""
+    """This rank's rows of a parameter's logical tensor."""
     return select_rows(cut_piece(whole, param.bmt_slice), param.bmt_slice)
 
 
 @contextmanager
-def unsharded_parameters(places: Iterable[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Within, modules have copies of their whole parameters; see [Note: stand-ins]. Tied ones stay tied.
-
-    Args:
-        places: (module, name) of sharded parameters.
-    """
+def unsharded_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Within, a module has unsharded copies of its parameters ``names``; see [Note: placeholders]."""
     if not _gathers.get():
         yield
         return
-    places = list(places)
-    own = [module._parameters[name] for module, name in places]
-    copies: dict[int, nn.Parameter] = {}
+    own = {name: module._parameters[name] for name in names}
+    module._parameters.update(_placeholders(own))
     try:
-        for (module, name), param in zip(places, own, strict=True):
-            if id(param) not in copies:
-                copies[id(param)] = nn.Parameter(_unsharded_copy(param), requires_grad=False)
-            module._parameters[name] = copies[id(param)]
         yield
     finally:
-        for (module, name), param in zip(places, own, strict=True):
-            module._parameters[name] = param
+        module._parameters.update(own)
+
+
+def _placeholders(params: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+    """Unsharded copies; tied parameters stay tied."""
+    copies = {id(p): nn.Parameter(_unsharded_copy(p), requires_grad=False) for p in params.values()}
+    return {name: copies[id(p)] for name, p in params.items()}
 
 
 def _unsharded_copy(param: Any) -> Tensor:
-    """Contiguous, in storage of its own size: a gathered tensor may lie in a padded buffer, or be the shard."""
-    return whole_tensor(param).clone(memory_format=torch.contiguous_format)
+    """Contiguous and in storage of its own, because a gathered tensor may be a view of a padded buffer or the shard."""
+    return logical_tensor(param).clone(memory_format=torch.contiguous_format)
 
 
 def serves_shards(hook: F) -> F:
-    """Mark a hook for loading that serves sharded parameters, unlike those that were written for whole ones."""
+    """Mark a hook for saving or loading that serves sharded parameters."""
     setattr(hook, HANDLES_SHARDS, True)
     return hook
 
 
 def add_state_hooks(slots: Iterable[Slot]) -> None:
-    """Let the modules that have sharded parameters save whole tensors, and load their rows of them."""
-    names: dict[nn.Module, list[str]] = {}
+    """Let the modules that have sharded parameters save unsharded tensors, and load their rows of these."""
+    names: dict[nn.Module, dict[str, None]] = {}
     for slot in slots:
-        names.setdefault(slot.module, [])
-        if slot.name not in names[slot.module]:
-            names[slot.module].append(slot.name)
+        names.setdefault(slot.module, {})[slot.name] = None
     for module, own in names.items():
         for kind in (module._state_dict_pre_hooks, module._state_dict_hooks, module._load_state_dict_pre_hooks):
-            for key in [key for key, hook in kind.items() if isinstance(getattr(hook, "hook", hook), _StateHook)]:
-                del kind[key]  # of a sharding before
-        saving = _Saving(module, own, has_own_code(module, loading=False))
-        if saving.stands_in:
-            module.register_state_dict_pre_hook(_Begin(saving))
-        module._register_state_dict_hook(_End(saving))
-        module.register_load_state_dict_pre_hook(_Loading(own))
+            for key, hook in list(kind.items()):
+                if isinstance(getattr(getattr(hook, "hook", hook), "__self__", None), _StateHooks):
+                    del kind[key]  # the module was sharded before
+        hooks = _StateHooks(list(own), has_own_code(module, loading=False))
+        if hooks.replaces_before:
+            module.register_state_dict_pre_hook(hooks.before_saving)
+        module._register_state_dict_hook(hooks.after_saving)
+        module.register_load_state_dict_pre_hook(hooks.before_loading)
 
 
-class _StateHook:
-    """A hook of ours, which serves sharded parameters."""
+class _StateHooks:
+    """The hooks for saving and loading of a module; see [Note: placeholders].
 
-    handles_shards = True
+    ``replaces_before``: the module has its own saving code, which sees unsharded copies; otherwise the entries are
+    replaced after saving.
+    """
 
-
-class _Saving:
-    """How a module saves; see [Note: stand-ins]. Where it has no code of its own, its entries are replaced after."""
-
-    def __init__(self, module: nn.Module, names: list[str], stands_in: bool) -> None:
-        self.module = module
+    def __init__(self, names: list[str], replaces_before: bool) -> None:
         self.names = names
-        self.stands_in = stands_in
+        self.replaces_before = replaces_before
         self.sharded: dict[str, Any] = {}
 
+    @serves_shards
+    def before_saving(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        if _gathers.get():
+            self.sharded = self.sharded or {name: module._parameters[name] for name in self.names}
+            module._parameters.update(_placeholders(self.sharded))
 
-class _Begin(_StateHook):
-    def __init__(self, saving: _Saving) -> None:
-        self.saving = saving
-
-    def __call__(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        if not _gathers.get():
-            return
-        own, params = self.saving, module._parameters
-        own.sharded = own.sharded or {name: params[name] for name in own.names}
-        copies = {id(p): nn.Parameter(_unsharded_copy(p), requires_grad=False) for p in own.sharded.values()}
-        params.update({name: copies[id(p)] for name, p in own.sharded.items()})
-
-
-class _End(_StateHook):
-    def __init__(self, saving: _Saving) -> None:
-        self.saving = saving
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        own = self.saving
-        if own.stands_in:
-            module._parameters.update(own.sharded)
-            own.sharded = {}
+    @serves_shards
+    def after_saving(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        if self.replaces_before:
+            module._parameters.update(self.sharded)
+            self.sharded = {}
         elif _gathers.get():
-            # Tied parameters are one tensor in the state dict, too.
-            done = _copies_in(state_dict)
-            for name in own.names:
+            for name in self.names:
                 param = module._parameters.get(name)
                 if prefix + name in state_dict and isinstance(param, ShardedParameter):
-                    found = done[id(param)]() if id(param) in done else None
-                    if found is None:
-                        found = _unsharded_copy(param)
-                        done[id(param)] = TensorWeakRef(found)
-                    state_dict[prefix + name] = found
+                    state_dict[prefix + name] = _copy_in(state_dict, param)
 
-
-_copies: dict[int, dict[int, TensorWeakRef]] = {}  # by state dict: unsharded copies by parameter
-
-
-def _copies_in(state_dict: dict[str, Any]) -> dict[int, TensorWeakRef]:
-    """The unsharded copies of parameters that a state dict has, for as long as it lives."""
-    found = _copies.get(id(state_dict))
-    if found is None:
-        try:
-            weakref.finalize(state_dict, _copies.pop, id(state_dict), None).atexit = False
-        except TypeError:  # a plain dict, given as the destination
-            return {}
-        found = _copies[id(state_dict)] = {}
-    return found
-
-
-class _Loading(_StateHook):
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
-
-    def __call__(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: Any,
-        _strict: bool,
-        _missing: list[str],
-        _unexpected: list[str],
-        errors: list[str],
+    @serves_shards
+    def before_loading(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *problems: Any
     ) -> None:
-        own = [module._parameters.get(name) for name in self.names]
-        if metadata.get("assign_to_params_buffers", False) and any(isinstance(p, ShardedParameter) for p in own):
+        own = {name: module._parameters.get(name) for name in self.names}
+        if metadata.get("assign_to_params_buffers", False) and any(
+            isinstance(p, ShardedParameter) for p in own.values()
+        ):
             raise ValueError("assign=True would replace sharded parameters; load with assign=False")
-        for name, param in zip(self.names, own, strict=True):
-            cut_entry(param, state_dict, prefix + name, errors)
+        for name, param in own.items():
+            shard_entry(param, state_dict, prefix + name, problems[-1])
 
 
-def cut_entry(param: nn.Parameter | None, state_dict: dict[str, Any], name: str, errors: list[str]) -> None:
-    """Replace a whole tensor by this rank's rows of it, so that torch's own loading finds what fits.
+def _copy_in(state_dict: dict[str, Any], param: ShardedParameter) -> Tensor:
+    """An unsharded copy of a parameter; tied parameters are one tensor in the state dict."""
+    handle: GroupHandle = param.handle
+    saved = None if handle.saved is None else handle.saved()
+    if saved is None or not any(value is saved for value in state_dict.values()):
+        saved = _unsharded_copy(param)
+        handle.saved = TensorWeakRef(saved)
+    return saved
 
-    This serves ``load_state_dict`` of a plain module with sharded ones in it.
-    """
-    whole = state_dict.get(name)
-    if not isinstance(param, ShardedParameter) or not isinstance(whole, Tensor):
+
+def shard_entry(param: nn.Parameter | None, state_dict: dict[str, Any], name: str, errors: list[str]) -> None:
+    """Replace an entry by this rank's rows of it, for ``load_state_dict`` of a plain module with sharded ones in it."""
+    value = state_dict.get(name)
+    if not isinstance(param, ShardedParameter) or not isinstance(value, Tensor):
         return
     wanted = param.bmt_slice.shape
-    if tuple(whole.shape) != wanted:
-        errors.append(f"size mismatch for {name}: the entry has shape {tuple(whole.shape)}, the model {wanted}")
-        state_dict[name] = param.detach()  # what it holds already
+    if tuple(value.shape) != wanted:
+        errors.append(f"size mismatch for {name}: the entry has shape {tuple(value.shape)}, the model {wanted}")
+        state_dict[name] = param.detach()  # its present values
         return
-    state_dict[name] = _rows(param, whole.detach())
+    state_dict[name] = _rows(param, value.detach())
     param.awaits_values = False
 
 
 def has_own_code(module: nn.Module, loading: bool) -> bool:
-    """Whether a module has code of its own for saving, or for loading, its entries."""
+    """Whether a module has its own code for saving, or for loading, its entries."""
     methods = ("_load_from_state_dict", "load_state_dict") if loading else ("_save_to_state_dict", "state_dict")
     for cls in type(module).__mro__:
         if cls is nn.Module or HANDLES_SHARDS in vars(cls):
@@ -278,9 +231,9 @@ def has_own_code(module: nn.Module, loading: bool) -> bool:
             return True
     if loading:
         hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
-        return not all(getattr(getattr(hook, "hook", hook), HANDLES_SHARDS, False) for hook in hooks)
-    hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
-    return not all(isinstance(getattr(hook, "hook", hook), _StateHook) for hook in hooks)
+    else:
+        hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
+    return not all(getattr(getattr(hook, "hook", hook), HANDLES_SHARDS, False) for hook in hooks)
 
 
 class StateDictError(ValueError):
@@ -288,7 +241,7 @@ class StateDictError(ValueError):
 
 
 def check_entries(expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...] | None], strict: bool) -> None:
-    """Raise unless the entries (name to shape, None for what is no tensor) fit the model's."""
+    """Raise unless the entries (name to shape, None if it is no tensor) fit the model's."""
     problems = []
     missing = [name for name in expected if name not in shapes]
     surplus = [name for name in shapes if name not in expected]
@@ -307,19 +260,19 @@ def check_entries(expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
 
 def is_extra_state(name: str) -> bool:
     """Whether an entry is what a module's ``get_extra_state`` returned."""
-    return name.rpartition(".")[2] == EXTRA_STATE
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """Load a plain state dict (whole tensors) into a model with sharded parameters. Every rank must call it.
+    """Load a plain state dict (unsharded tensors) into a model with sharded parameters. Every rank must call it.
 
     Returns:
-        what ``torch.nn.Module.load_state_dict`` does: the missing and the surplus names.
+        the missing and the surplus names, as ``torch.nn.Module.load_state_dict`` does.
 
     Raises:
         TypeError: ``state_dict`` is no mapping.
-        ValueError: entries are missing or surplus (under ``strict``) or of another shape, or ``assign`` is set.
-            The model is as it was then.
+        ValueError: entries are missing or surplus (under ``strict``) or have another shape, or ``assign`` is set.
+            The model is then unchanged.
     """
     if assign:
         raise ValueError("assign=True would replace sharded parameters; load with assign=False")
@@ -329,7 +282,9 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     entries = OrderedDict((k, v.detach() if isinstance(v, Tensor) else v) for k, v in state_dict.items())
     if hasattr(state_dict, "_metadata"):
         entries._metadata = state_dict._metadata  # type: ignore[attr-defined]
-    places = _stand_in(model)
+    places = _places(model)
+    for place in places:
+        place.open()
     try:
         result = nn.Module.load_state_dict(model, entries, strict, assign=True)
     except RuntimeError as error:
@@ -342,53 +297,51 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     return result
 
 
-def _stand_in(model: nn.Module) -> list[_Place]:
-    """Put stand-ins, where whatever the state dict brings is caught before it reaches the model."""
+def _places(model: nn.Module) -> list[_Place]:
+    """The modules of a model, with the placeholders for loading, which are gathered in one order on every rank."""
     places: dict[nn.Module, _Place] = {}
+    copies: dict[int, Tensor] = {}
 
     def visit(module: nn.Module, has_code: bool) -> None:
         if module not in places:
             has_code = has_code or has_own_code(module, loading=True)
-            places[module] = _Place(module, has_code)
+            places[module] = _Place(module, has_code, copies)
             for child in module._modules.values():
                 if child is not None:
                     visit(child, has_code)
 
-    wholes: dict[int, Tensor] = {}
     visit(model, False)
-    for place in places.values():  # gathers: in one order on every rank, and before anything is replaced
-        place.gather(wholes)
-    for place in places.values():
-        place.open()
     return list(places.values())
 
 
 class _Place:
-    """A module while it is being loaded; see [Note: stand-ins]."""
+    """A module while it is being loaded; see [Note: placeholders].
 
-    def __init__(self, module: nn.Module, has_code: bool) -> None:
+    Args:
+        module: the module.
+        has_code: whether its own code, or that of a module around it, loads it.
+        copies: unsharded copies that there are already, by identity of the parameter.
+    """
+
+    def __init__(self, module: nn.Module, has_code: bool, copies: dict[int, Tensor]) -> None:
         self.module = module
         self.has_code = has_code
         self.params = dict(module._parameters)
         self.buffers = dict(module._buffers)
-        self.stand_ins: dict[str, nn.Parameter | None] = {}
         self.loaded: list[tuple[Tensor, Tensor]] = []
         self.extra_state: list[Any] = []
-
-    def gather(self, wholes: dict[int, Tensor]) -> None:
+        self.placeholders: dict[str, nn.Parameter | None] = dict(self.params)
         for name, param in self.params.items():
-            stand_in = param
-            if isinstance(param, ShardedParameter) and self.has_code:
-                if id(param) not in wholes:
-                    wholes[id(param)] = _unsharded_copy(param)
-                stand_in = nn.Parameter(wholes[id(param)], requires_grad=False)
-            elif param is not None and not self.has_code:
-                shape = param.bmt_slice.shape if isinstance(param, ShardedParameter) else param.shape
-                stand_in = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), requires_grad=False)
-            self.stand_ins[name] = stand_in
+            if isinstance(param, ShardedParameter) and has_code:
+                if id(param) not in copies:
+                    copies[id(param)] = _unsharded_copy(param)
+                self.placeholders[name] = nn.Parameter(copies[id(param)], requires_grad=False)
+            elif param is not None and not has_code:
+                empty = torch.empty(shape_of(param) or (), dtype=param.dtype, device="meta")
+                self.placeholders[name] = nn.Parameter(empty, requires_grad=False)
 
     def open(self) -> None:
-        self.module._parameters.update(self.stand_ins)
+        self.module._parameters.update(self.placeholders)
         self.module.__dict__["set_extra_state"] = self.extra_state.append
 
     def close(self) -> None:
@@ -396,28 +349,27 @@ class _Place:
         module = self.module
         del module.__dict__["set_extra_state"]
         kinds: list[Any] = [
-            (self.params, self.stand_ins, module._parameters),
+            (self.params, self.placeholders, module._parameters),
             (self.buffers, self.buffers, module._buffers),
         ]
-        for own, stand_ins, now in kinds:
+        for own, placeholders, now in kinds:
             for name, tensor in own.items():
-                found = now.get(name)
-                gathered = self.has_code and isinstance(tensor, ShardedParameter)
-                if tensor is not None and found is not None and (found is not stand_ins[name] or gathered):
-                    self.loaded.append((tensor, found))
+                loaded = now.get(name)
+                in_place = self.has_code and isinstance(tensor, ShardedParameter)
+                if tensor is not None and loaded is not None and (loaded is not placeholders[name] or in_place):
+                    self.loaded.append((tensor, loaded))
                 now[name] = tensor
         if isinstance(module, nn.RNNBase):
             refresh_flat_weights(module)
 
     def commit(self) -> None:
-        """Take over what has been loaded."""
-        for own, found in self.loaded:
-            if isinstance(own, ShardedParameter):
-                if not (own.awaits_values and self.has_code and not found.any()):  # was not touched: still zeros
-                    write_whole(own, found)
-            else:
+        """Copy what was loaded into the module's own tensors."""
+        for own, loaded in self.loaded:
+            if not isinstance(own, ShardedParameter):
                 with torch.no_grad():
-                    own.copy_(found)
+                    own.copy_(loaded)
+            elif not (own.awaits_values and self.has_code and not loaded.any()):  # zeros: not written
+                write_logical(own, loaded)
         for state in self.extra_state:
             self.module.set_extra_state(state)
 
@@ -425,3 +377,12 @@ class _Place:
 def _some(names: list[str], limit: int = 5) -> str:
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def raise_on_all(comm: Communicator, problem: Exception | None) -> None:
+    """Raise the first problem of any rank on every rank of ``comm``. Every rank must call it."""
+    mine = None if problem is None else (type(problem).__name__, str(problem))
+    reports = [mine] if comm.size == 1 else comm.all_gather_object(mine)
+    kinds = {kind.__name__: kind for kind in (FileNotFoundError, ImportError, RuntimeError)}
+    for name, message in filter(None, reports):
+        raise kinds.get(name, ValueError)(message) from (problem and problem.__cause__)

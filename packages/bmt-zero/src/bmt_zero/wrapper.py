@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, TypeVar
+import sys
+from collections.abc import Container
+from typing import Any, TypeVar
 
 from torch import nn
 
-from bmt_comm import ParallelContext, check_agreement, current_context, slice_of
+from bmt_comm import ParallelContext, check_agreement, current_context, print_rank, slice_of
 
 from .block import Block
-from .parameter_group import ForwardHooks, Slot, link
+from .caches import turn_off_caches
+from .hooks import ForwardHooks, link
+from .parameter_group import Options, Slot
 from .precision import MixedPrecision
+from .repeated_layers import find_layers
 from .shard import (
-    Options,
+    build_group,
     check_buffer,
     check_level,
     check_parameter,
     find_slots,
-    group_of,
-    shard_together,
     sharding_of,
     share_buffers,
 )
@@ -29,8 +32,8 @@ from .stage_entry import is_stage_local
 M = TypeVar("M", bound=nn.Module)
 
 _LARGE = 1 << 20
-"""Bytes. A module outside of the layers that has more is unsharded while it computes; all smaller ones together, from
-the beginning of the model's forward to its end in backward."""
+"""Bytes. A module outside of the layers that has more is unsharded while it computes; all smaller ones are unsharded
+together, from the beginning of the model's forward to its end in backward."""
 
 
 def BMTrainModelWrapper(
@@ -42,18 +45,21 @@ def BMTrainModelWrapper(
 ) -> M:
     """Shard all parameters of any module, in place.
 
-    The elements of the outermost ``nn.ModuleList``s (a transformer's layers) become Blocks; ``ModuleList``s inside them
-    are part of their Block. Outside of them, each module with large parameters (embeddings, a head) is unsharded while
-    it computes, and all small ones are unsharded together. All of these prefetch each other in the order in which the
-    model has them. Parameters keep their identity (tied weights stay tied), names and the values of rank 0; buffers
-    take rank 0's values and move to the context's device.
+    The repeated layers (see :func:`find_layers`) become Blocks. Outside of them, each module with large parameters
+    (embeddings, a head) is unsharded while it computes, and all small ones are unsharded together. All of these
+    prefetch each other in the order in which the model has them. Rank 0 prints to stderr what the Blocks are.
+
+    Parameters keep their identity (tied weights stay tied) and names. Parameters and buffers take the values of rank 0
+    and the context's device. Hugging Face models whose layers are checkpointed keep no cache in training.
+
+    A parameter that comes into the model later is not sharded. A forward that finds one raises RuntimeError.
 
     Returns ``model``.
 
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: a parameter is shared by two layers, or by a layer and the rest of the model, or cannot be
-            sharded (see :func:`shard`); the model is as it was then.
+            sharded (see :func:`shard`); the model is then unchanged.
     """
     context = current_context()
     if not isinstance(model, nn.Module):
@@ -61,7 +67,7 @@ def BMTrainModelWrapper(
     if sharding_of(model) is not None:
         return model
     level = check_level(zero_level, context)
-    layers = _layers(model)
+    layers = find_layers(model)
     rest = _slots_outside(model, layers)
     _check(model, layers, rest, context)
     precision = precision or MixedPrecision()
@@ -74,58 +80,65 @@ def BMTrainModelWrapper(
     for path, module in model.named_modules():
         sharding = sharding_of(module)
         if sharding is not None:
-            group_of(module).name = f"{path} (a {type(module).__name__})"
-            if module in layers:  # others keep to the list that they are in
+            sharding.group.name = f"{path} (a {type(module).__name__})"
+            if module in layers:  # others keep the order of the list that they are in
                 chain.append(sharding.hooks)
         chain += outside.get(module, [])
     link(chain)
+    if use_checkpoint and layers:
+        turn_off_caches(model)
+    model.register_forward_pre_hook(_check_all_sharded)
+    print_rank(_summary(model, layers, outside, use_checkpoint), file=sys.stderr)
     return model
 
 
-def _layers(model: nn.Module) -> dict[nn.Module, None]:
-    """The elements of the outermost ModuleLists, and recurrent modules, which keep lists of their weights.
+def _check_all_sharded(model: nn.Module, args: Any) -> None:
+    """Raise if a parameter has come into the model since it was wrapped (a hook before forward)."""
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if isinstance(param, nn.Parameter) and not isinstance(param, ShardedParameter):
+                path = next(path for path, m in model.named_modules() if m is module)
+                raise RuntimeError(
+                    f"parameter {name!r} of {path!r}, a {type(module).__name__}, came into the model after "
+                    f"BMTrainModelWrapper; it is not sharded, and ranks would train different values of it. Add "
+                    f"modules (adapters, heads, new embeddings) first, and wrap the model then"
+                )
 
-    An element that is itself but a container, with no forward to run as a Block, is looked into instead.
-    """
-    found: dict[nn.Module, None] = {}
 
-    def visit(module: nn.Module) -> None:
-        for child in module._modules.values():
-            if child is None or sharding_of(child) is not None:
-                continue
-            is_layer = isinstance(module, nn.ModuleList) and type(child).forward is not nn.Module.forward
-            if not is_layer and not isinstance(child, nn.RNNBase):
-                visit(child)
-            elif any(True for _ in child.parameters()):
-                found[child] = None
-
-    visit(model)
-    return found
+def _summary(model: nn.Module, layers: Container[nn.Module], large: Container[nn.Module], use_checkpoint: bool) -> str:
+    """What has become of the modules of a model, in a few words."""
+    paths: dict[tuple[str, str], list[str]] = {}  # of the layers, by container and class
+    for path, module in model.named_modules():
+        if module in layers:
+            container, _, name = path.rpartition(".")
+            paths.setdefault((container, type(module).__name__), []).append(name)
+    blocks = [
+        f"{container or 'the model'}: {len(names)} {kind} ({names[0]}{f' to {names[-1]}' if names[1:] else ''})"
+        for (container, kind), names in paths.items()
+    ]
+    kept = "recomputed in backward" if use_checkpoint else "their activations are kept"
+    what = f"Blocks ({kept}) in {'; '.join(blocks)}" if blocks else "no repeated layers"
+    others = [f"{path} ({type(module).__name__})" for path, module in model.named_modules() if module in large]
+    alone = f"; unsharded by themselves: {', '.join(others)}" if others else ""
+    return f"BMTrainModelWrapper({type(model).__name__}): {what}{alone}"
 
 
 def _slots_outside(model: nn.Module, layers: dict[nn.Module, None]) -> list[Slot]:
     """Where parameters are that are not sharded yet and belong to no layer."""
-    found: list[Slot] = []
+    slots: list[Slot] = []
 
     def visit(module: nn.Module, prefix: str) -> None:
         if sharding_of(module) is not None or module in layers:
             return
         for name, param in module._parameters.items():
             if param is not None and not isinstance(param, ShardedParameter):
-                found.append(Slot(module, name, -1, prefix + name))
+                slots.append(Slot(module, name, prefix + name))
         for name, child in module._modules.items():
             if child is not None:
                 visit(child, f"{prefix}{name}.")
 
     visit(model, "")
-    return found
-
-
-class _Rest(NamedTuple):
-    """Modules that share parameters, and where they have them."""
-
-    modules: list[nn.Module]
-    slots: list[Slot]
+    return slots
 
 
 def _shard_rest(
@@ -135,38 +148,29 @@ def _shard_rest(
     hooks: dict[nn.Module, list[ForwardHooks]] = {}
     small: list[Slot] = []
     for part in _connected(slots):
-        params = {id(p): p for s in part.slots if (p := s.module._parameters[s.name]) is not None}
+        params = {id(slot.param): slot.param for slot in part}
         if sum(p.numel() * p.element_size() for p in params.values()) < _LARGE:
-            small += part.slots
+            small += part
             continue
-        name = f"{part.slots[0].path.rpartition('.')[0]} (a {type(part.modules[0]).__name__})"
-        for each in shard_together(part.modules, part.slots, dataclasses.replace(options, name=name), context):
-            hooks.setdefault(each.module, []).append(each)
+        modules = dict.fromkeys(slot.module for slot in part)
+        name = f"{part[0].path.rpartition('.')[0]} (a {type(part[0].module).__name__})"
+        group = build_group(part, context, dataclasses.replace(options, name=name))
+        for module in modules:
+            hooks.setdefault(module, []).append(ForwardHooks(group, module))
     if small:
         name = f"the small parameters of {type(model).__name__}"
         options = dataclasses.replace(options, precision=precision, reshard_after_forward=False, name=name)
-        hooks[model] = shard_together([model], small, options, context) + hooks.get(model, [])
+        hooks.setdefault(model, []).insert(0, ForwardHooks(build_group(small, context, options), model))
     return hooks
 
 
-def _connected(slots: list[Slot]) -> list[_Rest]:
-    """The modules that own ``slots``, those together that share a parameter."""
-    parts: list[_Rest] = []
+def _connected(slots: list[Slot]) -> list[list[Slot]]:
+    """``slots`` by module; those of modules that share a parameter together."""
+    parts: list[list[Slot]] = []
     for slot in slots:
-        param = slot.module._parameters[slot.name]
-        joined = [
-            part
-            for part in parts
-            if slot.module in part.modules or any(s.module._parameters[s.name] is param for s in part.slots)
-        ]
-        merged = _Rest([], [])
-        for part in joined:
-            merged.modules.extend(part.modules)
-            merged.slots.extend(part.slots)
-        if slot.module not in merged.modules:
-            merged.modules.append(slot.module)
-        merged.slots.append(slot)
-        parts = [part for part in parts if part not in joined] + [merged]
+        joined = [part for part in parts if any(s.module is slot.module or s.param is slot.param for s in part)]
+        parts = [part for part in parts if part not in joined]
+        parts.append([s for part in joined for s in part] + [slot])
     return parts
 
 
@@ -174,21 +178,17 @@ def _check(model: nn.Module, layers: dict[nn.Module, None], rest: list[Slot], co
     """Raise before anything is changed."""
     if isinstance(model, nn.RNNBase):
         raise ValueError("a recurrent module by itself is sharded by Block(model)")
-    owners: dict[int, nn.Module | None] = {id(slot.module._parameters[slot.name]): None for slot in rest}
+    owners: dict[int, nn.Module | None] = {id(slot.param): None for slot in rest}
     for layer in layers:
         for slot in find_slots(layer, context):
-            param = slot.module._parameters[slot.name]
-            if owners.setdefault(id(param), layer) is not layer:
-                other = owners[id(param)]
-                where = "another layer" if other is not None else "the model outside of the layers"
+            if owners.setdefault(id(slot.param), layer) is not layer:
+                where = "the model outside of the layers" if owners[id(slot.param)] is None else "another layer"
                 raise ValueError(
                     f"parameter {slot.path!r} of layer {type(layer).__name__} is shared with {where}; "
                     f"a Block must own its parameters"
                 )
     for slot in rest:
-        param = slot.module._parameters[slot.name]
-        assert param is not None
-        check_parameter(slot.path, param, context)
+        check_parameter(slot.path, slot.param, context)
     for name, buffer in model.named_buffers():
         check_buffer(name, buffer, context)
     facts = [

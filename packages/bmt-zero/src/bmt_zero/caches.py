@@ -1,0 +1,59 @@
+"""Caches of keys and values in Hugging Face models, which a checkpointed layer must not fill.
+
+A checkpointed layer computes twice. The second time it would find in the cache what it has put there the first time.
+So such models keep no cache in training, as with transformers' own checkpointing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def turn_off_caches(model: nn.Module) -> None:
+    """Let the modules of ``model`` that take ``use_cache`` get ``use_cache=False`` while they train."""
+    for module in model.modules():
+        if not hasattr(module, "config"):
+            continue
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        if "use_cache" in names:
+            module.register_forward_pre_hook(_WithoutCache(names), with_kwargs=True)
+
+
+class _WithoutCache:
+    """A hook before forward.
+
+    Args:
+        names: of the arguments of forward.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return None
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if given.get("past_key_values") is not None:
+            raise ValueError(
+                f"{type(module).__name__} was called with past_key_values in training, and its checkpointed layers "
+                "would extend that cache a second time in backward; wrap the model with use_checkpoint=False"
+            )
+        asked = given.get("use_cache")
+        if asked is None:
+            asked = getattr(module.config, "use_cache", False)
+        if not asked:
+            return None
+        if given.get("use_cache") is not None:
+            warnings.warn(
+                f"use_cache=True is ignored by {type(module).__name__} in training: its layers are checkpointed",
+                stacklevel=2,
+            )
+        place = self.names.index("use_cache")
+        if place < len(args):
+            return (*args[:place], False, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "use_cache": False}

@@ -1,0 +1,320 @@
+"""The hooks before and after the forward of a sharded module, and its calls in forward and backward.
+
+[Note: how a parameter group meets autograd]
+    The unsharded parameters enter a computation as the outputs of one autograd node (:class:`_Enter`) per call.
+    Autograd calls that node's backward once, when all gradients of the parameters have arrived: then they are reduced.
+    Frozen parameters get no gradient; if a group has some, the call ends when the gradients of its inputs have arrived,
+    too.
+
+    A hook on the nodes of the call's outputs unshards the parameters again when backward arrives. If an output is a
+    view, its base has a hook, too, because writing into a view replaces its node. Several calls of one group may be in
+    backward at the same time; the last one reshards.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_map_only
+
+from .backward_context import current_backward
+from .outputs import find_tensors
+from .parameter_group import ParameterGroup
+
+
+class Call:
+    """One use of a group's unsharded parameters in a computation that may be differentiated."""
+
+    __slots__ = ("_awaited_inputs", "_awaits_params", "group", "hooks", "inputs", "trainable")
+
+    def __init__(self, hooks: ForwardHooks) -> None:
+        self.hooks = hooks
+        self.group = hooks.group
+        self.trainable = self.group.trains
+        self.inputs: list[Any] = []  # nodes of inputs whose gradients end the call, beside those of the parameters
+        self._awaits_params = False
+        self._awaited_inputs: dict[Any, Any] = {}  # such nodes, and the handles of the hooks on them
+
+    def enter(self) -> list[Tensor]:
+        """The unsharded parameters, in the order of ``group.params``; their gradients come to this call."""
+        views = self.group.views()
+        entered = _Enter.apply(self, views, self.group.anchor) if any(self.trainable) else ()
+        if len(entered) == len(views):
+            return list(entered)
+        trainable = iter(entered)
+        return [next(trainable) if trains else view for trains, view in zip(self.trainable, views, strict=True)]
+
+    def follow_outputs(self, outputs: Sequence[Tensor], inputs: Mapping[int, Tensor]) -> bool:
+        """Begin backward when the gradients of ``outputs`` arrive; whether any will.
+
+        ``inputs`` (by identity) are tensors that came from elsewhere: if they are outputs, too, their gradients arrive
+        at another time.
+        """
+        bases: set[int] | None = None
+        nodes: dict[Any, None] = {}
+        for output in outputs:
+            for tensor in (output, output._base):
+                if tensor is None or not tensor.requires_grad or id(tensor) in inputs:
+                    continue
+                if bases is None:
+                    bases = {id(x._base) for x in inputs.values() if x._base is not None}
+                if id(tensor) not in bases:
+                    nodes[get_gradient_edge(tensor).node if tensor.grad_fn is None else tensor.grad_fn] = None
+        for node in nodes:
+            node.register_prehook(self.begin_backward)
+        return bool(nodes)
+
+    def begin_backward(self, _grads: Any) -> None:
+        """The first gradient of an output has arrived: unshard, and start on the module before.
+
+        Raises:
+            RuntimeError: this backward is to be differentiated (``create_graph=True``), which would use parameters
+                after they are released.
+        """
+        group = self.group
+        if self in group.in_backward:
+            return
+        if torch.is_grad_enabled() and any(flat.releases for flat in group.flats):
+            raise RuntimeError(
+                f"create_graph=True: {group.name} releases its parameters after backward (ZeRO level {group.level}), "
+                f"and the backward of backward would need them; use zero_level=1 for it"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            group.step.enter(group)
+            group.in_backward.add(self)
+            self._awaits_params = any(self.trainable)
+            for node in self.inputs:
+                self._awaited_inputs[node] = node.register_prehook(functools.partial(self._input_arrived, node))
+            if self.hooks.needed_in_backward:
+                group.unshard()
+                group.wait()
+            previous = self.hooks.previous
+            if previous is not None and previous.group.reshard_after_forward and previous.needed_in_backward:
+                group.step.enter(previous.group)
+                previous.group.unshard()
+
+    def params_arrived(self, grads: Sequence[Tensor | None]) -> None:
+        """All gradients of the parameters have arrived: reduce them."""
+        group = self.group
+        self._awaits_params = False
+        self._end_if_complete()
+        if torch._C._will_engine_execute_node(group.accumulates):  # not in torch.autograd.grad(loss, inputs)
+            group.reduce_in_time(self, functools.partial(group.reduce_call, self.trainable, grads))
+        group.reshard_in_backward()
+
+    def _input_arrived(self, node: Any, _grads: Any) -> None:
+        """All gradients of an input have arrived."""
+        self._awaited_inputs.pop(node).remove()
+        self._end_if_complete()
+        with torch._C.DisableTorchFunctionSubclass():
+            self.group.reshard_in_backward()
+
+    def _end_if_complete(self) -> None:
+        if not self._awaits_params and not self._awaited_inputs:
+            self.group.in_backward.discard(self)
+
+    def forget(self) -> None:
+        """Expect no more gradients."""
+        while self._awaited_inputs:
+            self._awaited_inputs.popitem()[1].remove()
+
+    def accepts(self, output: int, tensors: Sequence[Tensor]) -> bool:
+        """See :class:`bmt_comm.GradientReceiver`."""
+        return self.group.may_wait(tensors)
+
+
+class _Enter(torch.autograd.Function):
+    """() → the trainable ones of the unsharded parameters; see [Note: how a parameter group meets autograd]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, views: list[Tensor], _anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gradient_receiver = call
+        return tuple(itertools.compress(views, call.trainable))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        with torch._C.DisableTorchFunctionSubclass():
+            ctx.gradient_receiver.params_arrived(grads)
+        return None, None, None
+
+
+class ForwardHooks:
+    """The hooks before and after the forward of a module whose parameters, or a part of them, are a group.
+
+    Attributes:
+        group: the group.
+        module: the module.
+        needed_in_backward: whether its backward reads the parameters' values; that of an embedding does not.
+        previous, next: the hooks of the modules whose forward is before and after, for prefetching; see :func:`link`.
+    """
+
+    def __init__(self, group: ParameterGroup, module: nn.Module) -> None:
+        self.group = group
+        self.module = module
+        self.needed_in_backward = not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        self.previous: ForwardHooks | None = None
+        self.next: ForwardHooks | None = None
+        module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.after, always_call=True)
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        module = self.module
+        kinds: list[tuple[Any, Any]] = [
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_always_called),
+        ]
+        for hooks, settings in kinds:
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key], settings[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHooks:
+        twin = ForwardHooks.__new__(ForwardHooks)
+        memo[id(self)] = twin
+        twin.group = copy.deepcopy(self.group, memo)
+        twin.module = copy.deepcopy(self.module, memo)
+        twin.needed_in_backward = self.needed_in_backward
+        # Neighbours prefetch each other again if they are copied together: whichever is copied last links both.
+        twin.previous, twin.next = memo.get(id(self.previous)), memo.get(id(self.next))
+        if twin.previous is not None:
+            twin.previous.next = twin
+        if twin.next is not None:
+            twin.next.previous = twin
+        return twin
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        group, step = self.group, self.group.step
+        step.begin_forward()
+        call = ForwardCall(self)
+        if group.replaced:
+            step.calls.append(call)
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            following = None
+            if current_backward() is None:
+                step.recover()
+                step.cancel_prefetch(unless=group)
+                group.invalidate()
+                following = self.next
+            try:
+                group.unshard(look=True)
+                if following is not None:
+                    step.prefetch(following.group)
+                group.wait()
+                if torch.is_grad_enabled():
+                    call.call = Call(self)
+                    call.views = call.call.enter()
+                else:
+                    call.views = group.views()
+            except BaseException:
+                call.abandon()
+                raise
+        dtype = group.precision.param_dtype if group.precision.cast_forward_inputs else None
+        if dtype is not None:
+            args, kwargs = _cast((args, kwargs), dtype)
+        if call.call is not None:
+            tensors = find_tensors((*args, *kwargs.values()) if kwargs else args, in_objects=False)
+            call.inputs = {id(x): x for x in tensors}
+            if not all(call.call.trainable):
+                nodes = [get_gradient_edge(x).node for x in call.inputs.values() if x.requires_grad]
+                call.call.inputs = list(dict.fromkeys(nodes))
+        call.first = group.install(call.views)
+        step.calls.append(call)
+        return None if dtype is None else (args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        group, step = self.group, self.group.step
+        call = next((c for c in reversed(step.calls) if c.hooks is self), None)
+        if call is None:
+            return None  # the hook before has raised
+        step.end_forward(call)
+        error = sys.exc_info()[1]
+        if error is not None and error is not call.outer_error:
+            call.abandon()
+            return None
+        call.uninstall()
+        if not call.views:
+            return None  # replacements, or no parameters
+        dtype = group.precision.output_dtype
+        result = output if dtype is None else _cast(output, dtype)
+        tensors = find_tensors(result)
+        if any(self._is_parameter(tensor) for tensor in tensors):
+            result = tree_map_only(Tensor, lambda x: x.clone() if self._is_parameter(x) else x, result)
+            tensors = find_tensors(result)
+            if any(self._is_parameter(tensor) for tensor in tensors):
+                call.abandon()
+                raise ValueError(
+                    f"the output of {group.name}, a {type(output).__name__}, contains a parameter, which is released "
+                    f"after the call; return a clone of it"
+                )
+        differentiable = call.call is not None and call.call.follow_outputs(tensors, call.inputs)
+        # Backward is likely to begin with the last one of several modules.
+        begins_backward = self.next is None and self.previous is not None
+        if not differentiable or (group.reshard_after_forward and not begins_backward):
+            group.reshard()
+        return result if result is not output else None
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in storage that is released after the call."""
+        return tensor.layout is torch.strided and any(flat.owns(tensor) for flat in self.group.flats)
+
+
+class ForwardCall:
+    """A call of a hooked module whose forward is running.
+
+    Attributes:
+        frame: of the module's call, which lasts as long as its forward.
+        outer_error: the exception that was being handled when the call began.
+        call: for backward; None where nothing will be differentiated.
+        views: the unsharded parameters; none where the module has replacements for them.
+        inputs: the tensors in the arguments, by identity.
+        first: whether this call, and not one around it, has installed the unsharded parameters.
+    """
+
+    __slots__ = ("call", "first", "frame", "hooks", "inputs", "outer_error", "views")
+
+    def __init__(self, hooks: ForwardHooks) -> None:
+        self.hooks = hooks
+        frame: FrameType = sys._getframe(2)
+        while frame.f_back is not None and frame.f_globals.get("__name__") != nn.Module.__module__:
+            frame = frame.f_back
+        self.frame = frame
+        self.outer_error = sys.exc_info()[1]
+        self.call: Call | None = None
+        self.views: list[Tensor] = []
+        self.inputs: dict[int, Tensor] = {}
+        self.first = False
+
+    def uninstall(self) -> None:
+        if self.first:
+            self.hooks.group.uninstall()
+
+    def abandon(self) -> None:
+        """The forward was ended by an exception."""
+        group = self.hooks.group
+        self.uninstall()
+        group.step.cancel_prefetch()
+        group.reshard()
+
+
+def link(hooks: Sequence[ForwardHooks]) -> None:
+    """Let modules prefetch each other in this order."""
+    for each, previous, following in zip(hooks, [None, *hooks], [*hooks[1:], None], strict=False):
+        each.previous, each.next = previous, following
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors, also those in containers, in ``dtype``."""
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
