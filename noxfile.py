@@ -44,7 +44,8 @@ PACKAGES = ["bmt-kernels", "bmt-comm", "bmt-zero", "bmt-tp", "bmt-pipe", "bmt-op
 
 BUILD_NEEDS = ["build", "hatchling>=1.26", "scikit-build-core>=1.0", "pybind11>=3.0", "editables", "packaging"]
 TOOL_NEEDS = ["pytest>=8", "packaging", "tomli; python_version < '3.11'"]
-TEST_NEEDS = ["pytest>=8", "hypothesis", "numpy", "safetensors", "transformers", "came-pytorch", "matplotlib"]
+TEST_NEEDS = ["pytest>=8", "pytest-xdist", "hypothesis", "numpy"]
+TEST_NEEDS += ["safetensors", "transformers", "came-pytorch", "matplotlib"]
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
 
 
@@ -186,6 +187,8 @@ def tests_alone(session: nox.Session) -> None:
         shutil.copy(ROOT / "packages" / name / "README.md", folder)
         with session.chdir(folder):
             settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
+            if name == "bmt-kernels":  # its tests need one process each; those of the others start ranks
+                settings += ["-n", "2"]
             try:
                 run_tests(session, f"[{number}/{len(names)}] {name}", *settings, "tests")
             except CommandFailed:

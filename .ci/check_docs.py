@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,24 +44,29 @@ def broken_links(path: Path) -> Iterator[str]:
             yield f"the link to {match['target']} names no heading there"
 
 
-def failing_examples(path: Path) -> Iterator[str]:
+def examples(path: Path) -> Iterator[tuple[Path, int, str]]:
+    """The Python examples of a file that are to be run, each with the line where it begins."""
     text = path.read_text()
     for match in FENCE.finditer(text):
-        if match["language"] != "python" or NO_RUN.search(text[: match.start()]):
-            continue
-        line = text[: match.start()].count("\n") + 1
-        with tempfile.TemporaryDirectory() as folder:
+        if match["language"] == "python" and not NO_RUN.search(text[: match.start()]):
             body = re.sub(rf"^{match['indent']}", "", match["body"], flags=re.M)
-            script = Path(folder) / "test_example.py"
-            script.write_text(body)
-            command = [sys.executable, str(script)]
-            if re.search(r"^(async )?def test_", body, re.M):
-                command[1:1] = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-                command += ["--rootdir", folder]
-            result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-        print(f"{path.relative_to(ROOT)}:{line}: {'ran' if result.returncode == 0 else 'FAILED'}", flush=True)
-        if result.returncode:
-            yield f"the example in line {line} fails:\n{result.stdout}{result.stderr}"
+            yield path, text[: match.start()].count("\n") + 1, body
+
+
+def failure(path: Path, line: int, body: str) -> str | None:
+    """What an example prints if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "test_example.py"
+        script.write_text(body)
+        command = [sys.executable, str(script)]
+        if re.search(r"^(async )?def test_", body, re.M):
+            command[1:1] = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+            command += ["--rootdir", folder]
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    print(f"{path.relative_to(ROOT)}:{line}: {'ran' if result.returncode == 0 else 'FAILED'}", flush=True)
+    if result.returncode == 0:
+        return None
+    return f"{path.relative_to(ROOT)}: the example in line {line} fails:\n{result.stdout}{result.stderr}"
 
 
 def every_file() -> list[Path]:
@@ -75,10 +81,10 @@ def every_file() -> list[Path]:
 
 def main(arguments: list[str]) -> int:
     paths = [ROOT / name for name in arguments] or every_file()
-    problems = []
-    for path in paths:
-        for problem in (*broken_links(path), *failing_examples(path)):
-            problems.append(f"{path.relative_to(ROOT)}: {problem}")
+    problems = [f"{path.relative_to(ROOT)}: {problem}" for path in paths for problem in broken_links(path)]
+    with ThreadPoolExecutor(2) as pool:  # most of an example's time is imports
+        failures = pool.map(lambda example: failure(*example), [e for path in paths for e in examples(path)])
+        problems += [problem for problem in failures if problem is not None]
     print("\n".join(problems) or f"{len(paths)} files are fine")
     return 1 if problems else 0
 

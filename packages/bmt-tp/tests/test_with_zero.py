@@ -217,6 +217,21 @@ def test_frozen_and_tied_parameters_of_a_plain_model(ctx, level):
     assert_same_update(model, plain, start)
 
 
+@pytest.mark.ranks(4, tp_size=2)
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_torch_clips_by_the_norm_over_all_ranks(ctx, level):
+    torch.manual_seed(0)
+    plain, plan = PlainModel(), {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    model = BMTrainModelWrapper(parallelize(copy.deepcopy(plain), plan), zero_level=level)
+    ids, targets = batches(0, 12)
+    F.cross_entropy(plain(ids).flatten(0, 1), targets.flatten()).backward()
+    ids, targets = (t.chunk(ctx.data_size)[ctx.data_rank] for t in (ids, targets))
+    (F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()) / ctx.replicas).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01), expected)
+    torch.testing.assert_close(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item(), 0.01)
+
+
 @pytest.mark.ranks(3, tp_size=3)
 def test_gradients_in_half_precision_are_not_scaled(ctx):
     """Those of a norm on parts of the sequence are multiplied by the number of ranks on their way, and divided."""

@@ -188,7 +188,7 @@ class Run:
     def collect(self, state: dict[Tensor, Any], launches: dict[Any, Launch]) -> None:
         """Put what the next step works on into the kernel call where it belongs. The step is not counted yet."""
         params = self.params
-        grads = [p.grad for p in params] if self.plain and len(params) > 1 else [local_grad(p) for p in params]
+        grads = [local_grad(p) for p in params]
         if not any(grad is not None for grad in grads):
             return
         if not self.materialized:

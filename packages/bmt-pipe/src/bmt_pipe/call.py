@@ -272,7 +272,7 @@ class _Loss(torch.autograd.Function):
         run.arrived = {}
         for param, found in zip(tail.params, tail.grads):
             if found is not None:
-                param.handle.reduce(found.mul_(factor))  # type: ignore[attr-defined]
+                param.handle.reduce(found.mul_(factor))
         scaled = [None if g is None else g * factor for g in ctx.grads]
         ctx.grads, tail.grads = None, []
         return (None,) * 6 + tuple(scaled)

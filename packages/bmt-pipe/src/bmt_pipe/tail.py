@@ -67,7 +67,7 @@ class Tail:
     def prepare(self, runs: bool) -> None:
         """Gather the parameters, on all ranks; ``runs``: this rank keeps them."""
         for param in self._sharded:
-            handle: GroupHandle = param.handle  # type: ignore[assignment]
+            handle: GroupHandle = param.handle
             handle.group.begin_gather(handle.flat)
             value = handle.flat.gather_one(handle.index)
             if runs:
@@ -139,7 +139,7 @@ class Tail:
             comm.broadcast(used, comm.size - 1)
         for n, (param, flag) in enumerate(zip(self.params, used.tolist(), strict=True)):
             if flag and self.grads[n] is None:
-                dtype = param.handle.flat.unsharded.dtype  # type: ignore[attr-defined]
+                dtype = param.handle.flat.unsharded.dtype
                 self.grads[n] = torch.zeros(param.bmt_slice.piece_shape, dtype=dtype, device=self.context.device)
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from bmt_comm import Communicator, Work
 
 from .layout import FlatLayout, Placement
+from .sharded_gradient import ShardedGradient, local_rows, sharded_gradient
 from .sharded_parameter import ShardedParameter
 
 _NOTHING = contextlib.nullcontext()
@@ -121,7 +122,9 @@ class FlatParameter:
             param.data = view
             self._pointers.append(view.data_ptr())
             if grad is not None:  # moved to another device or dtype
-                param.grad = grad.to(shard.device, shard.dtype)
+                param.grad = local_rows(grad).to(shard.device, shard.dtype)
+                if isinstance(grad, ShardedGradient):
+                    param.grad = sharded_gradient(param.grad, grad.bmt_slice, grad.is_stage_local)
 
     def drop_storage(self) -> None:
         """Release all memory now, because reference cycles would keep it until Python's garbage collector runs.

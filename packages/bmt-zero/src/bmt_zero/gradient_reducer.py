@@ -13,17 +13,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Work
+from bmt_comm import Communicator, Slice, Work
 
 from .flat_parameter import FlatParameter, on_stream, record_event, wait_event
 from .layout import FlatLayout
-from .sharded_parameter import ShardedParameter
+from .sharded_gradient import local_rows, sharded_gradient
+from .stage_entry import is_stage_local
 
 
 class GradientReducer:
@@ -139,27 +141,47 @@ class GradientReducer:
         self.used = [a or b for a, b in zip(self.used, used, strict=True)]
         self._all_used = all(self.used)
         undecided, self.undecided = self.undecided, []
-        _add(
-            (param, grad)
-            for param, grad, used_now in zip(self.flat.params, undecided, self.used, strict=True)
-            if grad is not None and used_now
-        )
+        self._add([grad if used_now else None for grad, used_now in zip(undecided, self.used, strict=True)])
 
     # --- the parameters' gradients ----------------------------------------------------------------
 
     def add_gradient(self, reduced: Tensor) -> None:
         """Add a flat, reduced gradient of this rank's shard to the parameters' ``.grad``."""
-        pairs = zip(self.flat.params, self.flat.local_views(reduced), strict=True)
+        views = self.flat.local_views(reduced)
         if self._all_used:
-            _add(pairs)
+            self._add(views)
             return
+        self._add([view if used else None for view, used in zip(views, self.used, strict=True)])
         undecided = self.undecided or [None] * len(self.used)
-        self.undecided = []
-        for (param, view), before, used in zip(list(pairs), undecided, self.used, strict=True):
-            if used:
-                _add([(param, view)])
-            keeps = param.requires_grad and not used
-            self.undecided.append(None if not keeps else view if before is None else before + view)
+        self.undecided = [
+            None if used or not param.requires_grad else view if before is None else before + view
+            for param, view, before, used in zip(self.flat.params, views, undecided, self.used, strict=True)
+        ]
+
+    @functools.cached_property
+    def _kinds(self) -> list[tuple[Slice, bool] | None]:
+        """Of each parameter whose elements several ranks have: its slice, and whether it belongs to one stage."""
+        return [(p.bmt_slice, is_stage_local(p)) if p.bmt_slice.comms else None for p in self.flat.params]
+
+    def _add(self, rows: Sequence[Tensor | None]) -> None:
+        """Add rows to the gradients of the parameters, except frozen ones, and run the parameters' hooks."""
+        grads, added, hooked = [], [], []
+        for param, kind, new in zip(self.flat.params, self._kinds, rows, strict=True):
+            if new is None or not param.requires_grad:
+                continue
+            if param.hooks is not None:
+                new = param.hooks.changed(new if kind is None else sharded_gradient(new, *kind))
+                hooked.append((param, param.hooks))
+            before = param.grad
+            if before is not None:
+                grads.append(before)
+                added.append(new)
+            else:
+                param.grad = new if kind is None else sharded_gradient(new, *kind)
+        if grads:
+            torch._foreach_add_(grads, added)
+        for param, hooks in hooked:
+            hooks.accumulated(param)
 
     def set_gradients_aside(self) -> tuple[Any, ...]:
         """Begin with no gradients; :meth:`restore_gradients` takes what this returns."""
@@ -192,7 +214,10 @@ class GradientReducer:
         """Let there be gradients, so that zeroing them is noticed while others wait to be reduced."""
         params = self.flat.params
         if all(p.grad is None for p in params):
-            _add(zip(params, self.flat.local_views(torch.zeros_like(self.flat.shard)), strict=True))
+            zeros = self.flat.local_views(torch.zeros_like(self.flat.shard))
+            for param, kind, view in zip(params, self._kinds, zeros, strict=True):
+                if param.requires_grad:
+                    param.grad = view if kind is None else sharded_gradient(view, *kind)
         self._grads_then = [(p.grad, p.grad._version) for p in params if p.grad is not None]
 
     def _forget_zeroed(self) -> None:
@@ -202,7 +227,7 @@ class GradientReducer:
         present = {id(p.grad) for p in self.flat.params if p.grad is not None}
         gone = not any(id(grad) in present for grad, _ in self._grads_then)
         written = any(grad._version != version for grad, version in self._grads_then)
-        if gone or (written and not any(bool(grad.any()) for grad, _ in self._grads_then)):
+        if gone or (written and not any(bool(local_rows(grad).any()) for grad, _ in self._grads_then)):
             self._accumulated = None
 
     @property
@@ -341,22 +366,6 @@ class UseAgreement:
     def forget(self, reducers: Iterable[GradientReducer]) -> None:
         for reducer in reducers:
             self._waiting.pop(reducer, None)
-
-
-def _add(pairs: Iterable[tuple[ShardedParameter, Tensor]]) -> None:
-    """Add gradients to those of the parameters, except frozen ones."""
-    grads, added = [], []
-    for param, grad in pairs:
-        if not param.requires_grad:
-            continue
-        before = param.grad
-        if before is None:
-            param.grad = grad
-        else:
-            grads.append(before)
-            added.append(grad)
-    if grads:
-        torch._foreach_add_(grads, added)
 
 
 def _gaps(layout: FlatLayout) -> list[tuple[int, int]]:

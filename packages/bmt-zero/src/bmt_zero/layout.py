@@ -4,9 +4,9 @@ The parameters of a flat parameter lie one after the other, each contiguous, in 
 shards. Every border between two shards that falls inside a parameter falls **between two of its rows**, so that a
 rank holds a plain row range of it. Small gaps before parameters and one at the end make it so.
 
-A row is what follows dim 0. Of a 3-D weight it is what follows dims 0 and 1: packed experts, (experts, R, C), are cut
-between any two of their experts × R rows, since a rank that could only hold whole experts would hold many times its
-share where ranks are more than experts.
+A row is what follows dim 0. Of a 3-D weight it is what follows dims 0 and 1: packed experts, (experts, R, C), are
+divided between any two of their experts × R rows, since a rank that could only hold whole experts would hold many times
+its share where ranks are more than experts.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def plan_layouts(shapes: Sequence[tuple[int, ...]], world_size: int) -> list[Fla
     """Lay out parameters of ``shapes`` over ``world_size`` ranks, in as few flat buffers as possible.
 
     One buffer serves where the rows fit together, which is the rule.  Rows whose lengths do not divide each
-    other can each have to span many shards; a buffer in which all of them are cut between rows would then
+    other can each have to span many shards; a buffer in which all of them are divided between rows would then
     be mostly padding, and they go into a few buffers instead.  In each, padding is at most
     ``world_size`` × its longest row.
     """
@@ -135,20 +135,20 @@ def _plan_one(entries: Sequence[Placement], world_size: int) -> FlatLayout | Non
 
 
 def _place(entries: Sequence[Placement], shard: int, world_size: int) -> list[int] | None:
-    """Offsets that put every entry behind the one before it with all cuts between rows, or None."""
+    """Offsets that put every entry behind the one before it with all boundaries of shards between rows, or None."""
     cursor, offsets = 0, []
     for entry in entries:
         row, numel = entry.row_numel, entry.numel
         offset = cursor
         if numel:
-            cut = (cursor // shard + 1) * shard  # the first cut behind the cursor
-            if cursor + numel > cut:
-                offset = cursor + (cut - cursor) % row
-                if offset + numel > cut + shard and shard % row:
-                    # A second cut would fall inside a row: start at the next shard instead, if it fits in one.
+            boundary = (cursor // shard + 1) * shard  # the first one behind the cursor
+            if cursor + numel > boundary:
+                offset = cursor + (boundary - cursor) % row
+                if offset + numel > boundary + shard and shard % row:
+                    # A second boundary would fall inside a row: start at the next shard instead, if it fits in one.
                     if numel > shard:
                         return None
-                    offset = cursor if cursor % shard == 0 else cut
+                    offset = cursor if cursor % shard == 0 else boundary
         offsets.append(offset)
         cursor = offset + numel
     return offsets if cursor <= shard * world_size else None

@@ -24,7 +24,7 @@ from .hooks import ForwardHooks
 from .layout import FlatLayout, plan_layouts
 from .parameter_group import GroupHandle, Options, ParameterGroup, Slot
 from .precision import MixedPrecision
-from .sharded_parameter import ShardedParameter
+from .sharded_parameter import GradientHooks, ShardedParameter
 from .stage_entry import STAGE_LOCAL_ATTRIBUTE
 from .state import add_state_hooks
 
@@ -414,6 +414,7 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
         param.bmt_slice = dataclasses.replace(unsharded, row_stop=unsharded.piece_rows)
         return param
     own, awaits_values = slice_of(param), param.is_meta
+    before, after = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
     if awaits_values:
         empty = torch.empty(0, dtype=param.dtype, device=context.device)
         twin = torch.Tensor._make_subclass(ShardedParameter, empty, param.requires_grad)
@@ -422,6 +423,8 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
     else:
         param.__class__ = ShardedParameter
     assert isinstance(param, ShardedParameter)
+    if before or after:  # autograd does not reach the parameter any more; the reduction runs its hooks
+        param.hooks = GradientHooks(before, after)
     param.bmt_slice, param.awaits_values = own, awaits_values
     return param
 

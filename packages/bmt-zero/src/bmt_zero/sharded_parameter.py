@@ -12,12 +12,14 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from bmt_comm import Slice, join_pieces
 
@@ -34,6 +36,7 @@ class ShardedParameter(nn.Parameter):
         init_method: fills the logical parameter when ``init_parameters`` runs.
         tp_mode: whether tensor-parallel ranks hold different shards of it.
         sequence_parallel: whether a tensor-parallel rank's gradient covers only its part of the sequence.
+        hooks: what :meth:`register_hook` and :meth:`register_post_accumulate_grad_hook` have noted.
         awaits_values: whether it was built on the meta device and not filled since.
         handle: how it reaches its group and storage (a ``parameter_group.GroupHandle``, which imports this module).
     """
@@ -44,6 +47,7 @@ class ShardedParameter(nn.Parameter):
     tp_mode: bool = False
     sequence_parallel: bool = False
     awaits_values: bool = False
+    hooks: GradientHooks | None = None
     handle: Any
 
     @property
@@ -80,6 +84,17 @@ class ShardedParameter(nn.Parameter):
         """This rank's rows with the tensor-parallel dimension unsharded; not differentiable."""
         return join_pieces(self.data, self.bmt_slice)
 
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        """Call ``hook(gradient)`` with each reduced gradient of this rank's rows, before it is added to ``.grad``.
+
+        If it returns a tensor, that takes the gradient's place.
+        """
+        return _registered(self, hook, "before")
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        """Call ``hook(parameter)`` after a reduced gradient was added to ``.grad``."""
+        return _registered(self, hook, "after")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) not in memo:
             copy.deepcopy(self.handle.group, memo)  # with all of its parameters
@@ -111,6 +126,35 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
             args, kwargs = tree_map_only(ShardedParameter, _logical, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class GradientHooks:
+    """The hooks of a parameter, which run when its reduced gradient arrives."""
+
+    def __init__(self, before: Any = None, after: Any = None) -> None:
+        self.before: Any = OrderedDict() if before is None else before
+        self.after: Any = OrderedDict() if after is None else after
+
+    def changed(self, grad: Tensor) -> Tensor:
+        """What the hooks before accumulation make of a gradient."""
+        for hook in list(self.before.values()):
+            result = hook(grad)
+            grad = grad if result is None else result
+        return grad
+
+    def accumulated(self, param: ShardedParameter) -> None:
+        """Run the hooks after accumulation."""
+        for hook in list(self.after.values()):
+            hook(param)
+
+
+def _registered(param: ShardedParameter, hook: Any, when: str) -> RemovableHandle:
+    if param.hooks is None:
+        param.hooks = GradientHooks()
+    hooks = getattr(param.hooks, when)
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def is_row_sharded(param: ShardedParameter) -> bool:

@@ -102,9 +102,9 @@ def write_logical(param: ShardedParameter, values: Tensor) -> None:
     param.handle.original = None
 
 
-def _rows(param: ShardedParameter, whole: Tensor) -> Tensor:
+def _rows(param: ShardedParameter, logical: Tensor) -> Tensor:
     """This rank's rows of a parameter's logical tensor."""
-    return select_rows(cut_piece(whole, param.bmt_slice), param.bmt_slice)
+    return select_rows(cut_piece(logical, param.bmt_slice), param.bmt_slice)
 
 
 @contextmanager

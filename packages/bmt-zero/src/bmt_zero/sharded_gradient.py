@@ -1,0 +1,123 @@
+"""The ``.grad`` of a sharded parameter: this rank's rows of the reduced gradient.
+
+Operations act on these rows, with two exceptions. A norm over all dimensions is that of the logical gradient, so that
+``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` are right. The search of ``torch.amp.GradScaler`` for
+infinities has the same result on all ranks. Every rank must then take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmt_comm import Communicator, Slice
+
+_NORMS = ("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm")
+
+
+class ShardedGradient(Tensor):
+    """This rank's rows of a gradient that other ranks have other rows of.
+
+    Attributes:
+        bmt_slice: which rows of which logical tensor.
+        is_stage_local: whether other pipeline stages have other parameters.
+    """
+
+    bmt_slice: Slice
+    is_stage_local: bool
+
+    def to_local(self) -> Tensor:
+        """This rank's rows, as a plain tensor on the same memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), sharded_gradient(self.to_local().clone(), self.bmt_slice, self.is_stage_local))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _NORMS and kwargs.get("dim") is None and len(args) < 3:
+                with torch.no_grad():
+                    return _norm(name, *args, **kwargs)
+            result = func(*args, **kwargs)
+            if name == "_amp_foreach_non_finite_check_and_unscale_":
+                _reduce(args[1], _comms(args[0]), "max")
+            return result
+
+
+def sharded_gradient(rows: Tensor, where: Slice, is_stage_local: bool) -> ShardedGradient:
+    """This rank's rows, on the same memory, as a gradient of which other ranks have other elements."""
+    grad = local_rows(rows).as_subclass(ShardedGradient)
+    grad.bmt_slice, grad.is_stage_local = where, is_stage_local
+    return grad
+
+
+def local_rows(grad: Tensor) -> Tensor:
+    """The plain tensor of a gradient."""
+    return grad.to_local() if isinstance(grad, ShardedGradient) else grad
+
+
+def _norm(
+    name: str, grads: Any, ord: Any = 2, *, p: Any = None, dtype: torch.dtype | None = None, **_options: Any
+) -> Any:
+    """Norms of logical gradients, 0-dim; for ``_foreach_norm`` a list of them, with a collective for each group."""
+    given = ord if p is None else p
+    order = 2.0 if given in (None, "fro") else float(given)
+    several = name == "_foreach_norm"
+    chosen = list(grads) if several else [grads]
+    dtypes = [dtype or grad.dtype for grad in chosen]
+    powers = [_power(local_rows(grad), order) for grad in chosen]
+    by_comms: dict[tuple[Communicator, ...], list[int]] = {}
+    for index, grad in enumerate(chosen):
+        if isinstance(grad, ShardedGradient):
+            by_comms.setdefault(tuple(_comms([grad])), []).append(index)
+    op = "sum" if abs(order) != float("inf") else "max" if order > 0 else "min"
+    for comms, members in sorted(by_comms.items(), key=lambda item: [comm.ranks for comm in item[0]]):
+        together = torch.stack([powers[index] for index in members])
+        _reduce(together, comms, op)
+        for index, power in zip(members, together.unbind(), strict=True):
+            powers[index] = power
+    if op == "sum" and order != 0:
+        powers = [power ** (1 / order) for power in powers]
+    norms = [power.to(wanted) for power, wanted in zip(powers, dtypes, strict=True)]
+    return norms if several else norms[0]
+
+
+def _power(rows: Tensor, order: float) -> Tensor:
+    """What is added up, or compared, over ranks for a norm: 0-dim, fp32 or wider."""
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    if not rows.numel():
+        return torch.full((), float("inf") if order == -float("inf") else 0.0, dtype=dtype, device=rows.device)
+    norm = torch.linalg.vector_norm(rows, order, dtype=dtype)
+    return norm if order == 0 or abs(order) == float("inf") else norm**order
+
+
+def _comms(grads: Sequence[Tensor]) -> list[Communicator]:
+    """The communicators whose ranks have other elements of ``grads``, in an order that all ranks agree on.
+
+    Raises:
+        RuntimeError: a parameter belongs to a pipeline stage; other stages would not take part.
+    """
+    comms: dict[Communicator, None] = {}
+    for grad in grads:
+        if isinstance(grad, ShardedGradient):
+            if grad.is_stage_local:
+                raise RuntimeError(
+                    "this function sees the gradients of one pipeline stage only; use OptimManager, whose "
+                    "clip_grad_norm and loss scale take all stages into account"
+                )
+            comms.update(dict.fromkeys(grad.bmt_slice.comms))
+    return sorted(comms, key=lambda comm: comm.ranks)
+
+
+def _reduce(value: Tensor, comms: Sequence[Communicator], op: str) -> None:
+    for comm in comms:
+        comm.all_reduce(value, op)

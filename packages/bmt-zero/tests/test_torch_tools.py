@@ -1,0 +1,148 @@
+"""torch's own tools on sharded parameters give what they give on the plain model, on every rank, or name an error."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from block_helpers import pair, rows_of, seeded
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from bmt_comm import Communicator
+from bmt_zero import Block, TransformerBlockList
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.LayerNorm(3))
+
+
+def backward(ctx, plain: nn.Module, block: nn.Module, seed: int = 0) -> None:
+    """The same gradients in both: ours are sums over the ranks."""
+    batch = seeded(seed, 2 * ctx.world_size, 5)
+    plain(batch).square().sum().backward()
+    block(batch.chunk(ctx.world_size)[ctx.rank]).square().sum().backward()
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clipping_by_the_norm(ctx, level, foreach):
+    for order in (2.0, 1.0, 3.0, math.inf):
+        plain, block = pair(make, zero_level=level)
+        backward(ctx, plain, block)
+        expected = clip_grad_norm_(plain.parameters(), 0.1, order)
+        total = get_total_norm([p.grad for p in block.parameters() if p.grad is not None], order, foreach=foreach)
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(clip_grad_norm_(block.parameters(), 0.1, order, foreach=foreach), expected)
+        for name, param in block.named_parameters():
+            torch.testing.assert_close(param.grad.add(0), rows_of(plain.get_parameter(name).grad, param), msg=name)
+
+
+@pytest.mark.ranks(4)
+def test_clipping_when_pairs_of_ranks_shard_and_pairs_replicate(ctx):
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 1), (2, 3), (0, 2), (1, 3)]}
+    shard = next(group for ranks, group in groups.items() if ctx.rank in ranks and ranks in [(0, 1), (2, 3)])
+    replicate = next(group for ranks, group in groups.items() if ctx.rank in ranks and ranks in [(0, 2), (1, 3)])
+    plain, block = pair(make, shard_comm=Communicator(shard), replicate_comm=Communicator(replicate))
+    backward(ctx, plain, block)
+    torch.testing.assert_close(clip_grad_norm_(block.parameters(), 0.1), clip_grad_norm_(plain.parameters(), 0.1))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 2, 3])
+@pytest.mark.parametrize("overflow", [False, True])
+def test_the_grad_scaler_skips_a_step_on_all_ranks_or_on_none(ctx, level, overflow):
+    plain, block = pair(make, zero_level=level)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    batch = seeded(0, 4, 5)
+    loss = block(batch.chunk(2)[ctx.rank]).square().sum()
+    scaler.scale(loss).backward()
+    if (overflow and ctx.rank == 1) or (overflow and level == 0):  # in rows that this rank alone has, at levels above 0
+        next(p for p in block.parameters() if p.numel()).grad.mul_(math.inf)
+    before = [p.detach().clone() for p in block.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    changed = any(not torch.equal(p.detach(), b) for p, b in zip(block.parameters(), before, strict=True))
+    assert changed == (not overflow)
+    assert scaler.get_scale() == (4.0 if overflow else 16.0)
+    if not overflow:
+        plain(batch).square().sum().backward()
+        for name, param in block.named_parameters():
+            wanted = plain.get_parameter(name)
+            torch.testing.assert_close(param.detach(), rows_of((wanted - 0.1 * wanted.grad).detach(), param), msg=name)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_hooks_of_parameters_see_and_change_the_reduced_gradient(ctx, level):
+    plain, _ = pair(make)
+    inner = copy.deepcopy(plain)
+    calls: list[str] = []
+    inner[0].weight.register_hook(lambda grad: calls.append("before sharding"))
+    block = Block(inner, zero_level=level)
+    model = TransformerBlockList([block])
+    weight, bias = block[0].weight, block[2].bias
+    doubled = weight.register_hook(lambda grad: grad * 2)
+    bias.register_post_accumulate_grad_hook(lambda p: calls.append(f"after {p is bias} {p.grad is not None}"))
+    plain[0].weight.register_hook(lambda grad: grad * 2)
+    backward(ctx, plain, model)
+    assert sorted(calls) == ["after True True", "before sharding"]
+    torch.testing.assert_close(weight.grad.add(0), rows_of(plain[0].weight.grad, weight))
+    doubled.remove()
+    calls.clear()
+    plain[0].weight._backward_hooks.clear()
+    backward(ctx, plain, model, seed=1)
+    assert sorted(calls) == ["after True True", "before sharding"]
+    torch.testing.assert_close(weight.grad.add(0), rows_of(plain[0].weight.grad, weight))
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_steps_in_backward(ctx):
+    """As torch's tutorial has it: a post-accumulate hook steps, and drops the gradient."""
+    plain, block = pair(make)
+    for param in block.parameters():
+        optimizer = torch.optim.SGD([param], lr=0.1)
+
+        def step(param: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+    for seed in range(3):
+        backward(ctx, plain, block, seed)
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.sub_(0.1 * param.grad)
+                param.grad = None
+    for name, param in block.named_parameters():
+        assert param.grad is None
+        torch.testing.assert_close(param.detach(), rows_of(plain.get_parameter(name).detach(), param), msg=name)
+
+
+@pytest.mark.ranks(2)
+def test_a_norm_is_that_of_the_logical_gradient_and_all_else_is_of_rows(ctx):
+    plain, block = pair(make)
+    backward(ctx, plain, block)
+    grad, wanted = block[0].weight.grad, plain[0].weight.grad
+    rows = rows_of(wanted, block[0].weight)
+    torch.testing.assert_close(grad.norm(), wanted.norm())
+    torch.testing.assert_close(grad.norm(1), wanted.norm(1))
+    torch.testing.assert_close(torch.linalg.vector_norm(grad, math.inf), wanted.abs().max())
+    for operation in (
+        Tensor.sum,
+        lambda g: g[:1],
+        lambda g: g.norm(dim=1),
+        lambda g: g @ wanted.t(),
+        lambda g: g.abs(),
+    ):
+        torch.testing.assert_close(operation(grad), operation(rows))
+    assert type(grad.to_local()) is Tensor
+    twin = copy.deepcopy(grad)
+    twin.zero_()
+    torch.testing.assert_close(twin.norm(), torch.tensor(0.0))
+    torch.testing.assert_close(grad.norm(), wanted.norm())
