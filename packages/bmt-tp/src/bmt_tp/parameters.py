@@ -108,7 +108,9 @@ def _mark(param: nn.Parameter, **attributes: Any) -> None:
 
 
 class _SumOverRanks:
-    """A parameter's hook. Once the parameter is sharded, its group writes the gradient, and None comes here."""
+    """A parameter's hook. Sharding the parameter removes it, because the reduction then includes the sum."""
+
+    is_part_of_reduction = True
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm

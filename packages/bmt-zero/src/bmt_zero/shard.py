@@ -414,7 +414,11 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
         param.bmt_slice = dataclasses.replace(unsharded, row_stop=unsharded.piece_rows)
         return param
     own, awaits_values = slice_of(param), param.is_meta
-    before, after = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
+    before: Any = param._backward_hooks
+    after: Any = getattr(param, "_post_accumulate_grad_hooks", None)
+    for key, hook in list((before or {}).items()):
+        if getattr(hook, "is_part_of_reduction", False):  # bmt_tp's sum over ranks, which the reduction includes
+            del before[key]
     if awaits_values:
         empty = torch.empty(0, dtype=param.dtype, device=context.device)
         twin = torch.Tensor._make_subclass(ShardedParameter, empty, param.requires_grad)
