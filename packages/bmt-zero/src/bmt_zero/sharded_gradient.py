@@ -101,12 +101,13 @@ def _power(rows: Tensor, order: float) -> Tensor:
 
 
 def _comms(grads: Sequence[Tensor]) -> list[Communicator]:
-    """The communicators whose ranks have other elements of ``grads``, in an order that all ranks agree on.
+    """The communicators whose ranks have other elements of ``grads``, in an order that all ranks agree on: rows first.
 
     Raises:
         RuntimeError: a parameter belongs to a pipeline stage; other stages would not take part.
     """
-    comms: dict[Communicator, None] = {}
+    rows: dict[Communicator, None] = {}
+    columns: dict[Communicator, None] = {}
     for grad in grads:
         if isinstance(grad, ShardedGradient):
             if grad.is_stage_local:
@@ -114,8 +115,9 @@ def _comms(grads: Sequence[Tensor]) -> list[Communicator]:
                     "this function sees the gradients of one pipeline stage only; use OptimManager, whose "
                     "clip_grad_norm and loss scale take all stages into account"
                 )
-            comms.update(dict.fromkeys(grad.bmt_slice.comms))
-    return sorted(comms, key=lambda comm: comm.ranks)
+            for comm in grad.bmt_slice.comms:
+                (columns if comm is grad.bmt_slice.tp_comm else rows)[comm] = None
+    return [comm for comms in (rows, columns) for comm in sorted(comms, key=lambda comm: comm.ranks)]
 
 
 def _reduce(value: Tensor, comms: Sequence[Communicator], op: str) -> None:
