@@ -108,6 +108,11 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
     unfilled = {**waiting, **{id(b): name for name, b in model.named_buffers() if b.is_meta}}
     resets = []
     for module in reversed(modules):
+        function: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if family.get(module) is not None:
+            function = functools.partial(cast(Any, family[module])._init_weights, module)
+        if function is None:
+            continue
         inside = set(module.modules())
         places = [
             (tensors, name)
@@ -117,10 +122,7 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
             if tensor is not None
         ]
         mine = {id(t[n]) for t, n in places if id(t[n]) in unfilled or owners.get(id(t[n])) in inside}
-        function: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        if family.get(module) is not None:
-            function = functools.partial(cast(Any, family[module])._init_weights, module)
-        if not mine or function is None:
+        if not mine:
             continue
         written = _written_by(function, places)
         fills = [(tensors, name) for tensors, name in written if id(tensors[name]) in mine]
@@ -220,17 +222,17 @@ def _run_reset(reset: _Reset, context: ParallelContext) -> None:
                 values.fill_(math.nan)  # what stays so has not been filled
         else:
             values.copy_(logical_tensor(tensor))
-    filled: list[tuple[Tensor, Any]] = []
+    results: list[Any] = []
     try:
         for tensors, name, tensor in before:
             tensors[name] = unsharded[id(tensor)]
         with torch.no_grad(), _seeded(context, reset.name):
             reset.function()
-        filled = [(tensor, tensors[name]) for tensors, name, tensor in before]  # it may put others in their places
+        results = [tensors[name] for tensors, name, _ in before]  # it may put others in their places
     finally:
         for tensors, name, tensor in before:
             tensors[name] = tensor
-    for (tensors, name, tensor), (_, result) in zip(before, filled, strict=True):
+    for (tensors, name, tensor), result in zip(before, results, strict=True):
         if id(tensor) not in reset.fills:
             continue
         if result.is_floating_point() and bool(result.isnan().any()):
