@@ -24,7 +24,7 @@ import bmt_kernels
 from bmt_comm import slice_of
 
 from .adam_runs import HALF, MOMENTS, GroupPlan, Home, Launch
-from .runs import zero_grads
+from .runs import on_local_tensors, zero_grads
 from .state_dict import gather_state, match_groups, state_value, whole_number
 
 Call = tuple[Launch, dict[str, Any]]
@@ -109,15 +109,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             raise ValueError(f"scale={scale!r} must be positive and finite")
         for group in self.param_groups:
             _check_options(group)
-        calls: list[Call] = []
-        for group, plan in zip(self.param_groups, self._current_plans()):
-            launches: dict[Any, Launch] = {}
-            for run in plan.runs:
-                run.collect(self.state, launches)
-            for (step, *_), launch in launches.items():
-                options = {name: group[name] for name in ("betas", "eps", "weight_decay", "hold_steps")}
-                options.update(lr=float(group["lr"]), step=step, grad_scale=float(scale))
-                calls.append((launch, options))
+        calls = self._calls(scale)
         self._launch(calls)
         for launch, options in calls:
             for entry in launch.entries:
@@ -127,6 +119,20 @@ class AdamOptimizer(torch.optim.Optimizer):
             if launch.in_runs:  # the flat views need not share the parameters' version counters
                 torch.autograd.graph.increment_version(launch.in_runs)
         return loss
+
+    @on_local_tensors
+    def _calls(self, scale: float) -> list[Call]:
+        """The kernel calls of a step."""
+        calls: list[Call] = []
+        for group, plan in zip(self.param_groups, self._current_plans()):
+            launches: dict[Any, Launch] = {}
+            for run in plan.runs:
+                run.collect(self.state, launches)
+            for (step, *_), launch in launches.items():
+                options = {name: group[name] for name in ("betas", "eps", "weight_decay", "hold_steps")}
+                options.update(lr=float(group["lr"]), step=step, grad_scale=float(scale))
+                calls.append((launch, options))
+        return calls
 
     def _launch(self, calls: Sequence[Call]) -> None:
         for launch, options in calls:
@@ -139,7 +145,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                 **options,
             )
 
-    @torch.no_grad()
+    @on_local_tensors
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fill the gradients with zeros, or drop them."""
         if set_to_none:

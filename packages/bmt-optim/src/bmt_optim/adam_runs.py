@@ -109,8 +109,8 @@ class Run:
         self.home, self.share = home, share
         self.params = params
         self.locals = locals_
-        # Plain parameters are their own local tensors, whatever is done to them; others are asked each time.
-        self.plain = all(map(is_, params, locals_))
+        # A DTensor has no memory of its own and is asked for its local tensor each time; others lie where that does.
+        self.plain = all(p.data_ptr() == t.data_ptr() for p, t in zip(params, locals_))
         self.dtype, self.device = first.dtype, first.device
         self.half = first.dtype in HALF
         self.addresses = [t.data_ptr() for t in locals_]

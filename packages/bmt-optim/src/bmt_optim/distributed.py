@@ -19,7 +19,7 @@ from .engine import Step, run
 from .exchange import Communication
 from .matrix import Matrix, Presence, plan_matrices
 from .requests import Rule
-from .runs import local_grad, zero_grads
+from .runs import local_grad, on_local_tensors, zero_grads
 from .state_dict import gather_state, match_groups, state_value, whole_number
 from .state_layout import StateTensor, like_parameter
 
@@ -140,7 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # before the optimizer: an OptimManager steps optimizers without a call of step.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    @torch.no_grad()
+    @on_local_tensors
     def begin_step(self, scale: float = 1, grad_factor: Tensor | None = None) -> Step:
         """The first part of a step, up to what is to be communicated first. No state and no weight changes.
 
@@ -194,7 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return torch.zeros(matrix.where.local_shape, device=matrix.param.device)
         return grad.detach().contiguous()
 
-    @torch.no_grad()
+    @on_local_tensors
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Fill the gradients with zeros, or drop them."""
         if set_to_none:

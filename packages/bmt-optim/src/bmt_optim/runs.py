@@ -7,11 +7,16 @@ tensor. :func:`plan_runs` is pure: it sees addresses, not tensors. The other fun
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,20 @@ def merge_adjacent(tensors: Iterable[Tensor]) -> list[Tensor]:
     return merged
 
 
+def on_local_tensors(function: Callable[P, R]) -> Callable[P, R]:
+    """Without gradient mode, and without what subclasses of tensors make of an access to ``.grad`` or an address.
+
+    That would cost more than all else an optimizer does for a small parameter.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def local_grad(param: Tensor) -> Tensor | None:
     """The plain tensor that holds this rank's part of ``param.grad``; ``None`` where there is none.
 
@@ -152,7 +171,7 @@ def local_grad(param: Tensor) -> Tensor | None:
     return grad
 
 
-@torch.no_grad()
+@on_local_tensors
 def zero_grads(params: Iterable[Tensor]) -> None:
     """Fill the gradients that there are with zeros, neighbours in memory together."""
     grads = []
