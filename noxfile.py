@@ -46,6 +46,13 @@ BUILD_NEEDS = ["build", "hatchling>=1.26", "scikit-build-core>=1.0", "pybind11>=
 TOOL_NEEDS = ["pytest>=8", "packaging", "tomli; python_version < '3.11'"]
 TEST_NEEDS = ["pytest>=8", "pytest-xdist", "hypothesis", "numpy"]
 TEST_NEEDS += ["safetensors", "transformers", "came-pytorch", "matplotlib"]
+# Packages that work without bmt-kernels, and the tests that run without it. All run beside it: ranks that share memory
+# are faster than ranks that send messages.
+OVER_MESSAGES = {
+    "bmt-zero": ["tests/test_block.py", "tests/test_state.py", "-k", "ranks=2 or not ranks="],
+    "bmt-pipe": ["tests/test_equivalence.py", "-k", "ranks=2"],
+}
+TWO_AT_A_TIME = ["-n", "2"]  # while ranks of one test wait, those of another compute
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
 
 
@@ -170,8 +177,9 @@ def cuda_build(session: nox.Session) -> None:
 def tests_alone(session: nox.Session) -> None:
     """Each package's tests with nothing of ours but what it requires; arguments are package names.
 
-    Packages come from the wheels in dist/ and tests run in a temporary folder, so a requirement that is not
-    declared, a file that is not packaged and a module that a folder shadows are noticed.
+    Those of OVER_MESSAGES run a part of their tests so, and all beside bmt-kernels, which they can use. Packages come
+    from the wheels in dist/ and tests run in a temporary folder, so a requirement that is not declared, a file that is
+    not packaged and a module that a folder shadows are noticed.
     """
     needs_environment(session)
     install(session, "torch", *TEST_NEEDS)
@@ -186,11 +194,13 @@ def tests_alone(session: nox.Session) -> None:
         shutil.copytree(ROOT / "packages" / name / "tests", folder / "tests")
         shutil.copy(ROOT / "packages" / name / "README.md", folder)
         with session.chdir(folder):
-            settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
-            if name == "bmt-kernels":  # its tests need one process each; those of the others start ranks
-                settings += ["-n", "2"]
+            settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), *TWO_AT_A_TIME]
+            title = f"[{number}/{len(names)}] {name}"
             try:
-                run_tests(session, f"[{number}/{len(names)}] {name}", *settings, "tests")
+                if name in OVER_MESSAGES:
+                    run_tests(session, f"{title} without bmt-kernels", *settings, *OVER_MESSAGES[name])
+                    install_wheels(session, "bmt-kernels")
+                run_tests(session, title, *settings, "tests")
             except CommandFailed:
                 failed.append(name)
     if failed:
@@ -206,7 +216,7 @@ def tests_across(session: nox.Session) -> None:
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     uninstall_ours(session)
     install_wheels(session, *PACKAGES)
-    run_tests(session, "tests of packages together", *(session.posargs or ["tests"]))
+    run_tests(session, "tests of packages together", *TWO_AT_A_TIME, *(session.posargs or ["tests"]))
     with step(session, "links and examples of the documentation", "2 minutes"):
         session.run("python", ".ci/check_docs.py")
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism and ZeRO together; conftest.py leaves this file out where bmt_zero is not installed."""
+"""Tensor parallelism and ZeRO together."""
 
 import copy
 

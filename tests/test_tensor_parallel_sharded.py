@@ -1,4 +1,4 @@
-"""Parameters that bmt_zero shards; conftest.py leaves this file out where it is not installed."""
+"""Linear layers of bmt_tp whose parameters bmt_zero shards."""
 
 import math
 
