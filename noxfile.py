@@ -49,8 +49,8 @@ TEST_NEEDS += ["safetensors", "transformers", "came-pytorch", "matplotlib"]
 # Packages that work without bmt-kernels, and the tests that run without it. All run beside it: ranks that share memory
 # are faster than ranks that send messages.
 OVER_MESSAGES = {
-    "bmt-zero": ["tests/test_block.py", "tests/test_state.py", "-k", "ranks=2 or not ranks="],
-    "bmt-pipe": ["tests/test_equivalence.py", "-k", "ranks=2"],
+    "bmt-zero": ["tests/test_block.py", "tests/test_state.py"],
+    "bmt-pipe": ["tests/test_block_list_state.py"],
 }
 TWO_AT_A_TIME = ["-n", "2"]  # while ranks of one test wait, those of another compute
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
