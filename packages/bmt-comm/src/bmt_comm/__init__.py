@@ -14,6 +14,7 @@ from .context import ParallelContext, current_context, init_distributed, is_init
 from .printing import print_block, print_dict, print_rank, see_memory
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
 from .slice import SLICE_ATTRIBUTE, Slice, cut_piece, join_pieces, local_tensor, select_rows, slice_of, whole
+from .state_record import StateRecord
 from .store import allgather_objects, broadcast_object
 from .weight_gradients import (
     DeferredWeightGradients,
@@ -36,6 +37,7 @@ __all__ = [
     "GradientReceiver",
     "ParallelContext",
     "Slice",
+    "StateRecord",
     "Traffic",
     "WeightGradient",
     "Work",

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 import bmt_kernels
-from bmt_comm import slice_of
+from bmt_comm import StateRecord, slice_of
 
 from .adam_runs import HALF, MOMENTS, GroupPlan, Home, Launch
 from .runs import on_local_tensors, zero_grads
-from .state_dict import gather_state, match_groups, state_value, whole_number
+from .state_dict import gather_state, match_groups, state_value, step_record, whole_number
 
 Call = tuple[Launch, dict[str, Any]]
 """The tensors of a kernel call and its other arguments."""
@@ -178,11 +178,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                 the ranks that share parameters. Rank 0 gets them all, or the first rank of each pipeline stage
                 those of what its stage has; on the other ranks ``state`` is empty.
         """
-        self._settle()
-        for plan in self._current_plans():
-            for run in plan.runs:
-                if not run.materialized and any(p.requires_grad for p in run.params):
-                    run.materialize(self.state)
+        self._materialize()
         found = super().state_dict()
         params = self._params()
         # A frozen neighbour in a run has memory for a state, and that depends on the layout: leave it out.
@@ -196,6 +192,37 @@ class AdamOptimizer(torch.optim.Optimizer):
             tensors = [dict.fromkeys(k, (slice_of(p), torch.float32)) for k, p in zip(keys, params)]
             found["state"] = gather_state(found["state"], params, tensors)
         return found
+
+    def _materialize(self) -> None:
+        """Give every parameter that requires a gradient its state."""
+        self._settle()
+        for plan in self._current_plans():
+            for run in plan.runs:
+                if not run.materialized and any(p.requires_grad for p in run.params):
+                    run.materialize(self.state)
+
+    def state_records(self) -> list[StateRecord]:
+        """The state as parts of logical tensors, for checkpoints (see :class:`bmt_comm.StateRecord`).
+
+        Of each parameter that requires a gradient, or has been stepped: ``step``, ``exp_avg``, ``exp_avg_sq`` and, in
+        half precision, ``master``.
+        """
+        self._materialize()
+        found: list[StateRecord] = []
+        for param in self._params():
+            entry = self.state.get(param)
+            if not entry or not (param.requires_grad or entry["step"] > 0):
+                continue
+            keys = (*MOMENTS, "master") if param.dtype in HALF else MOMENTS
+            found.append(step_record(param, entry["step"]))
+            found += [StateRecord(param, key, slice_of(param), entry[key]) for key in keys]
+        return found
+
+    def adopt_state_records(self, records: Iterable[StateRecord]) -> None:
+        """Go on from what was written into the tensors of :meth:`state_records`."""
+        for record in records:
+            if record.key == "step":
+                self.state[record.param]["step"] = int(record.tensor)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise, and change nothing."""

@@ -13,7 +13,10 @@ from bmt_comm import slice_of
 from .adapters import ADAPTERS, ELEMENTWISE, REFUSED, explanation, known_name
 from .distributed import DistributedOptimizer
 
-_FORWARDED = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+_FORWARDED = (
+    *("step", "zero_grad", "add_param_group"),
+    *("state_dict", "load_state_dict", "state_records", "adopt_state_records"),
+)
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import Slice, local_tensor, slice_of
+from bmt_comm import Slice, StateRecord, local_tensor, slice_of
 
 from .batch import HALF, Batch
 from .engine import Step, run
@@ -20,7 +20,7 @@ from .exchange import Communication
 from .matrix import Matrix, Presence, plan_matrices
 from .requests import Rule
 from .runs import local_grad, on_local_tensors, zero_grads
-from .state_dict import gather_state, match_groups, state_value, whole_number
+from .state_dict import gather_state, match_groups, state_value, step_record, whole_number
 from .state_layout import StateTensor, like_parameter
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
@@ -296,6 +296,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     entry[key] = state_value(values, key, index, tensor.part(slice_of(param)))
             entries[param] = entry
         return entries
+
+    @torch.no_grad()
+    def state_records(self) -> list[StateRecord]:
+        """The state as parts of logical tensors, for checkpoints (see :class:`bmt_comm.StateRecord`).
+
+        Of each parameter that requires a gradient, or has been stepped: ``step``, the tensors of
+        :meth:`state_layout` and, in half precision, ``master``.
+        """
+        self._materialize()
+        found: list[StateRecord] = []
+        matrices = iter(self._current_plan().matrices)
+        for group in self.param_groups:
+            for param in group["params"]:
+                matrix, entry = next(matrices), self.state.get(param)
+                if not entry or not (param.requires_grad or entry["step"] > 0):
+                    continue
+                found.append(step_record(param, entry["step"]))
+                for key, tensor in self._layout(param, group).items():
+                    part = tensor.part(matrix.where)
+                    is_current = _maintained_part(tensor, matrix).numel == part.numel
+                    found.append(StateRecord(param, key, part, entry[key], is_current))
+        return found
+
+    def adopt_state_records(self, records: Iterable[StateRecord]) -> None:
+        """Go on from what was written into the tensors of :meth:`state_records`."""
+        for record in records:
+            if record.key == "step":
+                self.state[record.param]["step"] = int(record.tensor)
 
     def _layout(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, StateTensor]:
         shape = slice_of(param).shape

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import slice_of
+from bmt_comm import StateRecord, slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
@@ -203,6 +203,11 @@ class DistGaloreAdamW(DistributedOptimizer):
                     side = side_of(slice_of(param).shape, group["proj_type"])
                     entry["projector"] = projector_of([entry.pop(key) for key in BASES[side]], group)
         return found
+
+    def state_records(self) -> list[StateRecord]:
+        """As :meth:`DistributedOptimizer.state_records`."""
+        self.synchronize()
+        return super().state_records()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

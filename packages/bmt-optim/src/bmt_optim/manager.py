@@ -251,6 +251,12 @@ class OptimManager:
                 optimizer.state_dict(gather=gather_opt) if gathers(optimizer) else optimizer.state_dict()
                 for optimizer in self.optimizers
             ],
+            **self.trainer_state(),
+        }
+
+    def trainer_state(self) -> dict[str, Any]:
+        """The state without that of the optimizers: of the schedulers and of the loss scale; the same on every rank."""
+        return {
             "lr_schedulers": [
                 None if scheduler is None else scheduler.state_dict() for scheduler in self.lr_schedulers
             ],
@@ -258,6 +264,36 @@ class OptimManager:
             "loss_scale_enabled": self.loss_scale_enabled,
             "steps_since_last_scale": self.steps_since_last_scale,
         }
+
+    def check_trainer_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless :meth:`load_trainer_state` takes it."""
+        for key in ("lr_schedulers", "loss_scale", "loss_scale_enabled"):
+            if key not in state:
+                raise ValueError(f"the state dict has no {key!r}; its keys are {sorted(map(str, state))}")
+        saved = state["lr_schedulers"]
+        if len(saved) != len(self.lr_schedulers):
+            raise ValueError(
+                f"the state dict has {len(saved)} lr_schedulers and this manager has {len(self.lr_schedulers)}"
+            )
+        for index, (scheduler, values) in enumerate(zip(self.lr_schedulers, saved)):
+            if (scheduler is None) != (values is None):
+                has, lacks = ("manager", "state dict") if values is None else ("state dict", "manager")
+                raise ValueError(f"lr_scheduler {index}: the {has} has one and the {lacks} has none")
+            check = getattr(scheduler, "check_state_dict", None)
+            if check is not None:
+                try:
+                    check(values)
+                except ValueError as error:
+                    raise ValueError(f"lr_scheduler {index}: {error}") from None
+
+    def load_trainer_state(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`trainer_state` returned."""
+        for scheduler, values in zip(self.lr_schedulers, state["lr_schedulers"]):
+            if scheduler is not None:
+                scheduler.load_state_dict(values)
+        self.loss_scale = state["loss_scale"]
+        self.loss_scale_enabled = state["loss_scale_enabled"]
+        self.steps_since_last_scale = state.get("steps_since_last_scale", 0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, gathered or not.
@@ -268,21 +304,14 @@ class OptimManager:
         self._check(state_dict)
         for optimizer, saved in zip(self.optimizers, state_dict["optimizers"]):
             optimizer.load_state_dict(saved)
-        for scheduler, saved in zip(self.lr_schedulers, state_dict["lr_schedulers"]):
-            if scheduler is not None:
-                scheduler.load_state_dict(saved)
-        self.loss_scale = state_dict["loss_scale"]
-        self.loss_scale_enabled = state_dict["loss_scale_enabled"]
-        self.steps_since_last_scale = state_dict.get("steps_since_last_scale", 0)
+        self.load_trainer_state(state_dict)
 
     def _check(self, state_dict: Mapping[str, Any]) -> None:
-        for key in ("optimizers", "lr_schedulers", "loss_scale", "loss_scale_enabled"):
-            if key not in state_dict:
-                raise ValueError(f"the state dict has no {key!r}; its keys are {sorted(map(str, state_dict))}")
-        for key, mine in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
-            saved = state_dict[key]
-            if len(saved) != len(mine):
-                raise ValueError(f"the state dict has {len(saved)} {key} and this manager has {len(mine)}")
+        if "optimizers" not in state_dict:
+            raise ValueError(f"the state dict has no 'optimizers'; its keys are {sorted(map(str, state_dict))}")
+        saved = state_dict["optimizers"]
+        if len(saved) != len(self.optimizers):
+            raise ValueError(f"the state dict has {len(saved)} optimizers and this manager has {len(self.optimizers)}")
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, state_dict["optimizers"])):
             check = getattr(optimizer, "check_state_dict", None)
             try:
@@ -292,16 +321,7 @@ class OptimManager:
                     match_groups(optimizer, saved, allow_empty=True)
             except ValueError as error:
                 raise ValueError(f"optimizer {index}: {error}") from None
-        for index, (scheduler, saved) in enumerate(zip(self.lr_schedulers, state_dict["lr_schedulers"])):
-            if (scheduler is None) != (saved is None):
-                has, lacks = ("manager", "state dict") if saved is None else ("state dict", "manager")
-                raise ValueError(f"lr_scheduler {index}: the {has} has one and the {lacks} has none")
-            check = getattr(scheduler, "check_state_dict", None)
-            if check is not None:
-                try:
-                    check(saved)
-                except ValueError as error:
-                    raise ValueError(f"lr_scheduler {index}: {error}") from None
+        self.check_trainer_state(state_dict)
 
 
 def gathers(optimizer: torch.optim.Optimizer) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import bmt_comm
-from bmt_comm import Slice, local_tensor, slice_of
+from bmt_comm import Slice, StateRecord, local_tensor, slice_of
 
 from .slices import all_reduce_over, assemble, by_comms, cut
 
@@ -118,6 +118,13 @@ def whole_number(values: Mapping[str, Any], key: str, index: int) -> int:
     if not isinstance(found, (int, float)) or not math.isfinite(found) or found < 0 or found != int(found):
         raise ValueError(f"{key} of parameter {index} is {found!r} in the state dict, not a whole number")
     return int(found)
+
+
+def step_record(param: Tensor, step: int) -> StateRecord:
+    """The number of steps that a parameter has taken. A rank with none of its rows may lag, and does not count."""
+    where = slice_of(param)
+    counts = bool(where.numel or not math.prod(where.shape))
+    return StateRecord(param, "step", Slice((), 0, 1), torch.tensor(int(step), dtype=torch.int64), counts)
 
 
 def _agreed_steps(steps: list[int], params: Sequence[Tensor], slices: Sequence[Slice]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from bmt_comm import Communicator
-from bmt_zero import entries_of_stages, load_state_dict, serves_shards
+from bmt_zero import entries_of_stages, has_own_stage_only, load_state_dict, serves_shards
 
 
 class StagedState(nn.Module):
@@ -40,7 +40,7 @@ class StagedState(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole tensors of the layers of all stages. Every rank must call it."""
         destination = super().state_dict(*args, **kwargs)
-        if self._pipe.size == 1:
+        if self._pipe.size == 1 or has_own_stage_only():
             return destination
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         own = {name: value for name, value in destination.items() if self._layer_of(name, prefix) is not None}

@@ -4,6 +4,7 @@ from ._version import __version__
 from .block import Block, CheckpointBlock
 from .block_list import TransformerBlockList, link_blocks
 from .checkpoint import load, save
+from .checkpoints import Checkpointer, DamagedError, SaveError
 from .distributed import DistributedModule, DistributedParameter, ParameterInitializer
 from .groups import grouped_parameters, no_sync
 from .initialize import init_parameters
@@ -13,25 +14,29 @@ from .shard import shard
 from .sharded_parameter import ShardedParameter
 from .stage import stage_block
 from .stage_entry import StageEntry, is_stage_local
-from .state import entries_of_stages, load_state_dict, serves_shards
+from .state import entries_of_stages, has_own_stage_only, load_state_dict, serves_shards
 from .wrapper import BMTrainModelWrapper
 
 __all__ = [
     "BMTrainModelWrapper",
     "Block",
     "CheckpointBlock",
+    "Checkpointer",
+    "DamagedError",
     "DistributedModule",
     "DistributedParameter",
     "FlatLayout",
     "MixedPrecision",
     "ParameterInitializer",
     "Placement",
+    "SaveError",
     "ShardedParameter",
     "StageEntry",
     "TransformerBlockList",
     "__version__",
     "entries_of_stages",
     "grouped_parameters",
+    "has_own_stage_only",
     "init_parameters",
     "is_stage_local",
     "link_blocks",

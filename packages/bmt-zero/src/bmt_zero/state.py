@@ -36,6 +36,9 @@ HANDLES_SHARDS = "handles_shards"  # set on classes and hooks whose loading and 
 # Whether state_dict() of sharded modules gathers. Off while this module asks for the parameters themselves.
 _gathers: ContextVar[bool] = ContextVar("bmt_zero_state_dict_gathers", default=True)
 
+# Whether state_dict() has the entries of this rank's pipeline stage only. Set by stage_entries().
+_own_stage: ContextVar[bool] = ContextVar("bmt_zero_state_dict_own_stage", default=False)
+
 
 def local_entries(model: nn.Module) -> dict[str, Any]:
     """The entries of ``model.state_dict()``, with sharded parameters themselves instead of unsharded copies."""
@@ -44,6 +47,24 @@ def local_entries(model: nn.Module) -> dict[str, Any]:
         return dict(model.state_dict(keep_vars=True))
     finally:
         _gathers.reset(token)
+
+
+def stage_entries(model: nn.Module) -> dict[str, Any]:
+    """As :func:`local_entries`, of this rank's pipeline stage only. Ranks of different stages do not communicate.
+
+    A module with its own saving code saves unsharded copies of its sharded parameters; all ranks of the stage must then
+    call this.
+    """
+    token = _own_stage.set(True)
+    try:
+        return local_entries(model)
+    finally:
+        _own_stage.reset(token)
+
+
+def has_own_stage_only() -> bool:
+    """Whether ``state_dict`` is asked for the entries of this rank's pipeline stage only."""
+    return _own_stage.get()
 
 
 def logical_tensor(value: Any) -> Any:
@@ -169,7 +190,7 @@ class _StateHooks:
 
     @serves_shards
     def before_saving(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        if _gathers.get():
+        if _gathers.get() or _own_stage.get():
             self.sharded = self.sharded or {name: module._parameters[name] for name in self.names}
             module._parameters.update(_placeholders(self.sharded))
 

@@ -1,0 +1,188 @@
+"""What a model and its optimizers consist of: logical tensors by name, and this rank's part of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmt_comm import Slice, StateRecord, local_tensor, slice_of, whole
+from bmt_zero.sharded_parameter import ShardedParameter
+from bmt_zero.state import is_extra_state, stage_entries
+
+from .headers import DTYPES, Entry, dtype_name
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """A logical tensor, and this rank's part of it.
+
+    Attributes:
+        entry: its name, dtype and logical shape.
+        where: this rank's part.
+        tensor: the part, of shape ``where.local_shape``, on any device.
+        is_current: whether this rank's values count.
+        is_single: whether only the lowest rank's values count, as those of a buffer do.
+        owner: the parameter or buffer itself.
+    """
+
+    entry: Entry
+    where: Slice
+    tensor: Tensor
+    is_current: bool = True
+    is_single: bool = False
+    owner: Tensor | None = None
+
+
+def contents_of_model(model: nn.Module) -> list[Content]:
+    """The entries of a model's state dict, of this rank's pipeline stage.
+
+    Raises:
+        TypeError: ``model`` is no module, or a state dict holds something else than tensors.
+        ValueError: a tensor has no values, is sparse, or has a dtype or a placement that cannot be saved.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    found = []
+    for name, value in stage_entries(model).items():
+        if not isinstance(value, Tensor):
+            kind = " (what get_extra_state returns)" if is_extra_state(name) else ""
+            raise TypeError(
+                f"{name!r}{kind} in the model's state dict is a {type(value).__name__}; a checkpoint holds tensors. "
+                "Give the checkpointer the rest as a keyword of its own, an object with state_dict and load_state_dict"
+            )
+        found.append(_content(name, value))
+    return found
+
+
+def _content(name: str, value: Tensor) -> Content:
+    if value.layout is not torch.strided or value.is_quantized:
+        raise ValueError(f"{name!r} is no dense tensor, but one of {value.layout}; it cannot be saved")
+    where = slice_of(value)
+    is_param = isinstance(value, nn.Parameter) or hasattr(value, "bmt_slice") or hasattr(value, "placements")
+    tensor = local_tensor(value).detach() if not isinstance(value, ShardedParameter) else value.to_local()
+    if tensor.is_complex() and tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    entry = Entry(name, dtype_name(tensor.dtype, name), where.shape)
+    return Content(entry, where, tensor, is_single=not is_param, owner=value)
+
+
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
+    """The name of each parameter; of one with several names the first."""
+    return {param: name for name, param in model.named_parameters()}
+
+
+def contents_of_optimizer(records: Iterable[StateRecord], names: Mapping[Tensor, str], what: str) -> list[Content]:
+    """The state of an optimizer, under ``<parameter>.<state>``.
+
+    Args:
+        names: the model's parameters.
+        what: names the optimizer in messages.
+
+    Raises:
+        ValueError: the optimizer has a parameter that the model has not.
+    """
+    found = []
+    for record in records:
+        if record.param not in names:
+            raise ValueError(
+                f"{what} has a parameter of shape {slice_of(record.param).shape} that the model has not; pass the "
+                "model that it steps"
+            )
+        name = f"{names[record.param]}.{record.key}"
+        entry = Entry(name, dtype_name(record.tensor.dtype, name), record.where.shape)
+        found.append(Content(entry, record.where, record.tensor, record.is_current))
+    return found
+
+
+def records_of(optimizer: Any) -> list[StateRecord]:
+    """The state of an optimizer: of ours, or of any whose state tensors have the shapes of their parameters.
+
+    Raises:
+        TypeError: a state is something else.
+    """
+    if hasattr(optimizer, "state_records"):
+        records: list[StateRecord] = optimizer.state_records()
+        return records
+    return [
+        _record(optimizer, param, key, value)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        for key, value in optimizer.state.get(param, {}).items()
+        if value is not None
+    ]
+
+
+def adopt_records(optimizer: Any, records: Iterable[StateRecord]) -> None:
+    """Let an optimizer go on from what was written into its records."""
+    if hasattr(optimizer, "adopt_state_records"):
+        optimizer.adopt_state_records(records)
+        return
+    for record in records:
+        value = optimizer.state[record.param][record.key]
+        if not isinstance(value, Tensor):
+            optimizer.state[record.param][record.key] = type(value)(record.tensor.item())
+
+
+def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, Entry]) -> None:
+    """Give an optimizer of torch, which makes its state in its first step, room for what was saved.
+
+    Raises:
+        ValueError: a saved state is neither a number nor like its parameter.
+    """
+    by_param: dict[str, list[tuple[str, Entry]]] = {}
+    for name, entry in saved.items():
+        param_name, _, key = name.rpartition(".")
+        by_param.setdefault(param_name, []).append((key, entry))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state[param]
+            for key, entry in by_param.get(names.get(param, ""), []) if not state else []:
+                dtype, shape = DTYPES[entry.dtype], slice_of(param).shape
+                if entry.shape == shape:
+                    like = param.detach()
+                    state[key] = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+                elif not entry.shape:
+                    state[key] = torch.zeros((), dtype=dtype)
+                else:
+                    raise ValueError(
+                        f"{entry} is neither a number nor like the parameter of shape {shape}; it was saved by another "
+                        f"optimizer than {type(optimizer).__name__}"
+                    )
+
+
+def _record(optimizer: Any, param: Tensor, key: str, value: Any) -> StateRecord:
+    where = slice_of(param)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    if isinstance(value, Tensor):
+        local = local_tensor(value).detach()
+        if tuple(local.shape) == where.local_shape:
+            return StateRecord(param, key, where, local)
+        if not value.dim():
+            return StateRecord(param, key, whole(local), local, bool(where.numel or not math.prod(where.shape)))
+    raise TypeError(
+        f"{type(optimizer).__name__} has a state {key!r} ({_described(value)}) of a parameter of shape {where.shape}, "
+        "which is neither a number nor like the parameter, so it has no place in a checkpoint of every layout"
+    )
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def distinct_tensors(contents: Iterable[Content]) -> list[tuple[Content, int]]:
+    """Each content with the place of its tensor in a list without repetitions: tied weights are one tensor."""
+    places: dict[tuple[Any, ...], int] = {}
+    found = []
+    for content in contents:
+        tensor = content.tensor
+        key: tuple[Any, ...] = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if not tensor.numel():
+            key = (id(tensor),)
+        found.append((content, places.setdefault(key, len(places))))
+    return found

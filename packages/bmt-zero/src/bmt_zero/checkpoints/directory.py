@@ -1,0 +1,170 @@
+"""The directory of a run's checkpoints: names, the lock, what is complete, what may go.
+
+``step-00001000``             a complete checkpoint
+``.step-00001000.part``       one that is being written, or the leftover of a run that died
+``.step-00001000.old``        one that is being replaced or removed
+``.lock``                     locked by the run that writes here
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .headers import DamagedError
+from .manifest import Manifest, read_manifest
+
+_log = logging.getLogger("bmt_zero.checkpoints")
+_STEP = re.compile(r"step-([0-9]{8,18})")
+_LEFTOVER = re.compile(r"\.step-([0-9]{8,18})\.(part|old)")
+_held: set[tuple[int, int]] = set()  # (device, inode) of the locks of this process, which does not exclude itself
+
+
+def step_name(step: int) -> str:
+    """The name of a checkpoint's directory."""
+    return f"step-{step:08}"
+
+
+def listed_steps(directory: Path) -> list[int]:
+    """The steps of all checkpoints by their names, complete or not, in ascending order."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    found = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
+    return sorted(step for step in found if (directory / step_name(step)).is_dir())
+
+
+def complete_checkpoints(directory: Path) -> Iterator[tuple[int, Manifest]]:
+    """The checkpoints whose manifests are valid and whose files are there in their sizes, newest first.
+
+    What is passed over is said in the log.
+    """
+    for step in reversed(listed_steps(directory)):
+        try:
+            manifest = read_manifest(directory / step_name(step))
+            if manifest.step != step:
+                raise DamagedError(f"its manifest is that of step {manifest.step}")
+        except DamagedError as error:
+            _log.warning("the checkpoint %s is passed over: %s", directory / step_name(step), error)
+            continue
+        yield step, manifest
+
+
+class DirectoryLock:
+    """Keeps a second run out of a directory for as long as this process lives, or until :meth:`release`.
+
+    Args:
+        directory: it must exist.
+        patience: seconds to wait for a run that is ending.
+
+    Raises:
+        RuntimeError: another run holds the lock.
+    """
+
+    def __init__(self, directory: Path, patience: float = 5.0) -> None:
+        path = directory / ".lock"
+        # To open and close a file again would release a lock that this process has on it.
+        if path.exists() and _identity(os.stat(path)) in _held:
+            raise _taken(directory, "this process")
+        self._file = open(path, "a+")  # noqa: SIM115
+        self._key = _identity(os.fstat(self._file.fileno()))
+        deadline = time.monotonic() + patience
+        # A lock of fcntl, unlike one of flock, is not inherited by the processes that load data.
+        while True:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    self._file.seek(0)
+                    owner = self._file.read(200).strip() or "unknown"
+                    self._file.close()
+                    raise _taken(directory, owner) from None
+                time.sleep(0.1)
+        _held.add(self._key)
+        self._file.truncate(0)
+        self._file.write(json.dumps({"host": socket.gethostname(), "process": os.getpid()}) + "\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let other runs in."""
+        if not self._file.closed:
+            _held.discard(self._key)
+            self._file.close()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _taken(directory: Path, owner: str) -> RuntimeError:
+    return RuntimeError(
+        f"another run writes checkpoints to {directory} ({owner}); give this run a directory of its own, or wait for "
+        "the other's end"
+    )
+
+
+def clean_up(directory: Path) -> None:
+    """Remove what dead runs have left, and take back what one of them was replacing. The lock must be held."""
+    for name in sorted(os.listdir(directory)):
+        match = _LEFTOVER.fullmatch(name)
+        if match is None:
+            continue
+        original = directory / step_name(int(match[1]))
+        if match[2] == "old" and not original.exists():
+            with contextlib.suppress(DamagedError, OSError):
+                read_manifest(directory / name)
+                os.rename(directory / name, original)
+                continue
+        _log.info("removing %s, which a run that died has left", directory / name)
+        shutil.rmtree(directory / name, ignore_errors=True)
+
+
+def publish(directory: Path, part: Path, step: int) -> None:
+    """Give a complete checkpoint its name, in the place of one of the same step."""
+    target, old = directory / step_name(step), directory / f".{step_name(step)}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    replaces = target.exists()
+    if replaces:
+        os.rename(target, old)
+    os.rename(part, target)
+    sync_directory(directory)
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def retire(directory: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` complete checkpoints, and the newest one whose weights are finite.
+
+    Checkpoints that are not complete and older than those go, too.
+    """
+    complete = list(complete_checkpoints(directory))
+    kept = {step for step, _ in complete[:keep]}
+    kept.update([step for step, manifest in complete if manifest.is_finite][:1])
+    if not kept:
+        return
+    for step in listed_steps(directory):
+        if step not in kept and (step < min(kept) or any(step == s for s, _ in complete)):
+            old = directory / f".{step_name(step)}.old"
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(directory / step_name(step), old)
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Write a directory's entries to disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

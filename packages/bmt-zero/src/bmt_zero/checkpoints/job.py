@@ -1,0 +1,269 @@
+"""One save, from what the ranks have copied to the published directory. It runs beside training, on every rank."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import zlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .directory import publish, retire, step_name, sync_directory
+from .headers import DTYPES, Entry, FileLayout, index_of, lay_out
+from .manifest import NAME, FileRecord, Manifest
+from .meeting import Meeting
+from .plan import PIECE, AddressSpace, Holding, WritePlan, classes_of
+from .reader import is_finite
+from .regions import Region
+from .writer import PieceWriter, write_small_file
+
+SECTIONS = ("model", "optimizer")
+Key = tuple[str, str]
+"""The section and the name of a tensor."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written. The earlier ones are as they were."""
+
+
+@dataclass
+class HeldTensor:
+    """A tensor that this rank takes part in.
+
+    Attributes:
+        section: one of :data:`SECTIONS`.
+        entry: the logical tensor.
+        regions: what this rank has of it.
+        content: the bytes: uint8, 1-D.
+        is_single: whether only the lowest rank's values count.
+    """
+
+    section: str
+    entry: Entry
+    regions: tuple[Region, ...]
+    content: Tensor
+    is_single: bool
+
+
+@dataclass
+class Job:
+    """What one rank brings to a save.
+
+    Attributes:
+        step: the step.
+        tensors: of the model and the optimizers.
+        own_files: small files that this rank writes, by name.
+        common_files: small files that rank 0 writes.
+        states: digests of the states that must be the same on all ranks, by name.
+        problem: why this rank could not prepare the save; all ranks are told.
+    """
+
+    step: int
+    tensors: list[HeldTensor] = field(default_factory=list)
+    own_files: dict[str, bytes] = field(default_factory=dict)
+    common_files: dict[str, bytes] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
+    problem: str | None = None
+
+
+def run_job(job: Job, directory: Path, meeting: Meeting, keep: int | None, max_file_size: int) -> None:
+    """Write a checkpoint together with the other ranks, each of which runs its own job of this step.
+
+    Raises:
+        SaveError: on every rank, naming the rank that failed.
+        MeetingError: a rank has not come.
+    """
+    _agree(job, meeting)
+    holders = _Holders(meeting.exchange(_holdings(job)))
+    files = [layout for section in SECTIONS for layout in lay_out(section, holders.entries(section), max_file_size)]
+    space = AddressSpace(files)
+    part = directory / f".{step_name(job.step)}.part"
+    problem = _problem_of(lambda: _make_empty(part)) if meeting.rank == 0 else None
+    _raise_announced(job, meeting, problem)
+
+    own = {space.number[tensor.section, tensor.entry.name]: tensor.content for tensor in job.tensors}
+    writer = PieceWriter(part, holders.plan(space, meeting.rank), own, meeting)
+    problem = _problem_of(writer.run)
+    if problem is None and writer.problem is not None:
+        problem = _text(writer.problem)
+    records: dict[str, FileRecord] = {}
+    finite = True
+    if problem is None:
+        finite = all(is_finite(t.content, DTYPES[t.entry.dtype]) for t in job.tensors if t.section == "model")
+        problem = _problem_of(lambda: _write_files(part, job.own_files, records))
+    reports = meeting.report(_report(problem, finite, writer.checksums, records))
+    problem = None
+    if reports is not None:
+        problem = _problem_of(lambda: _conclude(job, directory, reports, space, keep))
+        if problem is not None:
+            shutil.rmtree(part, ignore_errors=True)
+    _raise_announced(job, meeting, problem)
+
+
+def _agree(job: Job, meeting: Meeting) -> None:
+    """Raise unless all ranks have prepared the same save."""
+    mine = json.dumps([job.step, job.problem, job.states]).encode()
+    everyone = [json.loads(each) for each in meeting.exchange(mine)]
+    for rank, (_, problem, _) in enumerate(everyone):
+        if problem is not None:
+            raise SaveError(f"the checkpoint of step {job.step} was not written: rank {rank}: {problem}")
+    steps = [step for step, _, _ in everyone]
+    if len(set(steps)) > 1:
+        raise SaveError(f"ranks save different steps, in the order of the ranks: {steps[:20]}; every rank saves alike")
+    for rank, (_, _, states) in enumerate(everyone):
+        for name in states.keys() | everyone[0][2].keys():
+            if states.get(name) != everyone[0][2].get(name):
+                raise SaveError(
+                    f"the state of {name!r} is not the same on ranks 0 and {rank}; if every replica has its own, say "
+                    f"per_replica=[{name!r}]"
+                )
+
+
+# --- what the ranks hold --------------------------------------------------------------------------
+
+
+def _holdings(job: Job) -> bytes:
+    facts = [
+        [t.section, t.entry.name, t.entry.dtype, t.entry.shape, t.is_single, [list(region) for region in t.regions]]
+        for t in job.tensors
+    ]
+    return zlib.compress(json.dumps(facts).encode(), 1)
+
+
+class _Holders:
+    """What all ranks hold, from their messages.
+
+    Raises:
+        SaveError: two ranks have different tensors of the same name.
+    """
+
+    def __init__(self, messages: Sequence[bytes]) -> None:
+        self._known: dict[Key, tuple[Entry, int]] = {}
+        self._single: set[Key] = set()
+        self._held: list[list[tuple[Key, tuple[Region, ...]]]] = []
+        parsed: dict[bytes, list[tuple[Key, tuple[Region, ...]]]] = {}
+        for rank, message in enumerate(messages):
+            if message not in parsed:
+                parsed[message] = self._parse(rank, json.loads(zlib.decompress(message)))
+            self._held.append(parsed[message])
+
+    def _parse(self, rank: int, facts: Any) -> list[tuple[Key, tuple[Region, ...]]]:
+        held = []
+        for section, name, dtype, shape, is_single, regions in facts:
+            key, entry = (section, name), Entry(name, dtype, tuple(shape))
+            known, first = self._known.setdefault(key, (entry, rank))
+            if known != entry:
+                raise SaveError(f"ranks disagree: there is {known} on rank {first}, and {entry} on rank {rank}")
+            if is_single:
+                self._single.add(key)
+            if regions:
+                held.append((key, tuple(Region(*region) for region in regions)))
+        return held
+
+    def entries(self, section: str) -> list[Entry]:
+        return [entry for (its, _), (entry, _) in self._known.items() if its == section]
+
+    def plan(self, space: AddressSpace, rank: int) -> WritePlan:
+        numbered = {
+            id(held): tuple(Holding(space.number[key], regions) for key, regions in held) for held in self._held
+        }
+        holdings = {rank: numbered[id(held)] for rank, held in enumerate(self._held)}
+        return WritePlan(space, classes_of(holdings), frozenset(space.number[key] for key in self._single), rank)
+
+
+# --- what the ranks have written ------------------------------------------------------------------
+
+
+def _make_empty(part: Path) -> None:
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+
+
+def _write_files(part: Path, files: Mapping[str, bytes], records: dict[str, FileRecord]) -> None:
+    for name, content in files.items():
+        records[name] = write_small_file(part / name, content)
+
+
+def _report(
+    problem: str | None, finite: bool, checksums: Mapping[int, int], records: Mapping[str, FileRecord]
+) -> bytes:
+    pieces = array("Q", checksums.keys())
+    values = array("Q", checksums.values())
+    return json.dumps({
+        "problem": problem,
+        "finite": finite,
+        "pieces": base64.b64encode(zlib.compress(pieces.tobytes(), 1)).decode(),
+        "checksums": base64.b64encode(values.tobytes()).decode(),
+        "files": {name: [record.size, record.checksums] for name, record in records.items()},
+    }).encode()  # fmt: skip
+
+
+def _conclude(job: Job, directory: Path, reports: Sequence[bytes], space: AddressSpace, keep: int | None) -> None:
+    """Rank 0's part: the small files, the manifest, and the name."""
+    part = directory / f".{step_name(job.step)}.part"
+    checksums: dict[int, int] = {}
+    records: dict[str, FileRecord] = {}
+    is_finite = True
+    for rank, report in enumerate(json.loads(each) for each in reports):
+        if report["problem"] is not None:
+            raise SaveError(f"rank {rank}: {report['problem']}")
+        is_finite = is_finite and report["finite"]
+        pieces, values = array("Q"), array("Q")
+        pieces.frombytes(zlib.decompress(base64.b64decode(report["pieces"])))
+        values.frombytes(base64.b64decode(report["checksums"]))
+        checksums.update(zip(pieces, values))
+        records.update({name: FileRecord(size, tuple(crcs)) for name, (size, crcs) in report["files"].items()})
+    _write_files(part, {**job.common_files, **_indices(space.files)}, records)
+    for base, file in zip(space.bases, space.files):
+        first, count = base // PIECE, -(-file.size // PIECE)
+        size = (part / file.name).stat().st_size
+        if size != file.size:
+            raise SaveError(f"{part / file.name} has {size} bytes, and {file.size} were written")
+        records[file.name] = FileRecord(size, tuple(checksums[piece] for piece in range(first, first + count)))
+    write_small_file(part / NAME, Manifest(job.step, is_finite, records).to_json())
+    sync_directory(part)
+    publish(directory, part, job.step)
+    if keep is not None:
+        retire(directory, keep)
+
+
+def _indices(files: Sequence[FileLayout]) -> dict[str, bytes]:
+    by_section: dict[str, list[FileLayout]] = {}
+    for file in files:
+        by_section.setdefault(file.section, []).append(file)
+    return {f"{section}.safetensors.index.json": index_of(layouts) for section, layouts in by_section.items()}
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def _problem_of(call: Callable[[], object]) -> str | None:
+    """Why a call has failed. Other ranks wait for this one to say so, so nothing is raised here."""
+    try:
+        call()
+    except Exception as error:
+        return _text(error)
+    return None
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{os.fspath(error.filename)}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {error}"
+
+
+def _raise_announced(job: Job, meeting: Meeting, problem: str | None) -> None:
+    """Raise rank 0's problem on every rank."""
+    announced = meeting.announce((problem or "").encode()).decode()
+    if announced:
+        raise SaveError(
+            f"the checkpoint of step {job.step} was not written: {announced}. Earlier checkpoints are as they were"
+        )

@@ -1,0 +1,143 @@
+"""The manifest of a checkpoint: which files it has, their sizes and their checksums. It is written last.
+
+``manifest.json`` is ``{"body": {...}, "crc32": "..."}``, where the second is the checksum of the first. A file's
+``crc32`` has eight hexadecimal digits for each piece of 1 MiB.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .headers import DamagedError, parse_json
+from .plan import PIECE
+
+NAME = "manifest.json"
+FORMAT = 1
+_LONGEST = 1 << 30
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file: its size in bytes, and the CRC-32 of each of its pieces."""
+
+    size: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint consists of.
+
+    Attributes:
+        step: the step.
+        is_finite: whether all weights are finite numbers.
+        files: by name.
+    """
+
+    step: int
+    is_finite: bool
+    files: Mapping[str, FileRecord]
+
+    def to_json(self) -> bytes:
+        files = {
+            name: {"size": record.size, "crc32": "".join(f"{value:08x}" for value in record.checksums)}
+            for name, record in sorted(self.files.items())
+        }
+        body = _canonical({"format": FORMAT, "step": self.step, "is_finite": self.is_finite, "files": files})
+        return b'{"body":' + body + f',"crc32":"{zlib.crc32(body):08x}"}}'.encode()
+
+
+def record_of(content: bytes) -> FileRecord:
+    """That of a small file."""
+    return FileRecord(len(content), tuple(checksums_of(memoryview(content))))
+
+
+def checksums_of(content: memoryview) -> Iterable[int]:
+    """The checksum of each piece."""
+    return (zlib.crc32(content[at : at + PIECE]) for at in range(0, len(content), PIECE))
+
+
+def is_file_name(name: Any) -> bool:
+    """Whether a file of a checkpoint may be called so: it lies in the directory itself."""
+    return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint, whose files are there in their sizes.
+
+    Raises:
+        DamagedError: there is none, it is damaged, or a file is missing or has another size.
+    """
+    path = directory / NAME
+    manifest = parse_manifest(path, read_small_file(path))
+    for name, record in manifest.files.items():
+        try:
+            size = (directory / name).stat().st_size
+        except OSError as error:
+            raise DamagedError(f"{directory / name} is missing: {error.strerror}") from None
+        if size != record.size:
+            raise DamagedError(f"{directory / name} has {size} bytes, and had {record.size} when it was written")
+    return manifest
+
+
+def parse_manifest(path: Path, text: bytes) -> Manifest:
+    """A manifest from the bytes of the file.
+
+    Raises:
+        DamagedError: they are none.
+    """
+    value = parse_json(path, text)
+    if not isinstance(value, dict) or value.keys() != {"body", "crc32"} or not isinstance(value["body"], dict):
+        raise DamagedError(f"{path} is no manifest of a checkpoint")
+    body = value["body"]
+    if value["crc32"] != f"{zlib.crc32(_canonical(body)):08x}":
+        raise DamagedError(f"{path} is damaged: its checksum is another one")
+    if body.get("format") != FORMAT:
+        raise DamagedError(f"{path} has the format {body.get('format')!r}; this version reads {FORMAT}")
+    step, is_finite, files = body.get("step"), body.get("is_finite"), body.get("files")
+    if type(step) is not int or type(is_finite) is not bool or not isinstance(files, dict):
+        raise DamagedError(f"{path} lacks what a manifest has")
+    return Manifest(step, is_finite, {name: _parse_record(path, name, record) for name, record in files.items()})
+
+
+def _parse_record(path: Path, name: str, record: Any) -> FileRecord:
+    if not is_file_name(name):
+        raise DamagedError(f"{path} names a file {name[:100]!r}, which is no file of a checkpoint")
+    if not isinstance(record, dict):
+        raise DamagedError(f"{path} says nothing usable of {name}")
+    size, text = record.get("size"), record.get("crc32")
+    if type(size) is not int or size < 0 or not isinstance(text, str) or len(text) != 8 * -(-size // PIECE):
+        raise DamagedError(f"{path} has a size and checksums of {name} that do not fit together")
+    try:
+        return FileRecord(size, tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8)))
+    except ValueError:
+        raise DamagedError(f"{path} has damaged checksums of {name}") from None
+
+
+def read_small_file(path: Path, record: FileRecord | None = None, limit: int = _LONGEST) -> bytes:
+    """A file as a whole, compared with its checksums where these are given.
+
+    Raises:
+        DamagedError: it is missing, cannot be read, has changed, or has more than ``limit`` bytes.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > limit:
+        raise DamagedError(f"{path} has more than {limit} bytes, which is no file of this kind")
+    if record is not None and record_of(content) != record:
+        raise DamagedError(f"{path} has changed since it was written: its checksum is another one")
+    return content
+
+
+def _canonical(body: Any) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

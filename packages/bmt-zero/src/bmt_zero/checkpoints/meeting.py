@@ -1,0 +1,127 @@
+"""How the ranks of a checkpoint meet: over a store, and a process group of host memory that nothing else uses."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+
+class MeetingError(RuntimeError):
+    """Ranks have not come, or could not be reached."""
+
+
+class Meeting:
+    """Messages between all ranks of the job, from any thread. One thread at a time may use it.
+
+    All ranks make one at the same time, and call the same methods in the same order.
+
+    Args:
+        timeout: seconds to wait for the other ranks.
+
+    Attributes:
+        rank, size: this rank, and how many there are; 0 and 1 without ``torch.distributed``.
+        group: for messages of host memory; ``None`` if there is one rank.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.rank, self.size = 0, 1
+        self.group: dist.ProcessGroup | None = None
+        self._calls = 0
+        self._old: list[str] = []
+        self._known: dict[str, bytes] = {}  # messages of the last exchanges, by digest
+        self._used: deque[set[str]] = deque(maxlen=4)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        times = store.add(f"bmt_checkpoints/made/{self.rank}", 1)
+        self._store: Any = dist.PrefixStore(f"bmt_checkpoints/{times}", store)
+        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
+
+    def exchange(self, mine: bytes) -> list[bytes]:
+        """What every rank brings, in the order of the ranks. Equal messages, and those known from before, travel once.
+
+        Raises:
+            MeetingError: a rank has not come.
+        """
+        if self.size == 1:
+            return [mine]
+        digest = hashlib.sha256(mine).hexdigest()
+        if digest not in self._known:
+            self._store.set(f"content/{digest}", mine)
+            self._known[digest] = mine
+        everyone = self.report(digest.encode())
+        listed = self.announce(b"".join(everyone) if everyone is not None else None)
+        digests = [listed[at : at + 64].decode() for at in range(0, len(listed), 64)]
+        for digest in digests:
+            if digest not in self._known:
+                self._known[digest] = bytes(self._store.get(f"content/{digest}"))
+        found = [self._known[digest] for digest in digests]
+        self._used.append(set(digests))
+        self._known = {digest: content for digest, content in self._known.items() if digest in set().union(*self._used)}
+        return found
+
+    def report(self, mine: bytes) -> list[bytes] | None:
+        """What every rank brings, on rank 0; ``None`` elsewhere, at once."""
+        if self.size == 1:
+            return [mine]
+        key = self._next_key()
+        self._set(f"{key}/{self.rank}", mine)
+        if self.rank != 0:
+            return None
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        self._wait(keys)
+        return [bytes(self._store.get(each)) for each in keys]
+
+    def announce(self, value: bytes | None = None) -> bytes:
+        """Rank 0's ``value`` on every rank."""
+        if self.size == 1:
+            assert value is not None
+            return value
+        key = self._next_key()
+        if self.rank == 0:
+            assert value is not None
+            self._set(key, value)
+            return value
+        self._wait([key])
+        return bytes(self._store.get(key))
+
+    def _next_key(self) -> str:
+        self._calls += 1
+        return f"call/{self._calls}"
+
+    def _set(self, key: str, value: bytes) -> None:
+        # An announcement follows every report. When the third announcement after it is made, everybody has read it.
+        self._store.set(key, value)
+        self._old.append(key)
+        while len(self._old) > 8:
+            self._store.delete_key(self._old.pop(0))
+
+    def _wait(self, keys: Sequence[str]) -> None:
+        """Return when the keys are there. The store stays free for others meanwhile."""
+        deadline, pause = time.monotonic() + self.timeout, 0.0005
+        missing = list(keys)
+        while True:
+            try:
+                while missing and self._store.check(missing[:1]):
+                    missing.pop(0)
+            except RuntimeError as error:
+                raise MeetingError(f"rank {self.rank} has lost the store where ranks meet: {error}") from error
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                absent = [key for key in missing if not self._store.check([key])]
+                ranks = ", ".join(key.rpartition("/")[2] for key in absent[:8]) if len(keys) > 1 else "0"
+                raise MeetingError(
+                    f"after {self.timeout:g} s, rank(s) {ranks} have not come to the call that rank {self.rank} is in; "
+                    "every rank must call save, wait and load alike"
+                )
+            time.sleep(pause)
+            pause = min(pause * 2, 0.02)

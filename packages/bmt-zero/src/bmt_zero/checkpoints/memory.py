@@ -1,0 +1,57 @@
+"""Host memory as bytes, and the copy of all tensors that a checkpoint is written from."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .regions import flat_bytes
+
+_ALIGNMENT = 64
+
+
+def view_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous uint8 tensor on the CPU. The tensor must outlive it."""
+    assert tensor.is_contiguous()
+    assert tensor.dtype is torch.uint8
+    assert tensor.device.type == "cpu"
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
+
+
+class Snapshot:
+    """Copies of tensors in host memory that is used again by the next copies.
+
+    The memory is page-locked where a tensor is on a CUDA device, and grows to the largest set of tensors so far.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of contiguous tensors, as bytes: uint8, 1-D. They hold until the next call.
+
+        The host waits until devices have copied.
+        """
+        tensors = [tensor.detach() for tensor in tensors]
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        if self._memory.numel() < end or (devices and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # released before the larger one is allocated
+            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=bool(devices))
+        copies = []
+        for tensor, start in zip(tensors, starts):
+            copied = self._memory[start : start + tensor.numel() * tensor.element_size()]
+            if copied.numel():
+                copied.copy_(flat_bytes(tensor), non_blocking=True)
+            copies.append(copied)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies

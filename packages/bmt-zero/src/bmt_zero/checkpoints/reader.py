@@ -1,0 +1,124 @@
+"""Filling tensors from a source: each rank reads what it holds, in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .contents import Content
+from .headers import DTYPES, DamagedError, Entry
+from .regions import Region, flat_bytes, local_view, logical_view, regions_of
+from .sources import CHUNK, Source
+
+
+def check_fit(
+    found: Iterable[Entry], wanted: Sequence[Entry], what: str, strict: bool = True, exact: bool = False
+) -> list[str]:
+    """What does not fit between the tensors that a source has and those that are wanted; empty if all does.
+
+    Args:
+        what: names the source in the messages.
+        strict: whether the source must have all that is wanted, and no more.
+        exact: whether dtypes must be equal; else floating-point numbers may be converted.
+    """
+    has, needs = {entry.name: entry for entry in found}, {entry.name: entry for entry in wanted}
+    problems = []
+    missing, surplus = [n for n in needs if n not in has], [n for n in has if n not in needs]
+    if strict and missing:
+        problems.append(f"{what} lacks {_some(missing)}")
+    if strict and surplus:
+        problems.append(f"{what} has {_some(surplus)}, which is not wanted")
+    for name, entry in needs.items():
+        theirs = has.get(name)
+        if theirs is None:
+            continue
+        if theirs.shape != entry.shape:
+            problems.append(f"{name!r} has shape {theirs.shape} in {what}, and {entry.shape} here")
+        elif theirs.dtype != entry.dtype and (exact or not _converts(theirs.dtype, entry.dtype)):
+            problems.append(f"{name!r} has dtype {theirs.dtype} in {what}, and {entry.dtype} here")
+        if len(problems) > 5:
+            return [*problems[:5], "and more"]
+    return problems
+
+
+def _converts(source: str, target: str) -> bool:
+    return DTYPES[source].is_floating_point and DTYPES[target].is_floating_point
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def fill(content: Content, source: Source, name: str | None = None) -> None:
+    """Write this rank's part of a tensor from a source, which has it in the same shape.
+
+    Args:
+        name: the tensor's name in the source, if it is another one.
+
+    Raises:
+        DamagedError: the source cannot be read.
+        ValueError: a number is too large for the tensor's dtype. The tensor is then written in part.
+    """
+    name = content.entry.name if name is None else name
+    entry = source.entries[name]
+    dtype = DTYPES[entry.dtype]
+    target = content.tensor
+    written = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    with torch.no_grad():
+        for chunk in _chunks(regions_of(content.where, entry.itemsize)):
+            window = source.read(name, chunk.start, chunk.stop)
+            if dtype == target.dtype:
+                local_view(flat_bytes(written), chunk).copy_(logical_view(window, chunk, chunk.start))
+            else:
+                _convert(written, window, chunk, dtype, name)
+        if written is not target:
+            target.copy_(written)
+
+
+def _chunks(regions: Iterable[Region]) -> Iterator[Region]:
+    """The same runs in parts that span at most a chunk."""
+    for region in regions:
+        start, run, local, count, stride, local_stride = region
+        together = 1 if count == 1 or run > CHUNK else max(1, (CHUNK - run) // stride + 1)
+        for number in range(0, count, together):
+            several = min(together, count - number)
+            at, local_at = start + number * stride, local + number * local_stride
+            if several > 1:
+                yield Region(at, run, local_at, several, stride, local_stride)
+                continue
+            for begin in range(0, run, CHUNK):
+                yield Region(at + begin, min(CHUNK, run - begin), local_at + begin)
+
+
+def _convert(target: Tensor, window: Tensor, chunk: Region, dtype: torch.dtype, name: str) -> None:
+    size = dtype.itemsize
+    if window.storage_offset() % size:
+        window = window.clone()
+    values = window.view(dtype)
+    in_elements = Region(0, *(n if k == 2 else n // size for k, n in enumerate(chunk[1:])))
+    found = logical_view(values, in_elements, 0)
+    place = local_view(target.view(-1), in_elements)
+    place.copy_(found)
+    if torch.finfo(target.dtype).max < torch.finfo(dtype).max and bool(
+        (place.isinf() & ~found.to(place.device).isinf()).any()
+    ):
+        raise ValueError(f"{name!r} has numbers of {dtype} that are infinite in {target.dtype}; use a wider dtype")
+
+
+def is_finite(flat: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all numbers of a tensor, given as bytes, are finite."""
+    if not (dtype.is_floating_point or dtype.is_complex) or not flat.numel():
+        return True
+    values = flat.view(dtype)
+    narrow = dtype.itemsize == 1
+    step = 1 << 20
+    return all(
+        bool(torch.isfinite(part.float() if narrow else part).all())
+        for part in (values[at : at + step] for at in range(0, values.numel(), step))
+    )
+
+
+__all__ = ["DamagedError", "check_fit", "fill", "is_finite"]

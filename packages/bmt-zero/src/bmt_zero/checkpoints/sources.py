@@ -1,0 +1,187 @@
+"""Where tensors are read from: the files of a checkpoint, a Hugging Face directory, one safetensors file.
+
+A source says what it has, and reads any bytes of it. Nothing of a file is believed before it is checked: headers must
+fit the files, and what a manifest covers must have its checksums.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .headers import DamagedError, Entry, FileLayout, header_length, parse_head, parse_json
+from .manifest import FileRecord, Manifest, is_file_name, read_small_file
+from .memory import view_of
+from .plan import PIECE
+
+CHUNK = 4 * PIECE
+"""The most bytes that are read at a time."""
+
+
+class Source(Protocol):
+    """Tensors that can be read in parts.
+
+    Attributes:
+        entries: the tensors, by name.
+    """
+
+    entries: Mapping[str, Entry]
+
+    def read(self, name: str, low: int, high: int) -> Tensor:
+        """The bytes [low, high) of a tensor, at most :data:`CHUNK`: uint8, 1-D, valid until the next call.
+
+        Raises:
+            DamagedError: they cannot be read, or have changed since they were written.
+        """
+        ...
+
+
+class OpenFile:
+    """A file of which parts are read into memory that is used again.
+
+    Args:
+        path: of the file.
+        record: its size and checksums; ``None``: unknown. With checksums, whole pieces are read and compared.
+        buffer: where to read to: uint8, of :data:`CHUNK` and two more pieces.
+    """
+
+    def __init__(self, path: Path, record: FileRecord | None, buffer: Tensor) -> None:
+        self.path, self._record, self._buffer = path, record, buffer
+        try:
+            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+        self.size = os.fstat(self._handle).st_size
+        if record is not None and record.size != self.size:
+            raise DamagedError(f"{path} has {self.size} bytes, and had {record.size} when it was written")
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def read(self, low: int, high: int) -> Tensor:
+        """The bytes [low, high), at most :data:`CHUNK`; valid until the buffer is used again."""
+        assert 0 <= low <= high <= min(self.size, low + CHUNK)
+        if self._record is None:
+            self._fill(self._buffer[: high - low], low)
+            return self._buffer[: high - low]
+        first, last = low // PIECE, -(-high // PIECE)
+        begin, end = first * PIECE, min(last * PIECE, self.size)
+        content = self._buffer[: end - begin]
+        self._fill(content, begin)
+        for piece in range(first, last):
+            part = content[piece * PIECE - begin : (piece + 1) * PIECE - begin]
+            if zlib.crc32(view_of(part)) != self._record.checksums[piece]:
+                raise DamagedError(
+                    f"{self.path} has changed since it was written: the checksum of bytes {piece * PIECE} to "
+                    f"{min((piece + 1) * PIECE, self.size)} is another one"
+                )
+        return content[low - begin : high - begin]
+
+    def _fill(self, out: Tensor, at: int) -> None:
+        view = view_of(out)
+        while len(view):
+            try:
+                count = os.preadv(self._handle, [view], at)
+            except OSError as error:
+                raise DamagedError(f"{self.path} cannot be read: {error.strerror}") from None
+            if not count:
+                raise DamagedError(f"{self.path} ends at byte {at}; it has been truncated")
+            view, at = view[count:], at + count
+
+
+class SafetensorsSource:
+    """Tensors in safetensors files.
+
+    Args:
+        paths: of the files.
+        records: their sizes and checksums, by name, where they are known.
+
+    Attributes:
+        entries: by name, of all files.
+
+    Raises:
+        DamagedError: a file is damaged, or two have a tensor of the same name.
+    """
+
+    def __init__(self, paths: Sequence[Path], records: Mapping[str, FileRecord] | None = None) -> None:
+        self._buffer = torch.empty(CHUNK + 2 * PIECE, dtype=torch.uint8)
+        self._files: list[OpenFile] = []
+        self._places: dict[str, tuple[OpenFile, int]] = {}
+        self.entries: dict[str, Entry] = {}
+        try:
+            for path in paths:
+                self._add(path, None if records is None else records[path.name])
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, path: Path, record: FileRecord | None) -> None:
+        file = OpenFile(path, record, self._buffer)
+        self._files.append(file)
+        layout = read_layout(file)
+        for entry, offset in zip(layout.entries, layout.offsets):
+            if entry.name in self.entries:
+                raise DamagedError(f"{path} has {entry.name!r}, which another file of {path.parent} has, too")
+            self.entries[entry.name] = entry
+            self._places[entry.name] = (file, offset)
+
+    def read(self, name: str, low: int, high: int) -> Tensor:
+        file, offset = self._places[name]
+        return file.read(offset + low, offset + high)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files.clear()
+
+    def __enter__(self) -> SafetensorsSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_layout(file: OpenFile) -> FileLayout:
+    """The layout that the header of an open file tells."""
+    first = bytes(view_of(file.read(0, min(8, file.size))))
+    length = header_length(file.path, first, file.size)
+    head = bytearray()
+    while len(head) < 8 + length:
+        head += view_of(file.read(len(head), min(len(head) + CHUNK, 8 + length)))
+    return parse_head(file.path, bytes(head), file.size)
+
+
+def checkpoint_source(directory: Path, manifest: Manifest, section: str) -> SafetensorsSource:
+    """The tensors of a section ("model" or "optimizer") of a checkpoint."""
+    names = [name for name in manifest.files if name.startswith(f"{section}-") and name.endswith(".safetensors")]
+    return SafetensorsSource([directory / name for name in sorted(names)], manifest.files)
+
+
+def hugging_face_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory as Hugging Face has it: those of the index, or one file.
+
+    Raises:
+        DamagedError: the index is damaged, or names files that are none of the directory.
+        FileNotFoundError: there are none.
+    """
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise FileNotFoundError(f"{directory} holds neither {single.name} nor {index.name}")
+    content = parse_json(index, read_small_file(index))
+    weights = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weights, dict) or not weights:
+        raise DamagedError(f"{index} has no weight_map")
+    names: Iterable[Any] = dict.fromkeys(value if isinstance(value, str) else repr(value) for value in weights.values())
+    for name in names:
+        if not is_file_name(name) or not name.endswith(".safetensors"):
+            raise DamagedError(f"{index} names the file {name[:100]!r}, which is none of its directory")
+    return [directory / name for name in names]

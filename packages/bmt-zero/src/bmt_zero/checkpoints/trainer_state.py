@@ -1,0 +1,168 @@
+"""What a checkpoint holds beside tensors of the model and the optimizers: options, schedulers, random generators."""
+
+from __future__ import annotations
+
+import platform
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmt_comm import current_context, is_initialized
+from bmt_zero._version import __version__
+
+from .headers import DTYPES, DamagedError, Entry, dtype_name, lay_out_file, parse_head
+from .memory import view_of
+from .regions import flat_bytes
+from .trees import decode, encode
+
+FORMAT = 1
+
+
+def describe_run(step: int, ranks: int) -> dict[str, Any]:
+    """Versions and layout, for people who look into ``trainer.json``."""
+    layout: dict[str, Any] = {"ranks": ranks}
+    if is_initialized():
+        context = current_context()
+        layout.update(pipe=context.pipe_size, data=context.data_size, tensor=context.tp_size)
+        layout.update(zero_level=context.zero_level, micro_batches=context.num_micro_batches)
+    versions = {"bmt_zero": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"format": FORMAT, "step": step, "versions": versions, "layout": layout}
+
+
+def state_of_optimizers(optimizers: Sequence[Any], manager: Any) -> dict[str, Any]:
+    """The options of parameter groups, the schedulers and the loss scale, as JSON."""
+    found: dict[str, Any] = {
+        "optimizers": [
+            {
+                "kind": type(optimizer).__name__,
+                "groups": [
+                    encode({k: v for k, v in group.items() if k not in ("params", "param_names")}, f"param_groups[{n}]")
+                    for n, group in enumerate(optimizer.param_groups)
+                ],
+            }
+            for optimizer in optimizers
+        ],
+        "manager": None,
+    }
+    if manager is not None:
+        found["manager"] = encode(manager.trainer_state(), "the state of the manager")
+    return found
+
+
+class OptimizerSettings:
+    """The part of ``trainer.json`` that :func:`state_of_optimizers` made, checked against optimizers.
+
+    Raises:
+        DamagedError: it is none.
+        ValueError: it does not fit.
+    """
+
+    def __init__(self, saved: Any, optimizers: Sequence[Any], manager: Any, what: str) -> None:
+        self._optimizers, self._manager = optimizers, manager
+        theirs = saved.get("optimizers") if isinstance(saved, dict) else None
+        if not isinstance(theirs, list):
+            raise DamagedError(f"{what} says nothing usable of optimizers")
+        if len(theirs) != len(optimizers):
+            raise ValueError(f"{what} has {len(theirs)} optimizer(s), and there are {len(optimizers)} here")
+        self._groups: list[list[dict[str, Any]]] = []
+        for number, (optimizer, each) in enumerate(zip(optimizers, theirs)):
+            groups = each.get("groups") if isinstance(each, dict) else None
+            if not isinstance(groups, list):
+                raise DamagedError(f"{what} says nothing usable of optimizer {number}")
+            if len(groups) != len(optimizer.param_groups):
+                raise ValueError(
+                    f"{what} has {len(groups)} parameter groups of optimizer {number} ({each.get('kind')}), and the "
+                    f"one here ({type(optimizer).__name__}) has {len(optimizer.param_groups)}"
+                )
+            decoded = [decode(group, f"{what}: a parameter group") for group in groups]
+            for mine, options in zip(optimizer.param_groups, decoded):
+                if not isinstance(options, dict):
+                    raise DamagedError(f"{what} says nothing usable of a parameter group of optimizer {number}")
+                check = getattr(optimizer, "check_options", None)
+                if check is not None:
+                    check({**mine, **options})
+            self._groups.append(decoded)
+        self._trainer: Any = None
+        if manager is not None:
+            if saved.get("manager") is None:
+                raise ValueError(f"{what} was saved without a manager; load it with optimizer=")
+            self._trainer = decode(saved["manager"], f"{what}: the state of the manager")
+            manager.check_trainer_state(self._trainer)
+
+    def apply(self) -> None:
+        """Set the options, the schedulers and the loss scale."""
+        for optimizer, groups in zip(self._optimizers, self._groups):
+            for mine, options in zip(optimizer.param_groups, groups):
+                mine.update(options)
+        if self._manager is not None:
+            self._manager.load_trainer_state(self._trainer)
+
+
+def random_state() -> dict[str, Tensor]:
+    """The states of torch's, Python's and, where it is loaded, numpy's random generators."""
+    version, words, gauss = random.getstate()
+    found = {"torch": torch.get_rng_state(), "python": torch.tensor([version, *words], dtype=torch.int64)}
+    if gauss is not None:
+        found["python_gauss"] = torch.tensor(gauss, dtype=torch.float64)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        _, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        found["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
+        found["numpy_gauss"] = torch.tensor(cached, dtype=torch.float64)
+    return found
+
+
+def check_random_state(state: Mapping[str, Tensor], what: str) -> None:
+    """Raise DamagedError unless :func:`set_random_state` takes it."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        random.Random().setstate(_python_state(state))
+    except (KeyError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise DamagedError(f"{what} holds no states of random generators: {error}") from None
+
+
+def set_random_state(state: Mapping[str, Tensor]) -> None:
+    """Go back to what :func:`random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(_python_state(state))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        *keys, position, has_gauss = state["numpy"].tolist()
+        cached = float(state["numpy_gauss"])
+        numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+def _python_state(state: Mapping[str, Tensor]) -> Any:
+    version, *words = state["python"].tolist()
+    gauss = state.get("python_gauss")
+    return version, tuple(words), None if gauss is None else float(gauss)
+
+
+def small_safetensors(name: str, tensors: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file of a few small tensors, as bytes."""
+    on_host = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    layout = lay_out_file(name, [Entry(k, dtype_name(t.dtype, k), tuple(t.shape)) for k, t in on_host.items()])
+    return layout.head + b"".join(bytes(view_of(flat_bytes(on_host[entry.name]))) for entry in layout.entries)
+
+
+def parse_small_safetensors(path: object, content: bytes) -> dict[str, Tensor]:
+    """The tensors of such a file.
+
+    Raises:
+        DamagedError: it is none.
+    """
+    layout = parse_head(path, content, len(content))
+    found = {}
+    for entry, offset in zip(layout.entries, layout.offsets):
+        data = bytearray(content[offset : offset + entry.nbytes])
+        dtype = DTYPES[entry.dtype]
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        found[entry.name] = flat.reshape(entry.shape)
+    return found
