@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from . import checkpoint_commands
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with ``arguments`` (by default the command line's); returns the exit status."""
@@ -20,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plot_pipeline(rest)
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    elif options.command == "convert":
+        return checkpoint_commands.run_convert(options)
+    elif options.command == "checkpoint":
+        return checkpoint_commands.run_checkpoint(options)
     elif options.command == "doctor":
         from .doctor import diagnose
 
@@ -32,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bmtrain", description="Look at an installation of bmtrain.")
+    parser = argparse.ArgumentParser(
+        prog="bmtrain", description="Look at an installation of bmtrain, and at checkpoints."
+    )
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser(
         "info",
@@ -49,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for command in (info, doctor):
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    checkpoint_commands.add_parsers(commands)
     # Its arguments, --help included, are those of bmt_comm.benchmark.
     commands.add_parser(
         "benchmark",

@@ -182,7 +182,7 @@ def distinct_tensors(contents: Iterable[Content]) -> list[tuple[Content, int]]:
     for content in contents:
         tensor = content.tensor
         key: tuple[Any, ...] = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if not tensor.numel():
-            key = (id(tensor),)
+        if tensor.is_meta or not tensor.numel():
+            key = (id(content.owner if tensor.is_meta else tensor),)
         found.append((content, places.setdefault(key, len(places))))
     return found

@@ -114,6 +114,8 @@ def _joined(region: Region) -> Region:
 def clip(region: Region, low: int, high: int) -> list[Region]:
     """The parts of a region within the bytes [low, high): at most three."""
     start, run, local, count, stride, local_stride = region
+    if low >= high:
+        return []
     if count == 1:
         a, b = max(start, low), min(start + run, high)
         return [Region(a, b - a, local + a - start)] if a < b else []

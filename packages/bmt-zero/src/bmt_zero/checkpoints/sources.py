@@ -25,13 +25,12 @@ CHUNK = 4 * PIECE
 
 
 class Source(Protocol):
-    """Tensors that can be read in parts.
+    """Tensors that can be read in parts."""
 
-    Attributes:
-        entries: the tensors, by name.
-    """
-
-    entries: Mapping[str, Entry]
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """The tensors, by name."""
+        ...
 
     def read(self, name: str, low: int, high: int) -> Tensor:
         """The bytes [low, high) of a tensor, at most :data:`CHUNK`: uint8, 1-D, valid until the next call.

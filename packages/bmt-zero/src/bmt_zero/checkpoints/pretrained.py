@@ -1,0 +1,138 @@
+"""Weights from anywhere: a checkpoint, a Hugging Face directory, a safetensors file, a file of ``torch.save``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmt_zero.sharded_parameter import ShardedParameter
+
+from .contents import Content, contents_of_model, distinct_tensors
+from .headers import DamagedError, Entry
+from .manifest import NAME, read_manifest
+from .pt_files import PtSource
+from .reader import check_fit, fill
+from .sources import SafetensorsSource, Source, checkpoint_source, hugging_face_files
+
+KeyMap = Mapping[str, str] | Callable[[str], "str | None"] | None
+"""From names in the files to names in the model. What it leaves out, or gives ``None`` for, is not read."""
+
+
+def open_source(path: Path) -> Any:
+    """The tensors at a path: a :class:`Source` with a method ``close``.
+
+    A directory is a checkpoint of a :class:`Checkpointer`, or has what Hugging Face's ``save_pretrained`` writes.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        DamagedError: it is damaged, or of no known format.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint file or directory {path}")
+    if path.is_dir():
+        if (path / NAME).exists():
+            return checkpoint_source(path, read_manifest(path), "model")
+        try:
+            return SafetensorsSource(hugging_face_files(path))
+        except FileNotFoundError:
+            if (path / "pytorch_model.bin").is_file():
+                return PtSource(path / "pytorch_model.bin")
+            raise
+    return SafetensorsSource([path]) if path.suffix == ".safetensors" else PtSource(path)
+
+
+class Renamed:
+    """A source by other names."""
+
+    def __init__(self, source: Source, key_map: KeyMap) -> None:
+        self._source = source
+        self._names: dict[str, str] = {}
+        self.entries: dict[str, Entry] = {}
+        for name, entry in source.entries.items():
+            mapped = key_map(name) if callable(key_map) else name if key_map is None else key_map.get(name)
+            if mapped is None:
+                continue
+            if mapped in self._names:
+                raise ValueError(f"key_map gives {self._names[mapped]!r} and {name!r} the same name {mapped!r}")
+            self._names[mapped] = name
+            self.entries[mapped] = Entry(mapped, entry.dtype, entry.shape)
+
+    def read(self, name: str, low: int, high: int) -> Tensor:
+        return self._source.read(self._names[name], low, high)
+
+
+class WeightLoader:
+    """The loading of weights on one rank: nothing is changed before :meth:`read`.
+
+    Args:
+        model: the model; parameters and buffers of plain modules may be on the meta device.
+        path: see :func:`open_source`.
+        key_map: see :data:`KeyMap`.
+    """
+
+    def __init__(self, model: nn.Module, path: Path, key_map: KeyMap) -> None:
+        self._model, self._path = model, path
+        self._opened = open_source(path)
+        self._source = Renamed(self._opened, key_map)
+        self._contents = contents_of_model(model)
+
+    def names(self) -> list[str]:
+        """What this rank needs."""
+        return [content.entry.name for content in self._contents]
+
+    def check(self, elsewhere: set[str], strict: bool) -> None:
+        """Raise ValueError unless the source fits.
+
+        Args:
+            elsewhere: the names that other ranks need.
+        """
+        own = {content.entry.name for content in self._contents}
+        theirs = [e for name, e in self._source.entries.items() if name in own or name not in elsewhere]
+        # Of the names of tied weights one is enough.
+        groups: dict[int, list[Content]] = {}
+        for content, place in distinct_tensors(self._contents):
+            groups.setdefault(place, []).append(content)
+        self._wanted = []
+        for group in groups.values():
+            has = [content for content in group if content.entry.name in self._source.entries]
+            self._wanted += has or (group if strict else [])
+        problems = check_fit(theirs, [c.entry for c in self._wanted], str(self._path), strict)
+        if problems:
+            raise ValueError(f"{self._path} does not fit the model; nothing was loaded: " + "; ".join(problems))
+
+    def read(self, device: torch.device) -> None:
+        """Fill the model. What is on the meta device gets memory on ``device``."""
+        if any(content.tensor.is_meta for content in self._wanted):
+            give_memory(self._model, device)
+            names = {content.entry.name for content in self._wanted}
+            self._wanted = [content for content in contents_of_model(self._model) if content.entry.name in names]
+        for content in self._wanted:
+            fill(content, self._source)
+            if isinstance(content.owner, ShardedParameter):
+                content.owner.awaits_values = False
+                content.owner.handle.original = None
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Put tensors with memory in the places of parameters and saved buffers on the meta device; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for places in (module._parameters, module._buffers):
+            for name, tensor in places.items():
+                if tensor is None or not tensor.is_meta or isinstance(tensor, ShardedParameter):
+                    continue
+                if id(tensor) not in made:
+                    memory = torch.empty_like(tensor.detach(), device=device)
+                    is_param = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_param else memory
+                places[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+__all__ = ["DamagedError", "KeyMap", "WeightLoader", "open_source"]

@@ -1,0 +1,75 @@
+"""The commands ``bmtrain convert`` and ``bmtrain checkpoint``: checkpoints without ranks or GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from bmt_zero.checkpoints.tools import convert, describe, find_checkpoints, progress, verify
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands' arguments to those of ``bmtrain``."""
+    parser = commands.add_parser(
+        "convert",
+        help="write the weights of a checkpoint in another form",
+        description="Write weights in another form, in bounded memory. SOURCE is a checkpoint (step-...), a Hugging "
+        "Face directory, a .safetensors file or one of torch.save. TARGET is x.safetensors, x.pt, or a directory as "
+        "Hugging Face has it.",
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("target", type=Path, metavar="TARGET")
+    parser.add_argument("--max-file-size", type=float, default=5e9, help="bytes of a file in a directory (5e9)")
+    parser = commands.add_parser(
+        "checkpoint",
+        help="list checkpoints, or verify that none of their bytes has changed",
+        description="List the checkpoints in a directory, or read them and compare their checksums. The exit status "
+        "is 1 if one is damaged.",
+    )
+    parser.add_argument("action", choices=("ls", "verify"))
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a directory of checkpoints, or one checkpoint")
+    parser.add_argument("--json", action="store_true", help="print JSON, a line per checkpoint")
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    """``bmtrain convert``; returns the exit status."""
+    try:
+        with progress(f"writing {options.target}") as report:
+            convert(options.source, options.target, int(options.max_file_size), report)
+    except (OSError, ValueError) as error:
+        print(f"bmtrain convert: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_checkpoint(options: argparse.Namespace) -> int:
+    """``bmtrain checkpoint``; returns the exit status."""
+    try:
+        found = find_checkpoints(options.directory)
+    except OSError as error:
+        print(f"bmtrain checkpoint: {error}", file=sys.stderr)
+        return 1
+    status = 0
+    for path in found:
+        facts = describe(path)
+        if options.action == "verify" and facts["problem"] is None:
+            try:
+                with progress(f"reading {path}") as report:
+                    verify(path, report)
+            except ValueError as error:
+                facts["problem"] = str(error)
+        status = status or int(facts["problem"] is not None)
+        print(json.dumps(facts) if options.json else _line(path, facts, options.action))
+    return status
+
+
+def _line(path: Path, facts: dict[str, object], action: str) -> str:
+    if facts["problem"] is not None:
+        return f"{path}  DAMAGED: {facts['problem']}"
+    layout = facts["layout"]
+    shown = ", ".join(f"{key} {value}" for key, value in layout.items()) if isinstance(layout, dict) else "unknown"
+    checked = "every byte as it was written" if action == "verify" else "complete"
+    finite = "" if facts["is_finite"] else ", WEIGHTS NOT FINITE"
+    return f"{path}  {int(str(facts['bytes'])) / 1e9:.3f} GB, {checked}{finite}; saved with {shown}"

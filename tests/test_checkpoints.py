@@ -1,0 +1,325 @@
+"""Checkpoints of models and optimizers at every layout: what one layout writes, any other one reads, bit by bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bmt_zero
+import bmtrain as bmt
+from bmt_comm import slice_of
+from bmt_optim.slices import cut
+from bmt_zero import Checkpointer
+
+HIDDEN = 13
+LAYERS = 5
+
+
+class Layer(bmt.DistributedModule):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = bmt.DistributedParameter(torch.ones(HIDDEN, dtype=dtype))
+        self.up = bmt.nn.ColumnParallelLinear(HIDDEN, 24, dtype=dtype)
+        self.down = bmt.nn.RowParallelLinear(24, HIDDEN, dtype=dtype)
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x * self.norm)))
+
+
+class Model(bmt.DistributedModule):
+    def __init__(self, level: int, dtype: torch.dtype, interleave: int) -> None:
+        super().__init__()
+        self.embed = bmt.DistributedParameter(torch.ones(17, HIDDEN, dtype=dtype))
+        blocks = [bmt.Block(Layer(dtype), zero_level=level) for _ in range(LAYERS)]
+        if bmt.config["pipe_size"] > 1:
+            self.layers: nn.Module = bmt.PipelineTransformerBlockList(blocks, interleave=interleave)
+        else:
+            self.layers = bmt.TransformerBlockList(blocks)
+        self.head = bmt.nn.Linear(HIDDEN, 1, dtype=dtype)
+        self.scale = bmt.DistributedParameter(torch.ones((), dtype=dtype))
+
+
+def matrices(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    params = list(model.parameters())
+    return [p for p in params if len(slice_of(p).shape) == 2], [p for p in params if len(slice_of(p).shape) != 2]
+
+
+def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    params = list(model.parameters())
+    if name == "adam":
+        return [bmt.optim.AdamOptimizer(params)]
+    if name == "adam_offload":
+        return [bmt.optim.AdamOffloadOptimizer(params)]
+    if name == "lamb":
+        return [bmt.optim.Lamb(params)]
+    if name == "adafactor":
+        return [bmt.optim.Adafactor(params, beta1=0.9)]
+    if name == "torch_adafactor":
+        return [bmt.optim.TorchAdafactor(params)]
+    if name == "came":
+        return [bmt.optim.CAME(params, 1e-3)]
+    if name == "torch":
+        return [torch.optim.AdamW(params)]
+    first, rest = matrices(model)
+    if name == "muon":
+        return [bmt.optim.Muon(first), bmt.optim.AdamOptimizer(rest)]
+    kind, bits = name.split("-")
+    assert kind == "galore"
+    groups = [
+        {"params": first[::2], "rank": 3, "proj_type": "full"},
+        {"params": first[1::2], "rank": 3},
+        {"params": rest},
+    ]
+    return [bmt.optim.GaLoreAdamW(groups, nbits=int(bits), min_8bit_size=16, percentile_clipping=90)]
+
+
+OPTIMIZERS = ["adam", "adam_offload", "lamb", "adafactor", "torch_adafactor", "came", "muon", "galore-32", "galore-8"]
+
+
+def values(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Whole tensors, by name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 200, shape, generator=generator).to(dtype)
+
+
+def parts(model: nn.Module, optimizers: list[Any]) -> dict[str, tuple[Any, Tensor]]:
+    """Of every tensor that a checkpoint should have on this rank: which part, and the part."""
+    names = {param: name for name, param in model.named_parameters()}
+    found = {name: (slice_of(param), param.detach()) for param, name in names.items()}
+    found.update({name: (slice_of(buffer), buffer) for name, buffer in model.named_buffers()})
+    for optimizer in optimizers:
+        for record in optimizer.state_records():
+            if record.key != "step":
+                found[f"{names[record.param]}.{record.key}"] = (record.where, record.tensor)
+    return found
+
+
+@torch.no_grad()
+def fill(model: nn.Module, optimizers: list[Any], seed: int) -> None:
+    for name, (where, tensor) in parts(model, optimizers).items():
+        tensor.copy_(cut(values(name, where.shape, tensor.dtype, seed), where))
+    for optimizer in optimizers:
+        records = [record for record in optimizer.state_records() if record.key == "step"]
+        for record in records:
+            record.tensor.fill_(seed)
+        optimizer.adopt_state_records(records)
+
+
+def check(model: nn.Module, optimizers: list[Any], seed: int) -> None:
+    for name, (where, tensor) in parts(model, optimizers).items():
+        assert torch.equal(tensor, cut(values(name, where.shape, tensor.dtype, seed), where)), name
+    for optimizer in optimizers:
+        assert {int(r.tensor) for r in optimizer.state_records() if r.key == "step"} == {seed}
+
+
+def build(name: str, level: int, dtype: torch.dtype, interleave: int, seed: int) -> tuple[nn.Module, Any]:
+    model = Model(level, dtype, interleave)
+    manager = bmt.optim.OptimManager(loss_scale=4.0)
+    for optimizer in make_optimizers(name, model):
+        manager.add_optimizer(optimizer, bmt.lr_scheduler.Cosine(optimizer, 0.1 * seed, 3, 20, num_iter=seed))
+    fill(model, manager.optimizers, seed)
+    return model, manager
+
+
+def tensor_files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name.startswith(("model", "optimizer"))}
+
+
+LAYOUTS = {
+    1: [(1, 1, 3, 1), (1, 1, 0, 1)],
+    2: [(1, 1, 3, 1), (2, 1, 2, 1), (1, 2, 1, 2)],
+    3: [(1, 1, 3, 1), (1, 3, 0, 1)],
+    4: [(2, 2, 3, 1), (4, 1, 0, 1), (2, 1, 3, 1), (1, 2, 2, 2)],
+}
+"""By the number of ranks: tensor-parallel size, pipeline stages, ZeRO level, chunks of a stage."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the first layout leaves its checkpoint, by optimizer."""
+    return str(tmp_path_factory.mktemp("written"))
+
+
+@pytest.mark.ranks(1, 2, 3, 4, init=False, timeout=120)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_layout_writes_the_same_and_reads_what_another_wrote(
+    name: str, dtype: torch.dtype, written: str, tmp_path: Path
+) -> None:
+    reference = Path(written) / f"{name} {dtype}"
+    ranks = int(os.environ["WORLD_SIZE"])
+    for number, (tp, pipe, level, interleave) in enumerate(LAYOUTS[ranks]):
+        ctx = bmt.init_distributed(tp_size=tp, pipe_size=pipe, seed=1)
+        model, manager = build(name, level, dtype, interleave, seed=5)
+        checkpointer = Checkpointer(tmp_path / f"{number}", max_file_size=3000)
+        checkpointer.save(1, model=model, manager=manager)
+        checkpointer.wait()
+        folder = tmp_path / f"{number}" / "step-00000001"
+        if ctx.rank == 0 and not reference.exists():
+            reference.mkdir()
+            shutil.copytree(folder, reference / "step-00000001")
+        ctx.world.barrier()
+        assert tensor_files(folder) == tensor_files(reference / "step-00000001")
+        model, manager = build(name, level, dtype, interleave, seed=6)
+        reader = Checkpointer(reference, readonly=True)
+        assert reader.load_latest(model=model, manager=manager) == 1
+        check(model, manager.optimizers, 5)
+        assert manager.lr_schedulers[0].num_iter == 5
+        assert manager.optimizers[0].param_groups[0]["lr"] == manager.lr_schedulers[0].current_lr
+        checkpointer.close()
+        bmt.shutdown()
+
+
+def grads(step: int, params: list[Tensor]) -> None:
+    for n, p in enumerate(params):
+        where = slice_of(p)
+        p.grad = cut(values(f"gradient {n}", where.shape, torch.float32, step), where).to(p.dtype)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "torch"])
+def test_a_continued_run_is_bit_equal_to_an_uninterrupted_one(
+    ctx: Any, name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    def fresh(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(9, 17), nn.Linear(17, 5)).to(dtype))
+        manager = bmt.optim.OptimManager(loss_scale=2.0, loss_scale_steps=3)
+        for optimizer in make_optimizers(name, model):
+            manager.add_optimizer(optimizer, bmt.lr_scheduler.Noam(optimizer, 0.1, 3, 20))
+        return model, manager
+
+    def train(model: nn.Module, manager: Any, steps: range) -> None:
+        for step in steps:
+            grads(step, list(model.parameters()))
+            manager.step()
+
+    model, manager = fresh(1)
+    checkpointer = Checkpointer(tmp_path / "c")
+    train(model, manager, range(4))
+    checkpointer.save(4, model=model, manager=manager)
+    train(model, manager, range(4, 9))
+    other, other_manager = fresh(2)
+    train(other, other_manager, range(20, 21))
+    assert checkpointer.load_latest(model=other, manager=other_manager) == 4
+    train(other, other_manager, range(4, 9))
+    for (key, a), b in zip(model.named_parameters(), other.parameters()):
+        assert torch.equal(a.detach(), b.detach()), key
+    assert manager.loss_scale == other_manager.loss_scale
+    assert manager.steps_since_last_scale == other_manager.steps_since_last_scale
+    assert [s.state_dict() for s in manager.lr_schedulers] == [s.state_dict() for s in other_manager.lr_schedulers]
+
+
+@pytest.mark.ranks(2)
+def test_torch_s_optimizer_gets_its_state_before_its_first_step(ctx: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = bmt.BMTrainModelWrapper(nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    grads(1, list(model.parameters()))
+    optimizer.step()
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=model, optimizer=optimizer)
+    other = torch.optim.AdamW(model.parameters(), lr=7.0)
+    checkpointer.load_latest(model=model, optimizer=other)
+    assert other.param_groups[0]["lr"] == 1e-3
+    for param in model.parameters():
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(other.state[param][key], value)
+            assert other.state[param][key].dtype == value.dtype
+
+
+@pytest.mark.ranks(2)
+def test_what_does_not_fit_is_named(ctx: Any, tmp_path: Path) -> None:
+    def make(name: str) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(9, 17), nn.Linear(17, 5)))
+        manager = bmt.optim.OptimManager()
+        for optimizer in make_optimizers(name, model):
+            manager.add_optimizer(optimizer)
+        return model, manager
+
+    checkpointer = Checkpointer(tmp_path / "c")
+    model, manager = make("adam")
+    checkpointer.save(1, model=model, manager=manager)
+    other, lamb = make("muon")
+    with pytest.raises(ValueError, match=r"checkpoint's optimizer lacks '0.weight.momentum_buffer'"):
+        checkpointer.load_latest(model=other, manager=lamb)
+    with pytest.raises(ValueError, match=r"has a parameter of shape \(17, 9\) that the model has not"):
+        checkpointer.save(2, model=nn.Linear(2, 2), manager=manager)
+    model, manager = make("adam")
+    checkpointer.load_latest(model=model)  # the rest is left alone
+    manager.add_optimizer(bmt.optim.AdamOptimizer([nn.Parameter(torch.zeros(1))]))
+    with pytest.raises(ValueError, match=r"that the model has not"):
+        checkpointer.load_latest(model=model, manager=manager)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_fsdp2_and_plain_models_go_through_the_same_checkpoints(ctx: Any, tmp_path: Path, sharded: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    def make(seed: int, ours: bool) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(9, 17), nn.Linear(17, 5))
+        if sharded:
+            fully_shard(model)
+        kind = bmt.optim.AdamOptimizer if ours else torch.optim.AdamW
+        optimizer = kind(model.parameters(), lr=0.1)
+        for step in (seed, seed + 1):
+            model(values("x", (4, 9), torch.float32, step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return model, optimizer
+
+    checkpointer = Checkpointer(tmp_path / "c")
+    for step, ours in enumerate((True, False), 1):
+        model, optimizer = make(1, ours)
+        checkpointer.save(step, model=model, optimizer=optimizer)
+        other, other_optimizer = make(2, ours)
+        assert checkpointer.load_latest(model=other, optimizer=other_optimizer) == step
+        for a, b in zip(model.parameters(), other.parameters()):
+            assert isinstance(a, DTensor) == sharded
+            assert torch.equal(a.to_local() if sharded else a, b.to_local() if sharded else b)
+            for key, value in optimizer.state[a].items():
+                mine = other_optimizer.state[b][key]
+                if isinstance(value, DTensor):
+                    value, mine = value.to_local(), mine.to_local()
+                assert mine == value if not isinstance(value, Tensor) else torch.equal(mine, value), key
+        # A model of ours reads it, too.
+        torch.manual_seed(3)
+        third = bmt_zero.BMTrainModelWrapper(nn.Sequential(nn.Linear(9, 17), nn.Linear(17, 5)))
+        checkpointer.load(step, model=third)
+        full = {n: p.full_tensor() if sharded else p for n, p in model.named_parameters()}
+        for key, value in third.state_dict().items():
+            assert torch.equal(value, full[key].detach())
+
+
+@pytest.mark.ranks(1, 2)
+def test_transformers_reads_every_save(ctx: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=12, vocab_size=31, n_positions=16)
+    torch.manual_seed(0)
+    plain = transformers.GPT2LMHeadModel(config)
+    model = bmt.BMTrainModelWrapper(transformers.GPT2LMHeadModel(config))
+    checkpointer = Checkpointer(tmp_path / "c", max_file_size=4000)
+    checkpointer.save(1, model=model)
+    checkpointer.wait()
+    folder = tmp_path / "c" / "step-00000001"
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    wanted = model.state_dict()
+    for name, value in found.state_dict().items():
+        assert torch.equal(value, wanted[name].cpu()), name
+    assert found.lm_head.weight.data_ptr() == found.transformer.wte.weight.data_ptr()
+    assert found.config.n_embd == plain.config.n_embd
