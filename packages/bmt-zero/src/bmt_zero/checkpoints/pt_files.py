@@ -77,8 +77,8 @@ def check_plain(path: Path, name: str, value: Tensor) -> None:
     memory = value.untyped_storage().nbytes()
     if value.numel() * value.element_size() > memory:
         raise DamagedError(
-            f"{path} holds a tensor of shape {tuple(value.shape)} under {name!r}, and {memory} bytes for it: it is a view "
-            "that repeats its elements"
+            f"{path} holds a tensor of shape {tuple(value.shape)} under {name!r}, and {memory} bytes for it: it is a "
+            "view that repeats its elements"
         )
 
 
