@@ -16,7 +16,7 @@ import bmt_zero
 import bmtrain as bmt
 from bmt_comm import slice_of
 from bmt_optim.slices import cut
-from bmt_zero import Checkpointer
+from bmt_zero import Checkpointer, SaveError
 
 HIDDEN = 13
 LAYERS = 5
@@ -257,6 +257,8 @@ def test_what_does_not_fit_is_named(ctx: Any, tmp_path: Path) -> None:
         checkpointer.load_latest(model=other, manager=lamb)
     with pytest.raises(ValueError, match=r"has a parameter of shape \(17, 9\) that the model has not"):
         checkpointer.save(2, model=nn.Linear(2, 2), manager=manager)
+    with pytest.raises(SaveError, match="the checkpoint of step 2 was not written"):
+        checkpointer.wait()
     model, manager = make("adam")
     checkpointer.load_latest(model=model)  # the rest is left alone
     manager.add_optimizer(bmt.optim.AdamOptimizer([nn.Parameter(torch.zeros(1))]))

@@ -203,6 +203,8 @@ def build(documents: list[Document], held_out: float, vocab_size: int, folder: P
             "held_out": [str(document.path) for document in rest],
         }
         (unfinished / "files.json").write_text(json.dumps(names, indent=0))
+        sizes = {path.name: path.stat().st_size for path in unfinished.iterdir()}
+        (unfinished / "sizes.json").write_text(json.dumps(sizes))
         unfinished.chmod(0o755)
         try:
             unfinished.rename(folder)
@@ -211,6 +213,15 @@ def build(documents: list[Document], held_out: float, vocab_size: int, folder: P
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether all files that :func:`build` wrote are there in their sizes."""
+    try:
+        sizes = json.loads((folder / "sizes.json").read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
 
 
 @contextlib.contextmanager
@@ -235,6 +246,9 @@ def load_corpus(source: Path | None, max_bytes: int, held_out: float, vocab_size
                 raise UsageError(f"--vocab-size {vocab_size}: a byte-level vocabulary has at least 257 tokens")
             paths = find_files(source, max_bytes)
             key = fingerprint(paths, max_bytes, held_out, vocab_size)
+            if (cache / key).exists() and not is_complete(cache / key):
+                print(f"{cache / key} is damaged, and is made anew", flush=True)
+                shutil.rmtree(cache / key)
             if (cache / key).exists():
                 print(f"Reading {cache / key}, where an earlier run left the encoded text", flush=True)
             else:
@@ -302,6 +316,14 @@ class Batches:
         self.world_size = world_size
         self.position = 0
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0))
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the row, which is the same for all ranks, and for any number of them."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a place."""
+        self.position = state["position"]
 
     def next(self) -> Tensor:
         """This rank's next batch: (batch_size, seq_len + 1)."""

@@ -90,7 +90,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("output")
     group.add_argument("--out", type=Path, default=Path("runs/gpt2"), help="folder for all that is written")
     group.add_argument("--overwrite", action="store_true", help="delete an earlier run in --out")
-    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    group.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in --out, if there is one"
+    )
     group.add_argument("--save-interval", type=int, default=400, help="steps between checkpoints; 0: at the end only")
     group.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
     group.add_argument("--log-interval", type=int, default=20, help="steps between measurements")

@@ -64,7 +64,7 @@ def load_model(folder: Path) -> tuple[GPT, Tokenizer]:
     from checkpoint import read_config
 
     model = GPT(read_config(folder))
-    bmt.load(model, str(folder / "model.pt"))
+    bmt.load(model, folder)
     return model, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 

@@ -36,11 +36,16 @@ class Metrics:
         if not self.active:
             return
         if step > 0 and path.exists():
-            lines = (json.loads(line) for line in path.read_text().splitlines())
-            self.records = [record for record in lines if record["step"] <= step]
-        path.write_text("".join(json.dumps(record) + "\n" for record in self.records))
-        self.file = path.open("a")
+            self.records = [record for record in read_records(path) if record["step"] <= step]
+        self.path = path
+        self._open()
         self.bar = tqdm(initial=step, total=steps, unit="step") if sys.stderr.isatty() else None
+
+    def _open(self) -> None:
+        """Write all records anew, to a file that takes further ones."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        self.file = self.path.open("a")
 
     def advance(self) -> None:
         """A step has been taken."""
@@ -51,6 +56,9 @@ class Metrics:
         """Keep and show what was measured at a step."""
         if not self.active:
             return
+        if not self.path.exists():  # somebody has deleted it
+            self.file.close()
+            self._open()
         self.records.append(record)
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
@@ -75,6 +83,17 @@ class Metrics:
             self.file.close()
             if self.bar is not None:
                 self.bar.close()
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records in a file; a last line that was cut is left out."""
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
 
 
 def describe(record: Record) -> str:

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import math
 import shutil
-import signal
 import sys
 import time
 from typing import Any
@@ -22,11 +21,12 @@ from torch import Tensor
 
 import bmtrain as bmt
 from bits import baselines, bits_per_byte, token_bytes
-from checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from checkpoint import Conditions, ModelFiles
 from data import Batches, Corpus, Sequences, load_corpus
 from errors import UsageError
 from flags import check_output, parse_flags
 from generate import generate
+from interruption import Interruption
 from metrics import Metrics, peak_memory, plot
 from models import GPT
 from optimizers import make_optimizers
@@ -61,7 +61,7 @@ class Trainer:
         if args.epochs is not None:
             self.steps = math.ceil(args.epochs * len(self.train_set) / self.sequences_per_step)
         self.step = 0
-        self.interrupted = False  # Ctrl-C was pressed; ranks agree to stop where they measure
+        self.interruption = Interruption()
 
         bmt.print_rank("Building the model and its optimizer, a few seconds ...", flush=True)
         tail_schedule = None if args.pipe_schedule == "recompute" else args.pipe_schedule
@@ -75,18 +75,33 @@ class Trainer:
             self.manager.add_optimizer(optimizer, scheduler)
         torch.manual_seed(args.seed + 1 + self.replica)  # every replica drops other activations
 
-    def resume(self) -> None:
-        """Go on from the newest checkpoint; the learning rate follows this run's flags."""
-        schedules = [scheduler.state_dict() for scheduler in self.schedulers]
-        self.step = load_checkpoint(find_checkpoint(self.args.out), self.model, self.manager, self.batches, self.corpus)
-        for scheduler, schedule in zip(self.schedulers, schedules):
-            scheduler.load_state_dict({**schedule, "num_iter": scheduler.num_iter})
+    @property
+    def saved_objects(self) -> dict[str, Any]:
+        """Everything that is saved and loaded."""
+        conditions = Conditions(self.args.config, self.manager, self.corpus.key, self.args.seed)
+        return {"model": self.model, "manager": self.manager, "data": self.batches, "conditions": conditions}
 
-    def save(self) -> None:
-        save_checkpoint(
-            self.args.out / "checkpoints",
-            self.step, self.model, self.manager, self.batches, self.corpus, self.args.keep,
-        )  # fmt: skip
+    def resume(self, checkpointer: bmt.Checkpointer) -> None:
+        """Go on from the newest checkpoint, if there is one; the learning rate follows this run's flags.
+
+        The checkpoint may be of another number of ranks, and of other flags for how they share the work.
+
+        Raises:
+            UsageError: the checkpoint is of another model, another optimizer or other data.
+        """
+        schedules = [scheduler.state_dict() for scheduler in self.schedulers]
+        try:
+            self.step = checkpointer.load_latest(**self.saved_objects)
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"cannot go on: {error}") from error
+        if self.step > 0:
+            for scheduler, schedule in zip(self.schedulers, schedules):
+                scheduler.load_state_dict({**schedule, "num_iter": scheduler.num_iter})
+
+    def save(self, checkpointer: bmt.Checkpointer) -> None:
+        """Save in the background."""
+        files = ModelFiles(self.args.config, self.corpus.tokenizer)
+        checkpointer.save(self.step, **self.saved_objects, files=files)
 
     def loss(self, sequences: Tensor) -> Tensor:
         """The mean loss of predicting every next token: sequences (B, S + 1) to a scalar."""
@@ -120,11 +135,14 @@ class Trainer:
         return total, num_bytes, norm
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, Any]:
-        """Measure the held-out loss. The ranks share out the sequences."""
+    def evaluate(self) -> dict[str, Any] | None:
+        """Measure the held-out loss. The ranks share out the sequences. ``None`` if the run is to stop."""
         self.model.eval()
         total = torch.zeros((), device=self.device)
         for sequences in self.eval_set.split(self.args.batch_size * self.replicas):
+            if self.interruption.agreed():
+                self.model.train()
+                return None
             mine = sequences[self.replica :: self.replicas]
             # All replicas must call the model equally often. One without a sequence takes another's, for nothing.
             total += self.loss((mine if len(mine) else sequences[:1]).to(self.device)) * len(mine)
@@ -133,11 +151,13 @@ class Trainer:
         bits = bits_per_byte(loss, self.eval_set[:, 1:].numel(), self.count_bytes(self.eval_set))
         return {"step": self.step, "eval_loss": loss, "eval_bits_per_byte": bits}
 
-    def run(self, metrics: Metrics) -> bool:
-        """Take all steps that are left; or, after Ctrl-C, stop and return False."""
+    def run(self, metrics: Metrics, checkpointer: bmt.Checkpointer) -> bool:
+        """Take all steps that are left; or, after a signal, save and return False."""
         args = self.args
         if self.step == 0:
             record = self.evaluate()
+            if record is None:
+                return False
             if bmt.rank() == 0:
                 held_out = self.eval_set.flatten().numpy()
                 record["baselines"] = baselines(self.corpus.train, held_out, self.corpus.tokenizer)
@@ -149,8 +169,12 @@ class Trainer:
             metrics.advance()
             is_last = self.step == self.steps
             if self.step % args.log_interval == 0 or is_last:
-                mine = torch.stack([loss, torch.full_like(loss, num_bytes), torch.full_like(loss, self.interrupted)])
-                mean_loss, mean_bytes, interrupted = bmt.sum_loss(mine).tolist()
+                mean_loss, mean_bytes = bmt.sum_loss(torch.stack([loss, torch.full_like(loss, num_bytes)])).tolist()
+                if not math.isfinite(mean_loss):
+                    raise UsageError(
+                        f"the loss at step {self.step} is {mean_loss}; go on from the newest checkpoint with --resume "
+                        f"and a lower --lr than {args.lr:g}"
+                    )
                 tokens = self.sequences_per_step * args.config.seq_len
                 metrics.write({
                     "step": self.step,
@@ -162,20 +186,22 @@ class Trainer:
                     "memory": peak_memory(self.device),
                 })  # fmt: skip
                 clock, clock_step = time.perf_counter(), self.step
-                if interrupted > 0 and not is_last:
-                    self.save()
-                    return False
             pause = time.perf_counter()
-            if (args.eval_interval and self.step % args.eval_interval == 0) or is_last:
-                metrics.write(self.evaluate())
-            if (args.save_interval and self.step % args.save_interval == 0) or is_last:
-                self.save()
+            is_saved = bool(args.save_interval and self.step % args.save_interval == 0) or is_last
+            if is_saved:
+                self.save(checkpointer)
+            stops = self.interruption.agreed()
+            if not stops and ((args.eval_interval and self.step % args.eval_interval == 0) or is_last):
+                record = self.evaluate()
+                stops = record is None
+                if record is not None:
+                    metrics.write(record)
+            if stops and not is_last:
+                if not is_saved:
+                    self.save(checkpointer)
+                return False
             clock += time.perf_counter() - pause
         return True
-
-    def interrupt(self, *_: object) -> None:
-        """Ask to stop: ranks that leave one by one would leave the others waiting."""
-        self.interrupted = True
 
     def sample(self) -> str:
         """A text that the model writes."""
@@ -185,14 +211,12 @@ class Trainer:
         )
 
 
-def prepare_output(args: argparse.Namespace) -> None:
-    """Make ``--out`` an empty folder, or leave an earlier run there to go on from."""
+def prepare_output(args: argparse.Namespace) -> bmt.Checkpointer:
+    """Make ``--out`` an empty folder, or leave an earlier run there to go on from; no other run may use it."""
     problem = ""
     if bmt.rank() == 0:
         try:
             check_output(args)
-            if args.resume:
-                find_checkpoint(args.out)
             if args.overwrite:
                 shutil.rmtree(args.out / "checkpoints", ignore_errors=True)
                 (args.out / "metrics.jsonl").unlink(missing_ok=True)
@@ -202,18 +226,30 @@ def prepare_output(args: argparse.Namespace) -> None:
     problem = bmt.store.broadcast_object(problem)
     if problem:
         raise UsageError(problem)
+    try:
+        return bmt.Checkpointer(args.out / "checkpoints", keep=args.keep)
+    except RuntimeError as error:
+        raise UsageError(f"--out {args.out}: {error}") from error
 
 
 def train(args: argparse.Namespace) -> None:
-    """The whole run."""
+    """The whole run, in the folder that ``--out`` names."""
     bmt.init_distributed(
         seed=args.seed, pipe_size=args.pipe, num_micro_batches=args.micro_batches, tp_size=args.tp,
         zero_level=args.zero_level, device=args.device,
     )  # fmt: skip
-    prepare_output(args)
+    checkpointer = prepare_output(args)
+    try:
+        run(args, checkpointer)
+    finally:
+        checkpointer.close()
+
+
+def run(args: argparse.Namespace, checkpointer: bmt.Checkpointer) -> None:
+    """Train, and write what comes of it."""
     trainer = Trainer(args)
     if args.resume:
-        trainer.resume()
+        trainer.resume(checkpointer)
     bmt.print_rank(
         f"{args.config.num_parameters / 1e6:.1f} million parameters, {bmt.world_size()} rank(s) on "
         f"{trainer.device.type}; sequences of {args.config.seq_len} tokens: {len(trainer.train_set):,} to train on, "
@@ -221,9 +257,9 @@ def train(args: argparse.Namespace) -> None:
         flush=True,
     )
     metrics = Metrics(args.out / "metrics.jsonl", trainer.step, trainer.steps)
-    default = signal.signal(signal.SIGINT, trainer.interrupt)
-    finished = trainer.run(metrics)
-    signal.signal(signal.SIGINT, default if finished else signal.SIG_IGN)
+    with trainer.interruption:
+        finished = trainer.run(metrics, checkpointer)
+        checkpointer.wait()
     metrics.close()
     if not finished:
         bmt.print_rank(f"Interrupted and saved after step {trainer.step}; go on with --resume.", flush=True)
@@ -242,7 +278,7 @@ def main() -> None:
     args = parse_flags()
     try:
         train(args)
-    except UsageError as error:
+    except (UsageError, bmt.SaveError) as error:
         bmt.print_rank(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

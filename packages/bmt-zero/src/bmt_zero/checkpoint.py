@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bmt_comm import ParallelContext, check_agreement, current_context
 
+from .checkpoints.pretrained import KeyMap, WeightLoader
 from .sharded_parameter import ShardedParameter
 from .stage_entry import StageEntry, is_stage_local
 from .state import (
@@ -89,12 +90,23 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     return done
 
 
-def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = True) -> None:
-    """Fill a model from a file with a plain state dict (:func:`save`, ``torch.save`` or safetensors).
+def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = True, *, key_map: KeyMap = None) -> None:
+    """Fill a model from a file with a plain state dict (:func:`save`, ``torch.save`` or safetensors), or a directory.
 
     All ranks must call it; rank 0 reads and broadcasts one tensor at a time, or all at once if a module has its own
     loading code (hooks, ``_load_from_state_dict``). Nothing in the file is executed (``weights_only``). The file is
     checked as a whole before anything is changed.
+
+    From a directory (a checkpoint of a :class:`~bmt_zero.Checkpointer`, or what Hugging Face's ``save_pretrained``
+    writes), and with a ``key_map``, each rank reads what it holds; all ranks must see the files. Parameters and buffers
+    of plain modules may then be on the meta device, and names of tied weights may be missing but for one.
+
+    Args:
+        model: any module, sharded or not.
+        file_name: the file or directory.
+        strict: whether the names must be those of the model, no more and no fewer.
+        key_map: from names in the file to names in the model: a mapping, or a function that may return ``None`` for
+            what is not to be read.
 
     Raises:
         FileNotFoundError: on every rank.
@@ -105,6 +117,9 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     """
     context = current_context()
     path = Path(file_name)
+    if context.world.broadcast_object(path.is_dir() or key_map is not None):
+        _load_parts(model, path, strict, key_map, context)
+        return
     has_code = _has_own_code(model, context, loading=True) or _has_own_code(model, context, loading=False)
     check_agreement(context.world, "load", _facts(model, has_code))
     state: Mapping[str, Any] = {}
@@ -144,6 +159,34 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
         del value  # before the next one is received
     if extra_state:
         nn.Module.load_state_dict(model, extra_state, strict=False)
+
+
+def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, context: ParallelContext) -> None:
+    """Each rank reads what it holds."""
+    loaders: list[WeightLoader] = []
+
+    def together(call: Callable[[], object]) -> None:
+        problem: Exception | None = None
+        try:
+            call()
+        except (OSError, ValueError, TypeError) as error:
+            problem = error
+        raise_on_all(context.world, problem)
+
+    try:
+        together(lambda: loaders.append(WeightLoader(model, path, key_map)))
+        everyone = context.world.all_gather_object((loaders[0].names(), loaders[0].has_code()))
+        elsewhere = {name for names, _ in everyone for name in names}
+        together(lambda: loaders[0].check(elsewhere, strict))
+        if any(has_code for _, has_code in everyone):
+            state: dict[str, Tensor] = {}
+            together(lambda: state.update(loaders[0].read_whole()))
+            load_state_dict(model, state, strict)
+        else:
+            together(lambda: loaders[0].read(context.device))
+    finally:
+        for loader in loaders:
+            loader.close()
 
 
 def _take(value: Any, context: ParallelContext) -> Any:

@@ -254,7 +254,13 @@ def has_own_code(module: nn.Module, loading: bool) -> bool:
         hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     else:
         hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
-    return not all(getattr(getattr(hook, "hook", hook), HANDLES_SHARDS, False) for hook in hooks)
+    return not all(_serves_shards(getattr(hook, "hook", hook)) for hook in hooks)
+
+
+def _serves_shards(hook: Any) -> bool:
+    """Whether a hook is ours, or FSDP2's, whose parameters say themselves what they hold."""
+    module = getattr(hook, "__module__", None) or ""
+    return getattr(hook, HANDLES_SHARDS, False) or module.startswith("torch.distributed.fsdp.")
 
 
 class StateDictError(ValueError):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from bmt_comm import StateRecord, current_context, is_initialized
 from bmt_zero.sharded_parameter import ShardedParameter
+from bmt_zero.state import load_state_dict
 
 from . import trainer_state
 from .contents import (
@@ -28,6 +29,7 @@ from .contents import (
     contents_of_model,
     contents_of_optimizer,
     distinct_tensors,
+    has_own_code,
     make_state,
     parameter_names,
     records_of,
@@ -38,7 +40,7 @@ from .job import HeldTensor, Job, SaveError, run_job
 from .manifest import is_file_name, read_manifest, read_small_file
 from .meeting import Meeting
 from .memory import Snapshot
-from .reader import check_fit, fill
+from .reader import check_fit, fill, read_whole
 from .regions import regions_of
 from .sources import checkpoint_source
 from .trees import decode, encode
@@ -464,12 +466,14 @@ class _Loading:
             source = self._sources["optimizer"] = checkpoint_source(self._path, self._manifest, "optimizer")
             self._contents["optimizer"] = given.optimizer_contents(source.entries)
 
-    def names(self) -> dict[str, list[str]]:
+    def names(self) -> dict[str, Any]:
         """What this rank needs, for the others to know what is needed at all."""
-        return {section: [content.entry.name for content in found] for section, found in self._contents.items()}
+        needs: dict[str, Any] = {s: [content.entry.name for content in found] for s, found in self._contents.items()}
+        return {**needs, "has_code": self._given.model is not None and has_own_code(self._given.model)}
 
-    def check(self, everyone: Sequence[Mapping[str, list[str]]]) -> None:
+    def check(self, everyone: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless the checkpoint fits; nothing is changed yet."""
+        self._has_code = any(names["has_code"] for names in everyone)
         problems: list[str] = []
         for section, source in self._sources.items():
             elsewhere = {name for names in everyone for name in names.get(section, ())}
@@ -489,12 +493,20 @@ class _Loading:
 
     def read(self) -> None:
         """Read all tensors into their places."""
+        self._whole: dict[str, Tensor] = {}
         for section, contents in self._contents.items():
+            if section == "model" and self._has_code:
+                self._whole = read_whole(self._sources[section])
+                continue
             for content in contents:
                 fill(content, self._sources[section])
 
     def commit(self) -> None:
-        """Set what is no tensor."""
+        """Set what is no tensor, and what the model's own code loads."""
+        if self._whole:
+            assert self._given.model is not None
+            load_state_dict(self._given.model, self._whole)
+            self._whole = {}
         for content in self._contents.get("model", ()):
             if isinstance(content.owner, ShardedParameter):
                 content.owner.awaits_values = False

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bmt_comm import Slice, StateRecord, local_tensor, slice_of, whole
 from bmt_zero.sharded_parameter import ShardedParameter
+from bmt_zero.state import has_own_code as module_has_own_code
 from bmt_zero.state import is_extra_state, stage_entries
 
 from .headers import DTYPES, Entry, dtype_name
@@ -57,6 +58,11 @@ def contents_of_model(model: nn.Module) -> list[Content]:
             )
         found.append(_content(name, value))
     return found
+
+
+def has_own_code(model: nn.Module) -> bool:
+    """Whether a module of the model has its own code for saving or loading, which must see whole tensors."""
+    return any(module_has_own_code(m, loading) for m in model.modules() for loading in (False, True))
 
 
 def _content(name: str, value: Tensor) -> Content:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from bmt_zero.sharded_parameter import ShardedParameter
 
-from .contents import Content, contents_of_model, distinct_tensors
+from .contents import Content, contents_of_model, distinct_tensors, has_own_code
 from .headers import DamagedError, Entry
 from .manifest import NAME, read_manifest
 from .pt_files import PtSource
-from .reader import check_fit, fill
+from .reader import check_fit, fill, read_whole
 from .sources import SafetensorsSource, Source, checkpoint_source, hugging_face_files
 
 KeyMap = Mapping[str, str] | Callable[[str], "str | None"] | None
@@ -83,6 +83,14 @@ class WeightLoader:
     def names(self) -> list[str]:
         """What this rank needs."""
         return [content.entry.name for content in self._contents]
+
+    def has_code(self) -> bool:
+        """Whether the model's own code loads it, on this rank."""
+        return has_own_code(self._model)
+
+    def read_whole(self) -> dict[str, Tensor]:
+        """All of it, for such a model: a state dict."""
+        return read_whole(self._source)
 
     def check(self, elsewhere: set[str], strict: bool) -> None:
         """Raise ValueError unless the source fits.

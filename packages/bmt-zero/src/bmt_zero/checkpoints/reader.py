@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from bmt_comm import whole
+
 from .contents import Content
-from .headers import DTYPES, DamagedError, Entry
+from .headers import DTYPES, Entry
 from .regions import Region, flat_bytes, local_view, logical_view, regions_of
 from .sources import CHUNK, Source
 
@@ -78,6 +80,16 @@ def fill(content: Content, source: Source, name: str | None = None) -> None:
             target.copy_(written)
 
 
+def read_whole(source: Source) -> dict[str, Tensor]:
+    """All tensors of a source, as a state dict."""
+    state = {}
+    for name, entry in source.entries.items():
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        fill(Content(entry, whole(tensor), tensor), source)
+        state[name] = tensor
+    return state
+
+
 def _chunks(regions: Iterable[Region]) -> Iterator[Region]:
     """The same runs in parts that span at most a chunk."""
     for region in regions:
@@ -119,6 +131,3 @@ def is_finite(flat: Tensor, dtype: torch.dtype) -> bool:
         bool(torch.isfinite(part.float() if narrow else part).all())
         for part in (values[at : at + step] for at in range(0, values.numel(), step))
     )
-
-
-__all__ = ["DamagedError", "check_fit", "fill", "is_finite"]

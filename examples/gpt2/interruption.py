@@ -1,0 +1,43 @@
+"""Signals that ask a run to save and leave, at a step on which all ranks agree."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+import torch
+
+import bmtrain as bmt
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Ctrl-C; what torchrun and schedulers send to end a job; what schedulers send some time before."""
+
+
+class Interruption:
+    """Notes signals while it is active. Ranks that leave one by one would leave the others waiting.
+
+    Ranks say at each :meth:`agreed` whether they were asked, and hear of it at the next one: so a GPU computes on
+    while the host reads what was said a step ago.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._said: torch.Tensor | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Interruption:
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def agreed(self) -> bool:
+        """Whether to stop now. All ranks must call this, and get the same."""
+        before = self._said
+        self._said = bmt.sum_loss(torch.tensor(float(self._asked), device=bmt.config["device"]))
+        return before is not None and before.item() > 0
