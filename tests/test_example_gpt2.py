@@ -372,7 +372,7 @@ def test_checkpoint_of_another_model_or_data_is_refused(tmp_path):
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() == tokenizer.get_vocab_size()
     assert checkpointer.load_latest(model=model, manager=manager, data=make_batches(), conditions=conditions()) == 3
     smaller, its_manager = build(dataclasses.replace(TINY, num_layers=2))
-    with pytest.raises(ValueError, match="has 'layers.2"):
+    with pytest.raises(ValueError, match=r"has 'layers.2"):
         checkpointer.load_latest(model=smaller, manager=its_manager)
     for other, message in (
         (conditions(config=dataclasses.replace(TINY, num_heads=7)), "different model: num_heads 2 there and 7 here"),
@@ -553,7 +553,7 @@ def test_every_optimizer_learns_resumes_exactly_and_does_the_same_at_any_layout(
     run_here(folder, optimizer, *flags, "--batch-size", "2", "--resume")
     assert losses(folder, optimizer) == expected
     other = "lamb" if optimizer == "muon" else "muon"
-    with pytest.raises(UsageError, match="cannot go on: .* does not fit"):
+    with pytest.raises(UsageError, match=r"cannot go on: .* does not fit"):
         run_here(folder, optimizer, "--optimizer", other, "--batch-size", "2", "--resume")
     bmt.shutdown()
 
@@ -608,12 +608,12 @@ def test_a_pipeline_resumes_exactly_and_its_model_loads_at_other_layouts(single)
 
     # The same run at other layouts: dropout draws other numbers there, so only what was saved is compared.
     for other in (["--batch-size", "4"], ["--tp", "2", "--batch-size", "8"]):
-        args = parse_flags([*FLAGS, *SHORT, *other])
+        args = parse_flags([*FLAGS, *SHORT, "--dropout", "0.1", *other])
         bmt.init_distributed(tp_size=args.tp, device="cpu")
         trainer = Trainer(args)
         trainer.resume(bmt.Checkpointer("runs/pipeline/checkpoints", readonly=True))
         assert trainer.step == 8
-        assert trainer.batches.position == 64 + 64
+        assert trainer.batches.position == 64
         assert trainer.evaluate()["eval_loss"] == pytest.approx(uninterrupted[-1][1], rel=1e-5)
         bmt.load(trainer.model, last)
         assert trainer.evaluate()["eval_loss"] == pytest.approx(uninterrupted[-1][1], rel=1e-5)
@@ -627,7 +627,7 @@ def test_a_pipeline_resumes_exactly_and_its_model_loads_at_other_layouts(single)
 
 @pytest.mark.ranks(2, init=False, timeout=120)
 def test_a_run_goes_on_at_another_layout_as_if_it_had_not_stopped(single):
-    folder, expected = single
+    folder, _ = single
     for number, layout in enumerate((["--tp", "2", "--batch-size", "4"], ["--pipe", "2", "--batch-size", "2"])):
         run = f"moved-{number}"
         run_here(folder, run, "--batch-size", "2", "--steps", "4", "--schedule", "constant")

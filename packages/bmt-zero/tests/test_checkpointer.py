@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -181,6 +184,81 @@ def test_a_step_may_be_saved_again(ctx: Any, tmp_path: Path) -> None:
     assert checkpointer.load_latest(model=model) == 7
     same(model.state_dict(), sharded(2).state_dict())
     assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-00000007"]
+
+
+LIMITED = """
+import os, resource, sys
+from pathlib import Path
+import torch
+from torch import nn
+from bmt_zero import Checkpointer, SaveError
+model = nn.Linear(300, 300)
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, model=model)
+checkpointer.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+checkpointer.save(2, model=model)
+try:
+    checkpointer.wait()
+except SaveError as error:
+    print(error)
+print(sorted(os.listdir(sys.argv[1])))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+checkpointer.save(3, model=model)
+checkpointer.wait()
+print(checkpointer.steps())
+"""
+
+
+def test_a_limit_of_the_file_size_is_named_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "c")], capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    message, listing, steps = result.stdout.splitlines()
+    assert message == (
+        "the checkpoint of step 2 was not written: rank 0: File too large. Earlier checkpoints are as they were"
+    )
+    assert listing == "['.lock', 'step-00000001']"
+    assert steps == "[1, 3]"
+
+
+@pytest.mark.ranks(2)
+def test_a_directory_that_is_removed_meanwhile_is_named(ctx: Any, tmp_path: Path) -> None:
+    model = sharded(width=300)
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=model)
+    checkpointer.wait()
+    ctx.world.barrier()
+    if ctx.rank == 0:
+        shutil.rmtree(tmp_path / "c")
+    ctx.world.barrier()
+    checkpointer.save(2, model=model)
+    with pytest.raises(SaveError, match=r"rank 0: .*/c/.step-00000002.part: No such file or directory"):
+        checkpointer.wait()
+
+
+@pytest.mark.ranks(2, timeout=300)
+def test_many_saves_leave_nothing_behind(ctx: Any, tmp_path: Path) -> None:
+    """The session ``checkpoint_faults`` of nox saves more often."""
+    saves = int(os.environ.get("BMT_SAVES", "24"))
+    model, checkpointer = sharded(width=300), Checkpointer(tmp_path / "c", keep=2)
+
+    def usage() -> tuple[int, int, int]:
+        gc.collect()
+        status = Path("/proc/self/status").read_text()
+        memory = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), memory
+
+    for step in range(saves):
+        checkpointer.save(step, model=model, data=Position(step))
+        if step == saves // 3:
+            checkpointer.wait()
+            before = usage()
+    checkpointer.wait()
+    after = usage()
+    assert after[:2] == before[:2]
+    assert after[2] <= before[2] * 1.01
 
 
 # --- objects --------------------------------------------------------------------------------------

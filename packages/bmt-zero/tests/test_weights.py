@@ -1,0 +1,413 @@
+"""Weights from files of other formats, the conversion between them, and what damaged files do."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bmt_zero
+from bmt_zero import Checkpointer, DamagedError
+from bmt_zero.checkpoints.manifest import parse_manifest, read_manifest
+from bmt_zero.checkpoints.pretrained import open_source
+from bmt_zero.checkpoints.pt_files import check_archive, read_state_dict
+from bmt_zero.checkpoints.tools import convert, describe, find_checkpoints, verify
+from bmt_zero.checkpoints.trees import decode, encode
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.scale = nn.Parameter(torch.randn(()))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(3))
+
+
+def plain(seed: int = 1, width: int = 7) -> Model:
+    torch.manual_seed(seed)
+    return Model(width)
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert found[name].dtype == wanted[name].dtype, name
+        assert torch.equal(found[name], wanted[name]), name
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of ``plain(1)`` in every form."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    root = tmp_path_factory.mktemp("files")
+    state = {name: value.clone() for name, value in plain().state_dict().items()}
+    save_file(state, root / "one.safetensors")
+    torch.save(plain().state_dict(), root / "one.pt")
+    for name, number in (("single", 1), ("several", 3)):
+        (root / name).mkdir()
+        names = sorted(state)
+        del names[names.index("head.weight")]  # as Hugging Face writes tied weights
+        groups = [names[n::number] for n in range(number)]
+        if number == 1:
+            save_file({n: state[n] for n in names}, root / name / "model.safetensors")
+            continue
+        weight_map = {}
+        for n, group in enumerate(groups, 1):
+            file = f"model-{n:05}-of-{number:05}.safetensors"
+            save_file({n: state[n] for n in group}, root / name / file)
+            weight_map.update(dict.fromkeys(group, file))
+        (root / name / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    checkpointer = Checkpointer(root / "checkpoints")
+    checkpointer.save(3, model=plain())
+    checkpointer.close()
+    return str(root)
+
+
+FORMS = ["one.safetensors", "one.pt", "single", "several", "checkpoints/step-00000003"]
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_every_form_loads_into_shards(files: str, form: str, place: str) -> None:
+    torch.manual_seed(2)
+    with torch.device(place):
+        inner = Model()
+    model = bmt_zero.BMTrainModelWrapper(inner)
+    bmt_zero.load(model, Path(files) / form, key_map=lambda name: name)
+    same(model.state_dict(), plain().state_dict())
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.ranks(2)
+def test_a_plain_model_on_the_meta_device_gets_memory(files: str) -> None:
+    with torch.device("meta"):
+        model = Model()
+    bmt_zero.load(model, Path(files) / "several")
+    same(model.state_dict(), plain().state_dict())
+    assert model.head.weight is model.embed.weight
+    assert isinstance(model.scale, nn.Parameter)
+
+
+@pytest.mark.ranks(2)
+def test_names_may_differ(files: str) -> None:
+    wrapped = nn.ModuleDict({"model": bmt_zero.BMTrainModelWrapper(plain(2))})
+    bmt_zero.load(wrapped, Path(files) / "one.safetensors", key_map=lambda name: f"model.{name}")
+    same(wrapped["model"].state_dict(), plain().state_dict())
+    model = bmt_zero.BMTrainModelWrapper(plain(2))
+    with pytest.raises(ValueError, match=r"lacks 'layers.0.weight', 'layers.0.bias'"):
+        bmt_zero.load(model, Path(files) / "one.safetensors", key_map={"embed.weight": "embed.weight"})
+    same(model.state_dict(), plain(2).state_dict())
+    bmt_zero.load(model, Path(files) / "one.safetensors", strict=False, key_map={"embed.weight": "embed.weight"})
+    same(
+        model.state_dict(),
+        {**plain(2).state_dict(), **{n: plain().embed.weight for n in ("embed.weight", "head.weight")}},
+    )
+    with pytest.raises(ValueError, match=r"gives 'embed.weight' and .* the same name 'x'"):
+        bmt_zero.load(model, Path(files) / "one.safetensors", key_map=lambda name: "x")
+
+
+@pytest.mark.ranks(2)
+def test_wrong_shapes_and_dtypes_change_nothing(ctx: Any, tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    state = {name: value.clone() for name, value in plain().state_dict().items()}
+    for name, value, message in [
+        ("scale", torch.zeros(1), r"'scale' has shape \(1,\) in .*, and \(\) here"),
+        ("scale", torch.zeros((), dtype=torch.complex64), "'scale' has dtype C64 in .*, and F32 here"),
+        ("scale", torch.zeros((), dtype=torch.int64), "'scale' has dtype I64 in .*, and F32 here"),
+        ("steps", torch.zeros(()), "'steps' has dtype F32 in .*, and I64 here"),
+        ("extra", torch.zeros(3), "has 'extra', which is not wanted"),
+    ]:
+        folder = tmp_path / name
+        if ctx.rank == 0:
+            folder.mkdir(exist_ok=True)
+            save_file({**state, name: value}, folder / "model.safetensors")
+        ctx.world.barrier()
+        model = bmt_zero.BMTrainModelWrapper(plain(2))
+        with pytest.raises(ValueError, match=message):
+            bmt_zero.load(model, folder)
+        same(model.state_dict(), plain(2).state_dict())
+        ctx.world.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_floating_point_numbers_are_converted_but_never_to_infinity(ctx: Any, tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    weight = torch.randn(9, 5, dtype=torch.float64)
+    for name, value in (("fine", weight), ("large", weight.clone().fill_(1e300))):
+        if ctx.rank == 0:
+            (tmp_path / name).mkdir()
+            save_file({"weight": value}, tmp_path / name / "model.safetensors")
+    weight = ctx.world.broadcast_object(weight)
+    ctx.world.barrier()
+    model = bmt_zero.BMTrainModelWrapper(nn.Linear(5, 9, bias=False).bfloat16())
+    bmt_zero.load(model, tmp_path / "fine")
+    assert torch.equal(model.state_dict()["weight"], weight.bfloat16())
+    with pytest.raises(ValueError, match=r"'weight' has numbers of torch.float64 that are infinite in torch.bfloat16"):
+        bmt_zero.load(model, tmp_path / "large")
+
+
+class Doubling(nn.Linear):
+    """Saves its parameters doubled."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._parameters:
+            destination[prefix + name] = destination[prefix + name].detach() * 2
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        for name in self._parameters:
+            state_dict[prefix + name] = state_dict[prefix + name] / 2
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_modules_own_code_takes_part(ctx: Any, tmp_path: Path) -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(Doubling(3, 5), nn.Linear(5, 2))
+
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=bmt_zero.BMTrainModelWrapper(make(0)))
+    model = bmt_zero.BMTrainModelWrapper(make(1))
+    checkpointer.load(1, model=model)
+    same(model.state_dict(), make(0).state_dict())
+    same(dict(open_tensors(tmp_path / "c" / "step-00000001")), make(0).state_dict())
+    model = bmt_zero.BMTrainModelWrapper(make(1))
+    bmt_zero.load(model, tmp_path / "c" / "step-00000001")
+    same(model.state_dict(), make(0).state_dict())
+
+
+def open_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors at a path."""
+    from bmt_zero.checkpoints.reader import read_whole
+
+    source = open_source(path)
+    try:
+        return read_whole(source)
+    finally:
+        source.close()
+
+
+# --- conversion -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_form_converts_into_any_other(files: str, form: str, tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    source = Path(files) / form
+    wanted = open_tensors(source)
+    convert(source, tmp_path / "x.safetensors")
+    same(load_file(tmp_path / "x.safetensors"), wanted)
+    convert(source, tmp_path / "x.pt")
+    same(torch.load(tmp_path / "x.pt", weights_only=True), wanted)
+    check_archive(tmp_path / "x.pt")
+    convert(source, tmp_path / "x", max_file_size=500)
+    assert len(list((tmp_path / "x").glob("model-*.safetensors"))) > 2
+    same(open_tensors(tmp_path / "x"), wanted)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x.pt", "x.safetensors"]
+    with pytest.raises(FileExistsError, match=r"x.pt exists already"):
+        convert(source, tmp_path / "x.pt")
+    with pytest.raises(FileNotFoundError, match="there is no directory"):
+        convert(source, tmp_path / "no" / "x.pt")
+    with pytest.raises(FileNotFoundError):
+        convert(tmp_path / "nothing", tmp_path / "y.pt")
+
+
+def test_checkpoints_are_found_described_and_verified(files: str, tmp_path: Path) -> None:
+    (path,) = find_checkpoints(Path(files) / "checkpoints")
+    assert find_checkpoints(path) == [path]
+    facts = describe(path)
+    assert (facts["step"], facts["is_finite"], facts["problem"], facts["layout"]) == (3, True, None, {"ranks": 1})
+    seen: list[tuple[int, int]] = []
+    verify(path, lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] == facts["bytes"]
+    with pytest.raises(FileNotFoundError, match="is no checkpoint, and holds none"):
+        find_checkpoints(tmp_path)
+
+
+# --- damaged files --------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_in_a_torch_file_is_noticed(tmp_path: Path) -> None:
+    """torch.load of a mapped file reads most of these without a word."""
+    path = tmp_path / "m.pt"
+    torch.save(plain(width=40).state_dict(), path)
+    content = path.read_bytes()
+    generator = random.Random(0)
+    silent = unnoticed = 0
+    wanted = torch.load(path, weights_only=True)
+    for _ in range(200):
+        bit = generator.randrange(len(content) * 8)
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        try:
+            torch.load(path, weights_only=True, mmap=True)
+            silent += 1
+        except Exception:
+            pass
+        try:
+            found = read_state_dict(path)
+        except DamagedError:
+            continue
+        # What is not covered by a checksum does not matter: padding, dates.
+        unnoticed += any(not torch.equal(found[n], wanted[n]) for n in wanted) or found.keys() != wanted.keys()
+    assert silent > 20
+    assert unnoticed == 0
+
+
+def test_a_torch_file_that_was_packed_anew_is_refused(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(plain(width=40).state_dict(), buffer)
+    for kind, message in (
+        (zipfile.ZIP_DEFLATED, "is compressed, which torch.save never does"),
+        (zipfile.ZIP_STORED, ""),
+    ):
+        with zipfile.ZipFile(buffer) as source, zipfile.ZipFile(tmp_path / "m.pt", "w", kind) as target:
+            for info in source.infolist():
+                target.writestr(info.filename, source.read(info))
+        if message:
+            with pytest.raises(DamagedError, match=message):
+                read_state_dict(tmp_path / "m.pt")
+
+
+@pytest.mark.ranks(2)
+def test_a_small_file_does_not_claim_memory(ctx: Any, tmp_path: Path) -> None:
+    """A tensor that repeats one element: a few bytes in the file, gigabytes as a contiguous tensor."""
+    path = tmp_path / "m.pt"
+    if ctx.rank == 0:
+        torch.save({"0.weight": torch.zeros(1).expand(1 << 33), "0.bias": torch.zeros(5)}, path)
+        assert path.stat().st_size < 2000
+    ctx.world.barrier()
+    for model in (nn.Sequential(Doubling(3, 5)), nn.Sequential(nn.Linear(3, 5))):
+        with pytest.raises(ValueError, match="it is a view that repeats its elements"):
+            bmt_zero.load(bmt_zero.BMTrainModelWrapper(model), path)
+
+
+def mutated(content: bytes, generator: random.Random) -> bytes:
+    """Content with a few changes, such as a broken disk or a hostile hand makes."""
+    changed = bytearray(content)
+    for _ in range(generator.choice([1, 1, 1, 3, 10])):
+        kind, at = generator.randrange(7), generator.randrange(len(changed) + 1)
+        if kind == 0 and changed:
+            changed[at % len(changed)] ^= 1 << generator.randrange(8)
+        elif kind == 1:
+            del changed[at:]
+        elif kind == 2:
+            del changed[at : at + generator.randrange(1, 50)]
+        elif kind == 3:
+            changed[at:at] = generator.randbytes(generator.randrange(1, 9))
+        elif kind == 4 and changed:
+            changed[at % len(changed) : at % len(changed) + 8] = generator.choice(
+                [b"\xff" * 8, b"\0" * 8, b"99999999", b"../../..", b"[[[[[[[[", b"1e999999", b'":null,"']
+            )
+        elif kind == 5:
+            digits = [n for n, byte in enumerate(changed) if 48 <= byte <= 57]
+            if digits:
+                changed[generator.choice(digits)] = generator.randrange(48, 58)
+        elif changed:
+            begin = generator.randrange(len(changed))
+            changed[at:at] = changed[begin : begin + generator.randrange(1, 200)]
+    return bytes(changed)
+
+
+def run_mutations(folder: Path, work: Path, rounds: int, seed: int) -> dict[str, int]:
+    """Change a file, and read the checkpoint by every reader; returns how often each outcome came."""
+    generator = random.Random(seed)
+    outcomes: dict[str, int] = {}
+    names = ["model-00001-of-00001.safetensors", "model.safetensors.index.json", "manifest.json", "trainer.json"]
+    names += ["state-data.json", "rng-00000-of-00001.safetensors"]
+    shutil.copytree(folder, work / "step-00000003")
+    target = work / "step-00000003"
+    wanted = plain().state_dict()
+    checkpointer = Checkpointer(work, readonly=True)
+    originals = {name: (folder / name).read_bytes() for name in names}
+    for number in range(rounds):
+        name = names[number % len(names)]
+        content = mutated(originals[name], generator)
+        (target / name).write_bytes(content)
+        model, data = plain(2), Data(0)
+        try:
+            checkpointer.load(3, model=model, data=data)
+            outcome = "loaded"
+            same(model.state_dict(), wanted)  # whatever loads is what was saved
+            assert data.value == 3
+        except (DamagedError, FileNotFoundError):
+            outcome = "refused"
+        # As Hugging Face's, without a manifest.
+        if name.startswith("model"):
+            (target / "manifest.json").rename(work / "away")
+            try:
+                source = open_source(target)
+                total = sum(entry.nbytes for entry in source.entries.values())
+                assert total <= sum(path.stat().st_size for path in target.iterdir())
+                source.close()
+            except (DamagedError, FileNotFoundError):
+                outcome += ", refused without a manifest"
+            (work / "away").rename(target / "manifest.json")
+        with contextlib.suppress(DamagedError):
+            parse_manifest(target / name, content)
+        (target / name).write_bytes(originals[name])
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    read_manifest(target)
+    return outcomes
+
+
+class Data:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "more": [1.5, (2, b"x"), {3: torch.arange(4)}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_mutated_files_are_refused_clearly(tmp_path: Path, seed: int) -> None:
+    """The session ``checkpoint_faults`` of nox takes more rounds."""
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(3, model=plain(), data=Data(3))
+    checkpointer.close()
+    rounds = int(os.environ.get("BMT_MUTATIONS", "300"))
+    outcomes = run_mutations(tmp_path / "c" / "step-00000003", tmp_path / "work", rounds, seed)
+    assert sum(outcomes.values()) == rounds
+    assert sum(count for outcome, count in outcomes.items() if "refused" in outcome) > rounds * 0.6
+
+
+def test_states_survive_as_json() -> None:
+    value = {
+        "numbers": [1, -2.5, True, None, float("inf"), 1 << 80],
+        "tuple": (1, ("a", b"\0\xff")),
+        "set": {1, 2},
+        5: {"float": 1, "tensor": "no tensor"},
+        "tensor": torch.randn(3, 2).bfloat16(),
+        "empty": torch.empty(0, 3),
+    }
+    found = decode(json.loads(json.dumps(encode(value, "x"))), "x")
+    for name in ("tensor", "empty"):
+        a, b = found.pop(name), value.pop(name)
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+        assert a.shape == b.shape
+    assert found == value
+    with pytest.raises(TypeError, match=r"x\['a'\]\[1\] is a builtins.object"):
+        encode({"a": [1, object()]}, "x")
+    for bad in ({"tensor": {}}, {"what": 1}, {"a": 1, "b": 2}, {"bytes": "§"}, {"pairs": [[1]]}, {"float": "x"}):
+        with pytest.raises(DamagedError):
+            decode(bad, "x")
