@@ -415,3 +415,40 @@ def test_a_rank_that_does_not_write_holds_one_whole_parameter(ctx: Any, tmp_path
         assert one <= loading.most < 2 * one
     else:
         assert saving.most >= 6 * one  # the measure measures
+
+
+@pytest.mark.ranks(2)
+def test_symbolic_links_stay_and_devices_are_no_files(ctx: Any, tmp_path: Path) -> None:
+    if ctx.rank == 0:
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "link.pt").symlink_to("folder/target.pt")
+    ctx.world.barrier()
+    bmt_zero.save(sharded(), tmp_path / "link.pt")
+    assert (tmp_path / "link.pt").is_symlink()
+    same(torch.load(tmp_path / "folder" / "target.pt", weights_only=True), plain().state_dict())
+    with pytest.raises(RuntimeError, match="/dev/null: it is no regular file"):
+        bmt_zero.save(sharded(), "/dev/null")
+    assert not Path("/dev/null").is_file()
+
+
+@pytest.mark.ranks(2)
+def test_dtypes_are_not_changed_silently(ctx: Any, tmp_path: Path) -> None:
+    model = sharded()
+    before = model.state_dict()
+    for name, value, message in [
+        ("scale", torch.tensor(1 + 2j), "'scale' has dtype torch.complex64, the model's has torch.float32"),
+        ("scale", torch.tensor(3), "'scale' has dtype torch.int64, the model's has torch.float32"),
+        ("steps", torch.tensor(3.5), "'steps' has dtype torch.float32, the model's has torch.int64"),
+    ]:
+        if ctx.rank == 0:
+            torch.save({**plain(2).state_dict(), name: value}, tmp_path / "m.pt")
+        ctx.world.barrier()
+        with pytest.raises(ValueError, match=message):
+            bmt_zero.load(model, tmp_path / "m.pt")
+        same(model.state_dict(), before)
+        ctx.world.barrier()
+    if ctx.rank == 0:
+        torch.save({**plain(2).state_dict(), "scale": torch.tensor(1e300, dtype=torch.float64)}, tmp_path / "m.pt")
+    ctx.world.barrier()
+    with pytest.raises(ValueError, match=r"'scale' has numbers of torch.float64 that are infinite in torch.float32"):
+        bmt_zero.load(model, tmp_path / "m.pt")

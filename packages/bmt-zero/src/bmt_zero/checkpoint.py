@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,9 @@ from torch import Tensor, nn
 
 from bmt_comm import ParallelContext, check_agreement, current_context
 
+from .checkpoints.directory import sync_directory
 from .checkpoints.pretrained import KeyMap, WeightLoader
+from .checkpoints.pt_files import read_state_dict
 from .sharded_parameter import ShardedParameter
 from .stage_entry import StageEntry, is_stage_local
 from .state import (
@@ -68,7 +69,14 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
         for name, value in entries.items():
             if shape_of(value) is None:
                 raise ValueError(f"{name!r} is no tensor, and safetensors holds tensors only; use .pt")
-    raise_on_all(context.world, _find_obstacle(path) if context.rank == 0 else None)
+    obstacle: Exception | None = None
+    if context.rank == 0:
+        try:
+            path = Path(os.path.realpath(path))  # a symbolic link stays one
+            obstacle = _find_obstacle(path)
+        except OSError as error:
+            obstacle = RuntimeError(f"rank 0 could not write {path}: {_one_line(error)}")
+    raise_on_all(context.world, obstacle)
     taken: dict[int, Any] = {}
     for value in entries.values():
         if id(value) not in taken:
@@ -82,10 +90,10 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     if non_blocking:
         done.add_done_callback(_log_failure)
         return done
-    error, problem = done.exception(), None
-    if error is not None:
-        problem = RuntimeError(f"rank 0 could not write {path}: {_one_line(error)}")
-        problem.__cause__ = error
+    failure, problem = done.exception(), None
+    if failure is not None:
+        problem = RuntimeError(f"rank 0 could not write {path}: {_one_line(failure)}")
+        problem.__cause__ = failure
     raise_on_all(context.world, problem)
     return done
 
@@ -127,7 +135,7 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     if context.rank == 0:
         try:
             state = _read(path)
-        except (OSError, ValueError, ImportError) as error:
+        except Exception as error:  # the others wait to hear of it
             problem = error
     raise_on_all(context.world, problem)
     facts = context.world.broadcast_object([(k, shape_of(v), dtype_of(v)) for k, v in state.items()])
@@ -141,12 +149,18 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
         return
     entries = local_entries(model)
     check_entries(entries, {name: shape for name, shape, _ in facts}, strict)
+    for name, _, dtype in facts:
+        mine = dtype_of(entries.get(name))
+        if mine is not None and not _converts(dtype, mine) and not is_extra_state(name):
+            raise ValueError(f"{path}: {name!r} has dtype {dtype}, the model's has {mine}; nothing was loaded")
     extra_state: dict[str, Any] = {}
     for name, shape, dtype in facts:
         if name not in entries:
             continue
         value = receive(name, shape, dtype)
         target = entries[name]
+        if dtype is not None and _becomes_infinite(value, dtype_of(target)):
+            raise ValueError(f"{path}: {name!r} has numbers of {dtype} that are infinite in {dtype_of(target)}")
         if isinstance(target, StageEntry):
             target = target.value  # None on other stages
         if is_extra_state(name):
@@ -210,7 +224,21 @@ def _find_obstacle(path: Path) -> Exception | None:
         return RuntimeError(f"rank 0 could not write {path}: there is no folder {path.parent}")
     if path.is_dir():
         return RuntimeError(f"rank 0 could not write {path}: it is a folder")
+    if path.exists() and not path.is_file():
+        return RuntimeError(f"rank 0 could not write {path}: it is no regular file")
     return None
+
+
+def _converts(source: torch.dtype | None, target: torch.dtype) -> bool:
+    """Whether numbers of one dtype may be loaded as another."""
+    return source == target or (source is not None and source.is_floating_point and target.is_floating_point)
+
+
+def _becomes_infinite(value: Any, dtype: torch.dtype | None) -> bool:
+    if not isinstance(value, Tensor) or dtype is None or not (value.is_floating_point() and dtype.is_floating_point):
+        return False
+    narrows = torch.finfo(dtype).max < torch.finfo(value.dtype).max
+    return narrows and bool((value.to(dtype).isinf() & ~value.isinf()).any())
 
 
 def _no_safetensors(path: Path) -> ImportError:
@@ -220,38 +248,16 @@ def _no_safetensors(path: Path) -> ImportError:
 def _read(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint file {path}" + " (it is a folder)" * path.is_dir())
-    state: Any
+    if path.suffix != ".safetensors":
+        return read_state_dict(path)
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+        from safetensors.torch import load_file
 
-            state = load_file(path)
-        else:
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError as error:
-                if "mmap" not in str(error):
-                    raise
-                state = torch.load(path, map_location="cpu", weights_only=True)  # torch's format before 1.6
+        return load_file(path)
     except ImportError as error:
         raise _no_safetensors(path) from error
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} is damaged, or holds objects whose loading would run code; only tensors and plain values "
-            f"are read: {_one_line(error)}"
-        ) from error
     except Exception as error:  # a damaged file can fail anywhere in the reader
         raise ValueError(f"{path} cannot be read; it may be truncated or no checkpoint: {_one_line(error)}") from error
-    if not isinstance(state, Mapping):
-        raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict")
-    for name, value in state.items():
-        if not isinstance(name, str):
-            raise ValueError(f"{path} holds no state dict: {name!r} is not a name")
-        if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_quantized or value.is_meta):
-            raise ValueError(
-                f"{path} holds no plain tensor under {name!r}, but one of {value.layout} on {value.device}"
-            )
-    return state
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
@@ -270,6 +276,7 @@ def _write(state: dict[str, Any], path: Path) -> None:
         with open(part, "rb+") as written:
             os.fsync(written.fileno())
         os.replace(part, path)
+        sync_directory(path.parent)
     finally:
         part.unlink(missing_ok=True)
 

@@ -51,9 +51,14 @@ def read_state_dict(path: Path) -> Mapping[str, Any]:
     Raises:
         DamagedError: the file is damaged, would run code, or holds no state dict.
     """
-    check_archive(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        is_archive = zipfile.is_zipfile(path)  # not so of torch's format before 1.6
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+    if is_archive:
+        check_archive(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except pickle.UnpicklingError as error:
         first = str(error).partition("\n")[0]
         raise DamagedError(f"{path} is damaged, or holds objects whose loading would run code: {first}") from None
