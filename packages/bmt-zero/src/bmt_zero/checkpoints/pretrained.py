@@ -64,6 +64,9 @@ class Renamed:
     def read(self, name: str, low: int, high: int) -> Tensor:
         return self._source.read(self._names[name], low, high)
 
+    def read_into(self, name: str, low: int, out: Tensor) -> None:
+        self._source.read_into(self._names[name], low, out)
+
 
 class WeightLoader:
     """The loading of weights on one rank: nothing is changed before :meth:`read`.

@@ -103,5 +103,8 @@ class PtSource:
             tensor = self._tensors[name] = tensor.contiguous()
         return flat_bytes(tensor)[low:high]
 
+    def read_into(self, name: str, low: int, out: Tensor) -> None:
+        out.copy_(self.read(name, low, low + len(out)))
+
     def close(self) -> None:
         self._tensors.clear()

@@ -70,7 +70,11 @@ def fill(content: Content, source: Source, name: str | None = None) -> None:
     target = content.tensor
     written = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
     with torch.no_grad():
+        in_place = dtype == target.dtype and target.device.type == "cpu"
         for chunk in _chunks(regions_of(content.where, entry.itemsize)):
+            if in_place and chunk.runs == 1:
+                source.read_into(name, chunk.start, flat_bytes(written)[chunk.local : chunk.local + chunk.run])
+                continue
             window = source.read(name, chunk.start, chunk.stop)
             if dtype == target.dtype:
                 local_view(flat_bytes(written), chunk).copy_(logical_view(window, chunk, chunk.start))
@@ -78,6 +82,7 @@ def fill(content: Content, source: Source, name: str | None = None) -> None:
                 _convert(written, window, chunk, dtype, name)
         if written is not target:
             target.copy_(written)
+    torch.autograd.graph.increment_version([target])  # what is read in place does not count itself
 
 
 def read_whole(source: Source) -> dict[str, Tensor]:

@@ -40,6 +40,14 @@ class Source(Protocol):
         """
         ...
 
+    def read_into(self, name: str, low: int, out: Tensor) -> None:
+        """Read bytes of a tensor, from ``low`` on, into ``out``: uint8, 1-D, on the CPU, at most :data:`CHUNK`.
+
+        Raises:
+            What :meth:`read` raises; ``out`` may be written then.
+        """
+        ...
+
 
 class OpenFile:
     """A file of which parts are read into memory that is used again.
@@ -74,13 +82,35 @@ class OpenFile:
         content = self._buffer[: end - begin]
         self._fill(content, begin)
         for piece in range(first, last):
-            part = content[piece * PIECE - begin : (piece + 1) * PIECE - begin]
-            if zlib.crc32(view_of(part)) != self._record.checksums[piece]:
-                raise DamagedError(
-                    f"{self.path} has changed since it was written: the checksum of bytes {piece * PIECE} to "
-                    f"{min((piece + 1) * PIECE, self.size)} is another one"
-                )
+            self._check(piece, content[piece * PIECE - begin : (piece + 1) * PIECE - begin])
         return content[low - begin : high - begin]
+
+    def read_into(self, low: int, out: Tensor) -> None:
+        """The bytes from ``low`` on, into ``out``. Whole pieces are read and compared in place."""
+        high = low + len(out)
+        first, last = -(-low // PIECE), high // PIECE
+        if self._record is None:
+            self._fill(out, low)
+        elif first >= last:
+            out.copy_(self.read(low, high))
+        else:
+            begin, end = first * PIECE, last * PIECE
+            for piece in range(first, last):
+                part = out[piece * PIECE - low : (piece + 1) * PIECE - low]
+                self._fill(part, piece * PIECE)
+                self._check(piece, part)
+            if low < begin:
+                out[: begin - low].copy_(self.read(low, begin))
+            if end < high:
+                out[end - low :].copy_(self.read(end, high))
+
+    def _check(self, piece: int, content: Tensor) -> None:
+        assert self._record is not None
+        if zlib.crc32(view_of(content)) != self._record.checksums[piece]:
+            raise DamagedError(
+                f"{self.path} has changed since it was written: the checksum of bytes {piece * PIECE} to "
+                f"{min((piece + 1) * PIECE, self.size)} is another one"
+            )
 
     def _fill(self, out: Tensor, at: int) -> None:
         view = view_of(out)
@@ -134,6 +164,10 @@ class SafetensorsSource:
         file, offset = self._places[name]
         return file.read(offset + low, offset + high)
 
+    def read_into(self, name: str, low: int, out: Tensor) -> None:
+        file, offset = self._places[name]
+        file.read_into(offset + low, out)
+
     def close(self) -> None:
         for file in self._files:
             file.close()
@@ -174,7 +208,7 @@ def hugging_face_files(directory: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        raise FileNotFoundError(f"{directory} holds neither {single.name} nor {index.name}")
+        raise FileNotFoundError(f"{directory}: it is a folder with neither {single.name} nor {index.name} in it")
     content = parse_json(index, read_small_file(index))
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not weights:
