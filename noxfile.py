@@ -239,6 +239,20 @@ def sanitize(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, env=environment)
 
 
+@nox.session(default=False)
+@summarized
+def checkpoint_faults(session: nox.Session) -> None:
+    """What CI does a few times, often: 100 killed runs, 10,000 mutated files, 200 saves."""
+    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS)
+    install_ours(session)
+    tests = "packages/bmt-zero/tests"
+    often = {"BMT_KILLS": "50", "BMT_MUTATIONS": "5000", "BMT_SAVES": "200"}  # two tests each of kills and mutations
+    session.env.update(often)
+    run_tests(session, "killed runs", "tests/test_checkpoint_kills.py")
+    run_tests(session, "mutated files", f"{tests}/test_weights.py", "-k", "mutated")
+    run_tests(session, "many saves", f"{tests}/test_checkpointer.py", "-k", "many_saves")
+
+
 @nox.session(requires=["build"], default=False)
 def docs(session: nox.Session) -> None:
     """Links of the Markdown files resolve, and their Python examples run."""

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import bmtrain
 from bmt_pipe import make_schedule, simulate, timeline_of, write_timeline
 from bmtrain.command import main
 from bmtrain.doctor import PACKAGES
@@ -162,3 +163,48 @@ def test_pipeline_plot_plans_with_measured_costs(tmp_path, capsys):
         main(["pipeline-plot", "--schedule", "zb_h1", "--stages", "1", "--micro-batches", "3", *arguments])
     assert ended.value.code == 2
     assert "costs must say what each kind of action takes, and says nothing of I, W" in capsys.readouterr().err
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """A directory with the checkpoints 1 and 2 of a plain model."""
+    checkpointer = bmtrain.Checkpointer(tmp_path / "checkpoints")
+    for step in (1, 2):
+        torch.manual_seed(step)
+        checkpointer.save(step, model=torch.nn.Linear(300, 300))
+    checkpointer.close()
+    return tmp_path / "checkpoints"
+
+
+def test_checkpoints_are_listed_and_verified(checkpoints, capsys):
+    assert main(["checkpoint", "ls", str(checkpoints)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [str(checkpoints / f"step-0000000{n}") for n in (1, 2)]
+    assert all("complete; saved with ranks 1" in line for line in lines)
+    assert main(["checkpoint", "verify", str(checkpoints / "step-00000001")]) == 0
+    assert "every byte as it was written" in capsys.readouterr().out
+    path = checkpoints / "step-00000002" / "model-00001-of-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert main(["checkpoint", "ls", str(checkpoints)]) == 0  # which does not read all
+    assert main(["checkpoint", "verify", "--json", str(checkpoints)]) == 1
+    facts = [json.loads(line) for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert facts[0]["problem"] is None
+    assert "model-00001-of-00001.safetensors has changed since it was written" in facts[1]["problem"]
+    path.unlink()
+    assert main(["checkpoint", "ls", str(checkpoints)]) == 1
+    assert "DAMAGED: " in capsys.readouterr().out
+    assert main(["checkpoint", "ls", str(checkpoints / "nothing")]) == 1
+    assert "is no checkpoint, and holds none" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_converted(checkpoints, tmp_path, capsys):
+    assert main(["convert", str(checkpoints / "step-00000002"), str(tmp_path / "x.pt")]) == 0
+    torch.manual_seed(2)
+    wanted = torch.nn.Linear(300, 300).state_dict()
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert main(["convert", str(checkpoints / "step-00000002"), str(tmp_path / "x.pt")]) == 1
+    assert "exists already" in capsys.readouterr().err

@@ -226,9 +226,7 @@ class Checkpointer:
     def _settle(self, call: str) -> None:
         """Wait for the writer, and raise what it has met with."""
         if self._broken is not None and self._failure is None:
-            raise RuntimeError(
-                f"ranks have lost each other ({self._broken}); make a new Checkpointer"
-            ) from self._broken
+            raise RuntimeError(f"this checkpointer cannot be used any more: {self._broken}") from self._broken
         if self._thread is not None and self._thread.is_alive():
             _log.warning("%s waits for the checkpoint of step %d, which is still being written", call, self._writing)
             start = time.monotonic()
@@ -247,7 +245,8 @@ class Checkpointer:
         finally:
             if self._lock is not None:
                 self._lock.release()
-            self.readonly = True
+            self._meeting.leave()
+            self._broken = RuntimeError("it is closed; make a new one")
 
     # --- loading ----------------------------------------------------------------------------------
 

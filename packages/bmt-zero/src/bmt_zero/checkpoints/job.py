@@ -109,21 +109,28 @@ def run_job(job: Job, directory: Path, meeting: Meeting, keep: int | None, max_f
 
 def _agree(job: Job, meeting: Meeting) -> None:
     """Raise unless all ranks have prepared the same save."""
-    mine = json.dumps([job.step, job.problem, job.states]).encode()
-    everyone = [json.loads(each) for each in meeting.exchange(mine)]
+    reports = meeting.report(json.dumps([job.step, job.problem, job.states]).encode())
+    problem = None if reports is None else _disagreement([json.loads(each) for each in reports])
+    _raise_announced(job, meeting, problem)
+
+
+def _disagreement(everyone: Sequence[tuple[int, str | None, dict[str, str]]]) -> str | None:
+    """Why ranks that bring these steps, problems and states cannot save together."""
     for rank, (_, problem, _) in enumerate(everyone):
         if problem is not None:
-            raise SaveError(f"the checkpoint of step {job.step} was not written: rank {rank}: {problem}")
+            return f"rank {rank}: {problem}"
     steps = [step for step, _, _ in everyone]
     if len(set(steps)) > 1:
-        raise SaveError(f"ranks save different steps, in the order of the ranks: {steps[:20]}; every rank saves alike")
+        return f"ranks save different steps, in the order of the ranks: {steps[:20]}"
+    first = everyone[0][2]
     for rank, (_, _, states) in enumerate(everyone):
-        for name in states.keys() | everyone[0][2].keys():
-            if states.get(name) != everyone[0][2].get(name):
-                raise SaveError(
+        for name in sorted(states.keys() | first.keys()):
+            if states.get(name) != first.get(name):
+                return (
                     f"the state of {name!r} is not the same on ranks 0 and {rank}; if every replica has its own, say "
                     f"per_replica=[{name!r}]"
                 )
+    return None
 
 
 # --- what the ranks hold --------------------------------------------------------------------------

@@ -45,6 +45,12 @@ class Meeting:
         self._store: Any = dist.PrefixStore(f"bmt_checkpoints/{times}", store)
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
 
+    def leave(self) -> None:
+        """Close the connections to the other ranks."""
+        group, self.group = self.group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
     def exchange(self, mine: bytes) -> list[bytes]:
         """What every rank brings, in the order of the ranks. Equal messages, and those known from before, travel once.
 
