@@ -8,8 +8,10 @@ import lzma
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -276,6 +278,14 @@ def test_corpus_is_built_once_and_encodes_all_text(tmp_path):
     assert built == [corpus.key]
     stamp = (tmp_path / "cache" / corpus.key / "train.bin").stat().st_mtime_ns
     assert data.load_corpus(folder, 0, 0.25, 300, tmp_path / "cache").key == corpus.key
+    wanted, encoded = corpus.train.tolist(), tmp_path / "cache" / corpus.key / "train.bin"
+    bmt.synchronize()
+    if bmt.rank() == 0:  # made anew if it is damaged
+        encoded.write_bytes(encoded.read_bytes()[:100])
+    bmt.synchronize()
+    assert data.load_corpus(folder, 0, 0.25, 300, tmp_path / "cache").train.tolist() == wanted
+    bmt.synchronize()
+    stamp = encoded.stat().st_mtime_ns
     assert data.load_corpus(folder, 0, 0.25, 301, tmp_path / "cache").key != corpus.key
     assert data.load_corpus(folder, 0, 0.5, 300, tmp_path / "cache").key != corpus.key
     assert (tmp_path / "cache" / corpus.key / "train.bin").stat().st_mtime_ns == stamp
@@ -411,6 +421,12 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
     metrics.close()
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(record["step"], record["eval_loss"]) for record in records] == [(0, 1.0), (5, 1.0), (10, 0.5)]
+    path.write_text(path.read_text() + '{"step": 12, "lo')  # the power failed
+    metrics = Metrics(path, step=10, steps=20)
+    path.unlink()
+    metrics.write(evaluation(15, 0.25))
+    metrics.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 5, 10, 15]
     plot(records, tmp_path / "loss.png")
     plot_runs({"one": records, "none": []}, tmp_path / "losses.png")
     for name in ("loss.png", "losses.png"):
@@ -498,6 +514,37 @@ def test_training_learns_and_resumes_exactly(tmp_path):
     assert "step 17/24" in output
     assert "step 16/24" not in output
     assert losses(tmp_path) == uninterrupted
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_at_any_moment(tmp_path, number):
+    write_text(tmp_path)
+    flags = ["--steps", "1000000", "--save-interval", "0", "--eval-interval", "3", "--schedule", "constant"]
+    command = [sys.executable, "-u", str(EXAMPLE / "train.py"), *FLAGS, *flags, "--resume"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    steps = []
+    for _ in range(2):  # the same command starts, and goes on
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        killer = threading.Timer(100, process.kill)
+        killer.start()
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "loss" in line and line.startswith("step ") and not line.startswith("step 0/"):
+                process.send_signal(number)
+                break
+        rest = process.stdout.read()
+        assert process.wait() == 0, "".join(lines) + rest
+        killer.cancel()
+        assert "Interrupted and saved after step" in rest
+        checkpoints = sorted((tmp_path / "runs" / "gpt2" / "checkpoints").glob("step-*"))
+        steps.append(int(checkpoints[-1].name.removeprefix("step-")))
+    assert 0 < steps[0] < steps[1]
+    records = [step for step, _ in losses(tmp_path)]
+    assert records == sorted(records)
+    assert records[-1] == steps[1]
 
 
 SHORT = ["--dropout", "0", "--steps", "8", "--lr", "3e-3", "--save-interval", "4"]

@@ -186,6 +186,39 @@ def test_a_step_may_be_saved_again(ctx: Any, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-00000007"]
 
 
+def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power failure at any instant depends on."""
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(handle: int) -> None:
+        events.append(("fsync", os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path)))
+        fsync(handle)
+
+    def noted_rename(source: Any, target: Any) -> None:
+        events.append(("rename", os.path.relpath(source, tmp_path)))
+        rename(source, target)
+
+    checkpointer = Checkpointer(tmp_path / "c")
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    checkpointer.save(1, model=plain(width=700))
+    checkpointer.close()
+    monkeypatch.undo()
+    part = "c/.step-00000001.part"
+    files = {f"{part}/{name}" for name in os.listdir(tmp_path / "c" / "step-00000001")}
+    assert len(files) > 4
+    at = events.index(("rename", part))
+    assert {name for kind, name in events[:at] if kind == "fsync"} == {*files, part}
+    assert events.index(("fsync", f"{part}/manifest.json")) > max(
+        events.index(("fsync", name)) for name in files if not name.endswith("manifest.json")
+    )
+    assert events[at - 1] == ("fsync", part)
+    assert events[at + 1] == ("fsync", "c")
+
+
 LIMITED = """
 import os, resource, sys
 from pathlib import Path

@@ -34,7 +34,7 @@ from .contents import (
     parameter_names,
     records_of,
 )
-from .directory import DirectoryLock, clean_up, complete_checkpoints, step_name
+from .directory import DirectoryLock, clean_up, complete_checkpoints, step_name, sync_directory
 from .headers import MAX_FILE_SIZE, DamagedError, Entry, parse_json
 from .job import HeldTensor, Job, SaveError, run_job
 from .manifest import is_file_name, read_manifest, read_small_file
@@ -114,6 +114,7 @@ class Checkpointer:
         if self._meeting.rank == 0 and not readonly:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
+                sync_directory(self.directory.parent)
                 self._lock = DirectoryLock(self.directory)
                 clean_up(self.directory)
             except (OSError, RuntimeError) as error:

@@ -44,10 +44,11 @@ def listed_steps(directory: Path) -> list[int]:
     return sorted(step for step in found if (directory / step_name(step)).is_dir())
 
 
-def complete_checkpoints(directory: Path) -> Iterator[tuple[int, Manifest]]:
+def complete_checkpoints(directory: Path, log: bool = True) -> Iterator[tuple[int, Manifest]]:
     """The checkpoints whose manifests are valid and whose files are there in their sizes, newest first.
 
-    What is passed over is said in the log.
+    Args:
+        log: whether what is passed over is said in the log.
     """
     for step in reversed(listed_steps(directory)):
         try:
@@ -55,7 +56,8 @@ def complete_checkpoints(directory: Path) -> Iterator[tuple[int, Manifest]]:
             if manifest.step != step:
                 raise DamagedError(f"its manifest is that of step {manifest.step}")
         except DamagedError as error:
-            _log.warning("the checkpoint %s is passed over: %s", directory / step_name(step), error)
+            if log:
+                _log.warning("the checkpoint %s is passed over: %s", directory / step_name(step), error)
             continue
         yield step, manifest
 
@@ -101,6 +103,10 @@ class DirectoryLock:
         if not self._file.closed:
             _held.discard(self._key)
             self._file.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_key"):
+            self.release()
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -148,7 +154,7 @@ def retire(directory: Path, keep: int) -> None:
 
     Checkpoints that are not complete and older than those go, too.
     """
-    complete = list(complete_checkpoints(directory))
+    complete = list(complete_checkpoints(directory, log=False))
     kept = {step for step, _ in complete[:keep]}
     kept.update([step for step, manifest in complete if manifest.is_finite][:1])
     if not kept:

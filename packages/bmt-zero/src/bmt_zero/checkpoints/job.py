@@ -84,21 +84,27 @@ def run_job(job: Job, directory: Path, meeting: Meeting, keep: int | None, max_f
     holders = _Holders(meeting.exchange(_holdings(job)))
     files = [layout for section in SECTIONS for layout in lay_out(section, holders.entries(section), max_file_size)]
     space = AddressSpace(files)
+    try:
+        plan = holders.plan(space, meeting.rank)
+    except ValueError as error:  # the same on every rank
+        raise SaveError(f"the checkpoint of step {job.step} was not written: {error}") from None
     part = directory / f".{step_name(job.step)}.part"
     problem = _problem_of(lambda: _make_empty(part)) if meeting.rank == 0 else None
     _raise_announced(job, meeting, problem)
 
     own = {space.number[tensor.section, tensor.entry.name]: tensor.content for tensor in job.tensors}
-    writer = PieceWriter(part, holders.plan(space, meeting.rank), own, meeting)
+    writer = PieceWriter(part, plan, own, meeting)
     problem = _problem_of(writer.run)
     if problem is None and writer.problem is not None:
         problem = _text(writer.problem)
     records: dict[str, FileRecord] = {}
-    finite = True
+    finite: list[bool] = []
     if problem is None:
-        finite = all(is_finite(t.content, DTYPES[t.entry.dtype]) for t in job.tensors if t.section == "model")
+        weights = [tensor for tensor in job.tensors if tensor.section == "model"]
+        problem = _problem_of(lambda: finite.extend(is_finite(t.content, DTYPES[t.entry.dtype]) for t in weights))
+    if problem is None:
         problem = _problem_of(lambda: _write_files(part, job.own_files, records))
-    reports = meeting.report(_report(problem, finite, writer.checksums, records))
+    reports = meeting.report(_report(problem, all(finite), writer.checksums, records))
     problem = None
     if reports is not None:
         problem = _problem_of(lambda: _conclude(job, directory, reports, space, keep))
