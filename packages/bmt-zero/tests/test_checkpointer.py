@@ -290,7 +290,8 @@ def test_many_saves_leave_nothing_behind(ctx: Any, tmp_path: Path) -> None:
             before = usage()
     checkpointer.wait()
     after = usage()
-    assert after[:2] == before[:2]
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
     assert after[2] <= before[2] * 1.01
 
 
