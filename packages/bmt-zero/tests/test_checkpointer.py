@@ -485,6 +485,12 @@ def test_if_all_are_damaged_that_is_an_error(ctx: Any, tmp_path: Path) -> None:
         checkpointer.load_latest(model=sharded())
     with pytest.raises(DamagedError, match=r"model-00001-of-00001.safetensors has changed .* bytes 0 to"):
         checkpointer.load(1, model=sharded())
+    ctx.world.barrier()
+    if ctx.rank == 0:
+        (tmp_path / "c" / "step-00000001" / "manifest.json").unlink()
+    ctx.world.barrier()
+    with pytest.raises(RuntimeError, match=r"none of the checkpoints \[1\] is complete"):
+        checkpointer.load_latest(model=sharded())
 
 
 @pytest.mark.ranks(2)

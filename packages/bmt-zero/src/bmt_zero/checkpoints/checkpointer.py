@@ -34,7 +34,7 @@ from .contents import (
     parameter_names,
     records_of,
 )
-from .directory import DirectoryLock, clean_up, complete_checkpoints, step_name, sync_directory
+from .directory import DirectoryLock, clean_up, complete_checkpoints, listed_steps, step_name, sync_directory
 from .headers import MAX_FILE_SIZE, DamagedError, Entry, parse_json
 from .job import HeldTensor, Job, SaveError, run_job
 from .manifest import is_file_name, read_manifest, read_small_file
@@ -271,16 +271,7 @@ class Checkpointer:
             What :meth:`load` raises; a RuntimeError if there are checkpoints and all of them are damaged.
         """
         self._settle("load_latest()")
-        candidates: list[int] = []
-        if self._meeting.rank == 0:
-            complete = list(complete_checkpoints(self.directory))
-            finite = [step for step, manifest in complete if manifest.is_finite]
-            for step, manifest in complete:
-                if not manifest.is_finite and finite and finite[0] < step:
-                    _log.warning("the checkpoint of step %d is passed over: its weights are not finite", step)
-                else:
-                    candidates.append(step)
-        candidates = json.loads(self._meeting.announce(json.dumps(candidates).encode()))
+        candidates: list[int] = self._from_rank_0(self._candidates)
         damaged = []
         for step in candidates:
             try:
@@ -316,10 +307,36 @@ class Checkpointer:
             ValueError: the checkpoint is of another model or other optimizers; nothing was changed.
         """
         self._settle(f"load({step})")
-        exists = (self.directory / step_name(step)).is_dir() if self._meeting.rank == 0 else False
-        if not json.loads(self._meeting.announce(json.dumps(exists).encode())):
+        if not self._from_rank_0(lambda: (self.directory / step_name(step)).is_dir()):
             raise FileNotFoundError(f"{self.directory} has no checkpoint of step {step}")
         self._load(step, objects)
+
+    def _candidates(self) -> list[int]:
+        """The steps to try, newest first."""
+        complete = list(complete_checkpoints(self.directory))
+        if not complete and (steps := listed_steps(self.directory)):
+            raise DamagedError(f"none of the checkpoints {steps[-5:]} is complete; remove them to begin anew")
+        newest_finite = max((step for step, manifest in complete if manifest.is_finite), default=-1)
+        found = []
+        for step, manifest in complete:
+            if not manifest.is_finite and 0 <= newest_finite < step:
+                _log.warning("the checkpoint of step %d is passed over: its weights are not finite", step)
+            else:
+                found.append(step)
+        return found
+
+    def _from_rank_0(self, call: Callable[[], Any]) -> Any:
+        """What a call gives on rank 0, or a RuntimeError with what it raises there, on every rank."""
+        answer: Any = None
+        if self._meeting.rank == 0:
+            try:
+                answer = {"value": call()}
+            except (OSError, DamagedError) as error:
+                answer = {"problem": str(error)}
+        answer = json.loads(self._meeting.announce(json.dumps(answer).encode()))
+        if "problem" in answer:
+            raise RuntimeError(f"{self.directory}: {answer['problem']}")
+        return answer["value"]
 
     def _load(self, step: int, objects: Mapping[str, Any]) -> None:
         path = self.directory / step_name(step)
@@ -498,8 +515,7 @@ class _Loading:
             if section == "model" and self._has_code:
                 self._whole = read_whole(self._sources[section])
                 continue
-            for content in contents:
-                fill(content, self._sources[section])
+            fill(contents, self._sources[section])
 
     def commit(self) -> None:
         """Set what is no tensor, and what the model's own code loads."""

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -22,6 +21,11 @@ from pathlib import Path
 
 from .headers import DamagedError
 from .manifest import Manifest, read_manifest
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger("bmt_zero.checkpoints")
 _STEP = re.compile(r"step-([0-9]{8,18})")
@@ -74,6 +78,8 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path, patience: float = 5.0) -> None:
+        if fcntl is None:
+            raise RuntimeError("checkpoints need a POSIX system, whose locks and positioned writes they use")
         path = directory / ".lock"
         # To open and close a file again would release a lock that this process has on it.
         if path.exists() and _identity(os.stat(path)) in _held:

@@ -64,6 +64,9 @@ class Renamed:
     def read(self, name: str, low: int, high: int) -> Tensor:
         return self._source.read(self._names[name], low, high)
 
+    def expect(self, name: str, low: int, high: int) -> None:
+        self._source.expect(self._names[name], low, high)
+
     def read_into(self, name: str, low: int, out: Tensor) -> None:
         self._source.read_into(self._names[name], low, out)
 
@@ -121,8 +124,8 @@ class WeightLoader:
             give_memory(self._model, device)
             names = {content.entry.name for content in self._wanted}
             self._wanted = [content for content in contents_of_model(self._model) if content.entry.name in names]
+        fill(self._wanted, self._source)
         for content in self._wanted:
-            fill(content, self._source)
             if isinstance(content.owner, ShardedParameter):
                 content.owner.awaits_values = False
                 content.owner.handle.original = None

@@ -103,6 +103,9 @@ class PtSource:
             tensor = self._tensors[name] = tensor.contiguous()
         return flat_bytes(tensor)[low:high]
 
+    def expect(self, name: str, low: int, high: int) -> None:
+        """The file is mapped into memory; the system reads ahead by itself."""
+
     def read_into(self, name: str, low: int, out: Tensor) -> None:
         out.copy_(self.read(name, low, low + len(out)))
 

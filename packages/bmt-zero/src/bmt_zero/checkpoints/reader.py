@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -13,6 +14,9 @@ from .contents import Content
 from .headers import DTYPES, Entry
 from .regions import Region, flat_bytes, local_view, logical_view, regions_of
 from .sources import CHUNK, Source
+
+_AHEAD = 4
+"""Chunks that the disk is asked for before they are read."""
 
 
 def check_fit(
@@ -54,44 +58,68 @@ def _some(names: list[str], limit: int = 5) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def fill(content: Content, source: Source, name: str | None = None) -> None:
-    """Write this rank's part of a tensor from a source, which has it in the same shape.
-
-    Args:
-        name: the tensor's name in the source, if it is another one.
+def fill(contents: Iterable[Content], source: Source) -> None:
+    """Write this rank's parts of tensors from a source, which has them in the same shapes.
 
     Raises:
-        DamagedError: the source cannot be read.
-        ValueError: a number is too large for the tensor's dtype. The tensor is then written in part.
+        DamagedError: the source cannot be read. What has been read is in its place.
+        ValueError: a number is too large for the tensor's dtype.
     """
-    name = content.entry.name if name is None else name
-    entry = source.entries[name]
-    dtype = DTYPES[entry.dtype]
-    target = content.tensor
-    written = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
     with torch.no_grad():
-        in_place = dtype == target.dtype and target.device.type == "cpu"
-        for chunk in _chunks(regions_of(content.where, entry.itemsize)):
-            if in_place and chunk.runs == 1:
-                source.read_into(name, chunk.start, flat_bytes(written)[chunk.local : chunk.local + chunk.run])
-                continue
-            window = source.read(name, chunk.start, chunk.stop)
-            if dtype == target.dtype:
-                local_view(flat_bytes(written), chunk).copy_(logical_view(window, chunk, chunk.start))
+        ahead: deque[tuple[_Target, Region]] = deque()
+        for target in (_Target(content, source) for content in contents):
+            for chunk in target.chunks():
+                source.expect(target.name, chunk.start, chunk.stop)
+                ahead.append((target, chunk))
+                if len(ahead) > _AHEAD:
+                    first, its_chunk = ahead.popleft()
+                    first.read(its_chunk)
+        for target, chunk in ahead:
+            target.read(chunk)
+
+
+class _Target:
+    """A tensor that is being read."""
+
+    def __init__(self, content: Content, source: Source) -> None:
+        self.name = content.entry.name
+        self._content, self._source = content, source
+        self._entry = source.entries[self.name]
+        self._dtype = DTYPES[self._entry.dtype]
+        self._tensor = content.tensor
+        self._in_place = self._dtype == self._tensor.dtype and self._tensor.device.type == "cpu"
+        self._written = self._tensor
+        if not self._tensor.is_contiguous():
+            self._written = torch.empty_like(self._tensor, memory_format=torch.contiguous_format)
+        self._left = 0  # chunks that have not been read
+
+    def chunks(self) -> list[Region]:
+        found = list(_chunks(regions_of(self._content.where, self._entry.itemsize)))
+        self._left = len(found)
+        return found
+
+    def read(self, chunk: Region) -> None:
+        """Read a chunk; after the last one the tensor is complete."""
+        flat = flat_bytes(self._written)
+        if self._in_place and chunk.runs == 1:
+            self._source.read_into(self.name, chunk.start, flat[chunk.local : chunk.local + chunk.run])
+        else:
+            window = self._source.read(self.name, chunk.start, chunk.stop)
+            if self._dtype == self._tensor.dtype:
+                local_view(flat, chunk).copy_(logical_view(window, chunk, chunk.start))
             else:
-                _convert(written, window, chunk, dtype, name)
-        if written is not target:
-            target.copy_(written)
-    torch.autograd.graph.increment_version([target])  # what is read in place does not count itself
+                _convert(self._written, window, chunk, self._dtype, self.name)
+        self._left -= 1
+        if not self._left:
+            if self._written is not self._tensor:
+                self._tensor.copy_(self._written)
+            torch.autograd.graph.increment_version([self._tensor])  # what is read in place does not count itself
 
 
 def read_whole(source: Source) -> dict[str, Tensor]:
     """All tensors of a source, as a state dict."""
-    state = {}
-    for name, entry in source.entries.items():
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        fill(Content(entry, whole(tensor), tensor), source)
-        state[name] = tensor
+    state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in source.entries.items()}
+    fill([Content(entry, whole(state[name]), state[name]) for name, entry in source.entries.items()], source)
     return state
 
 

@@ -40,6 +40,10 @@ class Source(Protocol):
         """
         ...
 
+    def expect(self, name: str, low: int, high: int) -> None:
+        """Say that these bytes will be read soon."""
+        ...
+
     def read_into(self, name: str, low: int, out: Tensor) -> None:
         """Read bytes of a tensor, from ``low`` on, into ``out``: uint8, 1-D, on the CPU, at most :data:`CHUNK`.
 
@@ -104,6 +108,11 @@ class OpenFile:
             if end < high:
                 out[end - low :].copy_(self.read(end, high))
 
+    def expect(self, low: int, high: int) -> None:
+        """Let the disk begin to read."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._handle, low, high - low, os.POSIX_FADV_WILLNEED)
+
     def _check(self, piece: int, content: Tensor) -> None:
         assert self._record is not None
         if zlib.crc32(view_of(content)) != self._record.checksums[piece]:
@@ -163,6 +172,10 @@ class SafetensorsSource:
     def read(self, name: str, low: int, high: int) -> Tensor:
         file, offset = self._places[name]
         return file.read(offset + low, offset + high)
+
+    def expect(self, name: str, low: int, high: int) -> None:
+        file, offset = self._places[name]
+        file.expect(offset + low, offset + high)
 
     def read_into(self, name: str, low: int, out: Tensor) -> None:
         file, offset = self._places[name]
