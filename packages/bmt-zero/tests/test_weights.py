@@ -191,6 +191,39 @@ def test_the_modules_own_code_takes_part(ctx: Any, tmp_path: Path) -> None:
     same(model.state_dict(), make(0).state_dict())
 
 
+class WithState(nn.Linear):
+    """Keeps something by get_extra_state."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(3, 5)
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("own_code", [False, True])
+def test_extra_state_is_kept(ctx: Any, tmp_path: Path, own_code: bool) -> None:
+    def make(first: Any, second: Any) -> nn.Module:
+        torch.manual_seed(0)
+        layers = [WithState(first), nn.Sequential(WithState(second))]
+        return bmt_zero.BMTrainModelWrapper(nn.Sequential(*layers, *([Doubling(5, 2)] if own_code else [])))
+
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=make({"steps": 4}, torch.arange(3.0)))
+    model = make(None, torch.zeros(7))
+    checkpointer.load(1, model=model)
+    assert model[0].state == {"steps": 4}
+    assert torch.equal(model[1][0].state, torch.arange(3.0))
+    checkpointer.save(2, model=bmt_zero.BMTrainModelWrapper(nn.Sequential(nn.Linear(3, 5))))
+    with pytest.raises(ValueError, match=r"lacks \['0._extra_state'\], which the model has"):
+        checkpointer.load(2, model=bmt_zero.BMTrainModelWrapper(nn.Sequential(WithState(1))))
+
+
 def open_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors at a path."""
     from bmt_zero.checkpoints.reader import read_whole

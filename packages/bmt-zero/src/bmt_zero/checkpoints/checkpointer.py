@@ -29,14 +29,16 @@ from .contents import (
     contents_of_model,
     contents_of_optimizer,
     distinct_tensors,
+    extra_states,
     has_own_code,
     make_state,
     parameter_names,
     records_of,
+    set_extra_states,
 )
 from .directory import DirectoryLock, clean_up, complete_checkpoints, listed_steps, step_name, sync_directory
 from .headers import MAX_FILE_SIZE, DamagedError, Entry, parse_json
-from .job import HeldTensor, Job, SaveError, run_job
+from .job import EXTRA_STATE, HeldTensor, Job, SaveError, run_job
 from .manifest import is_file_name, read_manifest, read_small_file
 from .meeting import Meeting
 from .memory import Snapshot
@@ -181,6 +183,8 @@ class Checkpointer:
         for (section, content), (_, place) in zip(contents, distinct):
             regions = regions_of(content.where, content.entry.itemsize) if content.is_current else []
             job.tensors.append(HeldTensor(section, content.entry, tuple(regions), copies[place], content.is_single))
+        if given.model is not None:
+            job.extra = {name: encode(state, repr(name)) for name, state in extra_states(given.model).items()}
         replica, replicas, leads = _replica(rank, size)
         trainer: dict[str, Any] = trainer_state.describe_run(step, size)
         trainer.update(trainer_state.state_of_optimizers(given.optimizers, given.manager))
@@ -507,6 +511,7 @@ class _Loading:
             self._settings = trainer_state.OptimizerSettings(self._trainer, given.optimizers, given.manager, what)
         self._states = {name: self._read_state(name) for name in self._given.others}
         self._random = self._read_random()
+        self._extra = self._read_extra()
 
     def read(self) -> None:
         """Read all tensors into their places."""
@@ -521,8 +526,11 @@ class _Loading:
         """Set what is no tensor, and what the model's own code loads."""
         if self._whole:
             assert self._given.model is not None
-            load_state_dict(self._given.model, self._whole)
+            load_state_dict(self._given.model, {**self._whole, **self._extra})
             self._whole = {}
+        elif self._extra:
+            assert self._given.model is not None
+            set_extra_states(self._given.model, self._extra)
         for content in self._contents.get("model", ()):
             if isinstance(content.owner, ShardedParameter):
                 content.owner.awaits_values = False
@@ -566,6 +574,17 @@ class _Loading:
                 )
             file = _replica_file(name, replica, count)
         return decode(parse_json(self._path / file, self._small(file)), f"{self._path / file}")
+
+    def _read_extra(self) -> dict[str, Any]:
+        """What this rank's modules need (all of it, if the model's own code loads it)."""
+        if self._given.model is None:
+            return {}
+        mine, path = extra_states(self._given.model), self._path / EXTRA_STATE
+        found = parse_json(path, self._small(EXTRA_STATE)) if EXTRA_STATE in self._manifest.files else {}
+        missing = [name for name in mine if name not in found]
+        if missing:
+            raise ValueError(f"{self._path} lacks {missing[:5]}, which the model has; nothing was loaded")
+        return {name: decode(found[name], repr(name)) for name in (found if self._has_code else mine)}
 
     def _read_random(self) -> dict[str, Tensor] | None:
         name = _rng_file(self._rank, self._size)

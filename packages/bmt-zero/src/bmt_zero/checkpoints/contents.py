@@ -40,24 +40,41 @@ class Content:
 
 
 def contents_of_model(model: nn.Module) -> list[Content]:
-    """The entries of a model's state dict, of this rank's pipeline stage.
+    """The tensors in a model's state dict, of this rank's pipeline stage, but for :func:`extra_states`.
 
     Raises:
-        TypeError: ``model`` is no module, or a state dict holds something else than tensors.
+        TypeError: ``model`` is no module, or its state dict holds something else than tensors.
         ValueError: a tensor has no values, is sparse, or has a dtype or a placement that cannot be saved.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     found = []
     for name, value in stage_entries(model).items():
+        if is_extra_state(name):
+            continue
         if not isinstance(value, Tensor):
-            kind = " (what get_extra_state returns)" if is_extra_state(name) else ""
             raise TypeError(
-                f"{name!r}{kind} in the model's state dict is a {type(value).__name__}; a checkpoint holds tensors. "
-                "Give the checkpointer the rest as a keyword of its own, an object with state_dict and load_state_dict"
+                f"{name!r} in the model's state dict is a {type(value).__name__}; a checkpoint holds tensors. Return "
+                "other things from get_extra_state, or save them under a keyword of their own"
             )
         found.append(_content(name, value))
     return found
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules of this rank's pipeline stage return from ``get_extra_state``, by the names in the state dict."""
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if getattr(type(module), "get_extra_state", None) is not nn.Module.get_extra_state:
+            found[f"{path}._extra_state" if path else "_extra_state"] = module.get_extra_state()
+    return found
+
+
+def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Give modules what :func:`extra_states` returned."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, state in states.items():
+        modules[name.rpartition("_extra_state")[0].rstrip(".")].set_extra_state(state)
 
 
 def has_own_code(model: nn.Module) -> bool:

@@ -25,6 +25,8 @@ from .regions import Region
 from .writer import PieceWriter, write_small_file
 
 SECTIONS = ("model", "optimizer")
+EXTRA_STATE = "extra-state.json"
+"""What modules returned from ``get_extra_state``."""
 Key = tuple[str, str]
 """The section and the name of a tensor."""
 
@@ -61,6 +63,7 @@ class Job:
         tensors: of the model and the optimizers.
         own_files: small files that this rank writes, by name.
         common_files: small files that rank 0 writes.
+        extra: of modules with ``get_extra_state``, as JSON, by name; those of the lowest rank count.
         states: digests of the states that must be the same on all ranks, by name.
         problem: why this rank could not prepare the save; all ranks are told.
     """
@@ -69,6 +72,7 @@ class Job:
     tensors: list[HeldTensor] = field(default_factory=list)
     own_files: dict[str, bytes] = field(default_factory=dict)
     common_files: dict[str, bytes] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     problem: str | None = None
 
@@ -104,7 +108,7 @@ def run_job(job: Job, directory: Path, meeting: Meeting, keep: int | None, max_f
         problem = _problem_of(lambda: finite.extend(is_finite(t.content, DTYPES[t.entry.dtype]) for t in weights))
     if problem is None:
         problem = _problem_of(lambda: _write_files(part, job.own_files, records))
-    reports = meeting.report(_report(problem, all(finite), writer.checksums, records))
+    reports = meeting.report(_report(problem, all(finite), writer.checksums, records, job.extra))
     problem = None
     if reports is not None:
         problem = _problem_of(lambda: _conclude(job, directory, reports, space, keep))
@@ -205,7 +209,11 @@ def _write_files(part: Path, files: Mapping[str, bytes], records: dict[str, File
 
 
 def _report(
-    problem: str | None, finite: bool, checksums: Mapping[int, int], records: Mapping[str, FileRecord]
+    problem: str | None,
+    finite: bool,
+    checksums: Mapping[int, int],
+    records: Mapping[str, FileRecord],
+    extra: Mapping[str, Any],
 ) -> bytes:
     pieces = array("Q", checksums.keys())
     values = array("Q", checksums.values())
@@ -214,6 +222,7 @@ def _report(
         "finite": finite,
         "pieces": base64.b64encode(zlib.compress(pieces.tobytes(), 1)).decode(),
         "checksums": base64.b64encode(values.tobytes()).decode(),
+        "extra": extra,
         "files": {name: [record.size, record.checksums] for name, record in records.items()},
     }).encode()  # fmt: skip
 
@@ -223,17 +232,20 @@ def _conclude(job: Job, directory: Path, reports: Sequence[bytes], space: Addres
     part = directory / f".{step_name(job.step)}.part"
     checksums: dict[int, int] = {}
     records: dict[str, FileRecord] = {}
-    is_finite = True
+    is_finite, extra = True, {}
     for rank, report in enumerate(json.loads(each) for each in reports):
         if report["problem"] is not None:
             raise SaveError(f"rank {rank}: {report['problem']}")
         is_finite = is_finite and report["finite"]
+        extra = {**report["extra"], **extra}
         pieces, values = array("Q"), array("Q")
         pieces.frombytes(zlib.decompress(base64.b64decode(report["pieces"])))
         values.frombytes(base64.b64decode(report["checksums"]))
         checksums.update(zip(pieces, values))
         records.update({name: FileRecord(size, tuple(crcs)) for name, (size, crcs) in report["files"].items()})
     _write_files(part, {**job.common_files, **_indices(space.files)}, records)
+    if extra:
+        _write_files(part, {EXTRA_STATE: json.dumps(extra).encode()}, records)
     for base, file in zip(space.bases, space.files):
         first, count = base // PIECE, -(-file.size // PIECE)
         size = (part / file.name).stat().st_size
