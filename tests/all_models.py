@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from model_checks import CHECKS, run
-from model_zoo import Model, loss_of, transformers_models, vision_models
+from model_zoo import Model, loss_of, size_of, transformers_models, vision_models
 
 from bmt_comm.testing import RankError, RankPool
 
@@ -85,9 +85,9 @@ def problem_of(model: Model) -> str:
 
         transformers.logging.set_verbosity_error()
     try:
-        plain = model.build()
-        count = sum(param.numel() for param in plain.parameters())
-        if count > LARGEST:
+        count = size_of(model)
+        plain = model.build() if count <= LARGEST else None
+        if plain is None:
             return f"{count / 1e6:.0f} million parameters with the sizes that were asked for"
         loss = loss_of(plain, model.batch(0), 4)
         loss.backward()

@@ -69,6 +69,10 @@ _SIZES: dict[str, Any] = {
 
 # What some architectures need beside.
 _SPECIAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 8}),
+    **dict.fromkeys(("gptj", "codegen"), {"rotary_dim": 4}),
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "is_decoder": False},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "xlnet": {"d_inner": 48, "d_head": 8},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]},
@@ -161,22 +165,31 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor], count: int) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum") / count
 
 
+def size_of(model: Model) -> int:
+    """How many parameters a model has, without building it; 0 where that cannot be told."""
+    try:
+        with torch.device("meta"):
+            return sum(param.numel() for param in model.build().parameters())
+    except Exception:  # its constructor computes with values
+        return 0
+
+
 def small_config(key: str) -> Any:
     """The configuration of a ``model_type``, with small sizes and without dropout."""
     from transformers import AutoConfig
 
     cls = type(AutoConfig.for_model(key))
-    return cls(**_small(cls, key))
+    return cls(**{"num_labels": CLASSES, **_small(cls, key)})
 
 
 def _small(cls: Any, key: str) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    mapped = {ours: theirs for ours, theirs in getattr(cls, "attribute_map", {}).items()}
+    mapped = getattr(cls, "attribute_map", {})
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if "drop" in name and isinstance(field.default, float):
             values[name] = 0.0
-        elif name in _SIZES and not (field.default is None and name in ("sliding_window", "head_dim", "q_lora_rank")):
+        elif name in _SIZES and _fits(_SIZES[name], field):
             values[name] = _SIZES[name]
     for name, target in mapped.items():
         if name in _SIZES and target in fields and target not in values and isinstance(fields[target].default, int):
@@ -184,8 +197,18 @@ def _small(cls: Any, key: str) -> dict[str, Any]:
     for name, sub in (getattr(cls, "sub_configs", None) or {}).items():
         if name in fields and dataclasses.is_dataclass(sub) and sub.__name__ != "AutoConfig":
             values[name] = _small(sub, getattr(sub, "model_type", ""))
+    if "kv_lora_rank" in fields:  # keys and values of all heads come from one low-rank projection
+        values |= {name: 4 for name in ("num_key_value_heads",) if name in fields}
     values |= {"use_cache": True} if "use_cache" in fields else {}
     return values | _SPECIAL.get(key, {})
+
+
+def _fits(value: Any, field: Any) -> bool:
+    """Whether a value has the type of a field's default: some architectures have lists of sizes, or None by choice."""
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if default is None:
+        return field.name not in ("sliding_window", "head_dim", "q_lora_rank")
+    return isinstance(default, (list, tuple)) == isinstance(value, list)
 
 
 def transformers_models() -> Iterator[Model]:

@@ -191,12 +191,15 @@ _LOCAL = _names(
     new_empty_strided new_full new_ones new_tensor new_zeros ones_like pin_memory rand_like randint_like randn_like
     register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad share_memory_ size storage
     storage_offset storage_type stride sym_numel sym_size untyped_storage zeros_like split_with_sizes _is_view
-    _typed_storage allclose eq equal ge gt isclose le lt ne __eq__ __ge__ __gt__ __le__ __lt__ __ne__
+    _typed_storage
     """
 )
 
 # Copies: of this rank's rows, unless autograd records them.
 _COPIES = _names("clone contiguous cpu cuda double float half bfloat16 to type type_as")
+
+# Nothing that autograd records: with tensors of this rank's rows they compare these.
+_COMPARISONS = _names("allclose eq equal ge gt isclose le lt ne __eq__ __ge__ __gt__ __le__ __lt__ __ne__")
 
 # Views, through which the parameter could be written to: not of a gathered copy.
 _VIEWS = _names("view reshape flatten ravel view_as reshape_as")
@@ -246,6 +249,8 @@ def _means_logical(name: str, args: tuple[Any, ...]) -> bool:
         return True
     if others or len(params) > 1:
         sharded = next((p for p in params if is_row_sharded(p)), None)
+        if others and name in _COMPARISONS:
+            return False
         if recorded and others and sharded is not None:
             raise RuntimeError(
                 f"{name} would combine this rank's rows of a parameter of shape {sharded.bmt_slice.shape} with a "
