@@ -38,8 +38,8 @@ Models with small random weights, each under `BMTrainModelWrapper` on 2 ranks, w
 | meta | the standard deviation of every parameter of a model that was built on the meta device, then wrapped and filled by `init_parameters`; constants and buffers exactly |
 | generate | the tokens of greedy `generate` |
 | save_pretrained | what the plain class loads with `from_pretrained` |
-| LoRA, then wrapped | updates of a model with adapters (peft) on all linear layers |
-| wrapped, then LoRA | the same for adapters that come into the wrapped model: they are refused at the next forward |
+| LoRA before | updates of a model with adapters (peft) on all linear layers |
+| LoRA after | the same for adapters that come into the wrapped model: they are refused at the next forward |
 | compiled | updates where each Block is compiled by `layer.compile()` |
 
 A cell is **right**, with the error; *refused*, with the message below; or **wrong**. "–": the plain model cannot do it.
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-write", action="store_true", help="print the results and write no page")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    checks = [name for name in CHECKS if name in options.checks.replace(", ", "; ").split(",")] or list(CHECKS)
+    checks = [name for name in CHECKS if name in options.checks.split(",")]
     models = [*transformers_models(), *vision_models()]
     if options.words:
         models = [m for m in models if any(word.lower() in m.name.lower() for word in options.words)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -238,12 +239,13 @@ TIMM = [
 
 def vision_models() -> Iterator[Model]:
     """Models of torchvision and timm, where these are installed."""
-    import importlib.util
-
     for library, names in (("torchvision", TORCHVISION), ("timm", TIMM)):
-        if importlib.util.find_spec(library) is not None:
-            for name in names:
-                yield Model(library, name, "image")
+        try:
+            importlib.import_module(library)
+        except (ImportError, RuntimeError):  # it is not there, or was built for another torch
+            continue
+        for name in names:
+            yield Model(library, name, "image")
 
 
 def _torchvision(name: str) -> nn.Module:
