@@ -33,9 +33,9 @@ Models with small random weights, each under `BMTrainModelWrapper` on 2 ranks, w
 
 | column | what is compared with plain PyTorch |
 |---|---|
-| updates | every parameter's change after 3 steps of SGD in fp32, as a relative error (at most {tolerance:.0e}), with names, ties and buffers |
+| updates | the change of every parameter in 3 steps of SGD, fp32: error ≤ {tolerance:.0e}; names, ties, buffers |
 | padded | the same, for a batch of sequences with padding |
-| meta | the standard deviation of every parameter of a model that was built on the meta device, then wrapped and filled by `init_parameters`; constants and buffers exactly |
+| meta | values after a start on the meta device, wrapping and `init_parameters`: std, constants, buffers |
 | generate | the tokens of greedy `generate` |
 | save_pretrained | what the plain class loads with `from_pretrained` |
 | LoRA before | updates of a model with adapters (peft) on all linear layers |
@@ -71,8 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
             results[model] = {check: result_of(pool, model, check, options.limit) for check in checks}
             text = "; ".join(f"{check} {result}" for check, result in results[model].items())
             print(f"[{number}/{len(models)}] {model.name} ({time.monotonic() - start:.0f} s): {text}", flush=True)
-    if not options.no_write:
-        PAGE.write_text(page(results, unusable, checks))
+            if not options.no_write:  # also what an interrupted run has found
+                PAGE.write_text(page(results, unusable, checks))
     counts = collections.Counter(r.partition(":")[0] for row in results.values() for r in row.values())
     print(f"{len(results)} models, {len(unusable)} not tried; {dict(counts)}")
     return 1 if counts["wrong"] else 0
@@ -133,9 +133,16 @@ def page(results: dict[Model, dict[str, str]], unusable: dict[Model, str], check
         lines += [f"{number}. {escaped(text)}" for text, number in messages.items()]
         lines.append("")
     if unusable:
-        lines += ["## Not tried", "", "Configurations that small sizes do not fit, or whose inputs are not made here.", ""]
+        lines += [
+            "## Not tried",
+            "",
+            "Configurations that small sizes do not fit, or whose inputs are not made here.",
+            "",
+        ]
         lines += ["| model | why |", "|---|---|"]
-        lines += [f"| {model.name} | {escaped(why)} |" for model, why in sorted(unusable.items(), key=lambda i: i[0].name)]
+        lines += [
+            f"| {model.name} | {escaped(why)} |" for model, why in sorted(unusable.items(), key=lambda i: i[0].name)
+        ]
         lines.append("")
     return "\n".join(lines)
 

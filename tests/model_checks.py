@@ -144,7 +144,7 @@ def saves(model: Model) -> str:
 
 
 def _saved_and_loaded(which: Any, folder: str, plain: Any) -> str:
-    """What is wrong, on any rank, with the values of ``plain`` after ``which`` was saved and the class has loaded it."""
+    """What is wrong, on any rank, with the values of ``plain`` once ``which`` was saved and loaded again."""
     problem = ""
     try:
         which.save_pretrained(folder)

@@ -70,8 +70,8 @@ _SIZES: dict[str, Any] = {
 
 # What some architectures need beside.
 _SPECIAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 8}),
-    **dict.fromkeys(("gptj", "codegen"), {"rotary_dim": 4}),
+    **{key: {"head_dim": 8} for key in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")},
+    **{key: {"rotary_dim": 4} for key in ("gptj", "codegen")},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4], "is_decoder": False},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "xlnet": {"d_inner": 48, "d_head": 8},
@@ -231,8 +231,8 @@ TORCHVISION = [
 ]  # fmt: skip
 
 TIMM = [
-    "vit_tiny_patch16_224", "deit_tiny_patch16_224", "mixer_s32_224", "resnet10t", "convnext_atto", "efficientnet_lite0",
-    "mobilevit_xxs", "poolformer_s12", "xcit_nano_12_p16_224", "pvt_v2_b0", "mobilenetv3_small_050", "regnetx_002",
+    "vit_tiny_patch16_224", "deit_tiny_patch16_224", "mixer_s32_224", "resnet10t", "convnext_atto",
+    "efficientnet_lite0", "mobilevit_xxs", "poolformer_s12", "xcit_nano_12_p16_224", "pvt_v2_b0", "mobilenetv3_small_050", "regnetx_002",
     "swin_tiny_patch4_window7_224", "cait_xxs24_224", "edgenext_xx_small", "levit_128s", "gmlp_ti16_224",
 ]  # fmt: skip
 
@@ -254,7 +254,9 @@ def _torchvision(name: str) -> nn.Module:
     small: dict[str, Any] = {}
     if name == "vit_b_16":
         sizes = {"num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 48}
-        model: nn.Module = torchvision.models.VisionTransformer(image_size=64, patch_size=16, num_classes=CLASSES, **sizes)
+        model: nn.Module = torchvision.models.VisionTransformer(
+            image_size=64, patch_size=16, num_classes=CLASSES, **sizes
+        )
     elif name == "swin_t":
         small = {"patch_size": [4, 4], "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": [4, 4]}
         model = torchvision.models.SwinTransformer(**small, stochastic_depth_prob=0.0, num_classes=CLASSES)

@@ -11,7 +11,7 @@ from block_helpers import pair, rows_of, seeded
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from bmt_zero import BMTrainModelWrapper, Block
+from bmt_zero import Block, BMTrainModelWrapper
 
 
 def make() -> nn.Module:
@@ -73,7 +73,7 @@ def test_counts(ctx, level):
 
 @pytest.mark.ranks(2)
 def test_what_would_see_one_ranks_part_only_is_refused(ctx):
-    plain, block = pair(lambda: nn.Linear(6, 8))
+    _, block = pair(lambda: nn.Linear(6, 8))
     start = block.weight.detach().clone()  # this rank's rows
     with pytest.raises(RuntimeError, match=r"sub would combine this rank's rows of a parameter of shape \(8, 6\)"):
         torch.sub(block.weight, start)

@@ -101,7 +101,9 @@ def _adam8bit_table_checked(
                 _check_adam_tensor(where, name, tensor, param, device, moments=torch.uint8)
             addresses[name] = address = _address(where, tensor)
             if address:
-                extents.append((address, address + tensor.shape.numel() * tensor.element_size(), where, name != "grads"))
+                extents.append(
+                    (address, address + tensor.shape.numel() * tensor.element_size(), where, name != "grads")
+                )
         if param.shape.numel() == 0:
             continue
         kinds = _DTYPE_CODES[param.dtype] | _DTYPE_CODES[grads[i].dtype] << 16

@@ -88,7 +88,9 @@ def _lamb_table_checked(
             _check_adam_tensor(where, name, tensor, param, device)
             addresses[name] = address = _address(where, tensor)
             if address:
-                extents.append((address, address + tensor.shape.numel() * tensor.element_size(), where, name in written))
+                extents.append(
+                    (address, address + tensor.shape.numel() * tensor.element_size(), where, name in written)
+                )
         if param.shape.numel() == 0:
             continue
         kinds = _DTYPE_CODES[param.dtype]

@@ -183,7 +183,9 @@ def _adam_table_checked(
             _check_adam_tensor(where, name, tensor, param, device)
             addresses[name] = address = _address(where, tensor)
             if address:
-                extents.append((address, address + tensor.shape.numel() * tensor.element_size(), where, name != "grads"))
+                extents.append(
+                    (address, address + tensor.shape.numel() * tensor.element_size(), where, name != "grads")
+                )
         if param.shape.numel() == 0:
             continue
         param_code = _DTYPE_CODES[param.dtype]

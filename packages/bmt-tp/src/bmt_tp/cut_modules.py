@@ -179,7 +179,7 @@ class CopyInputs:
 
 
 class CopyLastOutputs:
-    """After a module that every rank has: the gradients of its last outputs, of which every rank has a part, are summed."""
+    """After a module that every rank has: the gradients of its last outputs, partial on each rank, are summed."""
 
     def __init__(self, comm: Communicator, last: int) -> None:
         self.comm, self.last = comm, last

@@ -139,7 +139,8 @@ def shard(
     sharding = module.__dict__[_ATTRIBUTE] = Sharding(ForwardHooks(group, module), initialized)
     if use_checkpoint:
         sharding.checkpoint = CheckpointedForward(module, group)
-        module.forward, module.compile = sharding.checkpoint, sharding.checkpoint.compile
+        module.forward = sharding.checkpoint
+        module.__dict__["compile"] = sharding.checkpoint.compile
     return module
 
 
