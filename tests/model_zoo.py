@@ -232,8 +232,9 @@ TORCHVISION = [
 
 TIMM = [
     "vit_tiny_patch16_224", "deit_tiny_patch16_224", "mixer_s32_224", "resnet10t", "convnext_atto",
-    "efficientnet_lite0", "mobilevit_xxs", "poolformer_s12", "xcit_nano_12_p16_224", "pvt_v2_b0", "mobilenetv3_small_050", "regnetx_002",
-    "swin_tiny_patch4_window7_224", "cait_xxs24_224", "edgenext_xx_small", "levit_128s", "gmlp_ti16_224",
+    "efficientnet_lite0", "mobilevit_xxs", "poolformer_s12", "xcit_nano_12_p16_224", "pvt_v2_b0",
+    "mobilenetv3_small_050", "regnetx_002", "swin_tiny_patch4_window7_224", "cait_xxs24_224", "edgenext_xx_small",
+    "levit_128s", "gmlp_ti16_224",
 ]  # fmt: skip
 
 

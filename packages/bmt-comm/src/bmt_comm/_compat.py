@@ -20,7 +20,7 @@ def not_compiled(function: _F) -> _F:
     As ``torch.compiler.disable``, but the compiler is imported at the first call and not before.
     """
     disabled: Any = torch._disable_dynamo(function)
-    return disabled  # type: ignore[no-any-return]
+    return disabled
 
 
 # torch 2.13 renamed the single-tensor collectives and deprecates the old names.
