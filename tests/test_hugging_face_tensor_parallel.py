@@ -73,7 +73,7 @@ def build(kind: str) -> PreTrainedModel:
         return Llama4ForCausalLM(llama4)
     if kind == "deepseek":  # latent attention
         deepseek = DeepseekV2Config(
-            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=3,
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, moe_intermediate_size=16, num_hidden_layers=3,
             num_attention_heads=4, num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
             qk_nope_head_dim=4, v_head_dim=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
             first_k_dense_replace=1, n_group=1, topk_group=1, max_position_embeddings=16, initializer_range=0.2, **ids,
