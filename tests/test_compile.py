@@ -13,6 +13,9 @@ from torch import Tensor, nn
 import bmt_tp
 import bmt_zero
 
+# Dynamo looks for gradients of the unsharded parameters, which are no leaves.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
 WIDTH = 8
 
 
