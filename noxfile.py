@@ -46,6 +46,7 @@ BUILD_NEEDS = ["build", "hatchling>=1.26", "scikit-build-core>=1.0", "pybind11>=
 TOOL_NEEDS = ["pytest>=8", "packaging", "tomli; python_version < '3.11'"]
 TEST_NEEDS = ["pytest>=8", "pytest-xdist", "hypothesis", "numpy"]
 TEST_NEEDS += ["safetensors", "transformers", "came-pytorch", "matplotlib"]
+MODEL_NEEDS = ["transformers", "peft"]
 # Packages that work without bmt-kernels, and the tests that run without it. All run beside it: ranks that share memory
 # are faster than ranks that send messages.
 OVER_MESSAGES = {
@@ -116,7 +117,7 @@ def lint(session: nox.Session) -> None:
 @summarized
 def tests(session: nox.Session) -> None:
     """All tests, in one environment with all packages in place; arguments go to pytest."""
-    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
     arguments = session.posargs or ["tests", *[f"packages/{name}/tests" for name in PACKAGES]]
@@ -212,7 +213,7 @@ def tests_alone(session: nox.Session) -> None:
 def tests_across(session: nox.Session) -> None:
     """The tests of packages together, of the example and of the documentation, with all wheels installed."""
     needs_environment(session)
-    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     uninstall_ours(session)
     install_wheels(session, *PACKAGES)
@@ -261,6 +262,19 @@ def docs(session: nox.Session) -> None:
         uninstall_ours(session)
         install_wheels(session, *PACKAGES)
     session.run("python", ".ci/check_docs.py", *session.posargs)
+
+
+@nox.session(default=False)
+def models(session: nox.Session) -> None:
+    """Put all models of transformers, torchvision and timm to every check, and write docs/models.md.
+
+    Arguments go to tests/all_models.py. torchvision and timm count where they fit the installed torch.
+    """
+    install(session, "torch", "numpy", "safetensors", *MODEL_NEEDS)
+    install(session, "--no-deps", "torchvision", "timm")
+    install_ours(session)
+    with step(session, "all models, all checks", "40 minutes on two cores, less with arguments"):
+        session.run("python", "-W", "ignore", "tests/all_models.py", *session.posargs)
 
 
 @nox.session(default=False)

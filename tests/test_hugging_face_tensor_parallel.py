@@ -12,10 +12,14 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -60,6 +64,21 @@ def build(kind: str) -> PreTrainedModel:
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2, **ids,
         )  # fmt: skip
         return MixtralForCausalLM(mixtral)
+    if kind == "llama4":  # experts that multiply from the left
+        llama4 = Llama4TextConfig(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, intermediate_size_mlp=24, head_dim=4,
+            num_hidden_layers=3, num_local_experts=4, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=16, initializer_range=0.2, attention_chunk_size=8, **ids,
+        )  # fmt: skip
+        return Llama4ForCausalLM(llama4)
+    if kind == "deepseek":  # latent attention
+        deepseek = DeepseekV2Config(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, moe_intermediate_size=16, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
+            qk_nope_head_dim=4, v_head_dim=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+            first_k_dense_replace=1, n_group=1, topk_group=1, max_position_embeddings=16, initializer_range=0.2, **ids,
+        )  # fmt: skip
+        return DeepseekV2ForCausalLM(deepseek)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=20, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2, **ids,
@@ -70,7 +89,7 @@ def build(kind: str) -> PreTrainedModel:
 def plan_of(kind: str, model: PreTrainedModel) -> dict[str, str] | None:
     if kind == "gpt2":
         return GPT2_PLAN
-    if kind in ("llama", "gemma", "mixtral"):
+    if kind in ("llama", "gemma", "mixtral", "llama4", "deepseek"):
         return None  # the model's own
     plan: dict[str, str] = dict(model.tp_plan)
     # The attention takes the length of the sequence from its input, so this is where it is joined.
@@ -94,7 +113,7 @@ def train(model: nn.Module, batches: list[Tensor], replicas: int) -> list[float]
 
 
 @pytest.mark.ranks(4, tp_size=2)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama in sequence", "gemma", "mixtral"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama in sequence", "gemma", "mixtral", "llama4", "deepseek"])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_trains_as_the_plain_model_does(ctx: Any, kind: str, sharded: bool) -> None:
     plain = build(kind)
@@ -114,7 +133,7 @@ def test_trains_as_the_plain_model_does(ctx: Any, kind: str, sharded: bool) -> N
     ctx.world.all_reduce(losses, "avg")
     torch.testing.assert_close(losses, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
     # Gemma's norms compute in fp32, and so does all of Mixtral: grouped products know no fp64.
-    tolerance = {"gemma": 1e-6, "mixtral": 5e-5}.get(kind, 1e-8)
+    tolerance = {"gemma": 1e-6, "mixtral": 5e-5, "llama4": 5e-5, "deepseek": 5e-5}.get(kind, 1e-8)
     found = bmt_tp.full_state_dict(model)
     assert list(found) == list(plain.state_dict())
     for name, value in plain.state_dict().items():

@@ -4,6 +4,7 @@ from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
 from . import nccl, store
+from ._compat import not_compiled
 from ._version import __version__
 from .agreement import CallSequences, check_agreement
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
@@ -61,6 +62,7 @@ __all__ = [
     "join_pieces",
     "local_tensor",
     "nccl",
+    "not_compiled",
     "print_block",
     "print_dict",
     "print_rank",

@@ -5,10 +5,23 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def not_compiled(function: _F) -> _F:
+    """Let ``torch.compile`` leave a function, and all that it calls, out of its graphs.
+
+    As ``torch.compiler.disable``, but the compiler is imported at the first call and not before.
+    """
+    disabled: Any = torch._disable_dynamo(function)
+    return disabled
+
 
 # torch 2.13 renamed the single-tensor collectives and deprecates the old names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

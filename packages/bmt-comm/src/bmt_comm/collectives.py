@@ -28,21 +28,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._compat import not_compiled
 from .combine import REDUCE_OPS
 from .communicator import Communicator
 from .context import current_context
 
 
+@not_compiled
 def all_gather(x: Tensor, comm: Communicator | None = None) -> Tensor:
     """Every rank's ``x``, stacked: shape (size, *x.shape)."""
     return _AllGather.apply(x, _comm(comm))
 
 
+@not_compiled
 def all_reduce(x: Tensor, op: str = "sum", comm: Communicator | None = None) -> Tensor:
     """The reduction (sum, avg, max, min or prod) of ``x`` over the ranks; ``x`` is left as it is."""
     return _AllReduce.apply(x, _op(op), _comm(comm))
 
 
+@not_compiled
 def reduce_scatter(x: Tensor, op: str = "sum", comm: Communicator | None = None) -> Tensor:
     """This rank's part of the reduction of ``x``, whose dim 0 is cut evenly: shape (x.shape[0] / size, ...).
 
@@ -57,11 +61,13 @@ def reduce_scatter(x: Tensor, op: str = "sum", comm: Communicator | None = None)
     return _ReduceScatter.apply(x, _op(op), comm)
 
 
+@not_compiled
 def broadcast(src: Tensor, root: int, comm: Communicator | None = None) -> Tensor:
     """Rank ``root``'s ``src`` on every rank. ``src`` has the same shape and dtype everywhere."""
     return _Broadcast.apply(src, root, _comm(comm))
 
 
+@not_compiled
 def send_activations(hidden_state: Tensor, next_rank: int, comm: Communicator) -> Tensor:
     """Send ``hidden_state`` (any shape and dtype) to ``next_rank`` of ``comm``.
 
@@ -72,6 +78,7 @@ def send_activations(hidden_state: Tensor, next_rank: int, comm: Communicator) -
     return _Send.apply(hidden_state, wanted, next_rank, comm)
 
 
+@not_compiled
 def recv_activations(prev_rank: int, comm: Communicator) -> Tensor:
     """The tensor that ``prev_rank`` of ``comm`` sends by :func:`send_activations`.
 

@@ -144,6 +144,7 @@ class Communicator:
 
     # --- collectives ------------------------------------------------------------------------------
 
+    @_compat.not_compiled
     def all_gather(self, out: Tensor, src: Tensor, async_op: bool = False) -> Work:
         """Concatenate every rank's ``src`` into ``out``, in rank order.
 
@@ -171,6 +172,7 @@ class Communicator:
         _copy_unless_same(chunks[self.rank], mine)
         return self._finish_now(work, async_op)
 
+    @_compat.not_compiled
     def reduce_scatter(self, out: Tensor, src: Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Reduce ``src`` over the ranks and keep this rank's part of the result in ``out``.
 
@@ -198,6 +200,7 @@ class Communicator:
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         return self._finish_now(self._on_host.reduce_scatter(mine, chunks, op), async_op)
 
+    @_compat.not_compiled
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Reduce ``tensor`` (contiguous) over the ranks, in place on every rank.
 
@@ -214,6 +217,7 @@ class Communicator:
             )
         return self._finish_now(self._on_host.all_reduce(_flat(tensor), op), async_op)
 
+    @_compat.not_compiled
     def broadcast(self, tensor: Tensor, root: int, async_op: bool = False) -> Work:
         """Copy rank ``root``'s ``tensor`` (contiguous) to every rank's, in place."""
         self._check_rank("root", root)
@@ -227,6 +231,7 @@ class Communicator:
         work = dist.broadcast(_wire(flat), self.ranks[root], group=self.group, async_op=async_op)
         return self._finish_now(work, async_op)
 
+    @_compat.not_compiled
     def send(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
         """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv` with the same tag."""
         data = self._message(tensor, peer, tag)
@@ -234,12 +239,14 @@ class Communicator:
         work = dist.isend(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(Pending([work], None, tensor), async_op)
 
+    @_compat.not_compiled
     def recv(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
         """Receive into ``tensor`` (contiguous) what rank ``peer`` sends."""
         data = self._message(tensor, peer, tag)
         work = dist.irecv(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(Pending([work], None, tensor), async_op)
 
+    @_compat.not_compiled
     def send_recv(
         self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], async_op: bool = False
     ) -> Work:
@@ -259,6 +266,7 @@ class Communicator:
             self._count("send", _bytes(tensor))
         return self._finish_now(Pending(dist.batch_isend_irecv(ops), None, (sends, recvs)), async_op)
 
+    @_compat.not_compiled
     def barrier(self) -> None:
         """Return once every rank has called this."""
         if self.size > 1:
@@ -268,6 +276,7 @@ class Communicator:
 
     # --- objects ----------------------------------------------------------------------------------
 
+    @_compat.not_compiled
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's ``obj`` (picklable), in rank order. For the ranks of one job, which trust each other."""
         if self.size == 1:
@@ -276,6 +285,7 @@ class Communicator:
         dist.all_gather_object(out, obj, group=self.group)
         return out
 
+    @_compat.not_compiled
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """Rank ``root``'s ``obj`` (picklable) on every rank."""
         self._check_rank("root", root)

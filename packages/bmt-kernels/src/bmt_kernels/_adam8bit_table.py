@@ -94,15 +94,17 @@ def _adam8bit_table_checked(
             _check_tensor(where, tensor)
             assert tensor is not None
             if name in ("absmax_avgs", "absmax_avg_sqs"):
-                check_absmax(where, tensor, block_count(param.numel(), offset), device)
+                check_absmax(where, tensor, block_count(param.shape.numel(), offset), device)
                 if not tensor.is_contiguous():
                     raise ValueError(f"{where} has strides {tensor.stride()}; it must be contiguous")
             else:
                 _check_adam_tensor(where, name, tensor, param, device, moments=torch.uint8)
             addresses[name] = address = _address(where, tensor)
             if address:
-                extents.append((address, address + tensor.numel() * tensor.element_size(), where, name != "grads"))
-        if param.numel() == 0:
+                extents.append(
+                    (address, address + tensor.shape.numel() * tensor.element_size(), where, name != "grads")
+                )
+        if param.shape.numel() == 0:
             continue
         kinds = _DTYPE_CODES[param.dtype] | _DTYPE_CODES[grads[i].dtype] << 16
         weight, copy = addresses["params"], 0
@@ -110,6 +112,6 @@ def _adam8bit_table_checked(
             kinds = _DTYPE_CODES[param.dtype] << 8 | _DTYPE_CODES[grads[i].dtype] << 16
             weight, copy = addresses["masters"], weight
         moments = (addresses[name] for name in ("grads", "exp_avgs", "exp_avg_sqs", "absmax_avgs", "absmax_avg_sqs"))
-        rows.extend((weight, copy, *moments, offset, param.numel(), kinds))
+        rows.extend((weight, copy, *moments, offset, param.shape.numel(), kinds))
     _check_overlaps(extents)
     return Table(rows.tobytes(), device)

@@ -88,8 +88,10 @@ def _lamb_table_checked(
             _check_adam_tensor(where, name, tensor, param, device)
             addresses[name] = address = _address(where, tensor)
             if address:
-                extents.append((address, address + tensor.numel() * tensor.element_size(), where, name in written))
-        if param.numel() == 0:
+                extents.append(
+                    (address, address + tensor.shape.numel() * tensor.element_size(), where, name in written)
+                )
+        if param.shape.numel() == 0:
             continue
         kinds = _DTYPE_CODES[param.dtype]
         weight, copy = addresses["params"], 0
@@ -98,6 +100,6 @@ def _lamb_table_checked(
         if grads is not None:
             kinds |= _DTYPE_CODES[grads[i].dtype] << 16
         averages = (addresses["exp_avgs"], addresses["exp_avg_sqs"])
-        rows.extend((weight, copy, addresses["grads"], *averages, param.numel(), i, kinds))
+        rows.extend((weight, copy, addresses["grads"], *averages, param.shape.numel(), i, kinds))
     _check_overlaps(extents)
     return Table(rows.tobytes(), device)

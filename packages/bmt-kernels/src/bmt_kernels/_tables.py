@@ -61,8 +61,8 @@ def data_table(tensors: Sequence[Tensor], device: torch.device) -> bytes | None:
         code = _DTYPE_CODES.get(tensor.dtype)
         if code is None or not tensor.is_contiguous():
             return None
-        if tensor.numel():
-            rows.extend((_address("tensors", tensor), tensor.numel(), code))
+        if tensor.shape.numel():
+            rows.extend((_address("tensors", tensor), tensor.shape.numel(), code))
     return rows.tobytes()
 
 
@@ -130,7 +130,7 @@ def _check_tensor(name: str, tensor: object) -> None:
 
 def _address(name: str, tensor: Tensor) -> int:
     """The tensor's address; 0 if it is empty or on a device without addresses."""
-    if tensor.numel() == 0 or tensor.device.type == "meta":
+    if tensor.shape.numel() == 0 or tensor.device.type == "meta":
         return 0
     try:
         address = tensor.data_ptr()
@@ -183,12 +183,14 @@ def _adam_table_checked(
             _check_adam_tensor(where, name, tensor, param, device)
             addresses[name] = address = _address(where, tensor)
             if address:
-                extents.append((address, address + tensor.numel() * tensor.element_size(), where, name != "grads"))
-        if param.numel() == 0:
+                extents.append(
+                    (address, address + tensor.shape.numel() * tensor.element_size(), where, name != "grads")
+                )
+        if param.shape.numel() == 0:
             continue
         param_code = _DTYPE_CODES[param.dtype]
         grad_code = _DTYPE_CODES[grads[i].dtype]
-        moments = (addresses["exp_avg_sqs"], param.numel())
+        moments = (addresses["exp_avg_sqs"], param.shape.numel())
         if "masters" in addresses:
             pointers = (addresses["masters"], addresses["params"], addresses["grads"], addresses["exp_avgs"])
             rows.extend((*pointers, *moments, param_code << 8 | grad_code << 16))

@@ -16,6 +16,7 @@ from bmt_zero import link_blocks, stage_block
 
 from .call import Pipeline
 from .list_state import StagedState
+from .loop import LayerLoop, LoopLayer, in_forward_around, simple_attributes
 from .partition import split_layers
 from .recording import Recorder
 from .schedule import Schedule, make_schedule
@@ -29,6 +30,9 @@ class PipelineTransformerBlockList(StagedState):
     out in turn: chunk c of stage r is number c · stages + r. Layers keep the names that they have in a list of all
     layers ("5" is the sixth), so that parameters, state dicts and initial values are those of a
     ``TransformerBlockList``. ``len``, iteration and indices go over this stage's own layers, in the order of the chain.
+
+    In the forward of a model that contains the list, iteration goes over all layers of all stages, and runs them: a
+    model that loops over its layers needs no change (see :mod:`.loop`).
 
     Layers are taken from ``modules`` one by one, and those of other stages dropped at once. A rank that makes them in
     a generator, the length of which ``weights`` tell, so never has more than one of them; one without a length or
@@ -92,6 +96,7 @@ class PipelineTransformerBlockList(StagedState):
         self.all_chunks = split_layers(costs, pieces)
         self.chunks = self.all_chunks[context.pipe.rank :: context.pipe_size]
         self._pipe = context.pipe
+        self._attributes: list[dict[str, Any]] = []  # of the layers of all stages
         # Before the layers' own collectives, which ranks that have cut the chain differently would mix up.
         facts = [f"num_hidden={num_hidden}", f"interleave={interleave}", f"stages are cut into {self.all_chunks}"]
         check_agreement(context.world, "the layers of a PipelineTransformerBlockList", facts)
@@ -176,6 +181,7 @@ class PipelineTransformerBlockList(StagedState):
                     f"modules has {index} layers and weights {self.num_layers} elements; there must be one for each"
                 ) from None
             keep = owner_of[index] == context.pipe.rank
+            self._attributes.append(simple_attributes(layer))
             first = seen.note(layer, index, keep)
             block: nn.Module | None
             if first == index:
@@ -198,11 +204,21 @@ class PipelineTransformerBlockList(StagedState):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._modules.values())  # type: ignore[arg-type]
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loop() if in_forward_around(self) else self._modules.values())
 
-    def __getitem__(self, index: int) -> nn.Module:
-        return list(self)[index]
+    def __getitem__(self, index: int | slice) -> Any:
+        if not in_forward_around(self):
+            return list(self._modules.values())[index]
+        if isinstance(index, slice):
+            if len(range(self.num_layers)[index]) != self.num_layers or index.step not in (None, 1):
+                raise ValueError(f"{index} of {self.num_layers} layers: a pipeline runs all of them")
+            return self._loop()
+        return LoopLayer(None, index, self._attributes[index])
+
+    def _loop(self) -> LayerLoop:
+        """What a model's forward iterates over in place of the layers."""
+        return LayerLoop(self, self.blocks_of(0)[0], self._attributes, self.num_hidden)
 
     def extra_repr(self) -> str:
         return f"layers {', '.join(f'{c.start}-{c.stop - 1}' for c in self.chunks)} of {self.num_layers}"

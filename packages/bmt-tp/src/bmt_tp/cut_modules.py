@@ -178,6 +178,17 @@ class CopyInputs:
         return copy_to_ranks(x, self.comm) if x.is_floating_point() else x
 
 
+class CopyLastOutputs:
+    """After a module that every rank has: the gradients of its last outputs, partial on each rank, are summed."""
+
+    def __init__(self, comm: Communicator, last: int) -> None:
+        self.comm, self.last = comm, last
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        first, last = output.split([output.shape[-1] - self.last, self.last], -1)
+        return torch.cat([first, copy_to_ranks(last, self.comm)], -1)
+
+
 class ReduceOutput:
     """After such a module: the sum of what the ranks have computed."""
 

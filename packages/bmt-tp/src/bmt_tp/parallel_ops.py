@@ -305,7 +305,8 @@ class _RowLinear(torch.autograd.Function):
             return F.linear(x, weight, bias)
         x = _autocast(x)
         y = _scattered_product(x, weight, comm, dim, chunks) if scatter else _reduced_product(x, weight, comm, chunks)
-        return y if bias is None else y.add_(bias)
+        y = y if bias is None else y.add_(bias)
+        return y.data  # no view of something else: models may write to it in place
 
     @staticmethod
     @once_differentiable

@@ -21,11 +21,14 @@
                                (an attention that takes the sequence's length from its input needs this)
     experts                    a module that computes with packed experts: a rank computes with its part of each
                                expert, and the ranks' results are summed (also: ``moe_tp_experts``)
+    mla_kv_a_proj              a linear layer that every rank has, of multi-head latent attention: its last
+                               ``qk_rope_head_dim`` outputs go to the heads of every rank
     replicate                  nothing: every rank has the module as it is
     =========================  =============================================================================
 
     The parameters of packed experts, (experts, outputs, inputs), are named themselves, as ``colwise``,
-    ``packed_colwise`` or ``rowwise``, beside their module, which is ``experts``.
+    ``packed_colwise`` or ``rowwise``, beside their module, which is ``experts``. Where an expert multiplies from the
+    left, (experts, inputs, outputs), they are named the other way round: ``packed_rowwise`` (gate and up), ``colwise``.
 
     ``colwise+sequence``, ``packed_colwise:n+sequence``, ``rowwise+sequence`` and ``vocab+sequence`` stand where
     activations outside of the layer are split along the sequence.
@@ -47,6 +50,7 @@ from .batch import check_same_batch
 from .cut_modules import (
     ChangeInput,
     CopyInputs,
+    CopyLastOutputs,
     CutColumnLinear,
     CutEmbedding,
     CutRowLinear,
@@ -82,10 +86,12 @@ _ALIASES = {
     "replicated_with_grad_allreduce": "sequence",
     "moe_tp_experts": "experts",
 }
-_PLAIN_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather", "experts", "replicate")
-_CUTTING_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input", "vocab")
+_SEQUENCE_PART_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather")
+_PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "mla_kv_a_proj", "replicate")
+_LINEAR_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input")
+_CUTTING_STYLES = (*_LINEAR_STYLES, "packed_rowwise", "vocab")
 _SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab")
-_EXPERT_STYLES = ("colwise", "packed_colwise", "rowwise")
+_EXPERT_STYLES = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
 
 
 def parallelize(
@@ -153,7 +159,8 @@ class _Match(NamedTuple):
     name: str  # of the module
     module: nn.Module
     style: str
-    parameter: str | None = None
+    parameter: str | None
+    parent: nn.Module
 
 
 def _matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> list[_Match]:
@@ -168,7 +175,8 @@ def _matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> lis
             for pattern, source, style in patterns:
                 if pattern.fullmatch(path):
                     used.add(source)
-                    found.append(_Match(name, module, style, parameter))
+                    parent = model.get_submodule(name.rpartition(".")[0])
+                    found.append(_Match(name, module, style, parameter, parent))
                     break
     missing = [source for _, source, _ in patterns if source not in used]
     if missing and must_match:
@@ -209,13 +217,14 @@ class _Cut:
     transposed: bool = False  # the weight is (in, out)
     parts: int = 1
     parameter: str | None = None  # of packed experts: which of the module's is cut
+    last: int = 0  # of mla_kv_a_proj: how many outputs go to the heads
 
     @staticmethod
     def of(match: _Match, comm: Communicator, sequence_dim: int, is_gathered: bool) -> _Cut:
-        name, module, style, parameter = match
+        name, module, style, parameter, parent = match
         base, plus, _ = style.partition("+")
         kind, _, count = base.partition(":")
-        parts = int(count or 2) if kind == "packed_colwise" else 1
+        parts = int(count or 2) if kind in ("packed_colwise", "packed_rowwise") else 1
         transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
         if parameter is not None:
             _check_expert_parameter(f"{name}.{parameter}", module._parameters[parameter], style)
@@ -226,13 +235,23 @@ class _Cut:
             for option, harmless in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
                 if getattr(module, option) != harmless:
                     raise ValueError(f"{name!r} has {option}={getattr(module, option)}, which needs the whole table")
-        elif kind in _CUTTING_STYLES and not (isinstance(module, nn.Linear) or transposed):
+        elif kind == "packed_rowwise":
+            raise TypeError(f"{name!r} is a {type(module).__name__}; {style!r} cuts a parameter of packed experts")
+        elif kind in _LINEAR_STYLES and not (isinstance(module, nn.Linear) or transposed):
             raise TypeError(
                 f"{name!r} is a {type(module).__name__}; {style!r} cuts a torch.nn.Linear or a Conv1D of transformers"
             )
         if kind in _CUTTING_STYLES and parameter is None:
             _check_uncut(name, module)
-        cut = _Cut(name, module, kind, bool(plus), comm, sequence_dim, is_gathered, transposed, parts, parameter)
+        last = 0
+        if kind == "mla_kv_a_proj":
+            last = getattr(parent, "qk_rope_head_dim", 0)
+            if not isinstance(module, nn.Linear) or not 0 < last <= module.out_features:
+                raise TypeError(
+                    f"{name!r} is a {type(module).__name__} of a {type(parent).__name__}; {style!r} is for a "
+                    f"torch.nn.Linear in an attention that has qk_rope_head_dim"
+                )
+        cut = _Cut(name, module, kind, bool(plus), comm, sequence_dim, is_gathered, transposed, parts, parameter, last)
         for param, dim in cut.dims():
             if param.shape[dim] % (comm.size * parts):
                 what = f"{parts} parts over " if parts > 1 else ""
@@ -275,6 +294,9 @@ class _Cut:
         """Let the module compute with its piece; ``shared`` is for the modules beside it."""
         module = self.module
         if self.parameter is not None or self.kind == "replicate":
+            return
+        if self.kind == "mla_kv_a_proj":
+            module.register_forward_hook(CopyLastOutputs(self.comm, self.last))
             return
         if self.kind == "experts":
             module.register_forward_pre_hook(CopyInputs(self.comm), with_kwargs=True)

@@ -14,8 +14,11 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from bmt_comm import not_compiled
 
 from .backward_context import current_backward
 from .parameter_group import ParameterGroup
@@ -38,10 +41,16 @@ class CheckpointedForward:
         # Modules with buffers, found at the first call: the module may be a copy that is not filled yet.
         self._modules: list[nn.Module] | None = None
         self._written: set[tuple[int, str]] | None = None  # (index of module, name) of written buffers; None: unknown
+        self._compiled: Callable[..., Any] | None = None
         functools.update_wrapper(self, type(module).forward.__get__(module))
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module's forward; takes the place of its ``compile``. The arguments are ``torch.compile``'s."""
+        self._compiled = torch.compile(type(self.module).forward.__get__(self.module), *args, **kwargs)
+
+    @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.module).forward.__get__(self.module)
+        forward = self._compiled or type(self.module).forward.__get__(self.module)
         calls = self.group.step.calls
         call = next((c for c in reversed(calls) if c.hooks.module is self.module), None)
         if not self.enabled or call is None or call.call is None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bmt_comm import not_compiled
+
 
 def turn_off_caches(model: nn.Module) -> None:
     """Let the modules of ``model`` that take ``use_cache`` get ``use_cache=False`` while they train."""
@@ -34,6 +36,7 @@ class _WithoutCache:
     def __init__(self, names: list[str]) -> None:
         self.names = names
 
+    @not_compiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (module.training and torch.is_grad_enabled()):
             return None

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
+from bmt_comm import not_compiled
+
 from .backward_context import current_backward
 from .outputs import find_tensors
 from .parameter_group import ParameterGroup
@@ -73,6 +75,7 @@ class Call:
             node.register_prehook(self.begin_backward)
         return bool(nodes)
 
+    @not_compiled
     def begin_backward(self, _grads: Any) -> None:
         """The first gradient of an output has arrived: unshard, and start on the module before.
 
@@ -111,6 +114,7 @@ class Call:
             group.reduce_in_time(self, functools.partial(group.reduce_call, self.trainable, grads))
         group.reshard_in_backward()
 
+    @not_compiled
     def _input_arrived(self, node: Any, _grads: Any) -> None:
         """All gradients of an input have arrived."""
         self._awaited_inputs.pop(node).remove()
@@ -142,6 +146,7 @@ class _Enter(torch.autograd.Function):
         return tuple(itertools.compress(views, call.trainable))
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         with torch._C.DisableTorchFunctionSubclass():
             ctx.gradient_receiver.params_arrived(grads)
@@ -192,6 +197,7 @@ class ForwardHooks:
             twin.next.previous = twin
         return twin
 
+    @not_compiled
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -234,6 +240,7 @@ class ForwardHooks:
         step.calls.append(call)
         return None if dtype is None else (args, kwargs)
 
+    @not_compiled
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         group, step = self.group, self.group.step
         call = next((c for c in reversed(step.calls) if c.hooks is self), None)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import Communicator, GradientReceiver, ParallelContext, deferring, total_gradients
+from bmt_comm import Communicator, GradientReceiver, ParallelContext, deferring, not_compiled, total_gradients
 
 from .backward_context import StepContext, current_backward, step_context
 from .flat_parameter import FlatParameter, State
@@ -55,6 +55,7 @@ class GroupHandle:
         self.saved: TensorWeakRef | None = None
         self._cached: tuple[int, TensorWeakRef] | None = None
 
+    @not_compiled
     def gather(self) -> Tensor:
         """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably."""
         if self.replacement is not None:
@@ -104,6 +105,7 @@ class _GatherOne(torch.autograd.Function):
         return handle.flat.gather_one(handle.index)
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
         with torch._C.DisableTorchFunctionSubclass():
             ctx.gradient_receiver.reduce_gathered(grad)

@@ -101,7 +101,7 @@ def shard(
             and parameters from backward to forward; 3: parameters at all times. By default the level of
             ``init_distributed(zero_level=)``, which is 3.
         use_checkpoint: whether to keep only the inputs for backward and recompute the rest. The instance then has an
-            attribute ``forward``.
+            attributes ``forward`` and ``compile``.
         precision: dtypes of computation and reduction.
         shard_comm, replicate_comm: hybrid sharding: the shard group (the ranks of a node, for example) and the
             replicate group. By default all ranks are one shard group.
@@ -140,6 +140,7 @@ def shard(
     if use_checkpoint:
         sharding.checkpoint = CheckpointedForward(module, group)
         module.forward = sharding.checkpoint
+        module.__dict__["compile"] = sharding.checkpoint.compile
     return module
 
 
@@ -148,7 +149,7 @@ def forget_sharding(module: nn.Module) -> None:
     sharding: Sharding = module.__dict__.pop(_ATTRIBUTE)
     sharding.hooks.remove()
     if sharding.checkpoint is not None:
-        del module.forward
+        del module.forward, module.compile
 
 
 # --- validate -------------------------------------------------------------------------------------

@@ -2,16 +2,21 @@
 
 [Note: operations on a sharded parameter]
     The storage of a sharded parameter is this rank's rows. In-place operations (an optimizer's step) and operations
-    that ask for metadata, copies or new tensors (``detach``, ``clone``, ``zeros_like``) act on these rows. Operations
-    that compute with the values (``torch.nn.functional``, products, norms, indexing) mean the logical parameter. The
+    that ask for metadata or new tensors (``shape``, ``detach``, ``zeros_like``) act on these rows. Operations that
+    compute with the values (``torch.nn.functional``, powers, products, norms, indexing) mean the logical parameter. The
     modules of an unsharded group see unsharded tensors; everywhere else such an operation gathers the parameter first,
-    differentiably, and all ranks must take part. Element-wise arithmetic with tensors of the shape of this rank's rows
-    acts on rows, because optimizers combine parameters with gradients and states.
+    differentiably, and all ranks must take part. ``numel()`` is that of the logical parameter, too: models are counted
+    by it.
+
+    Without gradients, arithmetic with tensors of the shape of this rank's rows acts on rows, because optimizers combine
+    parameters with gradients and states; so do copies (``clone``, ``float``). What autograd records always means the
+    logical parameter: a penalty on weights in the loss has the value and the gradient that it has for the plain model.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -122,6 +127,8 @@ class ShardedParameter(nn.Parameter):
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if name in ("numel", "nelement"):
+                return math.prod(args[0].bmt_slice.shape)
             if name in _LOCAL or not _means_logical(name, args):
                 return func(*args, **kwargs)
             args, kwargs = tree_map_only(ShardedParameter, _logical, (args, kwargs))
@@ -178,16 +185,24 @@ def _names(text: str) -> frozenset[str]:
 _LOCAL = _names(
     """
     __deepcopy__ __reduce_ex__ __repr__ __hash__ __len__ __bool__ __dlpack_device__ __set__ __get__ __delete__
-    __format__ __str__ __dir__ __cuda_array_interface__ __dlpack__ backward clone contiguous copy_ cpu cuda data_ptr
-    detach dim double float half bfloat16 element_size empty_like full_like get_device has_names is_complex
-    is_contiguous is_conj is_floating_point is_inference is_neg is_nonzero is_pinned is_same_size is_set_to
-    is_shared is_signed layout named_parameters ndimension nelement new_empty new_empty_strided new_full new_ones
-    new_tensor new_zeros numel ones_like pin_memory rand_like randint_like randn_like register_hook
-    register_post_accumulate_grad_hook requires_grad_ result_type retain_grad share_memory_ size storage
-    storage_offset storage_type stride sym_numel sym_size to type type_as untyped_storage zeros_like
-    split_with_sizes _is_view _typed_storage
+    __format__ __str__ __dir__ __cuda_array_interface__ __dlpack__ backward copy_ data_ptr detach dim element_size
+    empty_like full_like get_device has_names is_complex is_contiguous is_conj is_floating_point is_inference is_neg
+    is_nonzero is_pinned is_same_size is_set_to is_shared is_signed layout named_parameters ndimension new_empty
+    new_empty_strided new_full new_ones new_tensor new_zeros ones_like pin_memory rand_like randint_like randn_like
+    register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad share_memory_ size storage
+    storage_offset storage_type stride sym_numel sym_size untyped_storage zeros_like split_with_sizes _is_view
+    _typed_storage
     """
 )
+
+# Copies: of this rank's rows, unless autograd records them.
+_COPIES = _names("clone contiguous cpu cuda double float half bfloat16 to type type_as")
+
+# Nothing that autograd records: with tensors of this rank's rows they compare these.
+_COMPARISONS = _names("allclose eq equal ge gt isclose le lt ne __eq__ __ge__ __gt__ __le__ __lt__ __ne__")
+
+# Views, through which the parameter could be written to: not of a gathered copy.
+_VIEWS = _names("view reshape flatten ravel view_as reshape_as")
 
 # Operations on the logical parameter also where no gradients are recorded.
 _LOGICAL_WITHOUT_GRADIENTS = _names(
@@ -222,8 +237,30 @@ def _means_logical(name: str, args: tuple[Any, ...]) -> bool:
         return True
     if name.startswith("_") and not name.startswith("__"):  # torch's internal functions
         return False
+    leaves = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    params = [x for x in leaves if isinstance(x, ShardedParameter)]
+    recorded = torch.is_grad_enabled() and any(p.requires_grad for p in params)
+    if name in _COPIES:
+        return recorded
     # An optimizer combines tensors of the shape of this rank's rows; a module computes with other shapes.
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim()]
-    others = [x for x in tensors if not isinstance(x, ShardedParameter)]
-    shapes = {x.shape for x in tensors if isinstance(x, ShardedParameter)}
-    return not all(x.shape in shapes for x in others) or (torch.is_grad_enabled() and not others)
+    others = [x for x in leaves if x.dim() and not isinstance(x, ShardedParameter)]
+    shapes = {p.shape for p in params}
+    if not all(x.shape in shapes for x in others):
+        return True
+    if others or len(params) > 1:
+        sharded = next((p for p in params if is_row_sharded(p)), None)
+        if others and name in _COMPARISONS:
+            return False
+        if recorded and others and sharded is not None:
+            raise RuntimeError(
+                f"{name} would combine this rank's rows of a parameter of shape {sharded.bmt_slice.shape} with a "
+                f"tensor of the same rows, and autograd would see this rank's part only: combine full_tensor() with "
+                f"the logical tensor, or compute under torch.no_grad()"
+            )
+        return torch.is_grad_enabled() and (recorded or not others)
+    if name in _VIEWS and not recorded and params and is_row_sharded(params[0]):
+        raise RuntimeError(
+            f"{name} of a sharded parameter of shape {params[0].bmt_slice.shape} without gradients: use full_tensor() "
+            f"to read the logical parameter, or to_local() for this rank's rows"
+        )
+    return True

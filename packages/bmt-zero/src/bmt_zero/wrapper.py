@@ -8,8 +8,12 @@ from collections.abc import Container
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from bmt_comm import ParallelContext, check_agreement, current_context, print_rank, slice_of
+from bmt_comm import ParallelContext, check_agreement, current_context, not_compiled, print_rank, slice_of
 
 from .block import Block
 from .caches import turn_off_caches
@@ -85,24 +89,49 @@ def BMTrainModelWrapper(
                 chain.append(sharding.hooks)
         chain += outside.get(module, [])
     link(chain)
-    if use_checkpoint and layers:
+    if any(sharding.checkpoint for m in model.modules() if (sharding := sharding_of(m)) is not None):
         turn_off_caches(model)
-    model.register_forward_pre_hook(_check_all_sharded)
+    model.register_forward_pre_hook(_AllSharded())
     print_rank(_summary(model, layers, outside, use_checkpoint), file=sys.stderr)
     return model
 
 
-def _check_all_sharded(model: nn.Module, args: Any) -> None:
-    """Raise if a parameter has come into the model since it was wrapped (a hook before forward)."""
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if isinstance(param, nn.Parameter) and not isinstance(param, ShardedParameter):
-                path = next(path for path, m in model.named_modules() if m is module)
-                raise RuntimeError(
-                    f"parameter {name!r} of {path!r}, a {type(module).__name__}, came into the model after "
-                    f"BMTrainModelWrapper; it is not sharded, and ranks would train different values of it. Add "
-                    f"modules (adapters, heads, new embeddings) first, and wrap the model then"
-                )
+class _Registrations:
+    """Counts the parameters and modules that were registered with any module of this process."""
+
+    count = 0
+
+    def __call__(self, *_args: Any) -> None:
+        self.count += 1
+
+
+_registrations = _Registrations()
+register_module_parameter_registration_hook(_registrations)
+register_module_module_registration_hook(_registrations)
+
+
+class _AllSharded:
+    """A hook before forward: raises if a parameter has come into the model since it was wrapped.
+
+    It looks only if something was registered somewhere since it looked last.
+    """
+
+    def __init__(self) -> None:
+        self.seen = _registrations.count
+
+    @not_compiled
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if self.seen == _registrations.count:
+            return
+        for path, module in model.named_modules():
+            for name, param in module._parameters.items():
+                if isinstance(param, nn.Parameter) and not isinstance(param, ShardedParameter):
+                    raise RuntimeError(
+                        f"parameter {name!r} of {path!r}, a {type(module).__name__}, came into the model after "
+                        f"BMTrainModelWrapper; it is not sharded, and ranks would train different values of it. Add "
+                        f"modules (adapters, heads, new embeddings) first, and wrap the model then"
+                    )
+        self.seen = _registrations.count
 
 
 def _summary(model: nn.Module, layers: Container[nn.Module], large: Container[nn.Module], use_checkpoint: bool) -> str:

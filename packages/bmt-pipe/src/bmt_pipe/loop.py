@@ -1,0 +1,161 @@
+"""A model's own loop over its layers, which runs the layers of all stages.
+
+Models that were written for one device go through their list of layers in their forward and call one after the other.
+In such a loop the first call runs all layers of all stages. The calls after it must get what it has returned, and the
+same further arguments as the first; then they return the same. Whatever else a loop does is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+_SIMPLE = (str, int, float, bool, type(None))
+
+
+def simple_attributes(layer: nn.Module) -> dict[str, Any]:
+    """What a loop may ask of a layer that is on another stage: its attributes that are numbers and strings."""
+    return {k: v for k, v in vars(layer).items() if isinstance(v, _SIMPLE) and not k.startswith("_")}
+
+
+def in_forward_around(layers: nn.Module) -> bool:
+    """Whether the innermost module whose forward is running contains ``layers``."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == nn.Module.__module__ and frame.f_code.co_name == "_call_impl":
+            module = frame.f_locals["self"]
+            children = module._modules.values()
+            return any(m is layers for m in children) or any(m is layers for m in module.modules() if m is not module)
+        frame = frame.f_back
+    return False
+
+
+class LayerLoop:
+    """The layers of all stages, for one loop.
+
+    Args:
+        run: calls the pipeline with hidden states and arguments.
+        own: this stage's first layer.
+        attributes: of every layer of all stages; see :func:`simple_attributes`.
+        num_hidden: how many hidden states the layers take and return.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], own: nn.Module, attributes: Sequence[dict[str, Any]], num_hidden: int
+    ) -> None:
+        self._run = run
+        self._own = own
+        self._attributes = attributes
+        self._num_hidden = num_hidden
+        self._called = 0
+        self._given: tuple[Any, list[Any]] | None = None  # the first call's arguments but hidden states
+        self._output: Any = None
+
+    def __len__(self) -> int:
+        return len(self._attributes)
+
+    def __iter__(self) -> Iterator[LoopLayer]:
+        for index in range(len(self)):
+            yield LoopLayer(self, index, self._attributes[index])
+        if 0 < self._called < len(self):
+            raise RuntimeError(
+                f"the model's forward has called {self._called} of {len(self)} layers, and the pipeline has run all; "
+                f"a model that skips layers needs a forward that calls the list of layers itself"
+            )
+
+    def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What layer ``index`` returns: what all layers of all stages have returned."""
+        hidden, args, kwargs = self._split(args, kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        if index != self._called:
+            raise RuntimeError(
+                f"the model's forward calls layer {index} after layer {self._called - 1}; a pipeline runs all layers "
+                f"in order"
+            )
+        self._called += 1
+        if self._given is None:
+            if any(hasattr(leaf, "get_seq_length") for leaf in leaves):
+                raise ValueError("a pipeline keeps no cache of keys and values; call the model with use_cache=False")
+            self._given = (spec, leaves)
+            self._output = self._first_call(hidden, args, kwargs)
+            return self._output
+        before = self._output if isinstance(self._output, tuple) else (self._output,)
+        if any(a is not b for a, b in zip(hidden, before, strict=False)):
+            raise RuntimeError(
+                f"the model's forward changes the hidden state between layers {index - 1} and {index}, which may be "
+                f"on different stages; write a forward that calls the list of layers itself"
+            )
+        if spec != self._given[0] or not all(map(_same, leaves, self._given[1])):
+            raise RuntimeError(
+                f"the model's forward gives layer {index} other arguments than layer 0; a pipeline gives all layers "
+                f"the same: write a forward that calls the list of layers itself"
+            )
+        return self._output
+
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+        """The hidden states, which may be passed by keyword, and all other arguments."""
+        names = list(inspect.signature(type(self._own).forward).parameters)[1 : 1 + self._num_hidden]
+        missing = names[len(args) :]
+        hidden = (*args[: self._num_hidden], *(kwargs[name] for name in missing if name in kwargs))
+        return hidden, args[self._num_hidden :], {k: v for k, v in kwargs.items() if k not in missing}
+
+    def _first_call(self, hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run all layers; the result has the form that a layer's has."""
+        lengths: set[int | None] = set()
+
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            extra = output[self._num_hidden :] if isinstance(output, tuple) else ()
+            if any(isinstance(leaf, Tensor) for leaf in tree_flatten(extra)[0]):
+                raise RuntimeError(
+                    f"a {type(self._own).__name__} returns tensors beside its {self._num_hidden} hidden states, which "
+                    f"would not reach other stages; give the list num_hidden={len(output)}, or write a forward that "
+                    f"calls the list of layers itself"
+                )
+            lengths.add(len(output) if isinstance(output, tuple) else None)
+
+        handle = self._own.register_forward_hook(note)
+        try:
+            output = self._run(*hidden, *args, **kwargs)
+        finally:
+            handle.remove()
+        length = lengths.pop()
+        if length is None:
+            return output
+        states = output if isinstance(output, tuple) else (output,)
+        return (*states, *[None] * (length - len(states)))
+
+
+class LoopLayer:
+    """A layer of some stage in a model's loop. It has the simple attributes of the layer."""
+
+    def __init__(self, loop: LayerLoop | None, index: int, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes)
+        self.__dict__["_loop"], self.__dict__["_index"] = loop, index
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._loop is None:
+            raise RuntimeError(
+                f"the model's forward calls layer {self._index} of a pipeline by its index; iterate over the layers, "
+                f"or call the list"
+            )
+        return self._loop.call(self._index, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"attribute {name!r} of layer {self.__dict__['_index']} of a pipeline cannot be read in a forward: the "
+            f"layer may be on another stage"
+        )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    return a is b or bool(a == b)

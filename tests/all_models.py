@@ -1,0 +1,165 @@
+"""Put every model of ``model_zoo`` to every check of ``model_checks`` on 2 ranks, and write docs/models.md.
+
+    python tests/all_models.py [words in the names of models] [--checks updates,meta] [--limit 60] [--no-write]
+
+Ends with status 1 if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib.metadata
+import importlib.util
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from model_checks import CHECKS, run
+from model_zoo import Model, loss_of, size_of, transformers_models, vision_models
+
+from bmt_comm.testing import RankError, RankPool
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+LARGEST = 30_000_000  # parameters of a model that is tried
+
+INTRODUCTION = """# Models of other people
+
+Models with small random weights, each under `BMTrainModelWrapper` on 2 ranks, with the defaults of the wrapper
+(`use_checkpoint=True`, ZeRO 3) and of the model (`use_cache=True`). `nox -s models` writes this page with
+`tests/all_models.py`; CI takes some ten of them.
+
+| column | what is compared with plain PyTorch |
+|---|---|
+| updates | the change of every parameter in 3 steps of SGD, fp32: error ≤ {tolerance:.0e}; names, ties, buffers |
+| padded | the same, for a batch of sequences with padding |
+| meta | values after a start on the meta device, wrapping and `init_parameters`: std, constants, buffers |
+| generate | the tokens of greedy `generate` |
+| save_pretrained | what the plain class loads with `from_pretrained` |
+| LoRA before | updates of a model with adapters (peft) on all linear layers |
+| LoRA after | the same for adapters that come into the wrapped model: they are refused at the next forward |
+| compiled | updates where each Block is compiled by `layer.compile()` |
+
+A cell is **right**, with the error; *refused*, with the message below; or **wrong**. "–": the plain model cannot do it.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only models with one of these in their names")
+    parser.add_argument("--checks", default=",".join(CHECKS), help="only these checks, separated by commas")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for one check of one model")
+    parser.add_argument("--no-write", action="store_true", help="print the results and write no page")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    checks = [name for name in CHECKS if name in options.checks.split(",")]
+    models = [*transformers_models(), *vision_models()]
+    if options.words:
+        models = [m for m in models if any(word.lower() in m.name.lower() for word in options.words)]
+    results: dict[Model, dict[str, str]] = {}
+    unusable: dict[Model, str] = {}
+    with RankPool(2) as pool:
+        for number, model in enumerate(models, 1):
+            problem = problem_of(model)
+            if problem:
+                unusable[model] = problem
+                print(f"[{number}/{len(models)}] {model.name}: not tried: {problem}", flush=True)
+                continue
+            start = time.monotonic()
+            results[model] = {check: result_of(pool, model, check, options.limit) for check in checks}
+            text = "; ".join(f"{check} {result}" for check, result in results[model].items())
+            print(f"[{number}/{len(models)}] {model.name} ({time.monotonic() - start:.0f} s): {text}", flush=True)
+            if not options.no_write:  # also what an interrupted run has found
+                PAGE.write_text(page(results, unusable, checks))
+    counts = collections.Counter(r.partition(":")[0] for row in results.values() for r in row.values())
+    print(f"{len(results)} models, {len(unusable)} not tried; {dict(counts)}")
+    return 1 if counts["wrong"] else 0
+
+
+def problem_of(model: Model) -> str:
+    """Why a model is not tried: it cannot be built small, or does not train by itself; nothing if it does."""
+    if importlib.util.find_spec("transformers") is not None:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+    try:
+        count = size_of(model)
+        plain = model.build() if count <= LARGEST else None
+        if plain is None:
+            return f"{count / 1e6:.0f} million parameters with the sizes that were asked for"
+        loss = loss_of(plain, model.batch(0), 4)
+        loss.backward()
+        return "" if torch.isfinite(loss) else "the loss is not finite"
+    except Exception as error:  # whatever another library says
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0][:100]}"
+
+
+def result_of(pool: RankPool, model: Model, check: str, limit: float) -> str:
+    """What a check comes to: the worst result of the ranks."""
+    try:
+        by_rank = pool.run(run, 2, model, check, timeout=limit)
+    except RankError as error:
+        outcomes = sorted({str(report.outcome) for report in error.reports})
+        return f"wrong: {', '.join(outcomes)}"
+    order = ["wrong", "refused", "none", "right"]
+    worst = min(by_rank, key=lambda result: order.index(result.partition(":")[0]))
+    kinds = {result.partition(":")[0] for result in by_rank}
+    return worst if len(kinds) == 1 or worst.startswith("wrong") else f"wrong: ranks differ: {by_rank}"
+
+
+def page(results: dict[Model, dict[str, str]], unusable: dict[Model, str], checks: list[str]) -> str:
+    """The results as Markdown."""
+    from model_checks import TOLERANCE
+
+    versions = [
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("torch", "transformers", "peft", "torchvision", "timm")
+        if importlib.util.find_spec(name) is not None
+    ]
+    lines = [INTRODUCTION.format(tolerance=TOLERANCE), f"Versions: {', '.join(versions)}.", ""]
+    messages: dict[str, int] = {}
+    for library in dict.fromkeys(model.library for model in results):
+        lines += [f"## {library}", "", f"| model | {' | '.join(checks)} |", "|---" * (len(checks) + 1) + "|"]
+        for model, row in sorted(results.items(), key=lambda item: item[0].name.lower()):
+            if model.library == library:
+                cells = [cell(row[check], messages) for check in checks]
+                lines.append(f"| {model.name} | {' | '.join(cells)} |")
+        lines.append("")
+    if messages:
+        lines += ["## Messages", ""]
+        lines += [f"{number}. {escaped(text)}" for text, number in messages.items()]
+        lines.append("")
+    if unusable:
+        lines += [
+            "## Not tried",
+            "",
+            "Configurations that small sizes do not fit, or whose inputs are not made here.",
+            "",
+        ]
+        lines += ["| model | why |", "|---|---|"]
+        lines += [
+            f"| {model.name} | {escaped(why)} |" for model, why in sorted(unusable.items(), key=lambda i: i[0].name)
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def cell(result: str, messages: dict[str, int]) -> str:
+    kind, _, text = result.partition(": ")
+    if kind == "none":
+        return "–"
+    if kind == "right":
+        return text.partition(",")[0] or "right"
+    number = messages.setdefault(text, len(messages) + 1)
+    return f"*refused* ({number})" if kind == "refused" else f"**wrong** ({number})"
+
+
+def escaped(text: str) -> str:
+    return f"`{text.replace('`', chr(39)).replace('|', '/')}`"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

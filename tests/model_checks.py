@@ -1,0 +1,285 @@
+"""What must hold of a model of another library under ``BMTrainModelWrapper``; each check runs on every rank.
+
+The reference is the plain model in one process. It computes the parts of the batch that ranks have one after the other,
+because normalisation over the batch, and routing by experts with a capacity, depend on the part.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from model_zoo import SAMPLES, Model, loss_of
+from torch import nn
+
+import bmt_zero
+from bmt_comm import ParallelContext, current_context, init_distributed
+
+TOLERANCE = 1e-4
+STEPS = 3
+RATE = 0.02
+
+
+class Unusable(Exception):
+    """The plain model itself cannot do what the check needs."""
+
+
+def run(model: Model, check: str) -> str:
+    """The result of a check on this rank: "right" and what was measured, "refused: message", or "wrong: why"."""
+    warnings.simplefilter("ignore")
+    _quiet()
+    torch.set_num_threads(1)
+    init_distributed()
+    try:
+        return CHECKS[check](model)
+    except Unusable as error:
+        return f"none: {_short(error)}"
+    except AssertionError as error:
+        return f"wrong: {_short(error)}"
+    except Exception as error:  # what the wrapper, or the model under it, says
+        return f"refused: {type(error).__name__}: {_short(error)}"
+
+
+def trains(model: Model) -> str:
+    return _trains(model, lambda m: bmt_zero.BMTrainModelWrapper(m))
+
+
+def trains_padded(model: Model) -> str:
+    if not model.has_text:
+        raise Unusable("no padding")
+    return _trains(model, lambda m: bmt_zero.BMTrainModelWrapper(m), padded=True)
+
+
+def trains_compiled(model: Model) -> str:
+    """Each Block by itself, after sharding."""
+
+    def wrap(inner: nn.Module) -> nn.Module:
+        wrapped = bmt_zero.BMTrainModelWrapper(inner)
+        for module in wrapped.modules():
+            if isinstance(module, bmt_zero.Block):
+                module.compile(backend="eager")
+        return wrapped
+
+    torch._dynamo.reset()
+    try:
+        return _trains(model, wrap)
+    finally:
+        torch._dynamo.reset()
+
+
+def trains_lora_before(model: Model) -> str:
+    """An adapter for every linear layer, and then the wrapper."""
+    return _trains(model, lambda m: bmt_zero.BMTrainModelWrapper(m), prepare=_with_adapters)
+
+
+def trains_lora_after(model: Model) -> str:
+    """Adapters that come into a wrapped model."""
+    return _trains(model, lambda m: _with_adapters(bmt_zero.BMTrainModelWrapper(m)), reference=_with_adapters)
+
+
+def starts_on_meta(model: Model) -> str:
+    """Built without memory, wrapped and filled: as the model fills itself."""
+    plain = _plain(model)
+    with torch.device("meta"):
+        wrapped = model.build()
+    wrapped = bmt_zero.BMTrainModelWrapper(wrapped)
+    bmt_zero.init_parameters(wrapped)
+    found = wrapped.state_dict()
+    assert list(found) == list(plain.state_dict()), "other names"
+    worst = 1.0
+    for name, wanted in plain.state_dict().items():
+        value = found[name]
+        if not wanted.is_floating_point() or wanted.unique().numel() == 1:
+            assert torch.equal(value, wanted), f"{name} has other values"
+        elif wanted.numel() > 500:
+            ratio = float(value.float().std() / wanted.float().std())
+            worst = max(worst, ratio, 1 / max(ratio, 1e-9))
+            assert worst < 1.5, f"{name}: std is {ratio:.2g} of the plain model's"
+    for (name, buffer), (_, wanted) in zip(wrapped.named_buffers(), plain.named_buffers(), strict=True):
+        if name not in found:
+            torch.testing.assert_close(buffer, wanted, msg=f"buffer {name} differs")
+    return f"right: std within {worst:.2f}"
+
+
+def generates(model: Model) -> str:
+    if model.kind not in ("causal", "seq2seq"):
+        raise Unusable("no text is generated")
+    plain = _plain(model).eval()
+    batch = model.batch(0)
+    arguments = {"input_ids": batch["input_ids"][:2], "attention_mask": batch["attention_mask"][:2]}
+    arguments |= {"max_new_tokens": 5, "do_sample": False}
+    try:
+        wanted = plain.generate(**copy.deepcopy(arguments))
+    except Exception as error:
+        raise Unusable(f"{type(error).__name__}: {error}") from error
+    wrapped = bmt_zero.BMTrainModelWrapper(model.build()).eval()
+    assert torch.equal(wrapped.generate(**arguments), wanted), "other tokens"
+    return "right"
+
+
+def saves(model: Model) -> str:
+    """``save_pretrained`` of the wrapped model, and ``from_pretrained`` of the plain class."""
+    if model.library != "transformers":
+        raise Unusable("no save_pretrained")
+    context = current_context()
+    plain = _plain(model)
+    # transformers writes on rank 0 alone.
+    folder = context.world.broadcast_object(tempfile.mkdtemp() if context.rank == 0 else None)
+    try:
+        problem = _saved_and_loaded(plain, f"{folder}/plain", plain)
+        if problem:
+            raise Unusable(problem)
+        problem = _saved_and_loaded(bmt_zero.BMTrainModelWrapper(model.build()), f"{folder}/sharded", plain)
+        assert not problem, problem
+    finally:
+        context.world.barrier()
+        if context.rank == 0:
+            shutil.rmtree(folder)
+    return "right"
+
+
+def _saved_and_loaded(which: Any, folder: str, plain: Any) -> str:
+    """What is wrong, on any rank, with the values of ``plain`` once ``which`` was saved and loaded again."""
+    problem = ""
+    try:
+        which.save_pretrained(folder)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    context = current_context()
+    context.world.barrier()
+    if not problem:
+        try:
+            loaded = type(plain).from_pretrained(folder).state_dict()
+            wrong = [name for name, value in plain.state_dict().items() if not torch.equal(loaded[name], value)]
+            problem = f"{wrong[0]} differs" if wrong else ""
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    return next(filter(None, context.world.all_gather_object(problem)), "")
+
+
+CHECKS: dict[str, Callable[[Model], str]] = {
+    "updates": trains,
+    "padded": trains_padded,
+    "meta": starts_on_meta,
+    "generate": generates,
+    "save_pretrained": saves,
+    "LoRA before": trains_lora_before,
+    "LoRA after": trains_lora_after,
+    "compiled": trains_compiled,
+}
+
+
+def _trains(
+    model: Model,
+    wrap: Callable[[nn.Module], nn.Module],
+    *,
+    prepare: Callable[[nn.Module], nn.Module] = lambda m: m,
+    reference: Callable[[nn.Module], nn.Module] | None = None,
+    padded: bool = False,
+) -> str:
+    context = current_context()
+    plain = (reference or prepare)(_plain(model))
+    start = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    try:
+        wanted = _losses(plain, model, padded, None)
+        assert all(loss == loss for loss in wanted)
+    except Exception as error:
+        raise Unusable(f"{type(error).__name__}: {error}") from error
+    wrapped = wrap(prepare(model.build()))
+    ties = _ties(plain)
+    assert _ties(wrapped) == ties, "other ties"
+    losses = _losses(wrapped, model, padded, context)
+    found = wrapped.state_dict()
+    names = list(plain.state_dict())
+    assert list(found) == names, f"other names: {sorted(set(found) ^ set(names))[:3]}"
+    assert [n for n, _ in wrapped.named_buffers()] == [n for n, _ in plain.named_buffers()], "other buffers"
+    changes = {name: p.detach() - start[name] for name, p in plain.named_parameters()}
+    total = float(torch.stack([change.float().norm() for change in changes.values()]).norm())
+    if not total > 0:
+        raise Unusable("nothing is trained")
+    worst, where = 0.0, ""
+    for name, change in changes.items():
+        # Some parameters (the bias of keys) have no effect, and gradients of rounding errors.
+        scale = max(float(change.norm()), 1e-2 * total)
+        error = float((found[name].to(change.device) - start[name] - change).norm()) / scale
+        if not error <= worst:
+            worst, where = error, name
+    assert worst <= TOLERANCE, f"error {worst:.1g} of {where}"
+    difference = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
+    assert difference <= 1e-3 * max(1.0, *map(abs, wanted)), f"losses {losses} instead of {wanted}"
+    blocks = sum(isinstance(m, bmt_zero.Block) for m in wrapped.modules())
+    return f"right: {worst:.0e}, {blocks} Blocks"
+
+
+def _losses(which: nn.Module, model: Model, padded: bool, context: ParallelContext | None) -> list[float]:
+    """The losses of some steps of SGD, on all parts of the batch, or on this rank's."""
+    parts = 2 if context is None else context.world_size
+    optimizer = torch.optim.SGD([p for p in which.parameters() if p.requires_grad], lr=RATE)
+    which.train()
+    losses = []
+    for step in range(STEPS):
+        batch = model.batch(step, padded)
+        count = int((batch["targets"] != -100).sum())
+        total = torch.zeros(())
+        for part in range(parts) if context is None else (context.rank,):
+            rows = slice(part * SAMPLES // parts, (part + 1) * SAMPLES // parts)
+            torch.manual_seed(7 + step)
+            loss = loss_of(which, {name: value[rows] for name, value in batch.items()}, count)
+            loss.backward()
+            total += loss.detach().cpu()
+        if context is not None:
+            context.world.all_reduce(total)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total))
+    return losses
+
+
+def _plain(model: Model) -> Any:
+    return model.build()
+
+
+def _with_adapters(inner: nn.Module) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise Unusable("peft is not installed") from error
+    names = {n.rpartition(".")[2] for n, m in inner.named_modules() if isinstance(m, nn.Linear)}
+    head = {"lm_head", "classifier", "head", "fc"}
+    if not names - head:
+        raise Unusable("no linear layers")
+    torch.manual_seed(5)
+    try:
+        adapted = get_peft_model(inner, LoraConfig(r=2, target_modules=sorted(names - head), init_lora_weights=False))
+    except (ValueError, TypeError) as error:
+        if any(isinstance(p, bmt_zero.ShardedParameter) for p in inner.parameters()):
+            raise
+        raise Unusable(f"{type(error).__name__}: {error}") from error
+    return adapted.train()
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """The names of parameters that are the same."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _short(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else "")[:300]
+
+
+def _quiet() -> None:
+    try:
+        import transformers
+    except ImportError:
+        return
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

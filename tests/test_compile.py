@@ -1,0 +1,170 @@
+"""``torch.compile`` of sharded models and layers: what the plain model computes, on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bmt_tp
+import bmt_zero
+
+# Dynamo looks for gradients of the unsharded parameters, which are no leaves.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(19, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 19)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return self.head(x)
+
+
+PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "embed": "vocab", "head": "colwise_gather_output"}
+
+
+def loss_of(model: Callable[..., Tensor], ids: Tensor, count: int) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), reduction="sum") / count
+
+
+def train(model: Any, run: Callable[..., Tensor], rank: int, size: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(5):
+        ids = torch.randint(19, (4, 6), generator=torch.Generator().manual_seed(step))
+        loss = loss_of(run, ids.chunk(size)[rank], ids.numel())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def check(model: nn.Module, run: Callable[..., Tensor], ctx: Any, state: Callable[..., Any] | None = None) -> None:
+    plain = Model()
+    start = copy.deepcopy(plain.state_dict())
+    train(plain, plain, 0, 1)
+    train(model, run, ctx.data_rank, ctx.data_size)
+    found = model.state_dict() if state is None else state(model)
+    for name, wanted in plain.state_dict().items():
+        assert (found[name] - wanted).norm() <= 1e-5 * (wanted - start[name]).norm(), name
+
+
+def compiled_graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture
+def backend() -> str:
+    """Without Inductor, which would compile C++ code for minutes: the graphs are the same."""
+    return "aot_eager"
+
+
+@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("how", ["layers before", "layers after", "whole"])
+def test_compiled_models_train_as_plain_ones_do(ctx: Any, level: int, checkpoint: bool, how: str, backend: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model: nn.Module = Model()
+    if how == "layers before":
+        for layer in model.layers:
+            layer.compile(backend=backend)
+    model = bmt_zero.BMTrainModelWrapper(model, zero_level=level, use_checkpoint=checkpoint)
+    if how == "layers after":
+        for layer in model.layers:
+            layer.compile(backend=backend)
+    run = torch.compile(model, backend=backend) if how == "whole" else model
+    check(model, run, ctx)
+    # A checkpointed layer computes as it is, unless it is compiled after it was sharded.
+    assert compiled_graphs() > 0 or (checkpoint and how == "layers before")
+
+
+@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_a_single_block(ctx: Any, how: str, backend: str) -> None:
+    torch._dynamo.reset()
+    plain, inner = Model(), Model()
+    if how == "before":
+        inner = torch.compile(inner, backend=backend)
+    block = bmt_zero.Block(inner, use_checkpoint=False)
+    run = torch.compile(block, backend=backend) if how == "after" else block
+    start = copy.deepcopy(plain.state_dict())
+    train(plain, plain, 0, 1)
+    train(block, run, ctx.rank, 2)
+    for name, value in block.state_dict().items():
+        wanted = plain.state_dict()[name.removeprefix("_orig_mod.")]
+        change = (wanted - start[name.removeprefix("_orig_mod.")]).norm()
+        assert (value - wanted).norm() <= 1e-5 * change, name
+
+
+@pytest.mark.ranks(2, tp_size=2, timeout=180)
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_layers_that_tensor_parallel_ranks_compute(ctx: Any, checkpoint: bool, backend: str) -> None:
+    torch._dynamo.reset()
+    model = Model()
+    plan = {**PLAN}
+    del plan["embed"], plan["head"]  # 19 ids: no two ranks divide them
+    bmt_tp.parallelize(model, plan)
+    bmt_zero.BMTrainModelWrapper(model, use_checkpoint=checkpoint)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    check(model, model, ctx, bmt_tp.full_state_dict)
+
+
+@pytest.mark.ranks(2, timeout=180)
+def test_a_compiled_step_with_its_backward(ctx: Any, backend: str) -> None:
+    """Autograd calls the hooks of backward within the compiled function."""
+    torch._dynamo.reset()
+    plain, model = Model(), bmt_zero.BMTrainModelWrapper(Model(), use_checkpoint=False)
+    ids = torch.randint(19, (4, 6), generator=torch.Generator().manual_seed(0))
+
+    def step(ids: Tensor) -> Tensor:
+        loss = loss_of(model, ids, 24)
+        loss.backward()
+        return loss
+
+    torch.compile(step, backend=backend)(ids.chunk(2)[ctx.rank])
+    loss_of(plain, ids, 24).backward()
+    for name, param in model.named_parameters():
+        where, wanted = param.bmt_slice, plain.get_parameter(name).grad
+        torch.testing.assert_close(param.grad.add(0), wanted[where.row_start : where.row_stop], msg=name)
+
+
+@pytest.mark.ranks(2, timeout=180)
+def test_a_penalty_in_a_compiled_function(ctx: Any, backend: str) -> None:
+    torch._dynamo.reset()
+    plain, model = Model(), bmt_zero.BMTrainModelWrapper(Model())
+
+    def penalty(params: list[nn.Parameter]) -> Tensor:
+        return sum(p.square().sum() for p in params)
+
+    found = torch.compile(penalty, backend=backend)(list(model.parameters()))
+    torch.testing.assert_close(found, penalty(list(plain.parameters())))
