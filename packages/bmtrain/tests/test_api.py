@@ -16,7 +16,7 @@ REQUIRED = inspect.Parameter.empty
 SIGNATURES = {
     "init_distributed": {
         "init_method": "env://",
-        "seed": None,
+        "seed": 0,
         "pipe_size": -1,
         "num_micro_batches": None,
         "tp_size": 1,
