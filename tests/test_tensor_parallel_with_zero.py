@@ -305,11 +305,11 @@ def test_initial_values_do_not_depend_on_the_tensor_parallel_size(ctx):
     with torch.device("meta"):
         column, row = ColumnParallelLinear(HIDDEN, 24), RowParallelLinear(24, HIDDEN)
     parallel = nn.ModuleDict({"column": column, "row": row})
-    init_parameters(parallel)
+    init_parameters(parallel, seed=0)
     from bmt_tp import Linear
 
     whole = nn.ModuleDict({"column": Linear(HIDDEN, 24), "row": Linear(24, HIDDEN)})
-    init_parameters(whole)
+    init_parameters(whole, seed=0)
     expected = whole.state_dict()
     for name, value in parallel.state_dict().items():
         assert torch.equal(value, expected[name]), name

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import ParallelContext, current_context
+from bmt_comm import ParallelContext, current_context, note_loss_scale
 
 from .convert import distributed_where_needed
 from .distributed import begin_steps, steps_with_others
@@ -131,6 +131,7 @@ class OptimManager:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` · loss_scale / grad_scale."""
         self._forget_norms()  # for gradients are going to change
+        note_loss_scale(self.loss_scale)
         return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: Tensor) -> None:

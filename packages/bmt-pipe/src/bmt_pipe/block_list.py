@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmt_comm import ParallelContext, check_agreement, current_context
-from bmt_zero import link_blocks, stage_block
+from bmt_zero import grouped_parameters, init_parameters, link_blocks, stage_block
 
 from .call import Pipeline
 from .list_state import StagedState
@@ -28,7 +28,8 @@ class PipelineTransformerBlockList(StagedState):
     Every rank passes all layers, in the same order. The chain is cut into ``interleave`` chunks for each stage, dealt
     out in turn: chunk c of stage r is number c · stages + r. Layers keep the names that they have in a list of all
     layers ("5" is the sixth), so that parameters, state dicts and initial values are those of a
-    ``TransformerBlockList``. ``len``, iteration and indices go over this stage's own layers, in the order of the chain.
+    ``TransformerBlockList``. ``len``, iteration and indices go over the layers of all stages, in the order of the
+    chain; in the place of another stage's layer is an :class:`AbsentLayer`, which has no parameters.
 
     Layers are taken from ``modules`` one by one, and those of other stages dropped at once. A rank that makes them in
     a generator, the length of which ``weights`` tell, so never has more than one of them; one without a length or
@@ -196,16 +197,55 @@ class PipelineTransformerBlockList(StagedState):
         return [self._modules[str(index)] for index in self.chunks[chunk]]  # type: ignore[misc]
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return self.num_layers
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._modules.values())  # type: ignore[arg-type]
+        return (self[index] for index in range(self.num_layers))
 
-    def __getitem__(self, index: int) -> nn.Module:
-        return list(self)[index]
+    def __getitem__(self, index: int | str) -> nn.Module:
+        number = range(self.num_layers)[int(index)]
+        own = self._modules.get(str(number))
+        return AbsentLayer(number, _owners(self.all_chunks, self._pipe.size)[number]) if own is None else own
 
     def extra_repr(self) -> str:
         return f"layers {', '.join(f'{c.start}-{c.stop - 1}' for c in self.chunks)} of {self.num_layers}"
+
+
+class AbsentLayer(nn.Module):
+    """Stands for a layer of another pipeline stage.
+
+    Attributes:
+        index: the layer's number in the chain.
+        stage: the stage that has it.
+    """
+
+    def __init__(self, index: int, stage: int) -> None:
+        super().__init__()
+        self.index, self.stage = index, stage
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"layer {self.index} belongs to pipeline stage {self.stage}, and has no {name!r} on this rank"
+            ) from None
+
+    def grouped_parameters(self) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
+        """No parameters."""
+        return grouped_parameters(self)
+
+    def init_parameters(self) -> None:
+        """Take part while the ranks that have the layer initialise it."""
+        init_parameters(self)
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"layer {self.index} belongs to pipeline stage {self.stage}, and cannot compute on this rank"
+        )
+
+    def extra_repr(self) -> str:
+        return f"layer {self.index}, of stage {self.stage}"
 
 
 class _Seen:
