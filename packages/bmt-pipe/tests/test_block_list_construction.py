@@ -139,7 +139,7 @@ def test_blocks_with_communicators_of_their_own(ctx: Any) -> None:
     alone = Communicator(None, ctx.device)
     blocks = [Block(Layer(), shard_comm=ctx.zero, replicate_comm=alone) for _ in range(3)]
     layers = PipelineTransformerBlockList(blocks)
-    assert list(layers) == (blocks[:2] if ctx.pipe_rank == 0 else blocks[2:])
+    assert list(layers.children()) == (blocks[:2] if ctx.pipe_rank == 0 else blocks[2:])
     assert all(is_stage_local(param) for param in layers.parameters())
     with pytest.raises(ValueError, match="this pipeline stage"):
         PipelineTransformerBlockList([Block(Layer(), shard_comm=ctx.world, replicate_comm=alone) for _ in range(3)])
@@ -279,12 +279,12 @@ def test_it_behaves_as_a_module(ctx: Any) -> None:
     assert hooks[0].next is hooks[1]
     assert torch.equal(twin(torch.ones(2, 3)), torch.full((2, 3), 1814.0))  # four times 6 x + 2
     layers.eval()
-    assert not any(module.training for block in layers for module in block.modules())
+    assert not any(module.training for block in layers.children() for module in block.modules())
     layers.train()
     layers.requires_grad_(False)
     assert not any(p.requires_grad for p in layers.parameters())
     identities = [id(p) for p in layers.parameters()]
     layers.to(torch.float64)
     assert [id(p) for p in layers.parameters()] == identities
-    assert layers[0](torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64
+    assert layers[2 * ctx.pipe_rank](torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64
     assert "of 4" in repr(layers)
