@@ -43,7 +43,8 @@ def expected(name: str, value: torch.Tensor, grad: torch.Tensor | None) -> dict[
     item: dict[str, Any] = {"name": name, "shape": tuple(value.shape)}
     for prefix, x in (("", value), ("grad_", grad)):
         for key in ("max", "min", "mean", "std"):
-            item[prefix + key] = 0.0 if x is None else getattr(x.double(), key)().item()
+            one = key == "std" and x is not None and x.numel() == 1
+            item[prefix + key] = 0.0 if x is None else math.nan if one else getattr(x.double(), key)().item()
     return item
 
 

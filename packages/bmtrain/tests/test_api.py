@@ -183,7 +183,7 @@ SIGNATURES = {
     "debug.set": {"key": REQUIRED, "value": REQUIRED},
     "debug.get": {"key": REQUIRED, "default": None},
     "debug.append": {"key": REQUIRED, "value": REQUIRED},
-    "debug.extend": {"key": REQUIRED, "values": REQUIRED},
+    "debug.extend": {"key": REQUIRED, "value": REQUIRED},
     "utils.round_up": {"x": REQUIRED, "d": REQUIRED},
     "utils.tp_split_tensor": {"tensor": REQUIRED, "split_dim": REQUIRED},
     "utils.AverageRecorder": {"alpha": 0.9, "start_value": 0},
