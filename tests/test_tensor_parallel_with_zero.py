@@ -375,3 +375,24 @@ def test_activations_outside_of_the_pairs_are_a_part_of_those_without_sequence_p
             layer(x)
         kept[sequence] = sum(sizes.values())
     assert kept[False] == 3 * kept[True] > 0
+
+
+@pytest.mark.ranks(2, 4, tp_size=2)
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_module_on_a_part_of_the_sequence_that_does_not_say_so_raises_on_every_rank(ctx, level):
+    class Layers(nn.Module):
+        def __init__(self, marked):
+            super().__init__()
+            self.norm = nn.LayerNorm(HIDDEN)
+            self.up, self.down = ColumnParallelLinear(HIDDEN, 8), RowParallelLinear(8, HIDDEN)
+            if marked:
+                sequence_parallel(self.norm)
+
+        def forward(self, x):
+            return self.down(self.up(self.norm(x)))
+
+    torch.manual_seed(ctx.data_rank)
+    x = torch.randn(3, 6, HIDDEN).chunk(2, 1)[ctx.tp_rank]
+    Block(Layers(True), zero_level=level)(x).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"different gradients of .*sequence_parallel\(module\)"):
+        Block(Layers(False), zero_level=level)(x).square().sum().backward()
