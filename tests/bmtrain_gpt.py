@@ -141,8 +141,9 @@ class GPT(DistributedModule):
 class PlainLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.ln_attn, self.ln_ff = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.ln_attn = nn.LayerNorm(WIDTH)
         self.attn = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("q", "k", "v", "out")})
+        self.ln_ff = nn.LayerNorm(WIDTH)
         self.ff = nn.ModuleDict({"w_in": nn.Linear(WIDTH, INNER), "w_out": nn.Linear(INNER, WIDTH)})
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ OTHER_SIGNATURE = {
     "inspect.tensor.InspectTensor": "made by `inspect_tensor`",
     "nccl.NCCLCommunicator": "`(group, device)`",
     "block_layer.Block": "`zero_level=None`",
+    "block_layer.Block.forward": "that of the module",
     "pipe_layer.PipelineTransformerBlockList.forward": "any number of hidden states come first",
     "utils.print_dict": "`file=None`, which is `sys.stdout`",
     "utils.print_block": "`file=None`, which is `sys.stdout`",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -281,10 +282,11 @@ def test_save_and_load(tmp_path: Path, gathered: bool) -> None:
 
 
 @pytest.mark.ranks(2, init=False)
-def test_scripts_ask_for_their_rank_before_they_start(capfd: Any) -> None:
+def test_scripts_ask_for_their_rank_before_they_start() -> None:
     assert (bmt.rank(), bmt.world_size(), config["rank"], config["world_size"]) == (0, 1, 0, 1)
-    bmt.print_rank("before")
-    assert capfd.readouterr().out == "before\n"
+    printed = io.StringIO()
+    bmt.print_rank("before", file=printed)
+    assert printed.getvalue() == "before\n"
     bmt.init_distributed()
     drawn = torch.rand(3)
     assert bmt.store.allgather_objects(drawn.tolist()) == [drawn.tolist()] * 2  # seed=0 on all ranks
@@ -303,11 +305,11 @@ def test_modules_are_initialised_one_by_one() -> None:
     first, second = (dict(model.transformers[i].named_parameters())["ff.w_in.weight"].full_tensor() for i in (0, 1))
     assert not torch.equal(first, second)
     assert first.std().item() == pytest.approx(0.2, rel=0.2)
-    # The sums are the same for each number of ranks.
-    assert (first.sum().item(), second.sum().item()) == pytest.approx(SUMS, rel=1e-5)
+    if config["device"].type == "cpu":  # the same for each number of ranks
+        assert (first.sum().item(), second.sum().item()) == pytest.approx(SUMS, rel=1e-5)
 
 
-SUMS = (0.0, 0.0)
+SUMS = (2.6732285, -2.0993443)
 
 
 @pytest.mark.ranks(1, 2, init=False)

@@ -154,7 +154,7 @@ class _PartsGathered:
             ValueError: it has.
         """
         part = self._shapes.get(comm)
-        if part is None or comm.size == 1 or tuple(x.shape[:-1]) != (comm.size * part[0], *part[1:]):
+        if part is None or comm.size == 1 or not x.numel() or tuple(x.shape[:-1]) != (comm.size * part[0], *part[1:]):
             return
         whole = (*part[:-1], comm.size * part[-1], "features")
         raise ValueError(

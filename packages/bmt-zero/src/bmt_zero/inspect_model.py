@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bmt_comm import Communicator, current_context, is_initialized, last_loss_scale, local_tensor, slice_of
 
+from .shard import sharding_of
 from .sharded_gradient import local_rows
 from .stage_entry import is_stage_local
 from .statistics import Statistics, as_statistics, describe, over_several
@@ -32,14 +33,15 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[d
         scale of an ``OptimManager``. Those of a parameter without a gradient are 0.
     """
     entries: list[tuple[str, nn.Parameter]] = []
-    positions: list[tuple[int, list[Any]]] = []  # in the order of all stages
+    positions: list[tuple[int, list[Any], int]] = []  # in the order of all stages
+    blocks = _blocks(model)
     outside = 0
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for index, (name, param) in enumerate(model.named_parameters(remove_duplicate=False)):
         local = is_stage_local(param)
         outside += not local
         if fnmatch.fnmatchcase(prefix + name, param_name):
             entries.append((prefix + name, param))
-            positions.append((outside, _natural(name) if local else []))
+            positions.append((outside, _natural(blocks[name]) if local else [], index))
     found = _statistics([param for _, param in entries])
     scale = last_loss_scale()
     summary = [
@@ -53,6 +55,16 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[d
     others = [theirs for stage, theirs in enumerate(pipe.all_gather_object(own)) if stage != pipe.rank]
     own += [each for theirs in others for each in theirs if each[0][1]]
     return [item for _, item in sorted(own, key=lambda each: each[0])]
+
+
+def _blocks(model: nn.Module) -> dict[str, str]:
+    """The names of parameters in sharded modules, and of these modules."""
+    return {
+        f"{path}.{name}" if path else name: path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if sharding_of(module) is not None
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    }
 
 
 def _natural(name: str) -> list[Any]:
