@@ -38,6 +38,9 @@ _LOOKUP: dict[str, Callable[[ParallelContext], Any]] = {
     "tp_comm": lambda c: c.tp,
     "pipe_comm": lambda c: c.pipe,
     "load_stream": lambda c: c.zero.stream,
+    "barrier_stream": lambda c: c.world.stream,
+    "tp_comm_stream": lambda c: c.tp.stream,
+    "pp_comm_stream": lambda c: c.pipe.stream,
     "calc_stream": lambda c: torch.cuda.current_stream(c.device) if c.device.type == "cuda" else None,
 }
 

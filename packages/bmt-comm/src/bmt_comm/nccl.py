@@ -128,12 +128,12 @@ def _tensor(buffer: Buffer, reduces: bool = False) -> Tensor:
     if isinstance(buffer, Tensor):
         return buffer
     if isinstance(buffer, torch.TypedStorage):
-        return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer)
     if not isinstance(buffer, torch.UntypedStorage):
         raise TypeError(f"a buffer must be a tensor or its storage(), not {type(buffer).__name__}")
     if reduces:
         raise TypeError("an untyped storage does not know the dtype of its elements; pass the tensor")
-    return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer)
 
 
 def _copy(src: Tensor, dst: Tensor) -> None:

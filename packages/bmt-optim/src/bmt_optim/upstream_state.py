@@ -240,4 +240,6 @@ def to_own_form(
             )
         dtype = torch.float16 if "_param_fp32" in entry else torch.float32  # whether there is a master weight
         chosen.append(torch.empty(shape, dtype=dtype, device="meta"))
-    return from_upstream({**state_dict, "is_whole": True}, chosen, loss_scale)
+    converted = from_upstream({**state_dict, "is_whole": True}, chosen, loss_scale)
+    groups = [{**group, "hold_steps": 0} for group in converted["param_groups"]]  # which they do not save
+    return {**converted, "param_groups": groups}
