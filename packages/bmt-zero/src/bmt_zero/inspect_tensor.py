@@ -146,8 +146,7 @@ class InspectTensor:
         for entry in self._session.entries:
             if entry.place is None:
                 outside += 1
-                grad = None if entry.tensor.grad is None else entry.tensor.grad / entry.loss_scale
-                tensors.append(_Tensor(entry.name, entry.group, (outside, 0, 0, 0), None, entry.tensor, grad))
+                tensors.append(_Tensor(entry.name, entry.group, (outside, 0, 0, 0), None, entry.tensor, entry.grad))
                 continue
             place = entry.place._replace(micro_batch=0)
             number = counts[entry.place] = counts.get(entry.place, -1) + 1
@@ -159,8 +158,8 @@ class InspectTensor:
             for number, entries in enumerate(numbered):
                 values = _joined([each.tensor.detach() for each in entries])
                 value = _OnlyToLookAt.apply(values, torch.empty(0, requires_grad=True))
-                grads = [None if each.tensor.grad is None else each.tensor.grad / each.loss_scale for each in entries]
-                grad = _joined([g for g in grads if g is not None]) if all(g is not None for g in grads) else None
+                grads = [grad for each in entries if (grad := each.grad) is not None]
+                grad = _joined(grads) if len(grads) == len(entries) else None
                 key = (place.before, place.call, place.place, number)
                 tensors.append(_Tensor(entries[0].name, entries[0].group, key, place, value, grad))
         return sorted(tensors, key=lambda each: each.key)

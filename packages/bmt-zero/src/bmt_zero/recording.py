@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -40,30 +39,46 @@ class Entry:
         name, group: as given to :func:`record_tensor`.
         tensor: the tensor itself.
         place: None outside of pipelines.
-        loss_scale: of the gradient of ``tensor``.
     """
 
     def __init__(self, name: str, group: str | None, tensor: Tensor, place: PipelinePlace | None) -> None:
         self.name = name
         self.group = group
         self.place = place
-        self._scale: list[float] = [1.0]
+        self._arrived = _Arrived()
         self.set_tensor(tensor)
 
     @property
-    def loss_scale(self) -> float:
-        return self._scale[0]
+    def grad(self) -> Tensor | None:
+        """The gradient of the tensor, without the loss scale."""
+        grad = self._arrived.grad if self.tensor.grad is None else self.tensor.grad
+        return None if grad is None else grad / self._arrived.loss_scale
 
     def set_tensor(self, tensor: Tensor) -> None:
         """Take a tensor that the same call has computed, and ask autograd for its gradient."""
         self.tensor = tensor
         if tensor.requires_grad:
             tensor.retain_grad()
-            tensor.register_hook(functools.partial(_note_scale, self._scale))  # no reference to the tensor
+            self._arrived = _Arrived(keeps=tensor.is_leaf)
+            tensor.register_hook(self._arrived.note)
 
 
-def _note_scale(scale: list[float], _grad: Tensor) -> None:
-    scale[0] = last_loss_scale()
+class _Arrived:
+    """What a tensor's hook has seen. It has no reference to the tensor, which has one to it.
+
+    Args:
+        keeps: whether to keep the gradient, because a pipeline clears that of the leaves of its micro-batches.
+    """
+
+    def __init__(self, keeps: bool = False) -> None:
+        self.keeps = keeps
+        self.loss_scale = 1.0
+        self.grad: Tensor | None = None
+
+    def note(self, grad: Tensor) -> None:
+        self.loss_scale = last_loss_scale()
+        if self.keeps:
+            self.grad = grad.detach().clone() if self.grad is None else self.grad + grad.detach()
 
 
 class Session:
