@@ -169,6 +169,11 @@ class Run:
         self._release()
         return loss, self.arguments.exchange_grads(hidden) if backward else []
 
+    def rescale_recorded(self, factor: Tensor) -> None:
+        """The gradients of what layers have recorded are to be multiplied by ``factor`` (0-dim)."""
+        for entry in {id(entry): entry for mark in self._marks.values() for entry in mark}.values():
+            entry.rescale(factor)
+
     @contextlib.contextmanager
     def _gradients_apart(self) -> Iterator[None]:
         """What arrives within is no parameter's gradient yet; it goes to ``arrived``."""

@@ -54,6 +54,10 @@ class Entry:
         grad = self._arrived.grad if self.tensor.grad is None else self.tensor.grad
         return None if grad is None else grad / self._arrived.loss_scale
 
+    def rescale(self, factor: Tensor) -> None:
+        """The gradient that has arrived is to be multiplied by ``factor`` (0-dim, fp64)."""
+        self._arrived.loss_scale = last_loss_scale() / factor
+
     def set_tensor(self, tensor: Tensor) -> None:
         """Take a tensor that the same call has computed, and ask autograd for its gradient."""
         self.tensor = tensor
@@ -72,7 +76,7 @@ class _Arrived:
 
     def __init__(self, keeps: bool = False) -> None:
         self.keeps = keeps
-        self.loss_scale = 1.0
+        self.loss_scale: float | Tensor = 1.0
         self.grad: Tensor | None = None
 
     def note(self, grad: Tensor) -> None:
