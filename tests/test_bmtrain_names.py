@@ -46,7 +46,7 @@ class Name(NamedTuple):
 def names() -> list[Name]:
     found = []
     for line in LIST.read_text().splitlines():
-        parts = re.fullmatch(r"(- )?([\w.]+)(\(.*\))?(?: # (.*))?", line)
+        parts = re.fullmatch(r"(- )?([\w.]+)(\(.*?\))?(?: # (.*))?", line)
         assert parts is not None, line
         found.append(Name(parts[2], parts[3], parts[1] is None, parts[4] or ""))
     return found
