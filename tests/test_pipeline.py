@@ -214,8 +214,8 @@ def test_layers_that_put_nothing_off_are_reduced_once_in_zero_bubbles(device_typ
     for layer in plain:
         inputs = layer(inputs)
     mean_square(inputs).backward()
-    for index, layer in zip(layers.chunks[0], layers, strict=True):
-        for (name, param), wanted in zip(layer.named_parameters(), plain[index].parameters(), strict=True):
+    for index in layers.chunks[0]:
+        for (name, param), wanted in zip(layers[index].named_parameters(), plain[index].parameters(), strict=True):
             rows = param.bmt_slice
             expected = wanted.grad[rows.row_start : rows.row_stop]
             torch.testing.assert_close(param.grad, expected, msg=lambda m, n=f"{index}.{name}": f"{n}: {m}")
