@@ -193,7 +193,7 @@ def test_stages_of_tensor_parallel_ranks_train_as_one_process(device_type, level
                 optimizer.step()
     assert_same_update(model, plain, before, 1e-10)
     if schedule == "zb_h1":  # two weights and a bias that is cut, of each layer and micro-batch
-        assert deferred[0] >= 3 * len(model.layers) * 4 * STEPS
+        assert deferred[0] >= 3 * len(list(model.layers.children())) * 4 * STEPS
     else:
         assert deferred[0] == 0
 
@@ -210,12 +210,12 @@ def test_layers_that_put_nothing_off_are_reduced_once_in_zero_bubbles(device_typ
     module = bmt_zero.gradient_reducer
     with mock.patch.object(module, "_Reduction", wraps=module._Reduction) as reductions:
         (layers(inputs[ctx.rank], tail=mean_square) / ctx.replicas).backward()
-    assert reductions.call_count == len(layers)
+    assert reductions.call_count == len(list(layers.children()))
     for layer in plain:
         inputs = layer(inputs)
     mean_square(inputs).backward()
-    for index, layer in zip(layers.chunks[0], layers, strict=True):
-        for (name, param), wanted in zip(layer.named_parameters(), plain[index].parameters(), strict=True):
+    for index in layers.chunks[0]:
+        for (name, param), wanted in zip(layers[index].named_parameters(), plain[index].parameters(), strict=True):
             rows = param.bmt_slice
             expected = wanted.grad[rows.row_start : rows.row_stop]
             torch.testing.assert_close(param.grad, expected, msg=lambda m, n=f"{index}.{name}": f"{n}: {m}")

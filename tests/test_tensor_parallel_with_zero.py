@@ -305,11 +305,11 @@ def test_initial_values_do_not_depend_on_the_tensor_parallel_size(ctx):
     with torch.device("meta"):
         column, row = ColumnParallelLinear(HIDDEN, 24), RowParallelLinear(24, HIDDEN)
     parallel = nn.ModuleDict({"column": column, "row": row})
-    init_parameters(parallel)
+    init_parameters(parallel, seed=0)
     from bmt_tp import Linear
 
     whole = nn.ModuleDict({"column": Linear(HIDDEN, 24), "row": Linear(24, HIDDEN)})
-    init_parameters(whole)
+    init_parameters(whole, seed=0)
     expected = whole.state_dict()
     for name, value in parallel.state_dict().items():
         assert torch.equal(value, expected[name]), name
@@ -331,7 +331,9 @@ def test_dropout_in_a_checkpointed_block_is_replayed_and_differs_between_ranks(c
             return y * y
 
     torch.manual_seed(0)
-    Block(Drop())(torch.ones(64)).sum().backward()
+    drop = Drop()
+    sequence_parallel(drop)  # ranks drop other elements: they find other gradients
+    Block(drop)(torch.ones(64)).sum().backward()
     assert torch.equal(masks[0], masks[1])
     first, second = ctx.tp.all_gather_object(masks[0])
     assert not torch.equal(first, second)
@@ -345,6 +347,7 @@ def test_traffic_of_a_layer_is_that_of_the_formula(ctx, sequence):
     layer's input once more, for the gradient of its weight, since only this rank's part was kept."""
     model = Layer(sequence)
     x = torch.randn(4, LENGTH // 2 if sequence else LENGTH, HIDDEN, requires_grad=True)
+    model(x).sum().backward()  # the first time, ranks also compare gradients
     before = {op: count.bytes for op, count in ctx.tp.traffic.items()}
     model(x).sum().backward()
     sent = {op: count.bytes - before.get(op, 0) for op, count in ctx.tp.traffic.items()}
@@ -375,3 +378,24 @@ def test_activations_outside_of_the_pairs_are_a_part_of_those_without_sequence_p
             layer(x)
         kept[sequence] = sum(sizes.values())
     assert kept[False] == 3 * kept[True] > 0
+
+
+@pytest.mark.ranks(2, 4, tp_size=2)
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_module_on_a_part_of_the_sequence_that_does_not_say_so_raises_on_every_rank(ctx, level):
+    class Layers(nn.Module):
+        def __init__(self, marked):
+            super().__init__()
+            self.norm = nn.LayerNorm(HIDDEN)
+            self.up, self.down = ColumnParallelLinear(HIDDEN, 8), RowParallelLinear(8, HIDDEN)
+            if marked:
+                sequence_parallel(self.norm)
+
+        def forward(self, x):
+            return self.down(self.up(self.norm(x)))
+
+    torch.manual_seed(ctx.data_rank)
+    x = torch.randn(3, 6, HIDDEN).chunk(2, 1)[ctx.tp_rank]
+    Block(Layers(True), zero_level=level)(x).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"different gradients of .*sequence_parallel\(module\)"):
+        Block(Layers(False), zero_level=level)(x).square().sum().backward()

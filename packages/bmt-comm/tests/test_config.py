@@ -33,16 +33,47 @@ KEYS = [
 ]
 
 
-def test_before_init_there_is_only_initialized():
-    assert dict(config) == {"initialized": False}
-    assert len(config) == 1
-    assert "rank" not in config
-    assert config.get("tp_size", 1) == 1
+def test_before_init_a_process_is_by_itself(capsys):
+    assert (config["initialized"], bmt_comm.rank(), bmt_comm.world_size()) == (False, 0, 1)
+    ranks, sizes = [k for k in KEYS if k.endswith("rank")], [k for k in KEYS if k.endswith("size")]
+    assert [config[k] for k in ranks] == [0] * len(ranks)
+    assert [config[k] for k in sizes] == [1] * len(sizes)
+    assert len(config) == len(dict(config))
+    assert "comm" not in config
+    assert config.get("topology") is None
     with pytest.raises(KeyError, match="there is none before init_distributed"):
-        config["rank"]
-    for function in (bmt_comm.rank, bmt_comm.world_size):
-        with pytest.raises(RuntimeError, match=r"call init_distributed\(\) first"):
-            function()
+        config["comm"]
+    bmt_comm.print_rank("this process")
+    bmt_comm.print_rank("another one", rank=1)
+    bmt_comm.see_memory("now")
+    assert capsys.readouterr().out.startswith("this process\n=")
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize(("pipe", "tp"), [(2, 2), (2, 1), (1, 2)])
+def test_the_topology_has_the_names_of_bmtrain(pipe, tp, device_type):
+    ctx = bmt_comm.init_distributed(pipe_size=pipe, tp_size=tp, device=device_type)
+    topology = config["topology"]
+    of_stage = 4 // pipe
+    assert (topology.rank, topology.stages, topology.stage_id) == (ctx.rank, pipe, ctx.rank // of_stage)
+    assert (topology.pipe_idx, topology.tp_id, topology.tp_idx) == (ctx.rank % of_stage, ctx.rank % tp, ctx.rank // tp)
+    assert (topology.pp_zero_id, topology.pp_zero_idx) == (ctx.rank % of_stage, ctx.rank // of_stage)
+    assert (topology.zero_id, topology.zero_idx) == (ctx.rank, 0)
+    groups = {
+        "pipe": "pipe_comm",
+        "zero": "zero_comm",
+        "tp": "tp_comm",
+        "tp_zero": "tp_zero_comm",
+        "pp_zero": "pp_zero_comm",
+        "pp_tp_zero": "pp_tp_zero_comm",
+    }
+    for name, key in groups.items():
+        assert topology.get_group_rank(name) == config[key].rank
+        # Ranks with the same index are those of the communicator.
+        indices = ctx.world.all_gather_object(topology.get_group_id(name))
+        assert tuple(r for r in range(4) if indices[r] == indices[ctx.rank]) == config[key].ranks
+    with pytest.raises(ValueError, match="'data' is not a kind of group; choose one of pipe, tp"):
+        topology.get_group_rank("data")
 
 
 @pytest.mark.ranks(4, pipe_size=2, tp_size=2, num_micro_batches=6)

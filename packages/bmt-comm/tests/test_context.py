@@ -169,7 +169,7 @@ def test_rank_and_world_size_may_come_from_init_method(tmp_path):
 
 
 @pytest.mark.ranks(2, init=False)
-def test_global_state_is_left_alone_unless_a_seed_is_given(device_type):
+def test_the_seed_reaches_the_generators_unless_it_is_none_and_nothing_else_changes(device_type):
     numpy = pytest.importorskip("numpy")
 
     def state():
@@ -191,18 +191,21 @@ def test_global_state_is_left_alone_unless_a_seed_is_given(device_type):
     torch.manual_seed(rank)
     numpy.random.seed(rank)
     before = state()
-    ctx = init_distributed(device=device_type)
+    ctx = init_distributed(device=device_type, seed=None)
     assert ctx.seed == 0
     assert state() == before
     shutdown()
-    ctx = init_distributed(device=device_type, seed=5)
-    assert ctx.seed == 5
-    drawn = (random.random(), torch.rand(1).item(), numpy.random.rand())
-    random.seed(5)
-    torch.manual_seed(5)
-    numpy.random.seed(5)
-    assert drawn == (random.random(), torch.rand(1).item(), numpy.random.rand())
-    assert state()[3:] == before[3:]
+    for arguments in ({}, {"seed": 5}):
+        ctx = init_distributed(device=device_type, **arguments)
+        seed = arguments.get("seed", 0)
+        assert ctx.seed == seed
+        drawn = (random.random(), torch.rand(1).item(), numpy.random.rand())
+        random.seed(seed)
+        torch.manual_seed(seed)
+        numpy.random.seed(seed)
+        assert drawn == (random.random(), torch.rand(1).item(), numpy.random.rand())
+        assert state()[3:] == before[3:]
+        shutdown()
 
 
 def test_one_process_without_a_launcher_leaves_nothing_behind(tmp_path):

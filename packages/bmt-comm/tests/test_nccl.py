@@ -75,3 +75,44 @@ def test_wrong_calls(ctx, device_type):
         nccl.reduce(x, x, "sum", 2, ctx.world)
     with pytest.raises(ValueError, match=r"dst of shape .* is not contiguous"):
         nccl.allReduce(torch.ones(2, 3, device=device_type), torch.ones(3, 2, device=device_type).t(), "sum", ctx.world)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_storages_are_buffers_as_tensors_are(ctx, device_type):
+    comm, n, rank = ctx.world, ctx.world_size, ctx.rank
+    src = torch.arange(3, dtype=torch.float64, device=device_type) + rank
+    every = torch.stack([torch.arange(3, dtype=torch.float64) + r for r in range(n)])
+    for storage in (torch.Tensor.storage, torch.Tensor.untyped_storage):
+        gathered, same = torch.zeros(n, 3, dtype=src.dtype, device=device_type), torch.zeros_like(src)
+        nccl.allGather(storage(src), storage(gathered), comm)
+        nccl.broadcast(storage(src), storage(same), n - 1, comm)
+        assert gathered.tolist() == every.tolist()
+        assert same.tolist() == every[-1].tolist()
+    summed, part = torch.zeros_like(src), torch.zeros_like(src)
+    nccl.allReduce(src.storage(), summed.storage(), "sum", comm)
+    nccl.reduceScatter(gathered.storage(), part.storage(), "sum", comm)
+    assert summed.tolist() == every.sum(0).tolist()
+    assert part.tolist() == (n * every[rank]).tolist()
+    nccl.allReduce(src.storage(), src.storage(), "avg", comm)  # in place
+    assert src.tolist() == every.mean(0).tolist()
+    if n == 2:
+        nccl.groupStart()
+        nccl.send(torch.full((2,), float(rank), device=device_type).storage(), 1 - rank, comm)
+        box = torch.zeros(2, device=device_type)
+        nccl.recv(box.storage(), 1 - rank, comm)
+        nccl.groupEnd()
+        assert box.tolist() == [1.0 - rank] * 2
+    with pytest.raises(TypeError, match="does not know the dtype of its elements; pass the tensor"):
+        nccl.allReduce(src.untyped_storage(), src.untyped_storage(), "sum", comm)
+    with pytest.raises(TypeError, match=r"must be a tensor or its storage\(\), not list"):
+        nccl.allReduce([1.0], src, "sum", comm)
+
+
+@pytest.mark.parametrize("name", ["getUniqueId", "commInitRank", "dtype2nccl", "op2nccl"])
+def test_names_without_a_use_say_what_replaces_them(name):
+    with pytest.raises(AttributeError, match=f"bmtrain has no nccl.{name}: .+"):
+        getattr(nccl, name)
+    assert nccl.NCCLCommunicator.__name__ == "Communicator"
+    with pytest.raises(AttributeError, match="has no attribute 'anything'"):
+        nccl.anything  # noqa: B018

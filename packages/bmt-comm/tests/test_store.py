@@ -1,6 +1,7 @@
 """Objects between ranks."""
 
 import pytest
+import torch
 
 from bmt_comm import allgather_objects, broadcast_object, store
 
@@ -21,3 +22,19 @@ def test_objects_of_a_part_of_it(ctx):
     assert store.broadcast_object(ctx.rank, ctx.tp, src=1) == ctx.tp.ranks[1]
     with pytest.raises(ValueError, match="root=2 is not a rank"):
         store.broadcast_object(0, ctx.tp, src=2)
+
+
+@pytest.mark.ranks(1, 3)
+def test_the_state_dict_of_rank_0_is_that_of_all(ctx, device_type):
+    whole = {"weight": torch.arange(6.0).view(2, 3).half(), "scalar": torch.tensor(7), "note": ["not", "a", "tensor"]}
+    found = store.DistributedStateDictWrapper(whole if ctx.rank == 0 else {})
+    assert list(found) == list(whole)
+    assert len(found) == 3
+    assert "bias" not in found
+    for name in ("weight", "scalar"):
+        assert found[name].device.type == device_type
+        assert torch.equal(found[name].cpu(), whole[name])
+        assert found[name].dtype == whole[name].dtype
+    assert found["note"] == whole["note"]
+    with pytest.raises(KeyError):
+        found["bias"]

@@ -13,7 +13,7 @@ from list_helpers import Held, Layer, assert_own_values, plain_layers
 from torch import nn
 
 from bmt_comm import Communicator
-from bmt_pipe import PipelineTransformerBlockList, split_layers
+from bmt_pipe import AbsentLayer, PipelineTransformerBlockList, split_layers
 from bmt_zero import (
     Block,
     BMTrainModelWrapper,
@@ -31,6 +31,17 @@ def indices(layers: PipelineTransformerBlockList) -> list[int]:
     return [int(name) for name, _ in layers.named_children()]
 
 
+def check_absent(layer: nn.Module, index: int, stage: int) -> None:
+    assert isinstance(layer, AbsentLayer)
+    assert (layer.index, layer.stage) == (index, stage)
+    assert not list(layer.parameters())
+    assert not list(layer.grouped_parameters())
+    with pytest.raises(AttributeError, match=f"layer {index} belongs to pipeline stage {stage}, and has no 'weight'"):
+        layer.weight  # noqa: B018
+    with pytest.raises(RuntimeError, match=f"layer {index} belongs to pipeline stage {stage}, and cannot compute"):
+        layer(torch.ones(2))
+
+
 def check_stages(ctx: Any, interleave: int, weights: list[float] | None = None) -> None:
     """Seven layers, or as many as there are weights."""
     count = 7 if weights is None else len(weights)
@@ -43,10 +54,16 @@ def check_stages(ctx: Any, interleave: int, weights: list[float] | None = None) 
     assert (layers.num_layers, layers.interleave, layers.num_hidden) == (count, interleave, 1)
     mine = [index for chunk in layers.chunks for index in chunk]
     assert indices(layers) == mine
-    assert len(layers) == len(mine)
-    assert [block for c in range(interleave) for block in layers.blocks_of(c)] == list(layers)
-    assert layers[-1] is list(layers)[-1]
-    assert all(isinstance(block, Block) for block in layers)
+    assert len(layers) == len(list(layers)) == count
+    assert [block for c in range(interleave) for block in layers.blocks_of(c)] == [layers[i] for i in mine]
+    for index, layer in enumerate(layers):
+        assert isinstance(layer, Block) == (index in mine)
+        if index in mine:
+            assert layer is layers[str(index)] is layers[index - count]
+        else:
+            check_absent(layer, index, next(c for c, chunk in enumerate(chunks) if index in chunk) % ctx.pipe_size)
+    with pytest.raises(IndexError):
+        layers[count]
     for chunk in range(interleave):  # Blocks gather ahead of each other inside a chunk
         hooks = [sharding_of(block).hooks for block in layers.blocks_of(chunk)]
         assert [each.next for each in hooks] == [*hooks[1:], None]
@@ -122,7 +139,7 @@ def test_blocks_with_communicators_of_their_own(ctx: Any) -> None:
     alone = Communicator(None, ctx.device)
     blocks = [Block(Layer(), shard_comm=ctx.zero, replicate_comm=alone) for _ in range(3)]
     layers = PipelineTransformerBlockList(blocks)
-    assert list(layers) == (blocks[:2] if ctx.pipe_rank == 0 else blocks[2:])
+    assert list(layers.children()) == (blocks[:2] if ctx.pipe_rank == 0 else blocks[2:])
     assert all(is_stage_local(param) for param in layers.parameters())
     with pytest.raises(ValueError, match="this pipeline stage"):
         PipelineTransformerBlockList([Block(Layer(), shard_comm=ctx.world, replicate_comm=alone) for _ in range(3)])
@@ -188,7 +205,7 @@ def test_initial_values_do_not_depend_on_stages(ctx: Any) -> None:
             on_meta = kind([nn.Linear(5, 3) for _ in range(5)])
         outer = nn.Module()
         outer.layers, outer.started = on_meta, kind([Started() for _ in range(5)])
-        init_parameters(outer)
+        init_parameters(outer, seed=0)
         return outer
 
     reference = dict(build(TransformerBlockList).named_parameters())
@@ -205,8 +222,9 @@ def test_a_layer_may_come_twice_in_a_stage(ctx: Any) -> None:
     for wrap in (lambda layer: layer, Block):
         first, second = wrap(Layer()), wrap(Layer())
         layers = PipelineTransformerBlockList([first, first, second, second])
-        assert len(layers) == 2
-        assert layers[0] is layers[1]
+        own = 2 * ctx.pipe_rank
+        assert len(layers) == 4
+        assert layers[own] is layers[own + 1]
         assert len(list(layers.parameters())) == 4
         one = wrap(Layer())
         with pytest.raises(ValueError, match=r"modules\[1\] and modules\[2\] are the same module.*stages 0 and 1"):
@@ -261,12 +279,12 @@ def test_it_behaves_as_a_module(ctx: Any) -> None:
     assert hooks[0].next is hooks[1]
     assert torch.equal(twin(torch.ones(2, 3)), torch.full((2, 3), 1814.0))  # four times 6 x + 2
     layers.eval()
-    assert not any(module.training for block in layers for module in block.modules())
+    assert not any(module.training for block in layers.children() for module in block.modules())
     layers.train()
     layers.requires_grad_(False)
     assert not any(p.requires_grad for p in layers.parameters())
     identities = [id(p) for p in layers.parameters()]
     layers.to(torch.float64)
     assert [id(p) for p in layers.parameters()] == identities
-    assert layers[0](torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64
+    assert layers[2 * ctx.pipe_rank](torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64
     assert "of 4" in repr(layers)

@@ -215,7 +215,7 @@ def test_what_is_differentiated(ctx: ParallelContext, checkpoint: bool) -> None:
         twins.check("after it", [x, mask], call)
     twins.piped.eval()
     twins.check("eval", [x, mask], call)
-    assert not any(block.training for block in twins.piped)
+    assert not any(block.training for block in twins.piped.children())
     twins.piped.train()
     for param in twins.piped.parameters():  # from one call to the next
         param.requires_grad_(False)
@@ -346,7 +346,7 @@ def test_dropout_is_replayed(ctx: ParallelContext, checkpoint: bool) -> None:
     # The output is proportional to each layer's weight, too.
     expected = (found * weights).detach().sum((0, 1))
     ctx.world.all_reduce(expected)
-    for block in twins.piped:
+    for block in twins.piped.children():
         [param] = block.parameters()
         same("gradient of a weight", param.grad * param.detach(), expected, 1e-12)
     masks = (found != 0).flatten(1)
@@ -385,11 +385,11 @@ def test_dtypes_and_autocast(ctx: ParallelContext) -> None:
                 return layers(x)  # backward comes outside
 
         twins.check(f"autocast {dtype}", [random(ctx.rank, 3, 2, WIDTH, grad=True).float()], call, None, 2e-2)
-        for block in twins.piped:
+        for block in twins.piped.children():
             assert set(block.seen) == {(True, dtype, dtype)}
             block.seen.clear()
     twins.check("none", [random(ctx.rank, 3, 2, WIDTH, grad=True).float()], lambda f, x: f(x), None, 1e-5)
-    for block in twins.piped:
+    for block in twins.piped.children():
         assert {(on, dtype) for on, _, dtype in block.seen} == {(False, torch.float32)}
 
     for dtype in (torch.bfloat16, torch.float16):

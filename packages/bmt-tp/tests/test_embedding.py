@@ -117,3 +117,22 @@ def test_initial_values_are_normal_and_do_not_depend_on_the_ranks():
     torch.manual_seed(1)
     state = full_state_dict(VPEmbedding(VOCAB, HIDDEN, torch.float32, 0.5, 0.1))
     assert torch.equal(state["weight"], expected)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_parts_of_a_sequence_are_gathered_if_asked(ctx):
+    torch.manual_seed(0)
+    embed = VPEmbedding(12, 5, dtype=torch.float, gather_input=True)
+    table = full_state_dict(embed)["weight"]
+    ids = torch.randint(0, 12, (3, 4))
+    mine = ids.chunk(2, 1)[ctx.tp_rank]
+    found = embed(mine)
+    assert torch.equal(found, table[mine])
+    factor = torch.randn(3, 4, 5)
+    scores = embed(found, projection=True)
+    assert torch.allclose(scores, (table[ids] @ table.t()).chunk(2, -1)[ctx.tp_rank], rtol=1e-5, atol=1e-6)
+    (found * factor.chunk(2, 1)[ctx.tp_rank]).sum().backward()
+    wanted = torch.zeros(12, 5).index_add_(0, ids.flatten(), factor.flatten(0, 1)).chunk(2)[ctx.tp_rank]
+    assert torch.allclose(gradient(embed), wanted)
+    with pytest.raises(RuntimeError, match=r"If ranks pass parts of the sequence: VPEmbedding\(gather_input=True\)"):
+        VPEmbedding(12, 5, dtype=torch.float)(torch.full((2, 2), ctx.rank))

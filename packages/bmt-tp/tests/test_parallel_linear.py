@@ -320,3 +320,29 @@ def test_wrong_sizes_are_named(ctx):
         RowParallelLinear(4, 2, dtype=torch.int64)
     assert "out_features=4, bias=False" in repr(ColumnParallelLinear(3, 4, bias=False))
     assert "in_features=4, out_features=3, bias=True" in repr(RowParallelLinear(4, 3))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_split_input_refuses_other_rows_on_each_rank(ctx):
+    layer = RowParallelLinear(IN, OUT, split_input=True, all_reduce_output=True)
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, IN)
+    layer(x * (1 + 1e-4 * ctx.rank))  # up to rounding
+    for other in (torch.randn(2, 4, IN) + ctx.rank, x.flip(0) if ctx.rank else x, x[:, ctx.rank :]):
+        layer = RowParallelLinear(IN, OUT, split_input=True, all_reduce_output=True)
+        with pytest.raises(
+            RuntimeError, match=r"split_input=True takes .* the same on every rank: join .*gather_along"
+        ):
+            layer(other)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_parts_of_the_sequence_in_dimension_0_are_refused(ctx):
+    up, down = ColumnParallelLinear(IN, OUT), RowParallelLinear(OUT, IN)
+    h = up(torch.randn(3, 2, IN))
+    assert h.shape == (3, 4, OUT // 2)
+    assert down(h).shape == (3, 2, IN)
+    with pytest.raises(
+        ValueError, match=r"2 parts of the sequence one after the other .* in the shape \(3, 4, features\)"
+    ):
+        down(h.view(6, 2, OUT // 2))

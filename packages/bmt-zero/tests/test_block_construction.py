@@ -24,7 +24,7 @@ def unchanged(module):
     [
         ({"zero_level": 4}, "zero_level=4"),
         ({"zero_level": "3"}, "zero_level='3'"),
-        ({"mode": "PIPE"}, "mode='PIPE'"),
+        ({"mode": "STAGE"}, "mode='STAGE'"),
         ({"shard_comm": Communicator(None, "cpu")}, "given together"),
     ],
 )

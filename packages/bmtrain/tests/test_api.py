@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import bmtrain
 
@@ -16,7 +17,7 @@ REQUIRED = inspect.Parameter.empty
 SIGNATURES = {
     "init_distributed": {
         "init_method": "env://",
-        "seed": None,
+        "seed": 0,
         "pipe_size": -1,
         "num_micro_batches": None,
         "tp_size": 1,
@@ -183,7 +184,7 @@ SIGNATURES = {
     "debug.set": {"key": REQUIRED, "value": REQUIRED},
     "debug.get": {"key": REQUIRED, "default": None},
     "debug.append": {"key": REQUIRED, "value": REQUIRED},
-    "debug.extend": {"key": REQUIRED, "values": REQUIRED},
+    "debug.extend": {"key": REQUIRED, "value": REQUIRED},
     "utils.round_up": {"x": REQUIRED, "d": REQUIRED},
     "utils.tp_split_tensor": {"tensor": REQUIRED, "split_dim": REQUIRED},
     "utils.AverageRecorder": {"alpha": 0.9, "start_value": 0},
@@ -202,6 +203,8 @@ CONFIG_KEYS = [
 ]
 
 MODULES = [
+    "inspect",
+    *(name for name in bmtrain.compat.MODULES if "." not in name and name != "synchronize"),
     *("benchmark", "debug", "distributed", "init", "loss", "lr_scheduler", "nccl", "nn", "optim", "pipeline", "store"),
     "utils",
 ]
@@ -246,8 +249,24 @@ def test_modules_are_attributes_and_can_be_imported(name):
     assert getattr(bmtrain, name) is module
 
 
+@pytest.mark.parametrize("name", bmtrain.compat.MODULES)
+def test_modules_of_bmtrain_have_the_names_of_where_they_come_from(name):
+    source, names = bmtrain.compat.MODULES[name]
+    module, origin = importlib.import_module(f"bmtrain.{name}"), importlib.import_module(source)
+    assert module.__all__ == names.split()
+    assert all(getattr(module, each) is getattr(origin, each) for each in names.split())
+
+
+@pytest.mark.parametrize(("version", "order"), [("2.6.0", 1), ("1.12", 1), ("99.0.0", -1), (torch.__version__, 0)])
+def test_versions_of_torch_are_compared(version, order):
+    assert bmtrain.utils.check_torch_version(version) == order
+    with pytest.raises(ValueError, match="version_str='new' is not a version"):
+        bmtrain.utils.check_torch_version("new")
+
+
 def test_a_module_can_be_imported_before_the_package():
-    script = "import bmtrain.optim, sys; assert sys.modules['bmtrain'].nn.Linear"
+    script = "import bmtrain.optim.adam as a, sys; a.AdamOptimizer; from bmtrain.global_var import config;"
+    script += " assert sys.modules['bmtrain'].nn.Linear"
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
 
 

@@ -12,11 +12,13 @@ from .combine import REDUCE_OPS
 from .communicator import Communicator, Traffic
 from .config import Config, config, rank, world_size
 from .context import ParallelContext, current_context, init_distributed, is_initialized, shutdown
+from .loss_scale import last_loss_scale, note_loss_scale
 from .printing import print_block, print_dict, print_rank, see_memory
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
 from .slice import SLICE_ATTRIBUTE, Slice, cut_piece, join_pieces, local_tensor, select_rows, slice_of, whole
 from .state_record import StateRecord
 from .store import allgather_objects, broadcast_object
+from .topology import TopologyNames
 from .weight_gradients import (
     DeferredWeightGradients,
     GradientReceiver,
@@ -39,6 +41,7 @@ __all__ = [
     "ParallelContext",
     "Slice",
     "StateRecord",
+    "TopologyNames",
     "Traffic",
     "WeightGradient",
     "Work",
@@ -60,9 +63,11 @@ __all__ = [
     "init_distributed",
     "is_initialized",
     "join_pieces",
+    "last_loss_scale",
     "local_tensor",
     "nccl",
     "not_compiled",
+    "note_loss_scale",
     "print_block",
     "print_dict",
     "print_rank",

@@ -38,14 +38,25 @@ _LOOKUP: dict[str, Callable[[ParallelContext], Any]] = {
     "tp_comm": lambda c: c.tp,
     "pipe_comm": lambda c: c.pipe,
     "load_stream": lambda c: c.zero.stream,
+    "barrier_stream": lambda c: c.world.stream,
+    "tp_comm_stream": lambda c: c.tp.stream,
+    "pp_comm_stream": lambda c: c.pipe.stream,
     "calc_stream": lambda c: torch.cuda.current_stream(c.device) if c.device.type == "cuda" else None,
 }
+
+
+_BEFORE_INIT: dict[str, Any] = {
+    **dict.fromkeys(("rank", "local_rank", "pipe_rank", "data_rank", "tp_rank", "zero_rank", "tp_zero_rank"), 0),
+    **dict.fromkeys(("world_size", "local_size", "pipe_size", "data_size", "tp_size", "zero_size", "tp_zero_size"), 1),
+    "pipe_enabled": False,
+}
+"""One process by itself."""
 
 
 class Config(Mapping[str, Any]):
     """Read-only view of the process-wide :class:`ParallelContext` under BMTrain's names.
 
-    Before ``init_distributed`` it holds ``initialized`` alone.
+    Before ``init_distributed`` ranks are 0 and sizes 1, and there are no communicators.
     """
 
     def __getitem__(self, key: str) -> Any:
@@ -54,13 +65,14 @@ class Config(Mapping[str, Any]):
         if key not in _LOOKUP:
             raise KeyError(key)
         if not _context.is_initialized():
+            if key in _BEFORE_INIT:
+                return _BEFORE_INIT[key]
             raise KeyError(f"{key}: there is none before init_distributed()")
         return _LOOKUP[key](_context.current_context())
 
     def __iter__(self) -> Iterator[str]:
         yield "initialized"
-        if _context.is_initialized():
-            yield from _LOOKUP
+        yield from _LOOKUP if _context.is_initialized() else _BEFORE_INIT
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -73,10 +85,12 @@ config = Config()
 
 
 def rank() -> int:
-    """This process's rank in the world."""
-    return _context.current_context().rank
+    """This process's rank in the world; 0 before ``init_distributed``."""
+    value: int = config["rank"]
+    return value
 
 
 def world_size() -> int:
-    """The number of processes of the job."""
-    return _context.current_context().world_size
+    """The number of processes of the job; 1 before ``init_distributed``."""
+    value: int = config["world_size"]
+    return value

@@ -21,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from .backend_threads import let_backend_threads_rest
 from .communicator import Communicator, stop_sharing_memory
 from .slice import forget_communicators
+from .topology import TopologyNames
 
 MESH_DIMS = ("pipe", "data", "tensor")
 
 
 @dataclass(frozen=True, eq=False)
-class ParallelContext:
+class ParallelContext(TopologyNames):
     """The layout of ranks, this rank's place in it, and its communicators.
 
     ================ ===================================== ==============================================
@@ -121,7 +122,7 @@ def current_context() -> ParallelContext:
 
 def init_distributed(
     init_method: str = "env://",
-    seed: int | None = None,
+    seed: int | None = 0,
     pipe_size: int = -1,
     num_micro_batches: int | None = None,
     tp_size: int = 1,
@@ -138,8 +139,8 @@ def init_distributed(
 
     Args:
         init_method: how processes find each other (see ``torch.distributed.init_process_group``).
-        seed: of parameter initialisation (``None``: 0).  A seed that is given also seeds the generators of
-            ``random``, numpy (where it is loaded) and torch, alike on every rank; ``None`` leaves them alone.
+        seed: of parameter initialisation, and of the generators of ``random``, numpy (where it is loaded) and torch,
+            alike on every rank. ``None`` leaves the generators alone, and initialises parameters as 0 does.
         pipe_size: pipeline stages; -1: one.
         num_micro_batches: micro-batches of a pipeline; by default as many as stages.
         tp_size: tensor-parallel ranks.

@@ -1,17 +1,38 @@
-"""The function names of ``bmtrain.nccl`` over :class:`~bmt_comm.Communicator`; tensors in, nothing differentiable.
+"""The function names of ``bmtrain.nccl`` over :class:`~bmt_comm.Communicator`; nothing is differentiable.
 
-``groupStart`` and ``groupEnd`` bracket sends and receives that depend on each other: those between them start
-together at the end, and are waited for.
+Buffers are tensors, or what ``tensor.storage()`` returns. ``groupStart`` and ``groupEnd`` bracket sends and receives
+that depend on each other: those between them start together at the end, and are waited for.
 """
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+import torch
 from torch import Tensor
 
 from .communicator import Communicator
 
+NCCLCommunicator = Communicator
+
+Buffer: TypeAlias = Tensor | torch.TypedStorage | torch.UntypedStorage
+
 _Messages = list[tuple[Tensor, int]]
 _group: dict[Communicator, tuple[_Messages, _Messages]] | None = None  # what to send, what to receive
+
+_REPLACED = {
+    "getUniqueId": "ranks meet in init_distributed, and in torch.distributed.new_group(ranks)",
+    "commInitRank": "use bmtrain.config['comm'], config['tp_comm'] …, or for other ranks "
+    "bmtrain.Communicator(torch.distributed.new_group(ranks))",
+    "dtype2nccl": "torch.distributed chooses NCCL's dtypes by itself",
+    "op2nccl": "operations are named 'sum', 'avg', 'max', 'min' and 'prod'",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _REPLACED:
+        raise AttributeError(f"bmtrain has no nccl.{name}: {_REPLACED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def commCount(comm: Communicator) -> int:
@@ -28,53 +49,55 @@ def commDestroy(comm: Communicator) -> None:
     """Nothing to do: a process group ends with ``shutdown``, since other communicators may stand on it."""
 
 
-def allReduce(src: Tensor, dst: Tensor, op: str, comm: Communicator) -> None:
+def allReduce(src: Buffer, dst: Buffer, op: str, comm: Communicator) -> None:
     """``dst`` on every rank = the reduction of every rank's ``src``."""
-    _copy(src, dst)
-    comm.all_reduce(dst, op)
+    result = _tensor(dst, reduces=True)
+    _copy(_tensor(src, reduces=True), result)
+    comm.all_reduce(result, op)
 
 
-def reduce(src: Tensor, dst: Tensor, op: str, root: int, comm: Communicator) -> None:
+def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: Communicator) -> None:
     """``dst`` on rank ``root`` = the reduction of every rank's ``src``; elsewhere ``dst`` is left alone."""
     if not 0 <= root < comm.size:
         raise ValueError(f"root={root} is not a rank of this communicator (0 to {comm.size - 1})")
-    result = src.clone()
+    result = _tensor(src, reduces=True).clone()
     comm.all_reduce(result, op)
     if comm.rank == root:
-        _copy(result, dst)
+        _copy(result, _tensor(dst, reduces=True))
 
 
-def broadcast(src: Tensor, dst: Tensor, root: int, comm: Communicator) -> None:
+def broadcast(src: Buffer, dst: Buffer, root: int, comm: Communicator) -> None:
     """``dst`` on every rank = ``src`` of rank ``root``."""
+    result = _tensor(dst)
     if comm.rank == root:
-        _copy(src, dst)
-    comm.broadcast(dst, root)
+        _copy(_tensor(src), result)
+    comm.broadcast(result, root)
 
 
-def allGather(src: Tensor, dst: Tensor, comm: Communicator) -> None:
+def allGather(src: Buffer, dst: Buffer, comm: Communicator) -> None:
     """``dst`` (size × numel) on every rank = every rank's ``src``, in rank order."""
-    comm.all_gather(dst, src)
+    comm.all_gather(_tensor(dst), _tensor(src))
 
 
-def reduceScatter(src: Tensor, dst: Tensor, op: str, comm: Communicator) -> None:
+def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: Communicator) -> None:
     """``dst`` = this rank's part of the reduction of every rank's ``src`` (size × numel)."""
-    comm.reduce_scatter(dst, src, op)
+    comm.reduce_scatter(_tensor(dst, reduces=True), _tensor(src, reduces=True), op)
 
 
-def send(src: Tensor, peer: int, comm: Communicator) -> None:
+def send(src: Buffer, peer: int, comm: Communicator) -> None:
     """Send ``src`` to rank ``peer``."""
     if _group is None:
-        comm.send(src, peer)
+        comm.send(_tensor(src), peer)
     else:
-        _group.setdefault(comm, ([], []))[0].append((src, peer))
+        _group.setdefault(comm, ([], []))[0].append((_tensor(src), peer))
 
 
-def recv(dst: Tensor, peer: int, comm: Communicator) -> None:
+def recv(dst: Buffer, peer: int, comm: Communicator) -> None:
     """Receive into ``dst`` what rank ``peer`` sends."""
     if _group is None:
-        comm.recv(dst, peer)
+        comm.recv(_tensor(dst), peer)
     else:
-        _group.setdefault(comm, ([], []))[1].append((dst, peer))
+        _group.setdefault(comm, ([], []))[1].append((_tensor(dst), peer))
 
 
 def groupStart() -> None:
@@ -94,6 +117,23 @@ def groupEnd() -> None:
     works = [comm.send_recv(sends, recvs, async_op=True) for comm, (sends, recvs) in group.items()]
     for work in works:
         work.wait()
+
+
+def _tensor(buffer: Buffer, reduces: bool = False) -> Tensor:
+    """A tensor on the memory of a buffer.
+
+    Raises:
+        TypeError: it is no buffer; or, if the elements are to be reduced, a storage that does not know their dtype.
+    """
+    if isinstance(buffer, Tensor):
+        return buffer
+    if isinstance(buffer, torch.TypedStorage):
+        return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer)
+    if not isinstance(buffer, torch.UntypedStorage):
+        raise TypeError(f"a buffer must be a tensor or its storage(), not {type(buffer).__name__}")
+    if reduces:
+        raise TypeError("an untyped storage does not know the dtype of its elements; pass the tensor")
+    return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer)
 
 
 def _copy(src: Tensor, dst: Tensor) -> None:

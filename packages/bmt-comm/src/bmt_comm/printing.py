@@ -8,14 +8,15 @@ from typing import Any, TextIO
 
 import torch
 
-from .context import current_context
+from .config import rank as own_rank
+from .context import current_context, is_initialized
 
 _WIDTH = 80
 
 
 def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """``print`` on rank ``rank`` only."""
-    if current_context().rank == rank:
+    """``print`` on rank ``rank`` only; before ``init_distributed`` every process is rank 0."""
+    if own_rank() == rank:
         print(*args, **kwargs)
 
 
@@ -39,20 +40,20 @@ def see_memory(message: str, detail: bool = False) -> dict[str, float] | str:
     counter is started anew; with ``detail`` torch's whole summary (a string). On CPU: the resident set and
     its peak.
     """
-    context = current_context()
+    device = current_context().device if is_initialized() else torch.device("cpu")
     report: dict[str, float] | str
-    if context.device.type == "cuda":
+    if device.type == "cuda":
         if detail:
-            report = torch.cuda.memory_summary(context.device)
+            report = torch.cuda.memory_summary(device)
         else:
             report = {
-                "allocated": round(torch.cuda.memory_allocated(context.device) / 1e9, 3),
-                "max_allocated": round(torch.cuda.max_memory_allocated(context.device) / 1e9, 3),
+                "allocated": round(torch.cuda.memory_allocated(device) / 1e9, 3),
+                "max_allocated": round(torch.cuda.max_memory_allocated(device) / 1e9, 3),
             }
-        torch.cuda.reset_peak_memory_stats(context.device)
+        torch.cuda.reset_peak_memory_stats(device)
     else:
         report = {name: round(size / 1e9, 3) for name, size in _resident_bytes().items()}
-    if context.rank == 0:
+    if own_rank() == 0:
         if isinstance(report, str):
             print_block(message, report)
         else:

@@ -26,6 +26,7 @@ from bmt_comm import StateRecord, slice_of
 from .adam_runs import HALF, MOMENTS, GroupPlan, Home, Launch
 from .runs import on_local_tensors, zero_grads
 from .state_dict import gather_state, match_groups, state_value, step_record, whole_number
+from .upstream_state import from_upstream, is_upstream
 
 Call = tuple[Launch, dict[str, Any]]
 """The tensors of a kernel call and its other arguments."""
@@ -226,12 +227,14 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise, and change nothing."""
+        if is_upstream(state_dict):
+            state_dict = from_upstream(state_dict, self._params())
         self._parse(state_dict)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, at this or any other layout (of a pipeline: with the same
-        stages), or ``torch.optim.AdamW``'s.
+        stages), or ``torch.optim.AdamW``'s, or BMTrain 1.0's (gathered, or of this rank in a job of as many ranks).
 
         Tensors may have the local or the full shape; of a full one this rank takes its slice. Values are
         copied. A half-precision parameter without ``master`` in the dict takes its current value as master;
@@ -240,6 +243,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the dict does not fit; the optimizer is unchanged.
         """
+        if is_upstream(state_dict):
+            state_dict = from_upstream(state_dict, self._params())
         entries = self._parse(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             group.update(

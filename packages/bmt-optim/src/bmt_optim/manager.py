@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import ParallelContext, current_context
+from bmt_comm import ParallelContext, current_context, note_loss_scale
 
+from .adam import AdamOptimizer
 from .convert import distributed_where_needed
 from .distributed import begin_steps, steps_with_others
 from .engine import run
 from .gradients import global_norm, local_grads, overflow_here, scale_grads
 from .state_dict import match_groups
+from .upstream_state import from_upstream, is_upstream
 
 
 class OptimManager:
@@ -131,6 +133,7 @@ class OptimManager:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` · loss_scale / grad_scale."""
         self._forget_norms()  # for gradients are going to change
+        note_loss_scale(self.loss_scale)
         return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: Tensor) -> None:
@@ -296,15 +299,30 @@ class OptimManager:
         self.steps_since_last_scale = state.get("steps_since_last_scale", 0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, gathered or not.
+        """Load what :meth:`state_dict` returned, gathered or not; or what BMTrain 1.0's did.
 
         Raises:
             ValueError: it does not fit these optimizers and schedulers; nothing has been loaded.
         """
+        state_dict = self._without_upstream(state_dict)
         self._check(state_dict)
         for optimizer, saved in zip(self.optimizers, state_dict["optimizers"]):
             optimizer.load_state_dict(saved)
         self.load_trainer_state(state_dict)
+
+    def _without_upstream(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``state_dict`` with the optimizers' states of BMTrain 1.0, if there are some, in our form."""
+        saved = state_dict.get("optimizers", ())
+        if len(saved) != len(self.optimizers) or not any(is_upstream(each) for each in saved):
+            return state_dict
+        scale = state_dict.get("loss_scale")
+        converted = [
+            from_upstream(each, [p for group in optimizer.param_groups for p in group["params"]], scale)
+            if isinstance(optimizer, AdamOptimizer) and is_upstream(each)
+            else each
+            for optimizer, each in zip(self.optimizers, saved)
+        ]
+        return {**state_dict, "optimizers": converted}
 
     def _check(self, state_dict: Mapping[str, Any]) -> None:
         if "optimizers" not in state_dict:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: how layers are spread over stages, and in which order the stages work."""
 
 from ._version import __version__
-from .block_list import PipelineTransformerBlockList
+from .block_list import AbsentLayer, PipelineTransformerBlockList
 from .messages import StageFailedError, StageLostError
 from .partition import split_layers
 from .plot import plot_timeline, plot_timelines, timeline_figure
@@ -23,6 +23,7 @@ from .timeline_file import read_timeline, write_timeline
 __all__ = [
     "SCHEDULES",
     "UNIT_COSTS",
+    "AbsentLayer",
     "Action",
     "Kind",
     "PipelineTransformerBlockList",

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmt_comm import ParallelContext, check_agreement, current_context
-from bmt_zero import link_blocks, stage_block
+from bmt_zero import grouped_parameters, init_parameters, link_blocks, stage_block
 
 from .call import Pipeline
 from .list_state import StagedState
@@ -29,7 +29,8 @@ class PipelineTransformerBlockList(StagedState):
     Every rank passes all layers, in the same order. The chain is cut into ``interleave`` chunks for each stage, dealt
     out in turn: chunk c of stage r is number c · stages + r. Layers keep the names that they have in a list of all
     layers ("5" is the sixth), so that parameters, state dicts and initial values are those of a
-    ``TransformerBlockList``. ``len``, iteration and indices go over this stage's own layers, in the order of the chain.
+    ``TransformerBlockList``. ``len``, iteration and indices go over the layers of all stages, in the order of the
+    chain; in the place of another stage's layer is an :class:`AbsentLayer`, which has no parameters.
 
     In the forward of a model that contains the list, iteration goes over all layers of all stages, and runs them: a
     model that loops over its layers needs no change (see :mod:`.loop`).
@@ -202,19 +203,24 @@ class PipelineTransformerBlockList(StagedState):
         return [self._modules[str(index)] for index in self.chunks[chunk]]  # type: ignore[misc]
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return self.num_layers
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loop() if in_forward_around(self) else self._modules.values())
+        return iter(self._loop()) if in_forward_around(self) else (self[index] for index in range(self.num_layers))
 
-    def __getitem__(self, index: int | slice) -> Any:
-        if not in_forward_around(self):
-            return list(self._modules.values())[index]
+    def __getitem__(self, index: int | str | slice) -> Any:
+        in_forward = in_forward_around(self)
         if isinstance(index, slice):
+            if not in_forward:
+                return [self[number] for number in range(self.num_layers)[index]]
             if len(range(self.num_layers)[index]) != self.num_layers or index.step not in (None, 1):
                 raise ValueError(f"{index} of {self.num_layers} layers: a pipeline runs all of them")
             return self._loop()
-        return LoopLayer(None, index, self._attributes[index])
+        number = range(self.num_layers)[int(index)]
+        if in_forward:
+            return LoopLayer(None, number, self._attributes[number])
+        own = self._modules.get(str(number))
+        return AbsentLayer(number, _owners(self.all_chunks, self._pipe.size)[number]) if own is None else own
 
     def _loop(self) -> LayerLoop:
         """What a model's forward iterates over in place of the layers."""
@@ -222,6 +228,43 @@ class PipelineTransformerBlockList(StagedState):
 
     def extra_repr(self) -> str:
         return f"layers {', '.join(f'{c.start}-{c.stop - 1}' for c in self.chunks)} of {self.num_layers}"
+
+
+class AbsentLayer(nn.Module):
+    """Stands for a layer of another pipeline stage.
+
+    Attributes:
+        index: the layer's number in the chain.
+        stage: the stage that has it.
+    """
+
+    def __init__(self, index: int, stage: int) -> None:
+        super().__init__()
+        self.index, self.stage = index, stage
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"layer {self.index} belongs to pipeline stage {self.stage}, and has no {name!r} on this rank"
+            ) from None
+
+    def grouped_parameters(self) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
+        """No parameters."""
+        return grouped_parameters(self)
+
+    def init_parameters(self) -> None:
+        """Take part while the ranks that have the layer initialise it."""
+        init_parameters(self)
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"layer {self.index} belongs to pipeline stage {self.stage}, and cannot compute on this rank"
+        )
+
+    def extra_repr(self) -> str:
+        return f"layer {self.index}, of stage {self.stage}"
 
 
 class _Seen:

@@ -265,6 +265,7 @@ class _Loss(torch.autograd.Function):
         grad = _same_on_stages(run.context, grad.double())
         factor = grad / tail.scale
         ctx.pipeline.note_scale(grad, tail.scale)
+        run.rescale_recorded(factor)
         for group in run.groups:
             for reducer in group.reducers:
                 if reducer in run.arrived:

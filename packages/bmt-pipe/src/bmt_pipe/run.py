@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from bmt_comm import ParallelContext, deferred_weight_gradients
 from bmt_zero.backward_context import outside_backward, step_context
 from bmt_zero.gradient_reducer import GradientReducer
+from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
 from bmt_zero.shard import group_of, sharding_of
 
 from .arguments import Arguments
@@ -83,6 +84,8 @@ class Run:
         self.arguments = Arguments(context, plan, values)
         self.inputs: dict[tuple[int, int], list[Tensor]] = {}  # by micro-batch and place: kept for recomputation
         self.surroundings: dict[tuple[int, int], Surroundings] = {}
+        self._marks: dict[tuple[int, int], Mark] = {}  # what layers have recorded, to be recorded again
+        self._recorded_before = begin_pipeline_call()
         self._alive: dict[tuple[int, int], _Alive] = {}
         self._retains = False  # the backward that is running may be run again
         self._deferred: dict[tuple[int, int], Any] = {}
@@ -165,6 +168,11 @@ class Run:
                 hidden = self._input_grads()
         self._release()
         return loss, self.arguments.exchange_grads(hidden) if backward else []
+
+    def rescale_recorded(self, factor: Tensor) -> None:
+        """The gradients of what layers have recorded are to be multiplied by ``factor`` (0-dim)."""
+        for entry in {id(entry): entry for mark in self._marks.values() for entry in mark}.values():
+            entry.rescale(factor)
 
     @contextlib.contextmanager
     def _gradients_apart(self) -> Iterator[None]:
@@ -271,7 +279,8 @@ class Run:
         source = self._pass.stage(place - 1) if place else self._pass.origin(i)
         tensors = self._post.take(source, message)
         versions = [x._version for x in tensors] if self.recomputes else []
-        with self._recorded(action):
+        where = PipelinePlace(*self._recorded_before, place, i)
+        with self._recorded(action), inside_pipeline(where), marked() as self._marks[i, place]:
             if self.recomputes and not self._keeps_input_alone(action.chunk):
                 self.inputs[i, place] = tensors
                 self.surroundings[i, place] = Surroundings(self.context.device)
@@ -311,6 +320,7 @@ class Run:
             self._recorded(action),
             self.surroundings[i, place].again(),
             last_not_checkpointed(self.chunks[action.chunk]),
+            replayed(self._marks[i, place]),
         ):
             self._run_with_grad(action.chunk, i, self.inputs[i, place])
 

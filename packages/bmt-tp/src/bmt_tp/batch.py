@@ -38,6 +38,42 @@ def check_same_batch(*tensors: Tensor, comm: Communicator | None = None) -> None
         ) from error
 
 
+def check_same_input(x: Tensor, comm: Communicator, cure: str) -> None:
+    """Raise unless all tensor-parallel ranks have the same activations, up to rounding.
+
+    Args:
+        x: the activations.
+        comm: the tensor-parallel ranks.
+        cure: what to pass instead.
+
+    Raises:
+        RuntimeError: on every rank, if they differ.
+    """
+    if comm.size == 1:
+        return
+    shapes = comm.all_gather_object(tuple(x.shape))
+    if any(shape != shapes[0] for shape in shapes):
+        raise RuntimeError(f"the tensor-parallel ranks pass inputs of the shapes {shapes}; {cure}")
+    if not x.numel():
+        return
+    # Random projections: activations that differ by more than rounding differ in these.
+    values = x.detach().reshape(-1).double()
+    generator = torch.Generator().manual_seed(values.numel())
+    signs = torch.randint(0, 2, (8, min(values.numel(), 1 << 16)), generator=generator).to(values) * 2 - 1
+    folded = torch.nn.functional.pad(values, (0, -values.numel() % signs.shape[1])).view(-1, signs.shape[1])
+    ramp = 1 + torch.arange(len(folded), dtype=torch.float64, device=values.device) / len(folded)
+    mine = torch.cat([signs @ (ramp @ folded), values.norm()[None]])
+    everyone = mine.new_empty(comm.size, len(mine))
+    comm.all_gather(everyone, mine)
+    difference, size = (everyone[:, :-1] - everyone[0, :-1]).abs().max(), everyone[:, -1].max()
+    if bool(difference > _TOLERANCE * size):
+        raise RuntimeError(f"the tensor-parallel ranks pass different inputs of shape {tuple(x.shape)}; {cure}")
+
+
+_TOLERANCE = 0.05
+"""Of the norm: activations in half precision that are the same but for the order of sums differ by less."""
+
+
 def _digest(tensor: Tensor) -> str:
     data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]

@@ -11,7 +11,7 @@ from bmt_comm import Communicator
 from .batch import check_same_batch
 from .parallel_ops import OpParallelLinear
 from .parameters import Module, divided, make_parameter
-from .regions import reduce_from_ranks, reduce_scatter_along, tensor_comm
+from .regions import gather_along, reduce_from_ranks, reduce_scatter_along, tensor_comm
 
 
 class VPEmbedding(Module):
@@ -29,6 +29,8 @@ class VPEmbedding(Module):
         init_mean, init_std: of the normal distribution that it is filled from.
         sequence_parallel: outside of this layer, activations are split along the sequence: the looked-up vectors
             are scattered, and the input of the projection is gathered.
+        gather_input: each rank passes the ids of its part of the sequence, which are gathered; and
+            ``sequence_parallel``.
         sequence_dim: the dimension of the ids (and of the vectors, when counted from the front) that is split.
         comm: the tensor-parallel ranks; by default the context's.
 
@@ -49,6 +51,7 @@ class VPEmbedding(Module):
         init_std: float = 1,
         *,
         sequence_parallel: bool = False,
+        gather_input: bool = False,
         sequence_dim: int = 1,
         comm: Communicator | None = None,
     ) -> None:
@@ -59,7 +62,8 @@ class VPEmbedding(Module):
             raise ValueError(f"embedding_size={embedding_size!r} must be a positive integer")
         self.vocab_size = vocab_size
         self.embedding_size = embedding_size
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel = sequence_parallel or gather_input
+        self.gather_input = gather_input
         self.sequence_dim = sequence_dim
         self.weight = make_parameter(
             (vocab_size, embedding_size), dtype, nn.init.normal_, init_mean, init_std, comm=self.comm, tp_dim=0
@@ -75,13 +79,16 @@ class VPEmbedding(Module):
         """Vectors of ids, or scores of vectors.
 
         Args:
-            x: ids (\\*) of any integer dtype, the same on every tensor-parallel rank (checked on the first call);
-                for the projection vectors (\\*, H), or a part of them under ``sequence_parallel``.
-            projection: compute the scores of this rank's range of the vocabulary.
+            x: ids (\\*) of any integer dtype, the same on every tensor-parallel rank (checked on the first call), or
+                under ``gather_input`` of this rank's part of the sequence; for the projection vectors (\\*, H), or
+                this rank's part of the sequence under ``sequence_parallel``.
+            projection: compute the scores of this rank's range of the vocabulary, for
+                ``FusedCrossEntropy(parallel=True)``.
 
         Returns:
-            (\\*, H), of which a part under ``sequence_parallel``; or (\\*, vocab_size / ranks), of the whole
-            sequence.
+            (\\*, H), under ``sequence_parallel`` of this rank's part of the sequence. With ``projection``
+            (\\*, vocab_size / ranks): of every position of the whole sequence, the scores of the ids from
+            ``vocab_start`` on.
 
         Raises:
             IndexError: an id is outside of the vocabulary. On CUDA the device asserts instead.
@@ -92,8 +99,15 @@ class VPEmbedding(Module):
             return OpParallelLinear.apply(
                 x, self.weight, None, self.sequence_parallel, sequence_dim=self.sequence_dim, comm=self.comm
             )
-        if not self._has_checked:
-            check_same_batch(x, comm=self.comm)
+        if self.gather_input:
+            x = gather_along(x, self.sequence_dim, self.comm)
+        elif not self._has_checked:
+            try:
+                check_same_batch(x, comm=self.comm)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{error}. If ranks pass parts of the sequence: VPEmbedding(gather_input=True)"
+                ) from error
             self._has_checked = True
         y = lookup(x, self.weight, self.vocab_start, self.vocab_size)
         if self.sequence_parallel:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bmt_comm import Communicator
 
+from .batch import check_same_input
 from .parallel_ops import OpParallelLinear, ReduceType, column_linear
 from .parameters import Module, divided, make_parameter
 from .regions import tensor_comm
@@ -104,7 +105,8 @@ class RowParallelLinear(Module):
         in_features, out_features: sizes of the whole layer; the ranks divide ``in_features``.
         bias: whether to add a learnt bias.
         dtype: of the parameters; by default torch's default dtype.
-        split_input: the input has all features, of which a rank takes its own; otherwise it has those only.
+        split_input: the input has all features, of which a rank takes its own; otherwise it has those only. It is the
+            same on every rank (checked on the first call).
         all_reduce_output: give every rank the whole output, instead of its part of the sequence.
         async_chunks: into how many pieces the reduction is cut, to overlap with the products.
         sequence_dim: the dimension of the output along which the sequence is split.
@@ -113,7 +115,7 @@ class RowParallelLinear(Module):
     Raises:
         TypeError: ``dtype`` is not a floating-point one.
         ValueError: a size is not a positive integer, or cannot be divided over the ranks.
-        RuntimeError: ``init_distributed`` has not run.
+        RuntimeError: ``init_distributed`` has not run. Forward: under ``split_input``, ranks have different inputs.
     """
 
     weight: nn.Parameter
@@ -143,9 +145,18 @@ class RowParallelLinear(Module):
         self.sequence_dim = sequence_dim
         self.weight, weight_bias = _linear_parameters(in_features, out_features, bias, dtype, self.comm, 1, None)
         self.register_parameter("bias", weight_bias)
+        self._has_checked = False
 
     def forward(self, input: Tensor) -> Tensor:
         """(\\*, in_features / ranks), or (\\*, in_features) with ``split_input``, → (\\*, out_features)."""
+        if self.split_input and not self._has_checked:
+            check_same_input(
+                input,
+                self.comm,
+                "split_input=True takes the features of one input, which is the same on every rank: join the ranks' "
+                "parts of the sequence first, with bmt_tp.gather_along(x, dim)",
+            )
+            self._has_checked = True
         return OpParallelLinear.apply(
             input,
             self.weight,

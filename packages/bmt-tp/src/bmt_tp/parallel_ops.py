@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +88,8 @@ def column_linear(
     for weight, bias in layers:
         check_shapes(x, weight, bias)
     dim = _sequence_dim(x, sequence_dim) if gather_input else 0
+    if gather_input:
+        parts_gathered.note(x, dim, comm)
     flat = [tensor for layer in layers for tensor in layer]
     reduce = reduce_input_grad and comm.size > 1
     return _ColumnLinear.apply(x, comm, gather_input and comm.size > 1, reduce, dim, _checked_chunks(chunks), *flat)
@@ -123,8 +126,45 @@ def row_linear(
     weight, bias = unsharded(weight), unsharded(bias)
     check_shapes(x, weight, bias)
     scatter = ReduceType(reduce_output_type) is ReduceType.REDUCE_SCATTER
+    if scatter:
+        parts_gathered.check(x, comm)
     dim = checked_dim(x, _sequence_dim(x, sequence_dim), comm, "row_linear") if scatter else 0
     return _RowLinear.apply(x, weight, bias, comm, scatter, dim, _checked_chunks(chunks))
+
+
+class _PartsGathered:
+    """Recognizes scripts that arrange parts of the sequence along dimension 0, as BMTrain 1.0 does.
+
+    There a column-parallel map of (batch, sequence / ranks, in) gives (ranks · batch, sequence / ranks, out), and a
+    row-parallel one takes such an input; its results are right for one sample alone.
+    """
+
+    def __init__(self) -> None:
+        self._shapes: WeakKeyDictionary[Communicator, tuple[int, ...]] = WeakKeyDictionary()
+
+    def note(self, x: Tensor, dim: int, comm: Communicator) -> None:
+        """This rank's part of an input was gathered along ``dim``."""
+        if dim > 0:
+            self._shapes[comm] = tuple(x.shape[: dim + 1])
+
+    def check(self, x: Tensor, comm: Communicator) -> None:
+        """Raise if the input of a row-parallel map has the parts of the last gathered one along dimension 0.
+
+        Raises:
+            ValueError: it has.
+        """
+        part = self._shapes.get(comm)
+        if part is None or comm.size == 1 or not x.numel() or tuple(x.shape[:-1]) != (comm.size * part[0], *part[1:]):
+            return
+        whole = (*part[:-1], comm.size * part[-1], "features")
+        raise ValueError(
+            f"the input of a row-parallel map has shape {tuple(x.shape)}: {comm.size} parts of the sequence one after "
+            f"the other in dimension 0, as in BMTrain 1.0. Here gathered parts are joined along the sequence: pass the "
+            f"input in the shape ({', '.join(map(str, whole))}); leave out the view that puts them into dimension 0"
+        )
+
+
+parts_gathered = _PartsGathered()
 
 
 class OpParallelLinear:

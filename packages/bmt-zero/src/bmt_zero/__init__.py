@@ -7,9 +7,15 @@ from .checkpoint import load, save
 from .checkpoints import Checkpointer, DamagedError, SaveError
 from .distributed import DistributedModule, DistributedParameter, ParameterInitializer
 from .groups import grouped_parameters, no_sync
+from .histograms import Histograms
 from .initialize import init_parameters
+from .inspect_format import format_summary
+from .inspect_model import inspect_model
+from .inspect_tensor import InspectTensor, InspectTensorManager, inspect_tensor
 from .layout import FlatLayout, Placement, plan_layouts
 from .precision import MixedPrecision
+from .rank0_state import rank0_state_dict
+from .recording import record_tensor
 from .shard import shard
 from .sharded_parameter import ShardedParameter
 from .stage import stage_block
@@ -26,6 +32,9 @@ __all__ = [
     "DistributedModule",
     "DistributedParameter",
     "FlatLayout",
+    "Histograms",
+    "InspectTensor",
+    "InspectTensorManager",
     "MixedPrecision",
     "ParameterInitializer",
     "Placement",
@@ -35,15 +44,20 @@ __all__ = [
     "TransformerBlockList",
     "__version__",
     "entries_of_stages",
+    "format_summary",
     "grouped_parameters",
     "has_own_stage_only",
     "init_parameters",
+    "inspect_model",
+    "inspect_tensor",
     "is_stage_local",
     "link_blocks",
     "load",
     "load_state_dict",
     "no_sync",
     "plan_layouts",
+    "rank0_state_dict",
+    "record_tensor",
     "save",
     "serves_shards",
     "shard",

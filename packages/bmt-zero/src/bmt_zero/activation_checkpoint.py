@@ -4,6 +4,11 @@
     A forward may write to buffers (running averages, counters). Recomputation starts from the values that they had
     before, and its own writes are dropped. So buffers that forward writes to are copied before it. The first forward
     copies all buffers to learn which ones these are.
+
+[Note: scripted functions]
+    TorchScript's profiling executor replaces a scripted function by an optimized one after some calls. The two save
+    different tensors for backward, so a recomputation between them would not find the tensors of the first forward.
+    Within a checkpointed forward scripted functions run as they were written, each operation by itself.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from bmt_comm import not_compiled
 
 from .backward_context import current_backward
 from .parameter_group import ParameterGroup
+from .recording import Mark, marked, replayed
 
 # Buffers from before a forward, by (index of module, name); None: a buffer was not copied.
 _Copies = dict[tuple[int, str], Tensor | None]
@@ -57,14 +63,17 @@ class CheckpointedForward:
             return forward(*args, **kwargs)
         if self._modules is None:
             self._modules = [m for m in self.module.modules() if m._buffers]
-        views, copies, first = call.views, _Copies(), True
+        views, copies, mark = call.views, _Copies(), Mark()
+        first = True
 
         def run(*args: Any) -> Any:
-            nonlocal first
+            nonlocal first, mark
             if not first:
-                return self._recompute(views, copies, functools.partial(forward, *args, **kwargs))
+                with replayed(mark), torch.jit.optimized_execution(False):
+                    return self._recompute(views, copies, functools.partial(forward, *args, **kwargs))
             first = False
-            with self._noting_writes(copies) if self._modules else contextlib.nullcontext():
+            notes = self._noting_writes(copies) if self._modules else contextlib.nullcontext()
+            with notes, marked() as mark, torch.jit.optimized_execution(False):
                 return forward(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False)

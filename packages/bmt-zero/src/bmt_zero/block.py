@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
 
+from .groups import grouped_parameters
+from .initialize import init_parameters
 from .shard import shard, sharding_of
 
 
@@ -31,8 +34,11 @@ class Block(nn.Module, metaclass=_ShardedByBlock):
     Args:
         inner_module: the module.
         use_checkpoint, zero_level, initialized: see :func:`shard`.
-        mode: "BLOCK".
+        mode: "BLOCK" or "PIPE", which are the same here: a ``PipelineTransformerBlockList`` takes either.
         options: further options of :func:`shard`: ``precision``, ``shard_comm``, ``replicate_comm``, ``stage_local``.
+
+    Where the module has no attributes of these names, it gets ``_module`` (itself), ``grouped_parameters()`` and
+    ``init_parameters()``, which are :func:`bmt_zero.grouped_parameters` and :func:`bmt_zero.init_parameters` of it.
 
     Raises:
         RuntimeError: before ``init_distributed``; ranks have built different modules.
@@ -51,13 +57,21 @@ class Block(nn.Module, metaclass=_ShardedByBlock):
     ) -> nn.Module:
         if not isinstance(inner_module, nn.Module):
             raise TypeError(f"inner_module must be a torch.nn.Module, not {type(inner_module).__name__}")
-        if mode != "BLOCK":
-            raise ValueError(f"mode={mode!r} is not a mode of a Block; use 'BLOCK'")
+        if mode not in ("BLOCK", "PIPE"):
+            raise ValueError(f"mode={mode!r} is not a mode of a Block; use 'BLOCK' or 'PIPE'")
         check_no_blocks(inner_module)
         shard(inner_module, zero_level, use_checkpoint=use_checkpoint, initialized=initialized, **options)
         sharding = sharding_of(inner_module)
         assert sharding is not None
         sharding.is_block = True
+        names = {
+            "_module": inner_module,
+            "grouped_parameters": functools.partial(grouped_parameters, inner_module),
+            "init_parameters": functools.partial(init_parameters, inner_module),
+        }
+        for name, value in names.items():
+            if not hasattr(inner_module, name):
+                inner_module.__dict__[name] = value  # not as a submodule of itself
         return inner_module
 
 

@@ -48,8 +48,8 @@ class TransformerBlockList(nn.Module):
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._modules.values())  # type: ignore[arg-type]
 
-    def __getitem__(self, index: int) -> nn.Module:
-        return list(self)[index]
+    def __getitem__(self, index: int | str) -> nn.Module:
+        return list(self)[int(index)]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a plain state dict; see :func:`bmt_zero.load_state_dict`."""

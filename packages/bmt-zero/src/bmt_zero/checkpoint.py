@@ -80,7 +80,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     taken: dict[int, Any] = {}
     for value in entries.values():
         if id(value) not in taken:
-            taken[id(value)] = _take(value, context)
+            taken[id(value)] = take_to_rank0(value, context)
     kept = {name: taken[id(value)] for name, value in entries.items()}
     done: Future[None] = Future()
     if context.rank == 0:
@@ -203,7 +203,7 @@ def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, con
             loader.close()
 
 
-def _take(value: Any, context: ParallelContext) -> Any:
+def take_to_rank0(value: Any, context: ParallelContext) -> Any:
     """A copy of an entry in host memory on rank 0; None elsewhere."""
     value = logical_tensor(value)  # every rank takes part
     if context.rank != 0:

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Slice, Work
+from bmt_comm import Communicator, Slice, Work, current_context
 
 from .flat_parameter import FlatParameter, on_stream, record_event, wait_event
 from .layout import FlatLayout
+from .replica_check import check_replicas
 from .sharded_gradient import local_rows, sharded_gradient
 from .stage_entry import is_stage_local
 
@@ -53,6 +54,7 @@ class GradientReducer:
         self.reduce_dtype = reduce_dtype
         self.grad_scale = grad_scale
         self.no_sync = False
+        self._has_checked = False  # that tensor-parallel ranks find the same gradients
         self.pending: _Reduction | None = None
         self._accumulated: Tensor | None = None  # unreduced gradients of levels 0 and 1 under no_sync
         self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _accumulated began
@@ -77,6 +79,8 @@ class GradientReducer:
         """
         self.finish()
         self._forget_zeroed()
+        if not self._has_checked and self.grad_scale != 1.0:
+            self._check_replicas(grads)
         grads = self._prepared(grads)
         if not self._all_used:
             self._used_here = [u or g is not None for u, g in zip(self._used_here, grads, strict=True)]
@@ -235,6 +239,14 @@ class GradientReducer:
         """The dtype in which gradients are summed."""
         computed = self.flat.unsharded
         return (self.reduce_dtype if computed.is_floating_point() else None) or computed.dtype
+
+    def _check_replicas(self, grads: Sequence[Tensor | None]) -> None:
+        self._has_checked = True
+        pairs = [(p, g) for p, g in zip(self.flat.params, grads, strict=True) if not p.sequence_parallel]
+        if pairs:
+            shapes = [param.bmt_slice.shape for param, _ in pairs]
+            dense = [g.to_dense() if g is not None and g.is_sparse else g for _, g in pairs]
+            check_replicas(shapes, dense, current_context().tp, self.comms)
 
     def _prepared(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Dense gradients, which the reduction multiplies by ``grad_scale``."""

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,11 @@ _Place: TypeAlias = tuple[dict[str, Any], str]
 """A module's dictionary of parameters or buffers, and a name in it."""
 
 
-def init_parameters(model: nn.Module) -> None:
+_calls: WeakKeyDictionary[ParallelContext, int] = WeakKeyDictionary()
+"""How often parameters have been initialised."""
+
+
+def init_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     """Run the initialiser of every sharded parameter of ``model``.
 
     Parameters with an ``init_method`` are filled by it. Parameters and buffers that were built on the meta device are
@@ -33,10 +38,15 @@ def init_parameters(model: nn.Module) -> None:
     ``_init_weights``) of their module or of a module around it. All others are left alone, and so are Blocks that were
     built with ``initialized=True``.
 
-    Each parameter has its own random stream, seeded by the context's seed and the parameter's name. The logical
-    parameter is filled, and a rank keeps its rows: every element is the same for every number of ranks, ZeRO level and
-    tensor-parallel size. One parameter at a time is unsharded; for ``reset_parameters``, those that one module fills.
-    The global generators keep their states.
+    Each parameter has its own random stream. What it is seeded by is the context's seed, the parameter's name, and how
+    often this function has been called: modules that are initialised one by one get different values, and a program
+    that makes the same calls in the same order gets the same ones. The logical parameter is filled, and a rank keeps
+    its rows: every element is the same for every number of ranks, ZeRO level and tensor-parallel size. One parameter at
+    a time is unsharded; for ``reset_parameters``, those that one module fills. The global generators keep their states.
+
+    Args:
+        model: the module.
+        seed: what the streams are seeded by, with the names alone: equal models get equal values.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -47,6 +57,11 @@ def init_parameters(model: nn.Module) -> None:
     context = current_context()
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    stream = f"{context.seed if seed is None else seed}"
+    if seed is None:
+        earlier = _calls.get(context, 0)
+        _calls[context] = earlier + 1
+        stream += f":{earlier}" if earlier else ""
     shardings = {path: sharding for path, m in model.named_modules() if (sharding := sharding_of(m)) is not None}
     for path, sharding in shardings.items():
         if path:
@@ -69,11 +84,11 @@ def init_parameters(model: nn.Module) -> None:
         if param.init_method is None:
             continue
         values = torch.empty(param.bmt_slice.shape, dtype=param.dtype, device=context.device)
-        with torch.no_grad(), _seeded(context, name):
+        with torch.no_grad(), _seeded(context, stream, name):
             param.init_method(values)
         write_logical(param, values)
     for reset in resets:
-        _run_reset(reset, context)
+        _run_reset(reset, context, stream)
 
 
 class _Reset(NamedTuple):
@@ -207,7 +222,7 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
 
 
-def _run_reset(reset: _Reset, context: ParallelContext) -> None:
+def _run_reset(reset: _Reset, context: ParallelContext, stream: str) -> None:
     """Let it fill unsharded tensors in the places of the parameters and buffers.
 
     Raises:
@@ -226,7 +241,7 @@ def _run_reset(reset: _Reset, context: ParallelContext) -> None:
     try:
         for tensors, name, tensor in before:
             tensors[name] = unsharded[id(tensor)]
-        with torch.no_grad(), _seeded(context, reset.name):
+        with torch.no_grad(), _seeded(context, stream, reset.name):
             reset.function()
         results = [tensors[name] for tensors, name, _ in before]  # it may put others in their places
     finally:
@@ -244,9 +259,9 @@ def _run_reset(reset: _Reset, context: ParallelContext) -> None:
 
 
 @contextmanager
-def _seeded(context: ParallelContext, name: str) -> Iterator[None]:
+def _seeded(context: ParallelContext, stream: str, name: str) -> Iterator[None]:
     """Seed torch's generators for one parameter, and restore them after."""
-    digest = hashlib.sha256(f"{context.seed}:{name}".encode()).digest()
+    digest = hashlib.sha256(f"{stream}:{name}".encode()).digest()
     generators = [torch.default_generator]
     if context.device.type == "cuda":
         index = torch.cuda.current_device() if context.device.index is None else context.device.index

@@ -40,13 +40,25 @@ _gathers: ContextVar[bool] = ContextVar("bmt_zero_state_dict_gathers", default=T
 _own_stage: ContextVar[bool] = ContextVar("bmt_zero_state_dict_own_stage", default=False)
 
 
-def local_entries(model: nn.Module) -> dict[str, Any]:
-    """The entries of ``model.state_dict()``, with sharded parameters themselves instead of unsharded copies."""
+@contextmanager
+def sharded_entries() -> Iterator[None]:
+    """Within, the entries of ``state_dict(keep_vars=True)`` are sharded parameters instead of unsharded copies."""
     token = _gathers.set(False)
     try:
-        return dict(model.state_dict(keep_vars=True))
+        yield
     finally:
         _gathers.reset(token)
+
+
+def gathers_state() -> bool:
+    """Whether ``state_dict()`` makes unsharded copies; see :func:`sharded_entries`."""
+    return _gathers.get()
+
+
+def local_entries(model: nn.Module) -> dict[str, Any]:
+    """The entries of ``model.state_dict()``, with sharded parameters themselves instead of unsharded copies."""
+    with sharded_entries():
+        return dict(model.state_dict(keep_vars=True))
 
 
 def stage_entries(model: nn.Module) -> dict[str, Any]:

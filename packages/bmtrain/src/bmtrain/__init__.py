@@ -37,8 +37,25 @@ from bmt_zero import (
     save,
 )
 
-from . import benchmark, debug, distributed, init, loss, lr_scheduler, nccl, nn, optim, pipeline, store, utils
+from . import (
+    benchmark,
+    compat,
+    debug,
+    distributed,
+    init,
+    inspect,
+    loss,
+    lr_scheduler,
+    nccl,
+    nn,
+    optim,
+    pipeline,
+    store,
+    utils,
+)
 from ._version import __version__
+
+compat.install()
 
 __all__ = [
     "BMTrainModelWrapper",
@@ -59,6 +76,7 @@ __all__ = [
     "TransformerBlockList",
     "__version__",
     "benchmark",
+    "compat",
     "config",
     "debug",
     "distributed",
@@ -67,6 +85,7 @@ __all__ = [
     "init",
     "init_distributed",
     "init_parameters",
+    "inspect",
     "load",
     "loss",
     "lr_scheduler",

@@ -35,13 +35,13 @@ def append(key: str, value: Any) -> None:
     _list(key).append(value)
 
 
-def extend(key: str, values: Iterable[Any]) -> None:
-    """Add each of ``values`` to the list under ``key``, which is made if it is not there.
+def extend(key: str, value: Iterable[Any]) -> None:
+    """Add each of ``value`` to the list under ``key``, which is made if it is not there.
 
     Raises:
         TypeError: something else than a list is under ``key``.
     """
-    _list(key).extend(values)
+    _list(key).extend(value)
 
 
 def _list(key: str) -> list[Any]:

@@ -1,5 +1,6 @@
 """Whether the job has started."""
 
+from bmt_comm import TopologyNames as topology
 from bmt_comm import init_distributed, is_initialized, shutdown
 
-__all__ = ["init_distributed", "is_initialized", "shutdown"]
+__all__ = ["init_distributed", "is_initialized", "shutdown", "topology"]

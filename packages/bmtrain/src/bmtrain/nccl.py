@@ -1,6 +1,8 @@
 """Collectives under NCCL's names, over communicators."""
 
+from bmt_comm import nccl as _nccl
 from bmt_comm.nccl import (
+    NCCLCommunicator,
     allGather,
     allReduce,
     broadcast,
@@ -16,6 +18,7 @@ from bmt_comm.nccl import (
 )
 
 __all__ = [
+    "NCCLCommunicator",
     "allGather",
     "allReduce",
     "broadcast",
@@ -29,3 +32,7 @@ __all__ = [
     "reduceScatter",
     "send",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return getattr(_nccl, name)  # which says what replaces the names that are not here

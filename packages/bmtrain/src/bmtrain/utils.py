@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
+import torch
 from torch import Tensor
 
 from bmt_comm import config, print_block, print_dict, print_rank, see_memory
 
 __all__ = [
     "AverageRecorder",
+    "check_torch_version",
     "print_block",
     "print_dict",
     "print_rank",
@@ -26,6 +30,26 @@ def round_up(x: int, d: int) -> int:
     if d <= 0:
         raise ValueError(f"d={d!r} must be positive")
     return -(-x // d) * d
+
+
+def check_torch_version(version_str: str) -> int:
+    """Compare the installed torch with a version: below 0 if it is older, 0 if it is the same, above 0 if it is newer.
+
+    Args:
+        version_str: such as "2.6.0".
+
+    Raises:
+        ValueError: it is no version.
+    """
+    mine, asked = _numbers(torch.__version__), _numbers(version_str)
+    return (mine > asked) - (mine < asked)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    if found is None:
+        raise ValueError(f"version_str={version!r} is not a version such as '2.6.0'")
+    return tuple(int(number or 0) for number in found.groups())
 
 
 def tp_split_tensor(tensor: Tensor, split_dim: int) -> Tensor:

@@ -1,0 +1,245 @@
+"""State dicts of the Adam optimizers of BMTrain 1.0.
+
+[Note: their form]
+    ``state[i]`` has ``step``, ``exp_avg``, ``exp_avg_sq`` and, as a rule, ``_param_fp32`` (the master weight): flat
+    tensors. Gathered ones (``is_whole``) have all elements of a parameter. Others have those of one rank, the ranks'
+    one after the other, and a parameter of which a rank has nothing may be missing there. What is sharded over which
+    ranks and where the cuts are depends on their layout, but the number of elements tells enough.
+
+    The moments of fp16 parameters in their ``AdamOptimizer`` are multiplied by the loss scale; the first one is then
+    in fp16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import bmt_comm
+from bmt_comm import Communicator, Slice, select_rows, slice_of
+
+from .adam_runs import HALF
+
+_KEYS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "_param_fp32": "master"}
+
+
+def is_upstream(state_dict: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state dict was saved by BMTrain 1.0. The same on all ranks of a job."""
+    groups = state_dict.get("param_groups") or ()
+    return "is_whole" in state_dict or any(set(group) >= _OPTIONS and not _OTHERS & set(group) for group in groups)
+
+
+_OPTIONS = {"params", "lr", "betas", "eps", "weight_decay"}
+_OTHERS = {"hold_steps", "amsgrad", "maximize", "foreach"}  # of this package's Adam, and of torch's
+
+
+def from_upstream(
+    state_dict: Mapping[str, Any], params: Sequence[Tensor], loss_scale: float | None = None
+) -> dict[str, Any]:
+    """This rank's part of a state dict of BMTrain 1.0, in the form of this package's Adam.
+
+    Args:
+        state_dict: gathered, the same on every rank; or what this rank has saved, in a job of as many ranks with the
+            same tensor-parallel size. Of the latter every rank must call this.
+        params: the optimizer's parameters, in the order of the groups.
+        loss_scale: by which moments in fp16 are multiplied.
+
+    Raises:
+        ValueError: tensors do not have as many elements as the parameters; moments are multiplied by a loss scale that
+            is not given; or the state of tensor-parallel parameters was gathered, which puts them out of order.
+    """
+    order = [key for group in state_dict["param_groups"] for key in group["params"]]
+    if len(order) != len(params):
+        raise ValueError(f"the state dict has {len(order)} parameters and the optimizer has {len(params)}")
+    state = state_dict["state"]
+    slices = [slice_of(param) for param in params]
+    flats = _Gathered(state, order) if state_dict.get("is_whole") else _OfRanks(state, order, slices)
+    converted: dict[Any, dict[str, Any]] = {}
+    for index, (key, param, where) in enumerate(zip(order, params, slices, strict=True)):
+        step = flats.step(index)
+        if step is None:
+            continue
+        entry: dict[str, Any] = {"step": torch.tensor(float(step))}
+        for name, own in _KEYS.items():
+            flat = flats.tensor(index, name, where)
+            if flat is None or (own == "master" and param.dtype not in HALF):
+                continue
+            if flats.is_scaled(index) and own != "master":
+                if loss_scale is None:
+                    raise ValueError(
+                        f"the moments of parameter {index} are multiplied by the loss scale, which the state dict of "
+                        f"BMTrain's AdamOptimizer does not tell: load the state dict of its OptimManager instead"
+                    )
+                flat = flat.float() / loss_scale
+            entry[own] = select_rows(flat.view(where.piece_shape), where).contiguous()
+        converted[key] = entry
+    return {"state": converted, "param_groups": [dict(group) for group in state_dict["param_groups"]]}
+
+
+class _Gathered:
+    """All elements of each parameter."""
+
+    def __init__(self, state: Mapping[Any, Any], order: Sequence[Any]) -> None:
+        self._entries = [state.get(key) for key in order]
+
+    def step(self, index: int) -> int | None:
+        entry = self._entries[index]
+        return None if entry is None or "step" not in entry else int(entry["step"])
+
+    def is_scaled(self, index: int) -> bool:
+        return _is_half(self._entries[index])
+
+    def tensor(self, index: int, name: str, where: Slice) -> Tensor | None:
+        """The elements of this tensor-parallel rank's piece of a tensor of the state, flat."""
+        flat = (self._entries[index] or {}).get(name)
+        if flat is None:
+            return None
+        if where.tp_dim is not None and where.tp_comm is not None and where.tp_comm.size > 1:
+            raise ValueError(
+                f"parameter {index} is split over tensor-parallel ranks, and the gathered state of BMTrain has their "
+                f"elements in an order that depends on its layout: load what each rank has saved, with gather=False"
+            )
+        if flat.numel() != _numel(where):
+            raise ValueError(
+                f"{name} of parameter {index} has {flat.numel()} elements in the state dict, and the parameter, of "
+                f"shape {where.shape}, has {_numel(where)}"
+            )
+        return flat.reshape(-1)
+
+
+class _OfRanks:
+    """The elements that each rank has saved; every rank asks for the same things in the same order."""
+
+    def __init__(self, state: Mapping[Any, Any], order: Sequence[Any], slices: Sequence[Slice]) -> None:
+        self._entries = [state.get(key) or {} for key in order]
+        mine = [
+            (
+                None if "step" not in entry else int(entry["step"]),
+                {name: (entry[name].numel(), entry[name].dtype) for name in _KEYS if name in entry},
+                _is_half(entry),
+            )
+            for entry in self._entries
+        ]
+        self._comm = bmt_comm.current_context().world if bmt_comm.is_initialized() else Communicator()
+        self._facts = self._comm.all_gather_object(mine)
+        problem = None
+        if any(len(facts) != len(mine) for facts in self._facts):
+            problem = f"ranks have states of {[len(facts) for facts in self._facts]} parameters"
+        else:
+            try:
+                for index, where in enumerate(slices):
+                    for name in _KEYS:
+                        self._holders(self._sizes(index, name), where, index, name)
+            except ValueError as error:
+                problem = str(error)
+        for each in self._comm.all_gather_object(problem):
+            if each is not None:
+                raise ValueError(each)
+
+    def step(self, index: int) -> int | None:
+        steps = [facts[index][0] for facts in self._facts if facts[index][0] is not None]
+        return max(steps, default=None)
+
+    def is_scaled(self, index: int) -> bool:
+        return any(facts[index][2] for facts in self._facts)
+
+    def tensor(self, index: int, name: str, where: Slice) -> Tensor | None:
+        sizes = self._sizes(index, name)
+        dtypes = [facts[index][1][name][1] for facts in self._facts if name in facts[index][1]]
+        if not any(sizes):
+            return None
+        holders = self._holders(sizes, where, index, name)
+        comm, device = self._comm, self._comm.device
+        mine = torch.zeros(max(sizes), dtype=dtypes[0], device=device)
+        mine[: sizes[comm.rank]] = self._entries[index].get(name, mine[:0]).reshape(-1).to(device)
+        everyone = mine.new_empty(comm.size, len(mine))
+        comm.all_gather(everyone, mine)
+        return torch.cat([everyone[rank, : sizes[rank]] for rank in holders])
+
+    def _sizes(self, index: int, name: str) -> list[int]:
+        """How many elements each rank has."""
+        return [facts[index][1].get(name, (0, None))[0] for facts in self._facts]
+
+    def _holders(self, sizes: Sequence[int], where: Slice, index: int, name: str) -> Sequence[int]:
+        """The ranks whose elements, one after the other, make up this rank's piece."""
+        if not any(sizes):
+            return ()
+        candidates = [tuple(range(len(sizes)))]
+        if bmt_comm.is_initialized():
+            context = bmt_comm.current_context()
+            candidates += [context.outer_tp_zero.ranks, context.zero.ranks, context.tp_zero.ranks, (context.rank,)]
+        for ranks in candidates:
+            if sum(sizes[rank] for rank in ranks) == _numel(where):
+                return ranks
+        raise ValueError(
+            f"{name} of parameter {index} has {list(sizes)} elements on the ranks, and this rank's part of it, of "
+            f"shape {where.piece_shape}, has {_numel(where)}; load it in a job of as many ranks, and with "
+            f"the same tensor-parallel size, as it was saved in"
+        )
+
+
+def _numel(where: Slice) -> int:
+    return torch.Size(where.piece_shape).numel()
+
+
+def _is_half(entry: Mapping[str, Any] | None) -> bool:
+    return bool(entry) and getattr((entry or {}).get("exp_avg"), "dtype", None) == torch.float16
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def merge_ranks(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The gathered state dict of those that the ranks of a job without tensor parallelism have saved, in order."""
+    first = state_dicts[0]
+    order = [key for group in first["param_groups"] for key in group["params"]]
+    state: dict[Any, dict[str, Any]] = {}
+    for key in order:
+        entries = [each["state"][key] for each in state_dicts if key in each["state"]]
+        if entries:
+            state[key] = {"step": max(int(entry["step"]) for entry in entries)}
+            for name in _KEYS:
+                parts = [entry[name].reshape(-1).cpu() for entry in entries if name in entry]
+                if parts:
+                    state[key][name] = torch.cat(parts)
+    return {"state": state, "param_groups": first["param_groups"], "is_whole": True}
+
+
+def to_own_form(
+    state_dict: Mapping[str, Any], shapes: Sequence[torch.Size], loss_scale: float | None = None
+) -> dict[str, Any]:
+    """A gathered state dict in the form of this package's, with whole tensors.
+
+    Args:
+        state_dict: gathered.
+        shapes: of the model's parameters and buffers, in order. The optimizer's parameters are some of them, in the
+            same order.
+        loss_scale: by which moments in fp16 are multiplied.
+
+    Raises:
+        ValueError: the shapes do not fit; see also :func:`from_upstream`.
+    """
+    order = [key for group in state_dict["param_groups"] for key in group["params"]]
+    candidates = iter(shapes)
+    chosen: list[Tensor] = []
+    for index, key in enumerate(order):
+        entry = state_dict["state"].get(key)
+        if entry is None:
+            chosen.append(torch.empty(0))
+            continue
+        count = entry["exp_avg"].numel()
+        shape = next((shape for shape in candidates if shape.numel() == count), None)
+        if shape is None:
+            raise ValueError(
+                f"parameter {index} of the optimizer has {count} elements, and no tensor of the model after those of "
+                f"the parameters before it has as many: the optimizer has them in another order than the model, or "
+                f"was saved with tensor parallelism; load its state in a job, which takes it as it is"
+            )
+        dtype = torch.float16 if "_param_fp32" in entry else torch.float32  # whether there is a master weight
+        chosen.append(torch.empty(shape, dtype=dtype, device="meta"))
+    converted = from_upstream({**state_dict, "is_whole": True}, chosen, loss_scale)
+    groups = [{**group, "hold_steps": 0} for group in converted["param_groups"]]  # which they do not save
+    return {**converted, "param_groups": groups}

@@ -1,0 +1,91 @@
+"""Tensors that layers of a pipeline record: once each, in the order of the layers, of all stages and micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bmt_comm import note_loss_scale
+from bmt_pipe import PipelineTransformerBlockList
+from bmt_zero import Block, inspect_model, inspect_tensor, load_state_dict, record_tensor
+
+WIDTH, LAYERS, ROWS = 5, 5, 3
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        record_tensor(x, "input")
+        h = torch.tanh(self.first(x))
+        record_tensor(h, "middle", "layer")
+        return x + h
+
+
+def mean_square(hidden: Tensor) -> Tensor:
+    return hidden.square().mean()
+
+
+@pytest.mark.ranks(2, 4, pipe_size=2, num_micro_batches=4)
+@pytest.mark.parametrize("tail", [None, "1f1b", "zb_h1"])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_statistics_are_those_of_one_process(ctx: Any, tail: str | None, checkpoint: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Layer() for _ in range(LAYERS))
+    blocks = [Block(Layer(), checkpoint) for _ in range(LAYERS)]
+    layers = PipelineTransformerBlockList(blocks, tail_schedule=tail)
+    load_state_dict(layers, plain.state_dict())
+    whole = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    for scale in (1.0, 8.0):
+        for model in (plain, layers):
+            model.zero_grad()
+        kept: list[tuple[str, Tensor]] = []
+        x = whole.flatten(0, 1)
+        for index, layer in enumerate(plain):
+            h = torch.tanh(layer.first(x))
+            kept += [(f"{index}.input", x), (f"layer.{index}.middle", h)]
+            x = x + h
+        for _, tensor in kept:
+            if tensor.requires_grad:
+                tensor.retain_grad()
+        mean_square(x).backward()
+        note_loss_scale(scale)
+        mine = whole[ctx.rank].to(ctx.device)
+        with inspect_tensor() as inspector:
+            if tail is None:
+                loss = mean_square(layers(mine))
+            else:
+                loss = layers(mine, tail=mean_square)
+            (loss * scale / ctx.replicas).backward()
+        found = inspector.get_summary()
+        parameters = inspect_model(layers, "*")
+        note_loss_scale(1)
+        assert [item["name"] for item in found] == [name for name, _ in kept]
+        for item, (_, value) in zip(found, kept):
+            assert item["shape"] == tuple(value.shape)
+            for prefix, wanted in (("", value), ("grad_", value.grad)):
+                for key in ("max", "min", "mean", "std"):
+                    if wanted is None:
+                        assert item[prefix + key] is None
+                    else:
+                        expected = getattr(wanted.double(), key)().item()
+                        assert item[prefix + key] == pytest.approx(expected, rel=1e-4, abs=1e-7), (item, prefix + key)
+        assert [item["name"] for item in parameters] == list(plain.state_dict())
+        for item, param in zip(parameters, plain.parameters()):
+            assert item["grad_std"] == pytest.approx(param.grad.double().std().item(), rel=1e-4)
+
+
+@pytest.mark.ranks(2, pipe_size=2)
+def test_a_loss_cannot_use_what_was_recorded(ctx: Any) -> None:
+    layers = PipelineTransformerBlockList([Block(Layer()) for _ in range(2)])
+    with inspect_tensor() as inspector:
+        layers(torch.randn(2, 1, WIDTH)).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"a loss uses a tensor that was recorded inside of a pipeline.*return_hidden"
+    ):
+        inspector.get_tensor("middle", "layer").sum().backward()

@@ -1,0 +1,96 @@
+"""Statistics of the parameters of a model and of their gradients."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmt_comm import Communicator, current_context, is_initialized, last_loss_scale, local_tensor, slice_of
+
+from .shard import sharding_of
+from .sharded_gradient import local_rows
+from .stage_entry import is_stage_local
+from .statistics import Statistics, as_statistics, describe, over_several
+
+
+@torch.no_grad()
+def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[dict[str, Any]]:
+    """Statistics of the logical parameters of a model, and of their gradients. Every rank must call it.
+
+    Args:
+        model: any module, sharded or not, with layers of other pipeline stages or not.
+        param_name: which parameters: a pattern for names, in which ``*`` is anything.
+        prefix: what names begin with.
+
+    Returns:
+        The same on every rank: for each parameter a dictionary with ``name``, ``shape``, ``max``, ``min``, ``mean``,
+        ``std``, ``grad_max``, ``grad_min``, ``grad_mean`` and ``grad_std``. Gradients are divided by the last loss
+        scale of an ``OptimManager``. Those of a parameter without a gradient are 0.
+    """
+    entries: list[tuple[str, nn.Parameter]] = []
+    positions: list[tuple[int, list[Any], int]] = []  # in the order of all stages
+    blocks = _blocks(model)
+    outside = 0
+    for index, (name, param) in enumerate(model.named_parameters(remove_duplicate=False)):
+        local = is_stage_local(param)
+        outside += not local
+        if fnmatch.fnmatchcase(prefix + name, param_name):
+            entries.append((prefix + name, param))
+            positions.append((outside, _natural(blocks[name]) if local else [], index))
+    found = _statistics([param for _, param in entries])
+    scale = last_loss_scale()
+    summary = [
+        _item(name, param, values, grad and grad.divided_by(scale))
+        for (name, param), (values, grad) in zip(entries, found, strict=True)
+    ]
+    if not is_initialized() or current_context().pipe_size == 1:
+        return summary
+    pipe = current_context().pipe_host
+    own = list(zip(positions, summary, strict=True))
+    others = [theirs for stage, theirs in enumerate(pipe.all_gather_object(own)) if stage != pipe.rank]
+    own += [each for theirs in others for each in theirs if each[0][1]]
+    return [item for _, item in sorted(own, key=lambda each: each[0])]
+
+
+def _blocks(model: nn.Module) -> dict[str, str]:
+    """The names of parameters in sharded modules, and of these modules."""
+    return {
+        f"{path}.{name}" if path else name: path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if sharding_of(module) is not None
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _natural(name: str) -> list[Any]:
+    """A key by which "layers.10" comes after "layers.9". Not empty."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _statistics(params: Sequence[nn.Parameter]) -> list[tuple[Statistics | None, Statistics | None]]:
+    """Of each parameter and of its gradient; an all-gather for each communicator whose ranks hold different rows."""
+    numbers: dict[nn.Parameter, Tensor] = {}
+    shared: dict[tuple[Communicator, ...], list[nn.Parameter]] = {}
+    for param in dict.fromkeys(params):
+        grad = None if param.grad is None else local_tensor(local_rows(param.grad))
+        values = local_tensor(param.detach())
+        numbers[param] = torch.stack([describe(values), describe(grad).to(values.device)])
+        shared.setdefault(slice_of(param).comms, []).append(param)
+    for comms in sorted(shared, key=lambda comms: [comm.ranks for comm in comms]):
+        together = over_several(torch.cat([numbers[param] for param in shared[comms]]), comms)
+        numbers.update(zip(shared[comms], together.split(2), strict=True))
+    found = {param: as_statistics(pair) for param, pair in numbers.items()}
+    return [(found[param][0], found[param][1]) for param in params]
+
+
+def _item(name: str, param: nn.Parameter, values: Statistics | None, grad: Statistics | None) -> dict[str, Any]:
+    item: dict[str, Any] = {"name": name, "shape": tuple(slice_of(param).shape)}
+    for prefix, found in (("", values), ("grad_", grad)):
+        for key in ("max", "min", "mean", "std"):
+            item[prefix + key] = 0.0 if found is None else getattr(found, key)
+    return item

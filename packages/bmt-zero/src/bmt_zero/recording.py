@@ -1,0 +1,211 @@
+"""Recording tensors of a forward, once each, however often the forward is computed.
+
+[Note: recomputation]
+    A checkpointed forward runs twice. The first run marks which entries it has made (:func:`marked`), and the second
+    one is given them (:func:`replayed`): it adds none. If the first run was without gradients, as in a pipeline, the
+    second one puts its tensors in the places of the first one's, so that an entry has a gradient in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmt_comm import current_context, is_initialized, last_loss_scale
+
+from .backward_context import step_context
+
+
+class PipelinePlace(NamedTuple):
+    """Where in a pipeline a tensor was recorded."""
+
+    call: int
+    """Which call of a pipeline since recording began."""
+    before: int
+    """How many tensors had been recorded outside of pipelines."""
+    place: int
+    """The number of the chunk in the chain of layers."""
+    micro_batch: int
+
+
+class Entry:
+    """A recorded tensor.
+
+    Attributes:
+        name, group: as given to :func:`record_tensor`.
+        tensor: the tensor itself.
+        place: None outside of pipelines.
+    """
+
+    def __init__(self, name: str, group: str | None, tensor: Tensor, place: PipelinePlace | None) -> None:
+        self.name = name
+        self.group = group
+        self.place = place
+        self._arrived = _Arrived()
+        self.set_tensor(tensor)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of the tensor, without the loss scale."""
+        grad = self._arrived.grad if self.tensor.grad is None else self.tensor.grad
+        return None if grad is None else grad / self._arrived.loss_scale
+
+    def rescale(self, factor: Tensor) -> None:
+        """The gradient that has arrived is to be multiplied by ``factor`` (0-dim, fp64)."""
+        self._arrived.loss_scale = last_loss_scale() / factor
+
+    def set_tensor(self, tensor: Tensor) -> None:
+        """Take a tensor that the same call has computed, and ask autograd for its gradient."""
+        self.tensor = tensor
+        if tensor.requires_grad:
+            tensor.retain_grad()
+            self._arrived = _Arrived(keeps=tensor.is_leaf)
+            tensor.register_hook(self._arrived.note)
+
+
+class _Arrived:
+    """What a tensor's hook has seen. It has no reference to the tensor, which has one to it.
+
+    Args:
+        keeps: whether to keep the gradient, because a pipeline clears that of the leaves of its micro-batches.
+    """
+
+    def __init__(self, keeps: bool = False) -> None:
+        self.keeps = keeps
+        self.loss_scale: float | Tensor = 1.0
+        self.grad: Tensor | None = None
+
+    def note(self, grad: Tensor) -> None:
+        self.loss_scale = last_loss_scale()
+        if self.keeps:
+            self.grad = grad.detach().clone() if self.grad is None else self.grad + grad.detach()
+
+
+class Session:
+    """What was recorded since recording began."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.pipeline_calls = 0
+
+    def outside(self) -> int:
+        """How many entries there are outside of pipelines."""
+        return sum(entry.place is None for entry in self.entries)
+
+
+Mark = list[Entry]
+"""The entries that one run of a forward has made or replaced."""
+
+_session: Session | None = None
+_marks: list[Mark] = []
+_replays: list[Iterator[Entry]] = []
+_place: PipelinePlace | None = None
+
+
+def begin_recording() -> Session:
+    """Record from now on.
+
+    Raises:
+        RuntimeError: that has begun already.
+    """
+    global _session
+    if _session is not None:
+        raise RuntimeError("inspect_tensor() is in use already; leave its context before you enter another one")
+    _session = Session()
+    return _session
+
+
+def end_recording() -> None:
+    """Record nothing any more."""
+    global _session
+    _session = None
+
+
+def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
+    """Record a tensor, if this happens inside of :func:`bmt_zero.inspect_tensor`; otherwise do nothing.
+
+    The tensor itself is kept, and a loss may use it. In a Block, that counts as an output of the Block.
+
+    Args:
+        x: any tensor, not a parameter.
+        name: a name; several tensors may have it.
+        group: a prefix of the name.
+
+    Raises:
+        RuntimeError: ``x`` is a parameter; see :func:`bmt_zero.inspect_model`.
+        TypeError: ``x`` is no tensor.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, not {type(x).__name__}")
+    if isinstance(x, torch.nn.Parameter):
+        raise RuntimeError(f"{name!r} is a parameter; inspect_model shows parameters, record_tensor other tensors")
+    entry: Entry | None
+    if _replays:
+        entry = next(_replays[-1], None)
+        if entry is None or entry.tensor.requires_grad:
+            return
+        entry.set_tensor(x)
+    elif _session is None or torch._C._current_graph_task_id() != -1:  # computed again by someone else's checkpointing
+        return
+    else:
+        entry = Entry(name, group, x, _place)
+        _session.entries.append(entry)
+    for mark in _marks:
+        mark.append(entry)
+    _follow(x)
+
+
+def _follow(x: Tensor) -> None:
+    """Let the Blocks that are computing begin backward when a gradient of ``x`` arrives, as for their outputs."""
+    if x.grad_fn is None or not is_initialized():
+        return
+    for call in step_context(current_context()).calls:
+        if call.call is not None:
+            call.call.follow_outputs([x], call.inputs)
+
+
+@contextmanager
+def marked() -> Iterator[Mark]:
+    """Yields what is recorded within; a computation to be repeated under :func:`replayed`."""
+    mark: Mark = []
+    if _session is None and not _replays:
+        yield mark
+        return
+    _marks.append(mark)
+    try:
+        yield mark
+    finally:
+        _marks.pop()
+
+
+@contextmanager
+def replayed(mark: Mark) -> Iterator[None]:
+    """Within, the computation that has made ``mark`` runs again."""
+    _replays.append(iter(list(mark)))
+    try:
+        yield
+    finally:
+        _replays.pop()
+
+
+def begin_pipeline_call() -> tuple[int, int]:
+    """The number of a pipeline's call in this session, and of the tensors recorded before it outside of pipelines."""
+    if _session is None:
+        return 0, 0
+    _session.pipeline_calls += 1
+    return _session.pipeline_calls, _session.outside()
+
+
+@contextmanager
+def inside_pipeline(place: PipelinePlace) -> Iterator[None]:
+    """Within, a chunk of a pipeline's layers computes."""
+    global _place
+    before, _place = _place, place
+    try:
+        yield
+    finally:
+        _place = before

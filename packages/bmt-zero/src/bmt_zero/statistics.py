@@ -1,0 +1,89 @@
+"""Mean, standard deviation and extremes of tensors of which ranks hold different elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bmt_comm import Communicator
+
+WIDTH = 5
+"""Numbers that describe the elements of a tensor: count, mean, sum of squared deviations, largest, smallest; fp64."""
+_CHUNK = 1 << 22  # elements that are converted to fp64 at a time
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of all elements of a tensor. The standard deviation is that of a sample, as ``torch.std`` computes it."""
+
+    count: int
+    mean: float
+    std: float
+    max: float
+    min: float
+
+    def divided_by(self, scale: float) -> Statistics:
+        """Those of the elements divided by ``scale`` > 0."""
+        return Statistics(self.count, self.mean / scale, self.std / scale, self.max / scale, self.min / scale)
+
+
+def describe(x: Tensor | None) -> Tensor:
+    """(5,): the numbers of a tensor, on its device. None has no elements."""
+    if x is None or x.numel() == 0:
+        device = torch.device("cpu") if x is None else x.device
+        return torch.tensor([0, 0, 0, -math.inf, math.inf], dtype=torch.float64, device=device)
+    parts = []
+    for part in x.detach().reshape(-1).split(_CHUNK):
+        values = part.double()
+        mean = values.mean()
+        count = torch.full_like(mean, values.numel())
+        parts.append(torch.stack([count, mean, (values - mean).square().sum(), values.max(), values.min()]))
+    return combine(torch.stack(parts))
+
+
+def combine(rows: Tensor) -> Tensor:
+    """(n, …, 5) → (…, 5): the numbers of the elements of all n rows together."""
+    count = rows[..., 0].sum(0)
+    weights = torch.where(count > 0, rows[..., 0] / count, 0)
+    mean = (weights * rows[..., 1]).sum(0)
+    squares = (rows[..., 2] + rows[..., 0] * (rows[..., 1] - mean).square()).sum(0)
+    return torch.stack([count, mean, squares, rows[..., 3].amax(0), rows[..., 4].amin(0)], dim=-1)
+
+
+def over_ranks(numbers: Tensor, comm: Communicator, *, replicas: bool = False) -> Tensor:
+    """(k, 5) of this rank → (k, 5) of all ranks of ``comm`` together. Every rank must call it.
+
+    Args:
+        numbers: of k tensors, the same ones on every rank.
+        comm: the ranks.
+        replicas: tensors whose numbers are the same bits on all ranks are copies of one tensor.
+    """
+    if comm.size == 1 or not len(numbers):
+        return numbers
+    rows = numbers.new_empty(comm.size, *numbers.shape, device=comm.device)
+    comm.all_gather(rows, numbers.to(comm.device).contiguous())
+    together = combine(rows)
+    if replicas:
+        bits = rows.view(torch.int64)
+        together = torch.where((bits == bits[0]).all(0).all(-1, keepdim=True), rows[0], together)
+    return together
+
+
+def as_statistics(numbers: Tensor) -> list[Statistics | None]:
+    """The statistics of (k, 5) numbers; None where there are no elements."""
+    results: list[Statistics | None] = []
+    for count, mean, squares, largest, smallest in numbers.tolist():
+        std = math.sqrt(squares / (count - 1)) if count > 1 else math.nan
+        results.append(Statistics(int(count), mean, std, largest, smallest) if count else None)
+    return results
+
+
+def over_several(numbers: Tensor, comms: Sequence[Communicator]) -> Tensor:
+    """:func:`over_ranks`, of one communicator after the other."""
+    for comm in comms:
+        numbers = over_ranks(numbers, comm)
+    return numbers

@@ -1,0 +1,76 @@
+"""Scripted functions inside a checkpointed Block: gradients are those of the plain module at every call."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmt_zero import Block
+from bmt_zero.sharded_gradient import local_rows
+
+
+def scripted(function: Any) -> Any:
+    """A new one: after some calls TorchScript replaces what it runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer versions of torch would have torch.compile
+        return torch.jit.script(function)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    dtype = hidden.dtype
+    variance = hidden.to(torch.float32).pow(2).mean(dim=-1, keepdim=True)
+    hidden = (hidden * torch.rsqrt(variance + eps)).to(dtype)
+    return hidden * weight
+
+
+def gate(x: Tensor, y: Tensor) -> Tensor:
+    return torch.sigmoid(x) * y + F.dropout(x, 0.25, True)
+
+
+class Scripted(nn.Module):
+    """Uses scripted functions, and returns nested containers."""
+
+    def __init__(self, script: bool) -> None:
+        super().__init__()
+        self.rms_norm, self.gate = (scripted(f) if script else f for f in (rms_norm, gate))
+        self.weight = nn.Parameter(torch.randn(7))
+        self.up = nn.Linear(7, 5)
+        self.down = nn.Linear(5, 7)
+
+    def forward(self, x: Tensor, more: dict[str, Tensor]) -> dict[str, Any]:
+        h = self.up(self.rms_norm(x, self.weight, 1e-6))
+        h = self.gate(h, h * 2)
+        return {"hidden": x + self.down(h), "others": [h, {"sum": (h.sum() + more["y"].sum(),)}]}
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x, {"y": y})
+    return out["hidden"].square().mean() + out["others"][0].sum() + out["others"][1]["sum"][0] * 0.5
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 3])
+def test_gradients_of_many_calls(ctx: Any, level: int) -> None:
+    torch.manual_seed(3)
+    plain, inner = Scripted(False), Scripted(True)
+    inner.load_state_dict(plain.state_dict())
+    block = Block(inner, zero_level=level)
+    for step in range(8):
+        torch.manual_seed(step)
+        x = torch.randn(3, 4, 7)
+        y = torch.randn(2)
+        inputs = [(x.clone().requires_grad_(), y.clone().requires_grad_()) for _ in range(2)]
+        for model, (own_x, own_y) in zip((plain, block), inputs):
+            torch.manual_seed(100 + step)  # of the dropout
+            loss_of(model, own_x, own_y).backward()
+        for mine, wanted in zip(inputs[1], inputs[0]):
+            assert torch.allclose(mine.grad, wanted.grad, rtol=1e-5, atol=1e-6)
+    for param, wanted in zip(block.parameters(), plain.parameters()):
+        rows = slice(param.bmt_slice.row_start, param.bmt_slice.row_stop)
+        expected = ctx.world_size * wanted.grad[rows]
+        assert torch.allclose(local_rows(param.grad), expected, rtol=1e-5, atol=1e-5)

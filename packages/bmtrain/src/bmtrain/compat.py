@@ -1,0 +1,62 @@
+"""The modules of BMTrain 1.0 that are elsewhere here, importable under their own names.
+
+A table, and nothing else: each module's public names, and where they come from. Importing ``bmtrain`` puts the modules
+into ``sys.modules`` and, where the name is free, on the module that they belong to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+MODULES: dict[str, tuple[str, str]] = {
+    # Module: where its names are, and which they are.
+    "global_var": ("bmtrain", "config rank world_size"),
+    "parameter": ("bmtrain", "DistributedParameter ParameterInitializer"),
+    "layer": ("bmtrain", "DistributedModule"),
+    "param_init": ("bmtrain", "grouped_parameters init_parameters"),
+    "synchronize": ("bmtrain", "gather_result sum_loss synchronize wait_loader"),
+    "block_layer": ("bmtrain", "Block TransformerBlockList"),
+    "pipe_layer": ("bmtrain", "PipelineTransformerBlockList"),
+    "wrapper": ("bmtrain", "BMTrainModelWrapper"),
+    "inspect.format": ("bmtrain.inspect", "format_summary"),
+    "inspect.model": ("bmtrain.inspect", "inspect_model"),
+    "inspect.tensor": ("bmtrain.inspect", "InspectTensor InspectTensorManager inspect_tensor record_tensor"),
+    "optim.adam": ("bmtrain.optim", "AdamOptimizer"),
+    "optim.adam_offload": ("bmtrain.optim", "AdamOffloadOptimizer"),
+    "optim.optim_manager": ("bmtrain.optim", "OptimManager"),
+    "lr_scheduler.warmup": ("bmtrain.lr_scheduler", "WarmupLRScheduler"),
+    "lr_scheduler.no_decay": ("bmtrain.lr_scheduler", "NoDecay"),
+    "lr_scheduler.noam": ("bmtrain.lr_scheduler", "Noam"),
+    "lr_scheduler.linear": ("bmtrain.lr_scheduler", "Linear"),
+    "lr_scheduler.cosine": ("bmtrain.lr_scheduler", "Cosine"),
+    "lr_scheduler.exponential": ("bmtrain.lr_scheduler", "Exponential"),
+    "nn.linear": ("bmtrain.nn", "Linear OpLinear"),
+    "nn.column_parallel_linear": ("bmtrain.nn", "ColumnParallelLinear"),
+    "nn.row_parallel_linear": ("bmtrain.nn", "RowParallelLinear"),
+    "nn.parallel_embedding": ("bmtrain.nn", "VPEmbedding"),
+    "nn.parallel_linear_func": ("bmtrain.nn", "OpParallelLinear ReduceType"),
+    "loss.cross_entropy": ("bmtrain.loss", "FusedCrossEntropy"),
+    "distributed.ops": (
+        "bmtrain.distributed",
+        "all_gather all_reduce broadcast recv_activations reduce_scatter send_activations",
+    ),
+    "benchmark.all_gather": ("bmtrain.benchmark", "all_gather"),
+    "benchmark.reduce_scatter": ("bmtrain.benchmark", "reduce_scatter"),
+    "benchmark.send_recv": ("bmtrain.benchmark", "send_recv"),
+}
+
+
+def install() -> None:
+    """Make the modules of the table importable."""
+    for path, (source, names) in MODULES.items():
+        origin = importlib.import_module(source)
+        module = ModuleType(f"bmtrain.{path}", f"BMTrain's module of this name; see :mod:`{source}`.")
+        module.__all__ = names.split()  # type: ignore[attr-defined]
+        for name in names.split():
+            setattr(module, name, getattr(origin, name))
+        parent, _, own = module.__name__.rpartition(".")
+        sys.modules[module.__name__] = module
+        if not hasattr(sys.modules[parent], own):  # bmtrain.synchronize and bmtrain.benchmark.all_gather are functions
+            setattr(sys.modules[parent], own, module)

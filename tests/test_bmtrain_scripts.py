@@ -1,0 +1,333 @@
+"""Scripts as BMTrain's documentation writes them train as plain PyTorch on the whole batch does."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bmtrain_gpt import GPT, LAYERS, LENGTH, VOCABULARY, PlainGPT
+from torch import Tensor, nn
+
+import bmtrain as bmt
+from bmtrain import inspect, optim
+from bmtrain.global_var import config
+
+STEPS = 10
+TOLERANCE = 1e-5
+EPS = 1e-4  # the gradient of a key's bias is 0 but for rounding, of which Adam with a smaller one would make steps
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def batch_of(step: int, replica: int) -> Batch:
+    """Ids, positions, mask and targets of a replica's two samples, of different lengths."""
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    text = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=generator)
+    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (2,), generator=generator)
+    mask = torch.arange(LENGTH) < lengths[:, None]
+    return text[:, :-1], torch.arange(LENGTH).expand(2, -1), mask, text[:, 1:].masked_fill(~mask, -100)
+
+
+def replicas() -> int:
+    return config["world_size"] if config["tp_size"] == 1 else config["tp_zero_size"]
+
+
+def replica() -> int:
+    return config["rank"] if config["tp_size"] == 1 else config["tp_zero_rank"]
+
+
+def to_device(batch: Batch) -> Iterable[Tensor]:
+    return (x.to(config["device"]) for x in batch)
+
+
+def loss_of(logits: Tensor, targets: Tensor, parallel: bool) -> Tensor:
+    loss_func = bmt.loss.FusedCrossEntropy(ignore_index=-100, parallel=parallel)
+    return loss_func(logits.flatten(0, 1), targets.flatten())
+
+
+def plain_copy(model: nn.Module) -> PlainGPT:
+    plain = PlainGPT()
+    plain.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    return plain
+
+
+def plain_loss(plain: PlainGPT, step: int, count: int) -> Tensor:
+    """The mean over replicas of the mean over each one's tokens. What it records is of all samples."""
+    batches = [batch_of(step, r) for r in range(count)]
+    logits = plain(*(torch.cat([batch[i] for batch in batches]) for i in range(3)))
+    pairs = zip(logits.chunk(count), batches)
+    return sum(F.cross_entropy(x.flatten(0, 1), b[3].flatten(), ignore_index=-100) for x, b in pairs) / count
+
+
+def update_error(model: nn.Module, plain: PlainGPT, before: dict[str, Tensor]) -> float:
+    """‖Δp − Δp_ref‖ / ‖Δp_ref‖ over all parameters."""
+    after, wanted = model.state_dict(), plain.state_dict()
+    assert list(after) == list(wanted)
+    mine = torch.cat([(after[name].cpu() - before[name]).flatten() for name in wanted])
+    reference = torch.cat([(wanted[name] - before[name]).flatten() for name in wanted])
+    return ((mine - reference).norm() / reference.norm()).item()
+
+
+def noam(start: float, warmup: int, step: int) -> float:
+    return start * step / warmup**1.5 if step < warmup else start / math.sqrt(step)
+
+
+def check_summary(found: list[dict[str, Any]], wanted: list[tuple[str, Tensor, Tensor | None]]) -> None:
+    assert [item["name"] for item in found] == [name for name, _, _ in wanted]
+    for item, (name, value, grad) in zip(found, wanted):
+        for prefix, x in (("", value), ("grad_", grad)):
+            for key in ("max", "min", "mean", "std"):
+                assert x is not None
+                expected = getattr(x.double(), key)().item()
+                assert item[prefix + key] == pytest.approx(expected, rel=1e-3, abs=1e-5), (name, prefix + key)
+
+
+def train_gpt(**layout: Any) -> None:
+    """The training loop of the example, with inspection."""
+    bmt.init_distributed(seed=0, **layout)
+    model = GPT()
+    bmt.init_parameters(model)
+    bmt.synchronize()
+    plain = plain_copy(model)
+    before = copy.deepcopy(plain.state_dict())
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.0, eps=EPS, weight_decay=1e-2)
+
+    optimizer = optim.AdamOffloadOptimizer(model.parameters(), eps=EPS, weight_decay=1e-2)
+    lr_scheduler = bmt.lr_scheduler.Noam(optimizer, start_lr=2e-2, warmup_iter=4, end_iter=1000, num_iter=0)
+    optim_manager = optim.OptimManager(loss_scale=2**10)
+    optim_manager.add_optimizer(optimizer, lr_scheduler)
+    avg_loss_recorder = bmt.utils.AverageRecorder()
+    for iteration in range(STEPS):
+        ids, pos, mask, targets = to_device(batch_of(iteration, replica()))
+        with inspect.inspect_tensor() as inspector:
+            logits = model(ids, pos, mask)
+            loss = loss_of(logits, targets, config["tp_size"] > 1)
+            global_loss = bmt.sum_loss(loss).item()
+            optim_manager.zero_grad()
+            optim_manager.backward(loss)
+        summary = inspector.get_summary()
+        parameters = inspect.inspect_model(model, "*")
+        bmt.print_rank(inspect.format_summary(summary))
+        bmt.print_rank(inspect.format_summary(parameters))
+        grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+        assert lr_scheduler.current_lr == pytest.approx(noam(2e-2, 4, iteration))
+        optim_manager.step()
+        avg_loss_recorder.record(global_loss)
+
+        reference.zero_grad()
+        expected = plain_loss(plain, iteration, replicas())
+        expected.backward()
+        assert global_loss == pytest.approx(expected.item(), rel=1e-5)
+        check_summary(parameters, [(name, p, p.grad) for name, p in plain.named_parameters()])
+        if config["tp_size"] == 1:  # with it the logits are split, and hidden states are of parts of the sequence
+            check_summary(summary, [(name, x, x.grad) for name, x in plain.recorded])
+        else:
+            wanted = [(name, x, x.grad) for name, x in plain.recorded if "hidden" in name]
+            check_summary([item for item in summary if "hidden" in item["name"]], wanted)
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        assert grad_norm.item() == pytest.approx(norm.item(), rel=1e-4)
+        reference.param_groups[0]["lr"] = noam(2e-2, 4, iteration)
+        reference.step()
+    assert update_error(model, plain, before) <= TOLERANCE
+    assert len(model.transformers) == LAYERS
+
+
+@pytest.mark.ranks(1, 2, 4, init=False)
+def test_the_example() -> None:
+    train_gpt()
+
+
+@pytest.mark.ranks(2, 4, init=False)
+def test_the_example_with_tensor_parallelism() -> None:
+    train_gpt(tp_size=2)
+
+
+@pytest.mark.ranks(2, 4, init=False)
+def test_the_example_with_a_pipeline() -> None:
+    train_gpt(pipe_size=2, num_micro_batches=2)
+
+
+@pytest.mark.ranks(1, 2, 4, init=False)
+def test_gradient_accumulation() -> None:
+    bmt.init_distributed()
+    model = GPT()
+    bmt.init_parameters(model)
+    plain = plain_copy(model)
+    before = copy.deepcopy(plain.state_dict())
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS, weight_decay=0.0)
+    optimizer = optim.AdamOptimizer(model.parameters(), lr=1e-2, eps=EPS)
+    optim_manager = optim.OptimManager(loss_scale=256)
+    optim_manager.add_optimizer(optimizer)
+    for iteration in range(3 * STEPS):
+        ids, pos, mask, targets = to_device(batch_of(iteration, replica()))
+        optim_manager.backward(loss_of(model(ids, pos, mask), targets, False) / 3)
+        (plain_loss(plain, iteration, replicas()) / 3).backward()
+        if iteration % 3 == 2:
+            optim_manager.clip_grad_norm(optimizer.param_groups, 0.5)
+            optim_manager.step()
+            optim_manager.zero_grad()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            reference.step()
+            reference.zero_grad()
+    assert update_error(model, plain, before) <= TOLERANCE
+
+
+@pytest.mark.ranks(1, 2, 4, init=False)
+def test_several_optimizers() -> None:
+    bmt.init_distributed(seed=7)
+    model = GPT()
+    bmt.init_parameters(model)
+    plain = plain_copy(model)
+    before = copy.deepcopy(plain.state_dict())
+    # No weight decay for vectors; the embeddings by torch's own optimizer.
+    kinds = [
+        lambda name, p: "emb" not in name and p.dim() == 1,
+        lambda name, p: "emb" not in name and p.dim() == 2,
+        lambda name, p: "emb" in name,
+    ]
+    plain_groups = [[p for name, p in plain.named_parameters() if kind(name, p)] for kind in kinds]
+    names = [{name for name, p in plain.named_parameters() if kind(name, p)} for kind in kinds]
+    groups = [[p for name, p in model.named_parameters() if name in chosen] for chosen in names]
+    references = [
+        torch.optim.AdamW(plain_groups[0], lr=0.0, eps=EPS, weight_decay=0.0),
+        torch.optim.AdamW(plain_groups[1], lr=0.0, weight_decay=0.1, betas=(0.9, 0.95)),
+        torch.optim.SGD(plain_groups[2], lr=0.1, momentum=0.9),
+    ]
+    optimizers = [
+        optim.AdamOptimizer(groups[0], eps=EPS),
+        optim.AdamOffloadOptimizer(groups[1], weight_decay=0.1, betas=(0.9, 0.95)),
+        torch.optim.SGD(groups[2], lr=0.1, momentum=0.9),
+    ]
+    schedulers = [
+        bmt.lr_scheduler.Linear(optimizers[0], start_lr=1e-2, warmup_iter=2, end_iter=20),
+        bmt.lr_scheduler.Cosine(optimizers[1], start_lr=1e-2, warmup_iter=2, end_iter=8),
+        None,
+    ]
+    optim_manager = optim.OptimManager(loss_scale=1024)
+    for optimizer, scheduler in zip(optimizers, schedulers):
+        optim_manager.add_optimizer(optimizer, scheduler)
+    for n in range(STEPS):
+        ids, pos, mask, targets = to_device(batch_of(n, replica()))
+        optim_manager.zero_grad()
+        optim_manager.backward(loss_of(model(ids, pos, mask), targets, False))
+        norms = [optim_manager.clip_grad_norm(optimizer.param_groups, 0.5) for optimizer in optimizers]
+        optim_manager.step()
+
+        for each in references:
+            each.zero_grad()
+        plain_loss(plain, n, replicas()).backward()
+        for norm, params in zip(norms, plain_groups):
+            assert norm.item() == pytest.approx(torch.nn.utils.clip_grad_norm_(params, 0.5).item(), rel=1e-4)
+        references[0].param_groups[0]["lr"] = 1e-2 * (n / 2 if n < 2 else (20 - n) / 18)
+        decayed = 0.0 if n >= 8 else (1 + math.cos(math.pi * (n - 2) / 6)) / 2
+        references[1].param_groups[0]["lr"] = 1e-2 * (n / 2 if n < 2 else decayed)
+        for each in references:
+            each.step()
+    assert update_error(model, plain, before) <= TOLERANCE
+
+
+@pytest.mark.ranks(1, 2, 4, init=False)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_save_and_load(tmp_path: Path, gathered: bool) -> None:
+    """Training goes on from files as if it had not stopped."""
+    bmt.init_distributed(seed=3)
+
+    def build() -> tuple[GPT, optim.OptimManager]:
+        model = GPT()
+        bmt.init_parameters(model)
+        optimizer = optim.AdamOffloadOptimizer(model.parameters(), lr=1e-2, eps=EPS, weight_decay=1e-2)
+        optim_manager = optim.OptimManager(loss_scale=64)
+        optim_manager.add_optimizer(
+            optimizer, bmt.lr_scheduler.Exponential(optimizer, start_lr=1e-2, warmup_iter=3, end_iter=100)
+        )
+        return model, optim_manager
+
+    def train(model: GPT, optim_manager: optim.OptimManager, steps: Iterable[int]) -> None:
+        for n in steps:
+            ids, pos, mask, targets = to_device(batch_of(n, replica()))
+            optim_manager.zero_grad()
+            optim_manager.backward(loss_of(model(ids, pos, mask), targets, False))
+            optim_manager.step()
+
+    model, optim_manager = build()
+    plain = plain_copy(model)
+    before = copy.deepcopy(plain.state_dict())
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.0, eps=EPS, weight_decay=1e-2)
+    for n in range(STEPS):
+        reference.zero_grad()
+        plain_loss(plain, n, replicas()).backward()
+        reference.param_groups[0]["lr"] = 1e-2 * (n / 3 if n < 3 else 0.95 ** (n - 3))
+        reference.step()
+
+    train(model, optim_manager, range(STEPS // 2))
+    folder = Path(bmt.store.broadcast_object(str(tmp_path), config["comm"], src=0))
+    bmt.save(model, str(folder / "model.pt"))
+    states = folder / f"optimizer-{0 if gathered else bmt.rank()}.pt"
+    state = optim_manager.state_dict(gather_opt=gathered)
+    if not gathered or bmt.rank() == 0:
+        torch.save(state, states)
+    bmt.synchronize()
+    PlainGPT().load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+
+    model, optim_manager = build()
+    bmt.load(model, str(folder / "model.pt"))
+    optim_manager.load_state_dict(torch.load(states, weights_only=True))
+    train(model, optim_manager, range(STEPS // 2, STEPS))
+    assert update_error(model, plain, before) <= TOLERANCE
+
+
+@pytest.mark.ranks(2, init=False)
+def test_scripts_ask_for_their_rank_before_they_start() -> None:
+    assert (bmt.rank(), bmt.world_size(), config["rank"], config["world_size"]) == (0, 1, 0, 1)
+    printed = io.StringIO()
+    bmt.print_rank("before", file=printed)
+    assert printed.getvalue() == "before\n"
+    bmt.init_distributed()
+    drawn = torch.rand(3)
+    assert bmt.store.allgather_objects(drawn.tolist()) == [drawn.tolist()] * 2  # seed=0 on all ranks
+    topology = config["topology"]
+    assert (topology.tp_id, topology.stage_id, topology.stages, topology.pipe_idx) == (0, 0, 1, bmt.rank())
+    assert topology.get_group_rank("zero") == bmt.rank()
+
+
+@pytest.mark.ranks(1, 2, 4, init=False)
+def test_modules_are_initialised_one_by_one() -> None:
+    """As one process that makes the same calls; equal modules get different values."""
+    bmt.init_distributed(seed=5)
+    model = GPT()
+    for layer in model.transformers:
+        layer.init_parameters()
+    first, second = (dict(model.transformers[i].named_parameters())["ff.w_in.weight"].full_tensor() for i in (0, 1))
+    assert not torch.equal(first, second)
+    assert first.std().item() == pytest.approx(0.2, rel=0.2)
+    if config["device"].type == "cpu":  # the same for each number of ranks
+        assert (first.sum().item(), second.sum().item()) == pytest.approx(SUMS, rel=1e-5)
+
+
+SUMS = (2.6732285, -2.0993443)
+
+
+@pytest.mark.ranks(1, 2, init=False)
+def test_blocks_have_the_attributes_of_bmtrain() -> None:
+    bmt.init_distributed()
+    layer = nn.Linear(4, 4)
+    plain = copy.deepcopy(layer)
+    shared = bmt.TransformerBlockList([layer, layer])  # twice the same weights
+    block = shared["0"]
+    assert shared[0] is shared["1"] is block
+    assert block._module is block
+    assert [(group, len(params)) for group, params in block.grouped_parameters()] == [(None, 2)]
+    x = torch.randn(3, 4)
+    loss = shared(x).sum()
+    loss.backward()
+    plain(plain(x)).sum().backward()
+    assert torch.allclose(block.weight.grad.norm(), plain.weight.grad.norm() * bmt.world_size(), rtol=1e-5)
+    assert list(shared.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    for mode in ("PIPE", "BLOCK"):
+        assert isinstance(bmt.Block(nn.Linear(2, 2), mode=mode), bmt.CheckpointBlock)
