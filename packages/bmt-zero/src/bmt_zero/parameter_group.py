@@ -164,6 +164,9 @@ class ParameterGroup:
         trains: which parameters are trained, as last seen in forward.
         replaced: how many parameters modules have replacements for; see :func:`replaced_parameters`.
         held: whether unsharded parameters are kept; see :meth:`hold`.
+        unsharded_by_script: whether modules see unsharded parameters until they are resharded; see :meth:`show`.
+        reshard_after_backward: whether parameters are resharded after backward.
+        mesh: of the ranks that share the parameters.
         waits: whether reductions wait for gradients that come later; None: not known yet.
     """
 
@@ -194,6 +197,9 @@ class ParameterGroup:
         self.trains: list[bool] = []
         self.replaced = 0
         self.held = False
+        self.unsharded_by_script = False
+        self.reshard_after_backward = True
+        self.mesh = context.mesh
         self.waits: bool | None = None
         self._label = -1
         self._label_name = ""
@@ -224,8 +230,8 @@ class ParameterGroup:
 
         While gradients are accumulated at level 1, parameters stay unsharded from one micro-batch to the next.
         """
-        if self.held:
-            return
+        if self.held or self.unsharded_by_script or not self.reshard_after_backward:
+            return  # their versions tell whether they were written
         for reducer in self.reducers:
             flat = reducer.flat
             if flat.state is State.UNSHARDED and (self.level > 1 or not reducer.accumulates):
@@ -283,6 +289,9 @@ class ParameterGroup:
     def reshard(self) -> None:
         """Reshard, unless a call in backward needs the parameters."""
         if not self.in_backward and not self.held:
+            if self.unsharded_by_script:
+                self.unsharded_by_script = False
+                self.uninstall()
             for flat in self.flats:
                 flat.reshard()
 
@@ -298,6 +307,12 @@ class ParameterGroup:
         self.reshard()
 
     # --- what modules see -------------------------------------------------------------------------
+
+    def show(self, tensors: Sequence[Tensor]) -> None:
+        """Let the modules see ``tensors`` until the parameters are resharded."""
+        self.wait()
+        if self.unsharded_by_script and not self._installed:
+            self.install(tensors)
 
     def install(self, tensors: Sequence[Tensor]) -> bool:
         """Let the modules see ``tensors`` in place of the parameters; whether they saw the parameters before."""
@@ -387,7 +402,8 @@ class ParameterGroup:
         self.step.enter(self)
         self.step.finish_reductions()
         for reducer, grads in work:
-            reducer.reduce(grads, needed=bool(self.in_backward) or self.held)
+            needed = bool(self.in_backward) or self.held or not self.reshard_after_backward
+            reducer.reduce(grads, needed)
         self.step.note_reducing([reducer for reducer, _ in work])
 
     def add_reduced(self, reducer: GradientReducer, total: Tensor) -> None:
@@ -398,7 +414,8 @@ class ParameterGroup:
 
     def reshard_in_backward(self) -> None:
         """Reshard, unless gradients are accumulated at level 1 and parameters stay unsharded until the step."""
-        if self.level > 1 or not any(reducer.no_sync for reducer in self.reducers):
+        waits = self.level <= 1 and any(reducer.no_sync for reducer in self.reducers)
+        if self.reshard_after_backward and not waits:
             self.reshard()
 
     def end_backward(self) -> None:
@@ -429,6 +446,8 @@ class ParameterGroup:
         slots = copy.deepcopy(self.slots, memo)  # with the modules, which find their parameters in memo
         twin.__init__(reducers, self.context, self.options, slots)  # type: ignore[misc]
         twin.name = self.name
+        twin.reshard_after_forward, twin.mesh = self.reshard_after_forward, self.mesh
+        twin.reshard_after_backward = self.reshard_after_backward
         return twin
 
 
@@ -490,4 +509,6 @@ def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientRed
     shard = flat.shard.detach().clone()
     options = (flat.shard_comm, flat.stream, flat.compute_dtype, flat.keep_storage, flat.allocate)
     copied = FlatParameter(flat.layout, twins, shard, *options)
-    return GradientReducer(copied, reducer.replicate_comm, reducer.level, reducer.reduce_dtype, reducer.grad_scale)
+    twin = GradientReducer(copied, reducer.replicate_comm, reducer.level, reducer.reduce_dtype, reducer.grad_scale)
+    twin.settings = copy.copy(reducer.settings)
+    return twin
