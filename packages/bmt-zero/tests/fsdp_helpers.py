@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -140,15 +139,3 @@ def assert_same_updates(found: dict[str, Tensor], expected: dict[str, Tensor], t
 def twins(**options: Any) -> tuple[Model, Model]:
     plain = make(**options)
     return plain, copy.deepcopy(plain)
-
-
-@contextlib.contextmanager
-def raises(kind: type[Exception], *words: str) -> Any:
-    """An error of this kind, whose message has these words."""
-    try:
-        yield
-    except kind as error:
-        for word in words:
-            assert word in str(error), f"{word!r} is not in: {error}"
-        return
-    raise AssertionError(f"{kind.__name__} was not raised")

@@ -28,7 +28,7 @@ from .gradient_reducer import ReductionSettings
 from .hooks import Call, ForwardHooks
 from .parameter_group import Options, ParameterGroup
 from .precision import MixedPrecision
-from .shard import add_sharding, build_group, find_slots, group_of, share_buffers, sharding_of
+from .shard import add_sharding, build_group, find_slots, group_of, sharding_of, share_buffers
 from .state import serves_shards
 
 M = TypeVar("M", bound=nn.Module)
@@ -166,9 +166,7 @@ class FSDPModule:
         """The old name of :meth:`set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[Tensor], Any], *, stream: torch.cuda.Stream | None = None
-    ) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], Any], *, stream: torch.cuda.Stream | None = None) -> None:
         """Call ``hook(gradients)`` with each reduced, flat gradient of this rank's rows, to change it in place. There
         is one for each dtype. On CUDA it runs in the stream of the reduction."""
         if stream is not None:
@@ -179,9 +177,7 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Without effect: gradients are always summed, and divided afterwards."""
 
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Without effect: parameters that a rank has not used always count as zeros."""
 
     # --- iterations and communication -------------------------------------------------------------

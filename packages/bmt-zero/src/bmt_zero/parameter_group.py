@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import Communicator, GradientReceiver, ParallelContext, deferring, total_gradients
+from bmt_comm import Communicator, GradientReceiver, ParallelContext, deferring, select_rows, total_gradients
 
 from .backward_context import StepContext, current_backward, step_context
 from .flat_parameter import FlatParameter, State
@@ -73,10 +73,22 @@ class GroupHandle:
         self._cached = (param._version, TensorWeakRef(unsharded))
         return unsharded
 
-    def gather_stored(self) -> Tensor:
-        """The same in the dtype that it is stored in, in storage of its own; not differentiable."""
+    def gather_stored(self, like: Tensor | None = None) -> Tensor:
+        """The same in the dtype that it is stored in, in storage of its own; not differentiable.
+
+        ``like``: a tensor of the shape of this rank's rows, to gather instead.
+        """
         self.group.begin_gather(self.flat)
-        return self.flat.gather_stored(self.index)
+        return self.flat.gather_stored(self.index, like)
+
+    def fill(self, values: Tensor) -> None:
+        """Set this rank's rows from the unsharded parameter (this tensor-parallel rank's shard) on the first rank."""
+        reducer = self.group.reducer_of(self.flat)
+        for comm in reducer.comms:
+            comm.broadcast(values, 0)
+        self.param.detach().copy_(select_rows(values, self.param.bmt_slice))
+        self.param.awaits_values = False
+        self.original = None
 
     def accepts(self, output: int, tensors: Sequence[Tensor]) -> bool:
         """See :class:`bmt_comm.GradientReceiver`."""

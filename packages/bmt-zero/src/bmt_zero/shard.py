@@ -27,6 +27,7 @@ from .precision import MixedPrecision
 from .sharded_parameter import GradientHooks, ShardedParameter
 from .stage_entry import STAGE_LOCAL_ATTRIBUTE
 from .state import add_state_hooks
+from .torch_optimizers import watch_optimizers
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -380,6 +381,7 @@ def _build(
             write_rows(storage, layout, placement, shard_comm.rank, value)
     before = [] if standalone else [p.handle.flat for p in params if isinstance(p, ShardedParameter)]
     converted = [convert(param, context) for param in params]
+    watch_optimizers()
     stream = (shard_comm if shard_comm.size > 1 else replicate_comm).stream
     compute_dtype, keep_storage = options.precision.param_dtype, options.level <= 1
     flat = FlatParameter(layout, converted, storage, shard_comm, stream, compute_dtype, keep_storage, not standalone)
