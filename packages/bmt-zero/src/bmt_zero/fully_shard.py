@@ -66,7 +66,9 @@ class UnshardHandle:
             group = hooks.group
             with torch._C.DisableTorchFunctionSubclass():
                 group.wait()
-                group.show(Call(hooks).enter() if torch.is_grad_enabled() else group.views())
+                views = Call(hooks).enter() if torch.is_grad_enabled() else group.views()
+                # Copies, because autograd may save them: the storage of the views is released before backward.
+                group.show([view.clone() for view in views])
 
 
 class FSDPModule:
@@ -89,12 +91,13 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard the parameters of this module, not of sharded ones inside; all ranks must call it.
 
-        The module has the unsharded parameters, in the dtype of computation, until :meth:`reshard`, or until forward
-        or backward reshard them. Gradients of what is computed with them are reduced as others are. Writes to them are
-        lost.
+        The module has copies of the unsharded parameters, in the dtype of computation, until its forward,
+        :meth:`reshard` or a state dict. Gradients of what is computed with them are reduced as others are. Writes to
+        them are lost.
 
         Args:
-            async_op: whether to return a handle to wait for, instead of waiting. Forward waits by itself.
+            async_op: whether to return a handle to wait for, instead of waiting. Forward waits by itself, and then
+                nothing is copied.
         """
         group = self._group
         with torch._C.DisableTorchFunctionSubclass():
@@ -197,8 +200,7 @@ class FSDPModule:
             group.step.begin_forward()
             group.step.cancel_prefetch()
             group.step.recover()
-            group.unsharded_by_script = False
-            group.uninstall()
+            group.hide()
             group.abandon_backward()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

@@ -218,6 +218,7 @@ class ForwardHooks:
                 for hooks in following:
                     step.prefetch(hooks.group, keep=bool(self.prefetch_in_forward))
                 group.wait()
+                group.hide()
                 if torch.is_grad_enabled():
                     call.call = Call(self)
                     call.views = call.call.enter()

@@ -301,9 +301,7 @@ class ParameterGroup:
     def reshard(self) -> None:
         """Reshard, unless a call in backward needs the parameters."""
         if not self.in_backward and not self.held:
-            if self.unsharded_by_script:
-                self.unsharded_by_script = False
-                self.uninstall()
+            self.hide()
             for flat in self.flats:
                 flat.reshard()
 
@@ -322,9 +320,14 @@ class ParameterGroup:
 
     def show(self, tensors: Sequence[Tensor]) -> None:
         """Let the modules see ``tensors`` until the parameters are resharded."""
-        self.wait()
         if self.unsharded_by_script and not self._installed:
             self.install(tensors)
+
+    def hide(self) -> None:
+        """End :meth:`show`."""
+        if self.unsharded_by_script:
+            self.unsharded_by_script = False
+            self.uninstall()
 
     def install(self, tensors: Sequence[Tensor]) -> bool:
         """Let the modules see ``tensors`` in place of the parameters; whether they saw the parameters before."""

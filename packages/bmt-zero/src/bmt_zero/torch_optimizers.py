@@ -102,9 +102,11 @@ def _is_per_element(name: str, value: Any, where: Slice) -> bool:
 
 def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A hook before ``load_state_dict``."""
-    states = {number: dict(values) for number, values in state_dict["state"].items()}
+    states = {key: dict(values) for key, values in state_dict["state"].items()}
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers or names
     for number, param in _sharded(optimizer):
-        _cut(param, states.get(number, {}))
+        if number < len(keys):  # otherwise torch raises
+            _cut(param, states.get(keys[number], {}))
     return {**state_dict, "state": states}
 
 
