@@ -106,7 +106,7 @@ def assert_equal(found: object, expected: object, path: str = "") -> None:
         assert sorted(map(str, found)) == sorted(map(str, expected)), path
         for key, value in expected.items():
             assert_equal(found[key], value, f"{path}.{key}")
-    elif isinstance(expected, list):
+    elif isinstance(expected, (list, tuple)):  # torch makes lists of tuples when it broadcasts
         assert len(found) == len(expected), path
         for index, value in enumerate(expected):
             assert_equal(found[index], value, f"{path}[{index}]")

@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,11 @@ class GroupHandle:
         self.saved: TensorWeakRef | None = None
         self._cached: tuple[int, TensorWeakRef] | None = None
 
-    def gather(self) -> Tensor:
-        """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably."""
+    def gather(self, stored: bool = False) -> Tensor:
+        """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably.
+
+        ``stored``: in the dtype that it is stored in, which may differ from that of computation.
+        """
         if self.replacement is not None:
             return self.replacement
         param = self.param
@@ -64,12 +67,14 @@ class GroupHandle:
         self.original = None
         if not (torch.is_grad_enabled() and param.requires_grad):
             return self.flat.gather_stored(self.index) if self.flat.allocate else self.flat.gather_one(self.index)
+        if stored and self.flat.casts:
+            return cast(Tensor, _GatherOne.apply(self.group.anchor, self, True))
         if self._cached is not None:
             version, reference = self._cached
             cached = reference()
             if cached is not None and version == param._version:
                 return cached  # a tied weight is used twice and gathered once
-        unsharded: Tensor = _GatherOne.apply(self.group.anchor, self)
+        unsharded: Tensor = _GatherOne.apply(self.group.anchor, self, False)
         self._cached = (param._version, TensorWeakRef(unsharded))
         return unsharded
 
@@ -110,16 +115,16 @@ class _GatherOne(torch.autograd.Function):
     """An unsharded parameter in storage of its own, which lives as long as it is used."""
 
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, handle: GroupHandle) -> Tensor:
+    def forward(ctx: Any, _anchor: Tensor, handle: GroupHandle, stored: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.gradient_receiver = handle
-        return handle.flat.gather_one(handle.index)
+        return handle.flat.gather_stored(handle.index) if stored else handle.flat.gather_one(handle.index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
         with torch._C.DisableTorchFunctionSubclass():
             ctx.gradient_receiver.reduce_gathered(grad)
-        return None, None
+        return None, None, None
 
 
 @dataclass

@@ -67,12 +67,15 @@ class ShardedParameter(nn.Parameter):
         return self.detach()
 
     def full_tensor(self) -> Tensor:
-        """The logical parameter. Every rank that holds a part of it must call this.
+        """The logical parameter, in the dtype that it is stored in. Every rank that holds a part of it must call this.
 
         Differentiable, except where tensor-parallel ranks hold different shards.
         """
         tp_comm = self.bmt_slice.tp_comm
-        return self.gather() if tp_comm is None or tp_comm.size == 1 else self.gather_all()
+        if tp_comm is not None and tp_comm.size > 1:
+            return self.gather_all()
+        unsharded: Tensor = self.handle.gather(stored=True)
+        return unsharded
 
     def gather(self) -> Tensor:  # type: ignore[override]
         """The unsharded parameter (under ``tp_mode`` this tensor-parallel rank's shard of it), differentiably.
