@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import re
 
@@ -505,6 +506,107 @@ def test_dtypes_of_inputs_and_outputs(ctx):
     outer = nn.Sequential(fully_shard(nn.Linear(5, 5)))
     fully_shard(outer, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))  # no parameters of its own
     assert outer(args[0]).dtype == torch.float64
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    index: torch.Tensor
+
+
+@pytest.mark.ranks(2)
+def test_dataclasses_are_cast(ctx):
+    class Inner(nn.Linear):
+        def forward(self, batch):
+            assert batch.index.dtype == torch.int64
+            return Batch(super().forward(batch.x), batch.index)
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+    output = fully_shard(Inner(5, 5), mp_policy=policy)(Batch(torch.randn(2, 5), torch.arange(2)))
+    assert output.x.dtype == torch.float64
+    output.x.sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_unused_outputs_and_modules(ctx):
+    """A rank's loss leaves out an output, and one layer runs on rank 0 only in one step and nowhere in another."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.never = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x, both):
+            return self.a(x), self.b(x) if both else None
+
+    torch.manual_seed(1)
+    plain = Two()
+    model = fully_shard(copy.deepcopy(plain))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    start = {name: full(p) for name, p in model.named_parameters()}
+    for step in range(6):
+        x, _ = data(step, 0, ctx.rank)
+        first, second = model(x, both=ctx.rank == 0 and step % 2 == 0)
+        (first if second is None else first + second).square().mean().backward()
+        for rank in range(2):
+            x, _ = data(step, 0, rank)
+            first, second = plain(x, both=rank == 0 and step % 2 == 0)
+            ((first if second is None else first + second).square().mean() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(p.grad is None for p in model.never.parameters())
+    found = {name: full(p) - start[name] for name, p in model.named_parameters()}
+    assert_same_updates(found, {name: p.detach() - start[name] for name, p in plain.named_parameters()})
+
+
+@pytest.mark.ranks(2)
+def test_micro_batches_as_in_a_pipeline(ctx):
+    """Forwards and backwards alternate; only the last backward is marked as the last."""
+    plain, model = twins()
+    shard_layers(model)
+    model.set_is_last_backward(False)
+    model.set_requires_gradient_sync(False)
+    waiting = [loss_of(model(x), y) for x, y in (data(0, micro, ctx.rank) for micro in range(2))]
+    for micro in range(2, 5):
+        waiting.pop(0).backward()
+        x, y = data(0, micro, ctx.rank)
+        waiting.append(loss_of(model(x), y))
+    waiting.pop(0).backward()
+    model.set_is_last_backward(True)
+    model.set_requires_gradient_sync(True)
+    waiting.pop(0).backward()
+    for rank in range(2):
+        for micro in range(5):
+            x, y = data(0, micro, rank)
+            (loss_of(plain(x), y) / 2).backward()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(p.grad)
+            torch.testing.assert_close(full(p), plain.get_parameter(name).grad, msg=name)
+
+
+@pytest.mark.ranks(2)
+def test_optimizers_that_step_in_backward(ctx):
+    plain, model = twins()
+    shard_layers(model)
+    calls = []
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(param):
+        calls.append(param)
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    start = {name: full(p) for name, p in model.named_parameters()}
+    for number in range(10):
+        x, y = data(number, 0, ctx.rank)
+        loss_of(model(x), y).backward()
+    assert len(calls) == 10 * len(optimizers)
+    found = {name: full(p) - start[name] for name, p in model.named_parameters()}
+    assert_same_updates(found, train_plain(plain, 2, functools.partial(torch.optim.SGD, lr=0.1)))
 
 
 @pytest.mark.ranks(4)

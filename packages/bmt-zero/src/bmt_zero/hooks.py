@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import sys
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from .backward_context import current_backward
 from .outputs import find_tensors
@@ -323,5 +324,17 @@ def link(hooks: Sequence[ForwardHooks]) -> None:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors, also those in containers, in ``dtype``."""
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+    """``value`` with its floating-point tensors, also those in containers and dataclasses, in ``dtype``."""
+
+    def cast_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        twin = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            if hasattr(leaf, field.name):
+                object.__setattr__(twin, field.name, _cast(getattr(leaf, field.name), dtype))
+        return twin
+
+    return tree_map(cast_leaf, value)
