@@ -55,9 +55,10 @@ class Columns(DistributedModule):
         self.bias = nn.Parameter(plain.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        part, tp = F.linear(x, self.weight), current_context().tp
-        part = (part + (tp.size - 1) * part.detach()) / tp.size  # each rank computes the same loss
-        parts = all_gather(part.t().contiguous(), tp)
+        tp = current_context().tp
+        # Every rank computes the same loss, and the gradient is that of the sum of the losses.
+        weight = (self.weight + (tp.size - 1) * self.weight.detach()) / tp.size
+        parts = all_gather(F.linear(x, weight).t().contiguous(), tp)
         return parts.reshape(-1, x.shape[0]).t() + self.bias
 
 

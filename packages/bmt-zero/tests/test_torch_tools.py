@@ -167,7 +167,9 @@ def test_element_wise_optimizers(ctx, level, name):
     for param_name, param in block.named_parameters():
         update = plain.get_parameter(param_name).detach() - start[param_name]
         found = param.full_tensor().detach() - start[param_name]
-        assert (found - update).norm() <= 3e-5 * update.norm(), param_name
+        assert (found - update).norm() <= 1e-4 * update.norm(), (
+            param_name
+        )  # Adam's first steps divide rounding errors by themselves
 
 
 @pytest.mark.ranks(2)
