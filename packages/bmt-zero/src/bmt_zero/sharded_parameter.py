@@ -134,7 +134,7 @@ class ShardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _RANDOM:
                 target = args[0] if args else kwargs.get("tensor")
-                if isinstance(target, ShardedParameter) and target.bmt_slice.comms:
+                if isinstance(target, ShardedParameter) and target.handle.group.comms:
                     return _filled(target, func, args, kwargs)
             elif name == "view_as":
                 if isinstance(args[1], ShardedParameter) and is_row_sharded(args[1]):
@@ -178,7 +178,8 @@ def _registered(param: ShardedParameter, hook: Any, when: str) -> RemovableHandl
 
 def _filled(param: ShardedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedParameter:
     """A random function fills the logical parameter (under ``tp_mode`` this tensor-parallel rank's shard of it)."""
-    _check_initializer(param)
+    if param.bmt_slice.comms:
+        _check_initializer(param)
     values = torch.empty(param.bmt_slice.piece_shape, dtype=param.dtype, device=param.device)
     with torch.no_grad():
         if args:
