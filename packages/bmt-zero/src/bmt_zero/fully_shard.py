@@ -12,7 +12,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +31,7 @@ from .precision import MixedPrecision
 from .shard import add_sharding, build_group, find_slots, group_of, sharding_of, share_buffers
 from .state import serves_shards
 
-M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 
 MixedPrecisionPolicy = MixedPrecision
 
@@ -290,14 +290,13 @@ class FSDPModule:
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
 
-@overload
 def fully_shard(module: M, **options: Any) -> M: ...
 @overload
 def fully_shard(module: list[nn.Module], **options: Any) -> list[nn.Module]: ...
 
 
 def fully_shard(
-    module: Any,
+    module: T,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -305,7 +304,7 @@ def fully_shard(
     mp_policy: Any = MixedPrecision(),  # noqa: B008 (frozen)
     offload_policy: Any = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
-) -> Any:
+) -> T:
     """Shard a module's parameters in place, as ``torch.distributed.fsdp.fully_shard`` does.
 
     Call it for inner modules first and for the model last. Parameters of modules inside that are sharded already stay
