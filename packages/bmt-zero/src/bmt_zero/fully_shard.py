@@ -290,11 +290,6 @@ class FSDPModule:
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
 
-def fully_shard(module: M, **options: Any) -> M: ...
-@overload
-def fully_shard(module: list[nn.Module], **options: Any) -> list[nn.Module]: ...
-
-
 def fully_shard(
     module: T,
     *,
