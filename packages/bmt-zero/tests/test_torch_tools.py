@@ -146,3 +146,129 @@ def test_a_norm_is_that_of_the_logical_gradient_and_all_else_is_of_rows(ctx):
     twin.zero_()
     torch.testing.assert_close(twin.norm(), torch.tensor(0.0))
     torch.testing.assert_close(grad.norm(), wanted.norm())
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize(
+    "name",
+    ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"],
+)
+def test_element_wise_optimizers(ctx, level, name):
+    plain, block = pair(make, zero_level=level)
+    start = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    optimizers = [getattr(torch.optim, name)(m.parameters(), lr=0.01) for m in (plain, block)]
+    for step in range(10):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(ctx, plain, block, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    for param_name, param in block.named_parameters():
+        update = plain.get_parameter(param_name).detach() - start[param_name]
+        found = param.full_tensor().detach() - start[param_name]
+        assert (found - update).norm() <= 1e-4 * update.norm(), (
+            param_name
+        )  # Adam's first steps divide rounding errors by themselves
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
+def test_optimizers_of_whole_parameters_are_refused_where_parameters_are_sharded(ctx, level, name):
+    if not hasattr(torch.optim, name):
+        return  # this version of torch lacks it
+    plain, block = pair(lambda: nn.Linear(5, 7, bias=False), zero_level=level)
+    optimizers = [getattr(torch.optim, name)(m.parameters(), lr=0.01) for m in (plain, block)]
+    backward(ctx, plain, block)
+    if level == 0:
+        for optimizer, model in zip(optimizers, (plain, block), strict=True):
+            optimizer.step(*[lambda model=model: model.weight.detach().sum()] * (name == "LBFGS"))
+        torch.testing.assert_close(block.weight.detach(), plain.weight.detach())
+        return
+    before = block.weight.detach().clone()
+    with pytest.raises(TypeError, match=f"torch.optim.{name}"):
+        optimizers[1].step(lambda: block(seeded(1, 2, 5)).sum())
+    torch.testing.assert_close(block.weight.detach(), before)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_what_a_parameter_says_of_itself(ctx, level):
+    plain, block = pair(make, zero_level=level)
+    for name, param in block.named_parameters():
+        wanted = plain.get_parameter(name)
+        torch.testing.assert_close(param.full_tensor().detach(), wanted.detach())
+        assert type(param.to_local()) is Tensor
+        torch.testing.assert_close(param.to_local(), rows_of(wanted.detach(), param))
+        assert param.to_local().data_ptr() == param.data_ptr()
+        assert param.logical_shape == tuple(wanted.shape)
+        assert param.device_mesh is ctx.mesh
+        assert not hasattr(param, "placements")  # Shard(0) would promise other rows
+        assert str(tuple(wanted.shape)) in repr(param)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_copies_of_parameters_and_models(ctx, level):
+    plain, block = pair(make, zero_level=level)
+    twin = copy.deepcopy(block[0].weight)
+    model = copy.deepcopy(block)
+    with torch.no_grad():
+        for param in block.parameters():
+            param.zero_()
+    torch.testing.assert_close(twin.full_tensor().detach(), plain[0].weight.detach())
+    backward(ctx, plain, model)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.full_tensor().detach(), plain.get_parameter(name).detach())
+        torch.testing.assert_close(param.grad.add(0), rows_of(plain.get_parameter(name).grad, param))
+    assert all(p.grad is None for p in block.parameters())
+    assert repr(model) == repr(plain)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_models_in_another_dtype_or_on_another_device(ctx, level):
+    plain, block = pair(make, zero_level=level)
+    for arguments in [(torch.float64,), ("cpu",), (ctx.device, torch.float32)]:
+        params = list(block.parameters())
+        assert plain.to(*arguments) is plain
+        assert block.to(*arguments) is block
+        assert all(a is b for a, b in zip(params, block.parameters(), strict=True))
+        dtype = plain[0].weight.dtype
+        batch = seeded(0, 4, 5).to(dtype)
+        for model in (plain, block):
+            model.zero_grad()
+        plain(batch).square().sum().backward()
+        block(batch.chunk(2)[ctx.rank]).square().sum().backward()
+        for name, param in block.named_parameters():
+            wanted = plain.get_parameter(name)
+            assert param.dtype == dtype == param.grad.dtype
+            torch.testing.assert_close(param.full_tensor().detach(), wanted.detach())
+            torch.testing.assert_close(param.grad.add(0), rows_of(wanted.grad, param))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_initializers_of_torch_fill_the_logical_parameter(ctx, level):
+    plain, block = pair(make, zero_level=level)
+    init = nn.init
+    for fill in (
+        init.normal_,
+        init.kaiming_uniform_,
+        lambda w: init.kaiming_normal_(w, nonlinearity="relu"),
+        lambda w: init.trunc_normal_(w, std=0.02),
+        init.zeros_,
+        lambda w: w.detach().mul_(0) if not hasattr(w, "full_tensor") else init.constant_(w, 0.0),
+    ):
+        torch.manual_seed(ctx.rank)  # ranks need not agree
+        fill(block[0].weight)
+        torch.manual_seed(0)
+        fill(plain[0].weight)
+        torch.testing.assert_close(block[0].weight.full_tensor().detach(), plain[0].weight.detach())
+    for fill in (init.xavier_uniform_, init.orthogonal_, lambda w: init.kaiming_normal_(w, mode="fan_out")):
+        if level == 0:
+            fill(block[0].weight)
+        else:
+            with pytest.raises(RuntimeError, match="init_parameters"):
+                fill(block[0].weight)

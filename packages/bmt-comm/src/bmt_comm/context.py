@@ -224,8 +224,8 @@ def shutdown() -> None:
     if context is None:
         return
     forget_communicators()
-    if not dist.is_initialized():
-        return
+    if not dist.is_initialized() or context.world.group is not dist.group.WORLD:
+        return  # somebody else has destroyed the process groups
     assert dist.group.WORLD is not None
     stop_sharing_memory([dist.group.WORLD, *context.subgroups])
     if context.owns_process_group:

@@ -6,6 +6,15 @@ from .block_list import TransformerBlockList, link_blocks
 from .checkpoint import load, save
 from .checkpoints import Checkpointer, DamagedError, SaveError
 from .distributed import DistributedModule, DistributedParameter, ParameterInitializer
+from .fully_shard import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from .groups import grouped_parameters, no_sync
 from .histograms import Histograms
 from .initialize import init_parameters
@@ -26,25 +35,31 @@ from .wrapper import BMTrainModelWrapper
 __all__ = [
     "BMTrainModelWrapper",
     "Block",
+    "CPUOffloadPolicy",
     "CheckpointBlock",
     "Checkpointer",
     "DamagedError",
     "DistributedModule",
     "DistributedParameter",
+    "FSDPModule",
     "FlatLayout",
     "Histograms",
     "InspectTensor",
     "InspectTensorManager",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ParameterInitializer",
     "Placement",
     "SaveError",
     "ShardedParameter",
     "StageEntry",
     "TransformerBlockList",
+    "UnshardHandle",
     "__version__",
     "entries_of_stages",
     "format_summary",
+    "fully_shard",
     "grouped_parameters",
     "has_own_stage_only",
     "init_parameters",
@@ -58,6 +73,7 @@ __all__ = [
     "plan_layouts",
     "rank0_state_dict",
     "record_tensor",
+    "register_fsdp_forward_method",
     "save",
     "serves_shards",
     "shard",

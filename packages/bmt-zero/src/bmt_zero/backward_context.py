@@ -66,7 +66,7 @@ class StepContext:
         self.forbidden: str | None = None
         self._passes: dict[int, dict[Any, None]] = {}
         self._reducing: list[GradientReducer] = []
-        self._prefetched: Any = None
+        self._prefetched: dict[Any, bool] = {}  # groups, and whether they are kept until they are used
         self.use = UseAgreement()
         self._nested = 0
 
@@ -96,17 +96,18 @@ class StepContext:
                 return
             last.abandon()
 
-    def prefetch(self, group: Any) -> None:
-        """Start to unshard ``group``, whose forward is likely to come next."""
-        self._prefetched = group
+    def prefetch(self, group: Any, keep: bool = False) -> None:
+        """Start to unshard ``group``, whose forward is likely to come next (``keep``: later)."""
+        self._prefetched[group] = keep
         group.invalidate()
         group.unshard()
 
-    def cancel_prefetch(self, unless: Any = None) -> None:
-        """Reshard the group that was prefetched, unless it is the one that runs now."""
-        predicted, self._prefetched = self._prefetched, None
-        if predicted is not None and predicted is not unless:
-            predicted.reshard()
+    def cancel_prefetch(self, unless: Any = None, kept: bool = True) -> None:
+        """Reshard the groups that were prefetched (``kept``: also those to be kept), unless one of them runs now."""
+        self._prefetched.pop(unless, None)
+        for group in [group for group, keep in self._prefetched.items() if kept or not keep]:
+            del self._prefetched[group]
+            group.reshard()
 
     # --- backward ---------------------------------------------------------------------------------
 

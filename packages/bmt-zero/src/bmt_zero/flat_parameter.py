@@ -306,17 +306,21 @@ class FlatParameter:
         # ``data``, because a view would be kept alive in graphs through its base: no weak reference to it would last.
         return _strided_views(flat, self._unsharded_geometry[index : index + 1])[0].data
 
-    def gather_stored(self, index: int) -> Tensor:
+    def gather_stored(self, index: int, like: Tensor | None = None) -> Tensor:
         """Parameter ``index`` alone, unsharded, in the dtype that it is stored in; not differentiable.
 
         Ranks send each other its rows only; an all-gather would move the full flat buffer.
+
+        Args:
+            like: a tensor of the shape of this rank's rows (an optimizer's state), to gather instead.
         """
         comm, placement = self.shard_comm, self.placements[index]
-        result = torch.empty(placement.shape, dtype=self.shard.dtype, device=self.shard.device)
+        source = self.params[index].detach() if like is None else like.detach()
+        result = torch.empty(placement.shape, dtype=source.dtype, device=self.shard.device)
         rows = result.view(placement.rows, placement.row_numel)
         parts = [rows[slice(*self.layout.rows_of(placement, rank))] for rank in range(comm.size)]
         own = parts[comm.rank]
-        own.copy_(self.params[index].detach().reshape(own.shape))
+        own.copy_(source.reshape(own.shape))
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         comm.send_recv(
             [(own, rank) for rank in others if own.numel()],

@@ -14,7 +14,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +29,24 @@ from .layout import FlatLayout
 from .replica_check import check_replicas
 from .sharded_gradient import local_rows, sharded_gradient
 from .stage_entry import is_stage_local
+
+
+@dataclass
+class ReductionSettings:
+    """How gradients are reduced; ``fully_shard`` and the methods of ``FSDPModule`` change it.
+
+    Attributes:
+        divisor: what the sum over the ranks is divided by: 1 for a sum, the number of replicas for a mean.
+        keeps_unsharded: whether gradients are accumulated unreduced under ``no_sync``.
+        all_reduces: whether gradients are summed over the replicate group. Otherwise the sum over the shard group is
+            kept, and added to a later one.
+        hook: called with each flat, reduced gradient of this rank's shard, in the dtype of the reduction.
+    """
+
+    divisor: float = 1.0
+    keeps_unsharded: bool = False
+    all_reduces: bool = True
+    hook: Callable[[Tensor], Any] | None = None
 
 
 class GradientReducer:
@@ -53,10 +73,12 @@ class GradientReducer:
         self.level = level
         self.reduce_dtype = reduce_dtype
         self.grad_scale = grad_scale
+        self.settings = ReductionSettings(keeps_unsharded=level <= 1)
         self.no_sync = False
         self._has_checked = False  # that tensor-parallel ranks find the same gradients
         self.pending: _Reduction | None = None
-        self._accumulated: Tensor | None = None  # unreduced gradients of levels 0 and 1 under no_sync
+        self._accumulated: Tensor | None = None  # unreduced gradients under no_sync
+        self.partial: Tensor | None = None  # summed over the shard group and not over the replicate group
         self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _accumulated began
         self.used = [False] * len(flat.params)  # by any rank, ever
         self._all_used = False
@@ -84,7 +106,7 @@ class GradientReducer:
         grads = self._prepared(grads)
         if not self._all_used:
             self._used_here = [u or g is not None for u, g in zip(self._used_here, grads, strict=True)]
-        accumulate = self.no_sync and self.level <= 1
+        accumulate = self.no_sync and self.settings.keeps_unsharded
         total = self._accumulated
         if total is not None:
             present = [(v, g) for v, g in zip(self.flat.unsharded_views(total), grads, strict=True) if g is not None]
@@ -115,9 +137,14 @@ class GradientReducer:
         wait for :meth:`decide`.
         """
         reduction, self.pending = self.pending, None
-        if reduction is not None:
-            self.add_gradient(reduction.finish())
-        return reduction is not None
+        if reduction is None:
+            return False
+        reduced = reduction.finish()
+        if reduction.is_partial:
+            self._watch_gradients()
+            return False
+        self.add_gradient(reduced)
+        return True
 
     @property
     def accumulates(self) -> bool:
@@ -129,7 +156,7 @@ class GradientReducer:
         reduction, self.pending = self.pending, None
         if reduction is not None:
             reduction.finish()
-        self._accumulated = None
+        self._accumulated = self.partial = None
         self.undecided = []
         self._used_here = [False] * len(self.used)
 
@@ -226,13 +253,13 @@ class GradientReducer:
 
     def _forget_zeroed(self) -> None:
         """If gradients were zeroed since, drop those that wait to be reduced."""
-        if self._accumulated is None:
+        if self._accumulated is None and self.partial is None:
             return
         present = {id(p.grad) for p in self.flat.params if p.grad is not None}
         gone = not any(id(grad) in present for grad, _ in self._grads_then)
         written = any(grad._version != version for grad, version in self._grads_then)
         if gone or (written and not any(bool(local_rows(grad).any()) for grad, _ in self._grads_then)):
-            self._accumulated = None
+            self._accumulated = self.partial = None
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -270,7 +297,14 @@ class GradientReducer:
             and grad.is_contiguous()
             and grad.numel() == flat.layout.numel
             and grad.dtype == self._dtype
+            and self.divisor_before == 1.0
         )
+
+    @property
+    def divisor_before(self) -> float:
+        """What gradients are divided by before they are summed: in half precision the sum could overflow."""
+        divisor = self.settings.divisor
+        return 2.0 ** math.ceil(math.log2(divisor) / 2) if self._dtype == torch.float16 and divisor > 1 else 1.0
 
     def _new_total(self, may_borrow: bool) -> Tensor:
         flat, dtype = self.flat, self._dtype
@@ -302,16 +336,21 @@ class _Reduction:
         self.reducer = reducer
         self.total: Tensor | None = total  # read by the side stream until ``done``
         self.done: torch.cuda.Event | None = None
+        self.is_partial = not reducer.settings.all_reduces and reducer.replicate_comm.size > 1
+        self.divisor_before = reducer.divisor_before
         flat = reducer.flat
         comm, on_cpu = flat.shard_comm, flat.stream is None
         flat.let_side_stream_wait()
         with on_stream(flat.stream):
             self.work: Work | None = None
             self.reduced = total
+            if self.divisor_before != 1.0:
+                total.div_(self.divisor_before)
             if comm.size > 1:
                 self.reduced = torch.empty(flat.layout.shard_numel, dtype=total.dtype, device=total.device)
                 self.work = comm.reduce_scatter(self.reduced, total, async_op=on_cpu)
-            elif reducer.replicate_comm.size > 1:
+            elif reducer.replicate_comm.size > 1 and not self.is_partial:
+                self._add_partial()
                 self.work = reducer.replicate_comm.all_reduce(total, async_op=on_cpu)
             if not on_cpu:
                 self._complete()
@@ -332,12 +371,26 @@ class _Reduction:
         return self.reduced
 
     def _complete(self) -> None:
-        reducer = self.reducer
-        if reducer.flat.shard_comm.size > 1 and reducer.replicate_comm.size > 1:
+        reducer, settings = self.reducer, self.reducer.settings
+        is_sharded = reducer.flat.shard_comm.size > 1
+        if is_sharded or self.is_partial:
+            self._add_partial()
+        if self.is_partial:
+            reducer.partial = self.reduced if is_sharded else self.reduced.clone()  # its storage may be borrowed
+            return
+        if is_sharded and reducer.replicate_comm.size > 1:
             reducer.replicate_comm.all_reduce(self.reduced)
-        if reducer.grad_scale != 1.0:
-            self.reduced.mul_(reducer.grad_scale)
+        scale = reducer.grad_scale * self.divisor_before / settings.divisor
+        if scale != 1.0:
+            self.reduced.mul_(scale)
+        if settings.hook is not None:
+            settings.hook(self.reduced)
         self.reduced = self.reduced.to(reducer.flat.shard.dtype)
+
+    def _add_partial(self) -> None:
+        partial, self.reducer.partial = self.reducer.partial, None
+        if partial is not None:
+            self.reduced.add_(partial)
 
 
 class UseAgreement:

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import sys
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from bmt_comm import not_compiled
 
@@ -101,9 +102,10 @@ class Call:
                 group.unshard()
                 group.wait()
             previous = self.hooks.previous
-            if previous is not None and previous.group.reshard_after_forward and previous.needed_in_backward:
-                group.step.enter(previous.group)
-                previous.group.unshard()
+            for hooks in self.hooks.prefetch_in_backward or ([] if previous is None else [previous]):
+                if hooks.group.reshard_after_forward and hooks.needed_in_backward:
+                    group.step.enter(hooks.group)
+                    hooks.group.unshard()
 
     def params_arrived(self, grads: Sequence[Tensor | None]) -> None:
         """All gradients of the parameters have arrived: reduce them."""
@@ -161,6 +163,7 @@ class ForwardHooks:
         module: the module.
         needed_in_backward: whether its backward reads the parameters' values; that of an embedding does not.
         previous, next: the hooks of the modules whose forward is before and after, for prefetching; see :func:`link`.
+        prefetch_in_forward, prefetch_in_backward: what is prefetched instead, and kept until it is used.
     """
 
     def __init__(self, group: ParameterGroup, module: nn.Module) -> None:
@@ -169,6 +172,8 @@ class ForwardHooks:
         self.needed_in_backward = not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         self.previous: ForwardHooks | None = None
         self.next: ForwardHooks | None = None
+        self.prefetch_in_forward: list[ForwardHooks] = []
+        self.prefetch_in_backward: list[ForwardHooks] = []
         module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after, always_call=True)
 
@@ -191,6 +196,7 @@ class ForwardHooks:
         twin.needed_in_backward = self.needed_in_backward
         # Neighbours prefetch each other again if they are copied together: whichever is copied last links both.
         twin.previous, twin.next = memo.get(id(self.previous)), memo.get(id(self.next))
+        twin.prefetch_in_forward, twin.prefetch_in_backward = [], []
         if twin.previous is not None:
             twin.previous.next = twin
         if twin.next is not None:
@@ -208,17 +214,18 @@ class ForwardHooks:
             step.calls.append(call)
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            following = None
+            following: Sequence[ForwardHooks] = ()
             if current_backward() is None:
                 step.recover()
-                step.cancel_prefetch(unless=group)
+                step.cancel_prefetch(unless=group, kept=False)
                 group.invalidate()
-                following = self.next
+                following = self.prefetch_in_forward or ([] if self.next is None else [self.next])
             try:
                 group.unshard(look=True)
-                if following is not None:
-                    step.prefetch(following.group)
+                for hooks in following:
+                    step.prefetch(hooks.group, keep=bool(self.prefetch_in_forward))
                 group.wait()
+                group.hide()
                 if torch.is_grad_enabled():
                     call.call = Call(self)
                     call.views = call.call.enter()
@@ -252,10 +259,10 @@ class ForwardHooks:
             call.abandon()
             return None
         call.uninstall()
-        if not call.views:
-            return None  # replacements, or no parameters
         dtype = group.precision.output_dtype
         result = output if dtype is None else _cast(output, dtype)
+        if not call.views:  # replacements, or no parameters
+            return result if result is not output else None
         tensors = find_tensors(result)
         if any(self._is_parameter(tensor) for tensor in tensors):
             result = tree_map_only(Tensor, lambda x: x.clone() if self._is_parameter(x) else x, result)
@@ -268,7 +275,8 @@ class ForwardHooks:
                 )
         differentiable = call.call is not None and call.call.follow_outputs(tensors, call.inputs)
         # Backward is likely to begin with the last one of several modules.
-        begins_backward = self.next is None and self.previous is not None
+        asked = group.options.reshard_after_forward
+        begins_backward = asked is None and self.next is None and self.previous is not None
         if not differentiable or (group.reshard_after_forward and not begins_backward):
             group.reshard()
         return result if result is not output else None
@@ -323,5 +331,17 @@ def link(hooks: Sequence[ForwardHooks]) -> None:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors, also those in containers, in ``dtype``."""
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+    """``value`` with its floating-point tensors, also those in containers and dataclasses, in ``dtype``."""
+
+    def cast_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        twin = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            if hasattr(leaf, field.name):
+                object.__setattr__(twin, field.name, _cast(getattr(leaf, field.name), dtype))
+        return twin
+
+    return tree_map(cast_leaf, value)

@@ -17,13 +17,21 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import Communicator, GradientReceiver, ParallelContext, deferring, not_compiled, total_gradients
+from bmt_comm import (
+    Communicator,
+    GradientReceiver,
+    ParallelContext,
+    deferring,
+    not_compiled,
+    select_rows,
+    total_gradients,
+)
 
 from .backward_context import StepContext, current_backward, step_context
 from .flat_parameter import FlatParameter, State
@@ -56,8 +64,11 @@ class GroupHandle:
         self._cached: tuple[int, TensorWeakRef] | None = None
 
     @not_compiled
-    def gather(self) -> Tensor:
-        """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably."""
+    def gather(self, stored: bool = False) -> Tensor:
+        """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably.
+
+        ``stored``: in the dtype that it is stored in, which may differ from that of computation.
+        """
         if self.replacement is not None:
             return self.replacement
         param = self.param
@@ -65,19 +76,33 @@ class GroupHandle:
         self.original = None
         if not (torch.is_grad_enabled() and param.requires_grad):
             return self.flat.gather_stored(self.index) if self.flat.allocate else self.flat.gather_one(self.index)
+        if stored and self.flat.casts:
+            return cast(Tensor, _GatherOne.apply(self.group.anchor, self, True))
         if self._cached is not None:
             version, reference = self._cached
             cached = reference()
             if cached is not None and version == param._version:
                 return cached  # a tied weight is used twice and gathered once
-        unsharded: Tensor = _GatherOne.apply(self.group.anchor, self)
+        unsharded: Tensor = _GatherOne.apply(self.group.anchor, self, False)
         self._cached = (param._version, TensorWeakRef(unsharded))
         return unsharded
 
-    def gather_stored(self) -> Tensor:
-        """The same in the dtype that it is stored in, in storage of its own; not differentiable."""
+    def gather_stored(self, like: Tensor | None = None) -> Tensor:
+        """The same in the dtype that it is stored in, in storage of its own; not differentiable.
+
+        ``like``: a tensor of the shape of this rank's rows, to gather instead.
+        """
         self.group.begin_gather(self.flat)
-        return self.flat.gather_stored(self.index)
+        return self.flat.gather_stored(self.index, like)
+
+    def fill(self, values: Tensor) -> None:
+        """Set this rank's rows from the unsharded parameter (this tensor-parallel rank's shard) on the first rank."""
+        reducer = self.group.reducer_of(self.flat)
+        for comm in reducer.comms:
+            comm.broadcast(values, 0)
+        self.param.detach().copy_(select_rows(values, self.param.bmt_slice))
+        self.param.awaits_values = False
+        self.original = None
 
     def accepts(self, output: int, tensors: Sequence[Tensor]) -> bool:
         """See :class:`bmt_comm.GradientReceiver`."""
@@ -99,17 +124,17 @@ class _GatherOne(torch.autograd.Function):
     """An unsharded parameter in storage of its own, which lives as long as it is used."""
 
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, handle: GroupHandle) -> Tensor:
+    def forward(ctx: Any, _anchor: Tensor, handle: GroupHandle, stored: bool) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.gradient_receiver = handle
-        return handle.flat.gather_one(handle.index)
+        return handle.flat.gather_stored(handle.index) if stored else handle.flat.gather_one(handle.index)
 
     @staticmethod
     @not_compiled
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
         with torch._C.DisableTorchFunctionSubclass():
             ctx.gradient_receiver.reduce_gathered(grad)
-        return None, None
+        return None, None, None
 
 
 @dataclass
@@ -166,6 +191,9 @@ class ParameterGroup:
         trains: which parameters are trained, as last seen in forward.
         replaced: how many parameters modules have replacements for; see :func:`replaced_parameters`.
         held: whether unsharded parameters are kept; see :meth:`hold`.
+        unsharded_by_script: whether modules see unsharded parameters until they are resharded; see :meth:`show`.
+        reshard_after_backward: whether parameters are resharded after backward.
+        mesh: of the ranks that share the parameters.
         waits: whether reductions wait for gradients that come later; None: not known yet.
     """
 
@@ -196,6 +224,9 @@ class ParameterGroup:
         self.trains: list[bool] = []
         self.replaced = 0
         self.held = False
+        self.unsharded_by_script = False
+        self.reshard_after_backward = True
+        self.mesh = context.mesh
         self.waits: bool | None = None
         self._label = -1
         self._label_name = ""
@@ -226,8 +257,8 @@ class ParameterGroup:
 
         While gradients are accumulated at level 1, parameters stay unsharded from one micro-batch to the next.
         """
-        if self.held:
-            return
+        if self.held or self.unsharded_by_script or not self.reshard_after_backward:
+            return  # their versions tell whether they were written
         for reducer in self.reducers:
             flat = reducer.flat
             if flat.state is State.UNSHARDED and (self.level > 1 or not reducer.accumulates):
@@ -285,6 +316,7 @@ class ParameterGroup:
     def reshard(self) -> None:
         """Reshard, unless a call in backward needs the parameters."""
         if not self.in_backward and not self.held:
+            self.hide()
             for flat in self.flats:
                 flat.reshard()
 
@@ -300,6 +332,17 @@ class ParameterGroup:
         self.reshard()
 
     # --- what modules see -------------------------------------------------------------------------
+
+    def show(self, tensors: Sequence[Tensor]) -> None:
+        """Let the modules see ``tensors`` until the parameters are resharded."""
+        if self.unsharded_by_script and not self._installed:
+            self.install(tensors)
+
+    def hide(self) -> None:
+        """End :meth:`show`."""
+        if self.unsharded_by_script:
+            self.unsharded_by_script = False
+            self.uninstall()
 
     def install(self, tensors: Sequence[Tensor]) -> bool:
         """Let the modules see ``tensors`` in place of the parameters; whether they saw the parameters before."""
@@ -389,7 +432,8 @@ class ParameterGroup:
         self.step.enter(self)
         self.step.finish_reductions()
         for reducer, grads in work:
-            reducer.reduce(grads, needed=bool(self.in_backward) or self.held)
+            needed = bool(self.in_backward) or self.held or not self.reshard_after_backward
+            reducer.reduce(grads, needed)
         self.step.note_reducing([reducer for reducer, _ in work])
 
     def add_reduced(self, reducer: GradientReducer, total: Tensor) -> None:
@@ -400,7 +444,8 @@ class ParameterGroup:
 
     def reshard_in_backward(self) -> None:
         """Reshard, unless gradients are accumulated at level 1 and parameters stay unsharded until the step."""
-        if self.level > 1 or not any(reducer.no_sync for reducer in self.reducers):
+        waits = self.level <= 1 and any(reducer.no_sync for reducer in self.reducers)
+        if self.reshard_after_backward and not waits:
             self.reshard()
 
     def end_backward(self) -> None:
@@ -431,6 +476,8 @@ class ParameterGroup:
         slots = copy.deepcopy(self.slots, memo)  # with the modules, which find their parameters in memo
         twin.__init__(reducers, self.context, self.options, slots)  # type: ignore[misc]
         twin.name = self.name
+        twin.reshard_after_forward, twin.mesh = self.reshard_after_forward, self.mesh
+        twin.reshard_after_backward = self.reshard_after_backward
         return twin
 
 
@@ -492,4 +539,6 @@ def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientRed
     shard = flat.shard.detach().clone()
     options = (flat.shard_comm, flat.stream, flat.compute_dtype, flat.keep_storage, flat.allocate)
     copied = FlatParameter(flat.layout, twins, shard, *options)
-    return GradientReducer(copied, reducer.replicate_comm, reducer.level, reducer.reduce_dtype, reducer.grad_scale)
+    twin = GradientReducer(copied, reducer.replicate_comm, reducer.level, reducer.reduce_dtype, reducer.grad_scale)
+    twin.settings = copy.copy(reducer.settings)
+    return twin

@@ -27,6 +27,7 @@ from .precision import MixedPrecision
 from .sharded_parameter import GradientHooks, ShardedParameter
 from .stage_entry import STAGE_LOCAL_ATTRIBUTE
 from .state import add_state_hooks
+from .torch_optimizers import watch_optimizers
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -136,12 +137,19 @@ def shard(
         check_stage(slots, context, comms or ())
     group = build_group(slots, context, options)
     share_buffers(module, context, stage_local)
-    sharding = module.__dict__[_ATTRIBUTE] = Sharding(ForwardHooks(group, module), initialized)
+    sharding = add_sharding(module, group, initialized)
     if use_checkpoint:
         sharding.checkpoint = CheckpointedForward(module, group)
         module.forward = sharding.checkpoint
         module.__dict__["compile"] = sharding.checkpoint.compile
     return module
+
+
+def add_sharding(module: nn.Module, group: ParameterGroup, initialized: bool = False) -> Sharding:
+    """Let a group be unsharded while a module computes."""
+    sharding = Sharding(ForwardHooks(group, module), initialized)
+    module.__dict__[_ATTRIBUTE] = sharding
+    return sharding
 
 
 def forget_sharding(module: nn.Module) -> None:
@@ -163,11 +171,14 @@ def check_level(zero_level: int | None, context: ParallelContext) -> int:
     return level
 
 
-def find_slots(module: nn.Module, context: ParallelContext) -> list[Slot]:
-    """Where a module and those in it have parameters that are not sharded yet, after checking that all can be."""
+def find_slots(module: nn.Module, context: ParallelContext, ignored: Iterable[nn.Parameter] = ()) -> list[Slot]:
+    """Where a module and those in it have parameters that are not sharded yet, after checking that all can be.
+
+    Those in ``ignored`` are left out.
+    """
     slots = []
     inside = [sharding for m in module.modules() if m is not module and (sharding := sharding_of(m)) is not None]
-    sharded = {id(p) for sharding in inside for p in sharding.group.params}
+    sharded = {id(p) for sharding in inside for p in sharding.group.params} | {id(p) for p in ignored}
     for module_path, child in module.named_modules(remove_duplicate=False):  # a shared one has several names
         prefix = f"{module_path}." if module_path else ""
         for name, param in child._parameters.items():
@@ -371,6 +382,7 @@ def _build(
             write_rows(storage, layout, placement, shard_comm.rank, value)
     before = [] if standalone else [p.handle.flat for p in params if isinstance(p, ShardedParameter)]
     converted = [convert(param, context) for param in params]
+    watch_optimizers()
     stream = (shard_comm if shard_comm.size > 1 else replicate_comm).stream
     compute_dtype, keep_storage = options.precision.param_dtype, options.level <= 1
     flat = FlatParameter(layout, converted, storage, shard_comm, stream, compute_dtype, keep_storage, not standalone)
@@ -434,9 +446,17 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
     return param
 
 
-def share_buffers(module: nn.Module, context: ParallelContext, stage_local: bool = False) -> None:
-    """Move buffers to the context's device, with the values of the first rank, except those on the meta device."""
-    comm = ranks_of(context, False, stage_local)
+def share_buffers(
+    module: nn.Module,
+    context: ParallelContext,
+    stage_local: bool = False,
+    comms: Sequence[Communicator] | None = None,
+) -> None:
+    """Move buffers to the context's device, with the values of the first rank, except those on the meta device.
+
+    ``comms``: the shard group and the replicate group; by default all ranks that have the module.
+    """
+    comms = [comm for comm in comms or (ranks_of(context, False, stage_local),) if comm.size > 1]
     done: set[int] = set()
     for part in module.modules():
         if part is not module and sharding_of(part) is not None:
@@ -445,9 +465,10 @@ def share_buffers(module: nn.Module, context: ParallelContext, stage_local: bool
             if buffer is None or buffer.is_meta or id(buffer) in done:
                 continue
             moved = buffer.to(context.device)
-            if comm.size > 1 and moved.numel():
+            if comms and moved.numel():
                 values = moved.detach().contiguous().clone()
-                comm.broadcast(values, 0)
+                for comm in comms:
+                    comm.broadcast(values, 0)
                 with torch.no_grad():
                     moved.copy_(values)
             part._buffers[name] = moved

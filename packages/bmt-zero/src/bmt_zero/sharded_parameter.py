@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from bmt_comm import Slice, join_pieces
+from bmt_comm import Slice, join_pieces, select_rows
 
 
 class ShardedParameter(nn.Parameter):
@@ -60,17 +61,25 @@ class ShardedParameter(nn.Parameter):
         """The shape of the logical parameter, over all ranks."""
         return self.bmt_slice.shape
 
+    @property
+    def device_mesh(self) -> Any:
+        """The ranks that share the parameter (a ``DeviceMesh``): those of :func:`fully_shard`, or the context's."""
+        return self.handle.group.mesh
+
     def to_local(self) -> Tensor:
         """This rank's rows, as a plain tensor on the same memory; not differentiable."""
         return self.detach()
 
     def full_tensor(self) -> Tensor:
-        """The logical parameter. Every rank that holds a part of it must call this.
+        """The logical parameter, in the dtype that it is stored in. Every rank that holds a part of it must call this.
 
         Differentiable, except where tensor-parallel ranks hold different shards.
         """
         tp_comm = self.bmt_slice.tp_comm
-        return self.gather() if tp_comm is None or tp_comm.size == 1 else self.gather_all()
+        if tp_comm is not None and tp_comm.size > 1:
+            return self.gather_all()
+        unsharded: Tensor = self.handle.gather(stored=True)
+        return unsharded
 
     def gather(self) -> Tensor:  # type: ignore[override]
         """The unsharded parameter (under ``tp_mode`` this tensor-parallel rank's shard of it), differentiably.
@@ -129,6 +138,15 @@ class ShardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if name in ("numel", "nelement"):
                 return math.prod(args[0].bmt_slice.shape)
+            if name in _RANDOM:
+                target = args[0] if args else kwargs.get("tensor")
+                if isinstance(target, ShardedParameter) and target.handle.group.comms:
+                    return _filled(target, func, args, kwargs)
+            elif name == "view_as":
+                if isinstance(args[1], ShardedParameter) and is_row_sharded(args[1]):
+                    return _rows_of_vector(*args)
+                if is_row_sharded(args[0]):
+                    _check_initializer(args[0])
             if name in _LOCAL or not _means_logical(name, args):
                 return func(*args, **kwargs)
             args, kwargs = tree_map_only(ShardedParameter, _logical, (args, kwargs))
@@ -164,6 +182,45 @@ def _registered(param: ShardedParameter, hook: Any, when: str) -> RemovableHandl
     return handle
 
 
+def _filled(param: ShardedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedParameter:
+    """A random function fills the logical parameter (under ``tp_mode`` this tensor-parallel rank's shard of it)."""
+    if param.bmt_slice.comms:
+        _check_initializer(param)
+    values = torch.empty(param.bmt_slice.piece_shape, dtype=param.dtype, device=param.device)
+    with torch.no_grad():
+        if args:
+            func(values, *args[1:], **kwargs)
+        else:
+            func(**{**kwargs, "tensor": values})
+        param.handle.fill(values)
+    return param
+
+
+def _rows_of_vector(values: Tensor, param: ShardedParameter) -> Tensor:
+    """This rank's rows of a parameter from all of its values, for ``torch.nn.utils.vector_to_parameters``."""
+    where = param.bmt_slice
+    if values.numel() != math.prod(where.piece_shape) or where.tp_dim is not None:
+        raise RuntimeError(
+            f"view_as of {values.numel()} values and a sharded parameter of shape {where.shape}: this rank holds other "
+            f"values than other ranks; set the parameters of a model with load_state_dict"
+        )
+    return select_rows(values, where).clone()
+
+
+def _check_initializer(param: ShardedParameter) -> None:
+    """Raise inside of functions of ``torch.nn.init`` that compute with the number of rows."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, nn.init.__name__):
+        name = frame.f_code.co_name
+        if name in _INITIALIZERS_OF_MATRICES or frame.f_locals.get("mode") == "fan_out":
+            raise RuntimeError(
+                f"torch.nn.init.{name} would compute with this rank's rows of a parameter of shape "
+                f"{param.bmt_slice.shape}; call bmt_zero.init_parameters(model), which runs reset_parameters of its "
+                f"modules, or fill the parameters before the module is sharded"
+            )
+        frame = frame.f_back
+
+
 def is_row_sharded(param: ShardedParameter) -> bool:
     """Whether other ranks hold other rows of the parameter."""
     row_comm = param.bmt_slice.row_comm
@@ -180,6 +237,17 @@ def _logical(param: ShardedParameter) -> Tensor:
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
+
+# Functions that fill a tensor with random values.
+_RANDOM = _names(
+    """
+    bernoulli_ cauchy_ exponential_ geometric_ kaiming_normal_ kaiming_uniform_ log_normal_ normal_ random_
+    trunc_normal_ uniform_
+    """
+)
+
+# Functions of torch.nn.init whose values depend on all dimensions of a matrix.
+_INITIALIZERS_OF_MATRICES = _names("orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
 
 # Operations on this rank's rows, beside in-place operations and properties.
 _LOCAL = _names(

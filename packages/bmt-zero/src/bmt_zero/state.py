@@ -130,12 +130,12 @@ def _identity(value: Any) -> Any:
 def write_logical(param: ShardedParameter, values: Tensor) -> None:
     """Set this rank's rows of a parameter from its logical tensor."""
     with torch.no_grad():
-        param.copy_(_rows(param, values))
+        param.copy_(rows_of_logical(param, values))
     param.awaits_values = False
     param.handle.original = None
 
 
-def _rows(param: ShardedParameter, logical: Tensor) -> Tensor:
+def rows_of_logical(param: ShardedParameter, logical: Tensor) -> Tensor:
     """This rank's rows of a parameter's logical tensor."""
     return select_rows(cut_piece(logical, param.bmt_slice), param.bmt_slice)
 
@@ -225,9 +225,18 @@ class _StateHooks:
         if metadata.get("assign_to_params_buffers", False) and any(
             isinstance(p, ShardedParameter) for p in own.values()
         ):
-            raise ValueError("assign=True would replace sharded parameters; load with assign=False")
+            _copy_instead(module, state_dict, prefix, metadata)
         for name, param in own.items():
             shard_entry(param, state_dict, prefix + name, problems[-1])
+
+
+def _copy_instead(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Any) -> None:
+    """Let ``load_state_dict(assign=True)`` copy the entries of a module: sharded parameters keep their identity."""
+    metadata["assign_to_params_buffers"] = False
+    for name, buffer in module._buffers.items():
+        value = state_dict.get(prefix + name)
+        if buffer is not None and buffer.is_meta and isinstance(value, Tensor):
+            module._buffers[name] = torch.empty_like(buffer, device=value.device)
 
 
 def _copy_in(state_dict: dict[str, Any], param: ShardedParameter) -> Tensor:
@@ -250,7 +259,7 @@ def shard_entry(param: nn.Parameter | None, state_dict: dict[str, Any], name: st
         errors.append(f"size mismatch for {name}: the entry has shape {tuple(value.shape)}, the model {wanted}")
         state_dict[name] = param.detach()  # its present values
         return
-    state_dict[name] = _rows(param, value.detach())
+    state_dict[name] = rows_of_logical(param, value.detach())
     param.awaits_values = False
 
 

@@ -1,0 +1,136 @@
+"""torch's optimizers on sharded parameters.
+
+Element-wise ones are right on this rank's rows. Those that compute with whole matrices or vectors are refused.
+
+[Note: states of torch's optimizers]
+    An optimizer's states have the shape of this rank's rows. ``state_dict()`` of an optimizer gives logical states, as
+    that of the model gives logical parameters, on every rank, and ``load_state_dict`` takes them. So both are right for
+    any number of ranks, and ``torch.distributed.checkpoint`` can save them. All ranks must call ``state_dict()``.
+
+    The hooks for this are put on an optimizer before its first step, when it is first seen. States that were loaded
+    earlier are replaced by their rows then. Optimizers with a ``state_dict`` of their own (bmt_optim's) are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from bmt_comm import Slice, join_pieces
+
+from .sharded_parameter import ShardedParameter
+from .state import rows_of_logical
+
+_REFUSED = {
+    "Adafactor": "bmt_optim.DistributedAdafactor",
+    "LBFGS": "an element-wise optimizer",
+    "Muon": "bmt_optim.Muon",
+}
+_OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")
+"""States with one value for a parameter; only the names tell, where the parameter has no dimensions."""
+
+_SEEN = "_bmt_sharded_parameters"
+
+_watching = False
+
+
+def watch_optimizers() -> None:
+    """Let optimizers of sharded parameters be seen before they step."""
+    global _watching
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A hook before each step of any optimizer.
+
+    Raises:
+        TypeError: the optimizer is not element-wise, and a parameter is sharded.
+    """
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    seen = optimizer.__dict__.get(_SEEN)
+    if seen == count:
+        return
+    optimizer.__dict__[_SEEN] = count
+    params = [param for _, param in _sharded(optimizer)]
+    if not params:
+        return
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.partition(".")[0] == "torch" and cls.__name__ in _REFUSED:
+            raise TypeError(
+                f"torch.optim.{cls.__name__} computes with whole parameters, and this rank holds rows of a parameter "
+                f"of shape {params[0].bmt_slice.shape}; use {_REFUSED[cls.__name__]}"
+            )
+    own = type(optimizer)
+    if own.state_dict is not Optimizer.state_dict or own.load_state_dict is not Optimizer.load_state_dict:
+        return
+    if seen is None:
+        optimizer.register_state_dict_post_hook(_with_logical_states)
+        optimizer.register_load_state_dict_pre_hook(_with_rows)
+    for param in params:
+        _cut(param, optimizer.state.get(param, {}))
+
+
+def _sharded(optimizer: Optimizer) -> Iterator[tuple[int, ShardedParameter]]:
+    """The sharded parameters that other ranks have other elements of, with their numbers in a state dict."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, param in enumerate(params):
+        if isinstance(param, ShardedParameter) and any(comm.size > 1 for comm in param.bmt_slice.comms):
+            yield number, param
+
+
+def _cut(param: ShardedParameter, states: dict[str, Any]) -> None:
+    """Replace logical states by this rank's rows."""
+    where = param.bmt_slice
+    for name, value in states.items():
+        if _is_per_element(name, value, where) and tuple(value.shape) == where.shape != where.local_shape:
+            states[name] = rows_of_logical(param, value).clone()
+
+
+def _is_per_element(name: str, value: Any, where: Slice) -> bool:
+    """Whether a state has a value for each element of a parameter; the alternative is one for all of it."""
+    if not isinstance(value, Tensor):
+        return False
+    return bool(value.dim()) if where.shape else name not in _OF_A_PARAMETER
+
+
+def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A hook before ``load_state_dict``."""
+    states = {key: dict(values) for key, values in state_dict["state"].items()}
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers or names
+    for number, param in _sharded(optimizer):
+        if number < len(keys):  # otherwise torch raises
+            _cut(param, states.get(keys[number], {}))
+    return {**state_dict, "state": states}
+
+
+def _with_logical_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A hook after ``state_dict()``. Every rank must come here."""
+    states = dict(state_dict["state"])
+    with torch.no_grad():
+        for number, param in _sharded(optimizer):
+            if number in states:
+                states[number] = _logical_states(param, states[number])
+    return {**state_dict, "state": states}
+
+
+def _logical_states(param: ShardedParameter, states: dict[str, Any]) -> dict[str, Any]:
+    where, logical = param.bmt_slice, {}
+    for name, value in states.items():
+        if not _is_per_element(name, value, where):
+            logical[name] = value
+        elif tuple(value.shape) == where.local_shape:
+            logical[name] = join_pieces(param.handle.gather_stored(value), where).to(value.device)
+        else:
+            raise TypeError(
+                f"state {name!r} of a parameter of shape {where.shape} has shape {tuple(value.shape)}; it is neither a "
+                f"number nor one for each of this rank's {math.prod(where.local_shape)} elements, and cannot be "
+                f"saved for other layouts"
+            )
+    return logical
