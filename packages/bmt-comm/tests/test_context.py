@@ -159,6 +159,20 @@ def test_an_existing_process_group_is_adopted_and_left_standing():
         init_distributed(tp_size=3)
 
 
+@pytest.mark.ranks(4, init=False, timeout=30)
+@pytest.mark.parametrize("sizes", [{"pipe_size": 2}, {"tp_size": 2}, {"pipe_size": 2, "tp_size": 2}])
+def test_ranks_may_be_in_different_numbers_of_groups_before(sizes):
+    dist.init_process_group("gloo")
+    for ranks in ([0], [0, 1], [1, 3]):
+        dist.new_group(ranks)
+    ctx = init_distributed(device="cpu", **sizes)
+    total = torch.ones(1)
+    for comm in (ctx.zero, ctx.tp_zero, ctx.pipe, ctx.tp):
+        comm.all_reduce(total)
+    assert total.item() == ctx.zero.size * ctx.tp_zero.size * ctx.pipe.size * ctx.tp.size
+    assert all(comm is ctx.alone for comm in (ctx.zero, ctx.tp_zero, ctx.pipe, ctx.tp) if comm.size == 1)
+
+
 @pytest.mark.ranks(2, init=False)
 def test_rank_and_world_size_may_come_from_init_method(tmp_path):
     rank = os.environ.pop("RANK")

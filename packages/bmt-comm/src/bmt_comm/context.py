@@ -322,8 +322,8 @@ def _lay_out(
     pipe, tp_zero, tp, zero, outer_zero, outer_tp_zero = (
         along(*dims) for dims in ((0,), (1,), (2,), (1, 2), (0, 1, 2), (0, 1))
     )
-    pipe_host = groups.on_host(pipe)
-    tp_zero_host = groups.on_host(tp_zero) if pipe_size > 1 else tp_zero
+    pipe_host = groups.on_host(pipe, _parts(grid, 0))
+    tp_zero_host = groups.on_host(tp_zero, _parts(grid, 1)) if pipe_size > 1 else tp_zero
     pipe_channels = groups.channels(pipe, _parts(grid, 0))
     return ParallelContext(
         mesh=mesh,
@@ -364,9 +364,13 @@ def _parts(grid: Tensor, *dims: int) -> list[list[int]]:
 class _Groups:
     """Makes process groups and communicators. All ranks ask for the same ones, in the same order.
 
-    Where the default process group is bound to a device ("eager"), all ranks of the job make each NCCL group together:
-    it is split off. Else only those of a group wait for each other, and NCCL connects them at their first collective,
-    which is here.
+    All ranks make each process group, whether they are in it or not. If only its own ranks did
+    (``use_local_synchronization``), torch would name it by how many groups a rank is in, and ranks that are in
+    different numbers of groups would wait for each other under different names. And where the default process group is
+    bound to a device ("eager"), NCCL splits new groups off it, which takes all of its ranks.
+
+    Where it is not, NCCL connects the ranks of a group at their first exchange. That is here, in an order that all
+    ranks share.
 
     Attributes:
         made: the process groups that were made.
@@ -380,10 +384,8 @@ class _Groups:
         self._rank = dist.get_rank()
         self._known = {tuple(range(dist.get_world_size())): everyone}
         self._communicators: dict[dist.ProcessGroup, Communicator] = {}
-        self._eager = False
         self.alone = Communicator(None, device)
         self.world = self.communicator([list(range(dist.get_world_size()))])
-        self._eager = self.world.eager
 
     def of(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """The process group of this rank's part of all ranks; the same one for the same ranks."""
@@ -402,13 +404,14 @@ class _Groups:
             self._communicators[group] = self.alone if alone else self._connected(group, self._device)
         return self._communicators[group]
 
-    def on_host(self, comm: Communicator) -> Communicator:
+    def on_host(self, comm: Communicator, parts: Sequence[Sequence[int]]) -> Communicator:
         """A communicator of the same ranks for host memory; ``comm`` itself where it serves."""
         if comm.size == 1 or not comm.in_order:
             return comm
-        # Gloo's groups are not split off: only their ranks take part.
-        self.made.append(dist.new_group(list(comm.ranks), self._timeout, "gloo", use_local_synchronization=True))
-        return self._connected(self.made[-1], torch.device("cpu"))
+        # Of an eager group, torch lets the ranks that are not in a new one split it, also for gloo, which does not.
+        group = self._make(parts, "gloo", alone=comm.eager)
+        assert group is not None
+        return self._connected(group, torch.device("cpu"))
 
     def channels(self, comm: Communicator, parts: Sequence[Sequence[int]]) -> dict[tuple[int, int], Communicator]:
         """For each two ranks of ``comm``, of which this is one, a communicator from the first to the second.
@@ -425,15 +428,16 @@ class _Groups:
                 found[source, target] = self._connected(group, self._device)
         return found
 
-    def _make(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """A process group for each part; returns this rank's."""
+    def _make(
+        self, parts: Sequence[Sequence[int]], backend: str | None = None, alone: bool = False
+    ) -> dist.ProcessGroup | None:
+        """A process group for each part; returns this rank's. ``alone``: its ranks make it without the others."""
         mine = None
         for part in parts:
-            if self._eager or self._rank in part:
-                group = dist.new_group(list(part), self._timeout, use_local_synchronization=not self._eager)
-                if self._rank in part:
-                    mine = group
-                    self.made.append(group)
+            group = dist.new_group(list(part), self._timeout, backend, use_local_synchronization=alone)
+            if self._rank in part:
+                mine = group
+                self.made.append(group)
         return mine
 
     def _connected(self, group: dist.ProcessGroup, device: torch.device) -> Communicator:
