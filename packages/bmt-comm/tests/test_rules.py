@@ -103,7 +103,7 @@ def test_a_rank_that_has_ended_posts_nothing() -> None:
 @pytest.mark.parametrize(
     ("pair", "match"),
     [
-        ((collective(0), collective(1, "broadcast")), "rank 1 posts broadcast on world, and rank 0 all_reduce"),
+        ((collective(0), collective(1, "broadcast")), "rank 0 posts all_reduce on world, and rank 1 broadcast"),
         (
             (messages(0, ("to", 1)), messages(1, ("from", 0), nbytes=8)),
             "rank 0 posts a send of 4 bytes to 1 and rank 1 a recv",

@@ -96,13 +96,15 @@ class Rules:
 
     def post(self, operation: Operation) -> list[Operation]:
         """A rank posts an operation. Returns those, of all ranks, that have ended by it."""
+        if self.failure:
+            return []
         queues = self._queues.setdefault(operation.key, {})
         queues.setdefault(operation.rank, deque()).append(_Entry(operation, list(operation.messages)))
         self._unended[operation.rank, operation.number] = operation
         try:
             ended = _run(queues, (), exchange=True)
         except RulesError as error:
-            self.failure = self.failure or str(error)
+            self.failure = str(error)
             return []
         for each in ended:
             del self._unended[each.rank, each.number]
@@ -116,7 +118,7 @@ class Rules:
     def wait(self, rank: int, number: int, where: str) -> None:
         """A rank does nothing more until its operation of this number has ended; ``where`` is for messages."""
         operation = self._unended.get((rank, number))
-        if operation is not None:
+        if operation is not None and not self.failure:
             self._waiting[rank] = operation, where
             self._look_for_a_cycle()
 
@@ -131,8 +133,8 @@ class Rules:
         return list(self._unended.values())
 
     def _look_for_a_cycle(self) -> None:
-        stuck = self._stuck()
-        if stuck and not self.failure:
+        stuck = set() if self.failure else self._stuck()
+        if stuck:
             lines = [self._position(rank) for rank in sorted(stuck)]
             if self._left:
                 lines.append(f"rank {', '.join(map(str, sorted(self._left)))} has ended")
