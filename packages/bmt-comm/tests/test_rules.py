@@ -90,6 +90,18 @@ def test_a_circle_of_three_is_found_when_it_closes_and_not_before() -> None:
     assert rules.failure.startswith("ranks 0, 1, 2 wait for ever")
 
 
+def test_a_rank_with_several_threads_may_still_post() -> None:
+    rules = Rules(2)
+    aside = messages(0, ("to", 1), key="aside")
+    aside.aside = True
+    rules.post(aside)
+    for rank in range(2):
+        receive = messages(rank, ("from", 1 - rank), key=f"{rank}")
+        rules.post(receive)
+        wait(rules, receive)
+    assert not rules.failure
+
+
 def test_a_rank_that_has_ended_posts_nothing() -> None:
     rules = Rules(2)
     operation = collective(0)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import itertools
 import math
 import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, urlparse
 
@@ -418,14 +417,18 @@ class _Groups:
 
         ``parts`` are the ranks of ``comm``, and of those beside it.
         """
-        ways = [way for pair in itertools.combinations(range(comm.size), 2) for way in (pair, pair[::-1])]
+        ways = [way for pair in _pairs(comm.size) for way in (pair, pair[::-1])]
         if not comm.in_order:
             return {way: comm for way in ways if comm.rank in way}
         found = {}
         for source, target in ways:
             group = self._make([[part[source], part[target]] for part in parts])
-            if group is not None:
-                found[source, target] = self._connected(group, self._device)
+            if group is None:
+                continue
+            channel = found[source, target] = Communicator(group, self._device)
+            if not channel.eager:
+                token = torch.zeros(1, device=self._device)
+                (channel.send if comm.rank == source else channel.recv)(token, 1 - channel.rank)
         return found
 
     def _make(
@@ -445,10 +448,17 @@ class _Groups:
         comm.share_memory(self._timeout)
         if comm.in_order and not comm.eager and comm.size > 1:
             comm.barrier()
-            if comm.size == 2:  # messages between two ranks have another connection than collectives
-                token = torch.zeros(1, device=device)
-                (comm.send if comm.rank == 0 else comm.recv)(token, 1 - comm.rank)
         return comm
+
+
+def _pairs(size: int) -> Iterator[tuple[int, int]]:
+    """All pairs of ranks, in rounds in which each rank has one partner, so that half of them go on at once."""
+    even = size + size % 2
+    for turn in range(even - 1):
+        for k in range(even // 2):
+            a, b = (turn, even - 1) if k == 0 else ((turn + k) % (even - 1), (turn - k) % (even - 1))
+            if max(a, b) < size:
+                yield min(a, b), max(a, b)
 
 
 def _seed_generators(seed: int) -> None:

@@ -6,6 +6,7 @@ using bmt::FactoredRow;
 using bmt::FactoredScalars;
 using bmt::FactoredTile;
 using bmt::address;
+using bmt::element;
 
 // One element or a vector of them, so that what is done to them is written once.
 struct One {};

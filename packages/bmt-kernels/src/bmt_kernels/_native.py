@@ -126,8 +126,8 @@ def _warn_of_unsupported(device_index: int) -> None:
     driver, toolkit = cuda_driver_version(), cuda_module.CUDA_VERSION
     if driver[0] < int(toolkit.partition(".")[0]):
         why = (
-            f"the driver serves CUDA {driver[0]}.{driver[1]}, and they were built with the toolkit of CUDA {toolkit}. Update the "
-            f"driver, or build them with a toolkit that is not newer than it"
+            f"the driver serves CUDA {driver[0]}.{driver[1]}, and they were built with the toolkit of CUDA {toolkit}. "
+            f"Update the driver, or build them with a toolkit that is not newer than it"
         )
     else:
         major, minor = torch.cuda.get_device_capability(device_index)
@@ -136,7 +136,7 @@ def _warn_of_unsupported(device_index: int) -> None:
             f"capability {major}.{minor}. Build them with BMT_CUDA_ARCHITECTURES={major}{minor}-real"
         )
     warnings.warn(
-        f"bmt_kernels: the CUDA kernels do not run on cuda:{device_index}, and slower PyTorch functions serve it: {why}: "
+        f"bmt_kernels: the CUDA kernels do not run on cuda:{device_index}, which PyTorch serves, slower: {why}: "
         "pip install --force-reinstall --no-deps ./packages/bmt-kernels, in a checkout.",
         RuntimeWarning,
         stacklevel=2,

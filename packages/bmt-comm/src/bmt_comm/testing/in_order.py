@@ -116,7 +116,8 @@ class _Connection:
             send(self._connection, ("post", operation))
 
     def operation(self, key: Any, ranks: tuple[int, ...], kind: str, **details: Any) -> Operation:
-        return Operation(self.rank, next(self._numbers), key, ranks, kind, **details)
+        aside = threading.current_thread() is not threading.main_thread()
+        return Operation(self.rank, next(self._numbers), key, ranks, kind, aside=aside, **details)
 
     def collective(
         self, key: Any, ranks: tuple[int, ...], kind: str, form: tuple[object, ...], payload: bytes

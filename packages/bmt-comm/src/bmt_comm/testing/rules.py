@@ -5,8 +5,8 @@
     - A collective runs when it is the first operation of every rank of its communicator.
     - A message runs when the send and the receive are each among the first operation of their rank; so a send ends only
       when its receive has been posted. The messages of a batch are one operation, and run in any order.
-    - A rank that waits runs nothing else. If ranks wait for each other, nothing more will ever run: that is a failure,
-      and it is known as soon as the last of these ranks waits.
+    - A rank that waits runs nothing else, unless it has posted from several threads. If ranks wait for each other,
+      nothing more will ever run: that is a failure, and it is known as soon as the last of these ranks waits.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Operation:
         form: what must be the same on all ranks of a collective (sizes, the root).
         payload: what the rank contributes to a collective.
         messages: of a batch.
+        aside: whether it was posted by another thread than that which waits.
         results: of a collective, when it has run: what each rank has contributed, in the order of ``ranks``.
     """
 
@@ -57,6 +58,7 @@ class Operation:
     form: tuple[object, ...] = ()
     payload: bytes = b""
     messages: list[Message] = field(default_factory=list)
+    aside: bool = False
     results: list[bytes] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -93,11 +95,14 @@ class Rules:
         self._waiting: dict[int, tuple[Operation, str]] = {}
         self._unended: dict[tuple[int, int], Operation] = {}
         self._left: set[int] = set()
+        self._threaded: set[int] = set()
 
     def post(self, operation: Operation) -> list[Operation]:
         """A rank posts an operation. Returns those, of all ranks, that have ended by it."""
         if self.failure:
             return []
+        if operation.aside:
+            self._threaded.add(operation.rank)
         queues = self._queues.setdefault(operation.key, {})
         queues.setdefault(operation.rank, deque()).append(_Entry(operation, list(operation.messages)))
         self._unended[operation.rank, operation.number] = operation
@@ -142,7 +147,7 @@ class Rules:
 
     def _stuck(self) -> set[int]:
         """The ranks whose operations would not end whatever the ranks that go on may post."""
-        free = set(range(self.size)) - self._waiting.keys() - self._left
+        free = set(range(self.size)) - (self._waiting.keys() - self._threaded) - self._left
         queues = {
             key: {rank: deque(_Entry(e.operation, list(e.left)) for e in queue) for rank, queue in of_key.items()}
             for key, of_key in self._queues.items()
