@@ -366,7 +366,8 @@ class _Groups:
     All ranks make each process group, whether they are in it or not. If only its own ranks did
     (``use_local_synchronization``), torch would name it by how many groups a rank is in, and ranks that are in
     different numbers of groups would wait for each other under different names. And where the default process group is
-    bound to a device ("eager"), NCCL splits new groups off it, which takes all of its ranks.
+    bound to a device ("eager"), NCCL splits new groups off it, which takes all of its ranks; groups that have no ranks
+    in common take one split together.
 
     Where it is not, NCCL connects the ranks of a group at their first exchange. That is here, in an order that all
     ranks share.
@@ -422,7 +423,7 @@ class _Groups:
             return {way: comm for way in ways if comm.rank in way}
         found = {}
         for source, target in ways:
-            group = self._make([[part[source], part[target]] for part in parts])
+            group = self._make([sorted((part[source], part[target])) for part in parts])
             if group is None:
                 continue
             channel = found[source, target] = Communicator(group, self._device)
@@ -436,6 +437,10 @@ class _Groups:
     ) -> dist.ProcessGroup | None:
         """A process group for each part; returns this rank's. ``alone``: its ranks make it without the others."""
         mine = None
+        if self.world.eager and backend is None and ":" not in dist.get_backend():  # one backend for all devices
+            mine = dist.split_group(split_ranks=[list(part) for part in parts], timeout=self._timeout)
+            self.made += [mine] if mine is not None else []
+            return mine
         for part in parts:
             group = dist.new_group(list(part), self._timeout, backend, use_local_synchronization=alone)
             if self._rank in part:

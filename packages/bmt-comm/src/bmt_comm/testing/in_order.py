@@ -61,22 +61,36 @@ def nccl_rules(address: str, rank: int, eager: bool) -> Iterator[None]:
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _gloo, devices=["cpu"])
     connection = _Connection(address, rank)
-    new_group = dist.new_group
+    new_group, split_group = dist.new_group, dist.split_group
+
+    def together(ranks: object) -> None:
+        everyone = tuple(range(dist.get_world_size()))
+        connection.collective(("making groups",), everyone, "split", (str(ranks),), b"").wait()
 
     def new_group_of_all(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
         # Splitting NCCL's communicators takes all ranks, those outside of the new group, too.
         if eager and (backend or dist.get_backend()) == BACKEND:
-            everyone = tuple(range(dist.get_world_size()))
-            connection.collective(("making groups",), everyone, "split", (str(ranks),), b"").wait()
+            together(ranks)
         return new_group(ranks, timeout, backend, **options)
+
+    def split_group_by_gloo(
+        parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **options: Any
+    ) -> dist.ProcessGroup | None:
+        # PyTorch refuses to split what is not on a device.
+        assert eager
+        assert parent_pg is None
+        together(split_ranks)
+        groups = [new_group(ranks, timeout, BACKEND) for ranks in split_ranks]
+        return next((group for group in groups if isinstance(group, dist.ProcessGroup)), None)
 
     transports[BACKEND] = lambda group: _Transport(group, connection, in_order=True, eager=eager)
     transports["gloo"] = lambda group: _Transport(group, connection, in_order=False, eager=False)
     dist.new_group = new_group_of_all  # type: ignore[assignment]
+    dist.split_group = split_group_by_gloo  # type: ignore[assignment]
     try:
         yield
     finally:
-        dist.new_group = new_group
+        dist.new_group, dist.split_group = new_group, split_group
         del transports[BACKEND], transports["gloo"]
         connection.close()
 
