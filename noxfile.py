@@ -49,14 +49,14 @@ TEST_NEEDS += ["safetensors", "transformers", "came-pytorch", "matplotlib"]
 # Packages that work without bmt-kernels, and the tests that run without it. All run beside it: ranks that share memory
 # are faster than ranks that send messages.
 OVER_MESSAGES = {
-    "bmt-zero": ["tests/test_block.py", "tests/test_state.py", "-k", "ranks=2 or not ranks="],
-    "bmt-pipe": ["tests/test_equivalence.py", "-k", "ranks=2"],
+    "bmt-zero": ["tests/test_block.py", "tests/test_state.py", "--bmt-ranks=2"],
+    "bmt-pipe": ["tests/test_equivalence.py", "--bmt-ranks=2"],
 }
 # A quick part of what the session nccl_rules runs, which CI runs, too. bmt-pipe's is tests/test_nccl_rules.py.
 BY_NCCLS_RULES = {
-    "bmt-zero": ["tests/test_block.py", "tests/test_equivalence.py", "-k", "ranks=2"],
-    "bmt-tp": ["tests/test_parallel_linear.py", "tests/test_regions.py", "-k", "ranks=2"],
-    "bmt-optim": ["tests/test_sharded.py", "tests/test_lamb.py", "-k", "ranks=2"],
+    "bmt-zero": ["tests/test_block.py", "tests/test_equivalence.py", "--bmt-ranks=2"],
+    "bmt-tp": ["tests/test_parallel_linear.py", "tests/test_regions.py", "--bmt-ranks=2"],
+    "bmt-optim": ["tests/test_sharded.py", "tests/test_lamb.py", "--bmt-ranks=2"],
 }
 # What gloo's rules are needed for.
 NOT_BY_NCCLS_RULES: dict[str, list[str]] = {}

@@ -46,6 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="device of tests marked ranks(n): auto takes cuda where there are n GPUs, else cpu",
     )
     group.addoption(
+        "--bmt-ranks",
+        type=int,
+        action="append",
+        metavar="N",
+        help="of tests marked ranks, run those on this number of ranks alone (may be given several times)",
+    )
+    group.addoption(
         "--bmt-nccl-rules",
         choices=["off", "lazy", "eager"],
         default="off",
@@ -87,6 +94,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.fixturenames.append(_WORLD_SIZE)
     ids = [f"ranks={size}" for size in sizes]
     metafunc.parametrize(_WORLD_SIZE, sizes, ids=ids, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = config.getoption("--bmt-ranks")
+    if wanted:
+        other = [item for item in items if isinstance(item, pytest.Function) and _ranks_of(item) not in (None, *wanted)]
+        config.hook.pytest_deselected(items=other)
+        dropped = set(other)
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _ranks_of(item: pytest.Function) -> int | None:
+    """The number of ranks that a test runs on; None without the mark."""
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get(_WORLD_SIZE)
 
 
 @pytest.fixture
