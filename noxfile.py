@@ -50,9 +50,17 @@ MODEL_NEEDS = ["transformers", "peft"]
 # Packages that work without bmt-kernels, and the tests that run without it. All run beside it: ranks that share memory
 # are faster than ranks that send messages.
 OVER_MESSAGES = {
-    "bmt-zero": ["tests/test_block.py", "tests/test_state.py"],
-    "bmt-pipe": ["tests/test_block_list_state.py"],
+    "bmt-zero": ["tests/test_block.py", "tests/test_state.py", "--bmt-ranks=2"],
+    "bmt-pipe": ["tests/test_equivalence.py", "--bmt-ranks=2"],
 }
+# A quick part of what the session nccl_rules runs, which CI runs, too. bmt-pipe's is tests/test_nccl_rules.py.
+BY_NCCLS_RULES = {
+    "bmt-zero": ["tests/test_block.py", "tests/test_equivalence.py", "--bmt-ranks=2"],
+    "bmt-tp": ["tests/test_parallel_linear.py", "tests/test_regions.py", "--bmt-ranks=2"],
+    "bmt-optim": ["tests/test_sharded.py", "tests/test_lamb.py", "--bmt-ranks=2"],
+}
+# What gloo's rules are needed for.
+NOT_BY_NCCLS_RULES: dict[str, list[str]] = {}
 TWO_AT_A_TIME = ["-n", "2"]  # while ranks of one test wait, those of another compute
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
 
@@ -202,6 +210,9 @@ def tests_alone(session: nox.Session) -> None:
                     run_tests(session, f"{title} without bmt-kernels", *settings, *OVER_MESSAGES[name])
                     install_wheels(session, "bmt-kernels")
                 run_tests(session, title, *settings, "tests")
+                if name in BY_NCCLS_RULES:
+                    rules = ["--bmt-nccl-rules=lazy", *BY_NCCLS_RULES[name]]
+                    run_tests(session, f"{title} by NCCL's rules", *settings, *rules)
             except CommandFailed:
                 failed.append(name)
     if failed:
@@ -220,6 +231,30 @@ def tests_across(session: nox.Session) -> None:
     run_tests(session, "tests of packages together", *TWO_AT_A_TIME, *(session.posargs or ["tests"]))
     with step(session, "links and examples of the documentation", "2 minutes"):
         session.run("python", ".ci/check_docs.py")
+
+
+@nox.session(default=False)
+@summarized
+def nccl_rules(session: nox.Session) -> None:
+    """Tests on communicators that obey NCCL's rules, on CPU: what would hang or race on GPUs fails.
+
+    They run twice: with connections that are made at their first use, and with those of a process group that knows its
+    device. Arguments are package names.
+    """
+    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
+    install_ours(session)
+    failed = []
+    for name in session.posargs or ["bmt-comm", "bmt-zero", "bmt-tp", "bmt-optim", "bmt-pipe"]:
+        for rules in ("lazy", "eager"):
+            tests = ["-c", str(ROOT / "pyproject.toml"), f"--bmt-nccl-rules={rules}", *TWO_AT_A_TIME, "tests"]
+            with session.chdir(ROOT / "packages" / name):
+                try:
+                    run_tests(session, f"{name}, {rules}", "--rootdir", ".", *tests, *NOT_BY_NCCLS_RULES.get(name, []))
+                except CommandFailed:
+                    failed.append(f"{name} ({rules})")
+    if failed:
+        session.error(f"tests fail by NCCL's rules in {', '.join(failed)}")
 
 
 @nox.session(default=False)

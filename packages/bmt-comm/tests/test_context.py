@@ -1,5 +1,6 @@
 """Start-up, layout, shutdown, and what they leave alone."""
 
+import itertools
 import os
 import random
 import subprocess
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import bmt_comm
 from bmt_comm import init_distributed, shutdown
+from bmt_comm.context import _pairs
 
 
 def run_script(tmp_path, text, processes=0, timeout=90):
@@ -75,6 +77,15 @@ def test_the_layout_of_every_size(device_type):
                 assert tuple(dist.get_process_group_ranks(ctx.mesh.get_group(dim))) == members[name]
             shutdown()
             assert not dist.is_initialized()
+
+
+def test_pairs_come_once_and_in_rounds():
+    for size in range(1, 12):
+        pairs = list(_pairs(size))
+        assert sorted(pairs) == list(itertools.combinations(range(size), 2))
+        for first in range(0, len(pairs), size // 2 or 1):
+            together = [rank for pair in pairs[first : first + size // 2] for rank in pair]
+            assert len(set(together)) == len(together)
 
 
 @pytest.mark.ranks(4, tp_size=2)
@@ -157,6 +168,20 @@ def test_an_existing_process_group_is_adopted_and_left_standing():
         assert x.tolist() == [4.0, 4.0]
     with pytest.raises(ValueError, match="does not divide the world size 4"):
         init_distributed(tp_size=3)
+
+
+@pytest.mark.ranks(4, init=False, timeout=30)
+@pytest.mark.parametrize("sizes", [{"pipe_size": 2}, {"tp_size": 2}, {"pipe_size": 2, "tp_size": 2}])
+def test_ranks_may_be_in_different_numbers_of_groups_before(sizes):
+    dist.init_process_group("gloo")
+    for ranks in ([0], [0, 1], [1, 3]):
+        dist.new_group(ranks)
+    ctx = init_distributed(device="cpu", **sizes)
+    total = torch.ones(1)
+    for comm in (ctx.zero, ctx.tp_zero, ctx.pipe, ctx.tp):
+        comm.all_reduce(total)
+    assert total.item() == ctx.zero.size * ctx.tp_zero.size * ctx.pipe.size * ctx.tp.size
+    assert all(comm is ctx.alone for comm in (ctx.zero, ctx.tp_zero, ctx.pipe, ctx.tp) if comm.size == 1)
 
 
 @pytest.mark.ranks(2, init=False)

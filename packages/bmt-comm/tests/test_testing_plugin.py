@@ -83,6 +83,21 @@ def test_one_item_per_number_of_ranks_stacked_with_parametrize(pytest_run: Calla
     assert run.outcomes == dict.fromkeys(names, "passed")
 
 
+def test_only_some_numbers_of_ranks(pytest_run: Callable[..., Run]) -> None:
+    body = """
+        import pytest
+
+        @pytest.mark.ranks(1, 2, init=False)
+        def test_on_ranks():
+            pass
+
+        def test_alone():
+            pass
+        """
+    run = pytest_run(body, "--bmt-ranks=1")
+    assert run.outcomes == {"test_on_ranks[ranks=1]": "passed", "test_alone": "passed"}
+
+
 def test_keyword_arguments_reach_init_distributed(pytest_run: Callable[..., Run]) -> None:
     run = pytest_run(
         """

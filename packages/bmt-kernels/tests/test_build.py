@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,3 +138,28 @@ def test_a_module_that_does_not_load_is_not_called_missing(tmp_path):
     code = "import sys; sys.path.insert(0, sys.argv[1]); import bmt_kernels; print(bmt_kernels.build_info().cpu_note)"
     result = python("-c", code, str(tmp_path))
     assert "bmt_kernels._cpu does not load: " in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("driver", "message"),
+    [
+        (12040, r"driver serves CUDA 12\.4, and they were built with the toolkit of CUDA 13\.0"),
+        (13000, r"built for 90-real, and this GPU is of compute capability 8\.0\. .*ARCHITECTURES=80-real"),
+    ],
+)
+def test_cuda_kernels_that_do_not_run_are_told_once(monkeypatch, driver, message):
+    built = SimpleNamespace(supports=lambda index: False, CUDA_VERSION="13.0", ARCHITECTURES="90-real")
+    monkeypatch.setattr(_native, "cuda_module", built)
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    _native.cuda_kernels.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=message):
+            assert _native.cuda_kernels(0) is None
+        assert _native.cuda_kernels(0) is None  # and no second warning, which would be an error
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert _native.cuda_kernels(1) is None
+    finally:
+        _native.cuda_kernels.cache_clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -360,6 +361,11 @@ def test_a_default_device_is_not_where_host_memory_is():
 # --- page-locked memory -------------------------------------------------------------------------------------------
 
 
+def is_mapped(address):
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
+
+
 class Runtime:
     def __init__(self, error=0):
         self.error = error
@@ -371,6 +377,7 @@ class Runtime:
         return self.error
 
     def cudaHostUnregister(self, address):
+        assert is_mapped(address), "CUDA refuses memory that is not there any more"
         self.log.append(("unlock", self.locked.pop(address)))
         return 0
 
@@ -395,9 +402,11 @@ def test_locked_memory_is_of_the_right_size_and_released_with_its_last_view(runt
     gc.collect()
     assert runtime.log == []
     view.fill_(3)
+    address = view.data_ptr()
     del view
     gc.collect()
     assert runtime.log == ["synchronize 0", "synchronize 2", ("unlock", 4000)], "after all devices that are in use"
+    assert not is_mapped(address), "and unmapped after that"
 
 
 def test_nothing_is_locked_for_nothing_and_a_refusal_is_reported(runtime):

@@ -1,15 +1,21 @@
-"""Messages of a pass: each is sent once and expected once, in the same order, and no stage waits for ever."""
+"""Messages of a pass: each is sent once and expected once, in the same order, and no stage waits for ever.
+
+Also not by NCCL's rules: see bmt_comm.testing.rules.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from random import Random
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bmt_comm.testing.rules import MESSAGES, Operation, Rules
+from bmt_comm.testing.rules import Message as Transfer
 from bmt_pipe import Kind, Schedule, make_schedule
 from bmt_pipe.messages import Message
 from bmt_pipe.routes import Pass
@@ -170,6 +176,87 @@ def test_every_message_is_sent_and_expected_once_and_nobody_waits_for_ever(what,
         assert set(orders) == set(stages) - {stage}
         for peer, messages in orders.items():
             assert messages == done[peer, stage], f"from {peer} to {stage}"
+
+
+def run_by_nccls_rules(what: Pass, ahead: bool, key: Callable[[int, int], Hashable], random: Random) -> str:
+    """Let stages post and wait as :class:`bmt_pipe.messages.Post` does, in a random order, on the communicators that
+    ``key`` names by source and target. Returns why they hang, or nothing.
+
+    Args:
+        ahead: whether the receive after the one that is waited for is posted, too, as it is when forms are known.
+    """
+    rules = Rules(what.stages)
+    ended: set[Operation] = set()
+
+    def posts(stage: int) -> Iterator[Operation]:
+        """What a stage does; it yields what it waits for."""
+        numbers = iter(range(10**9))
+
+        def post(source: int, target: int, message: Message) -> Operation:
+            sends = source == stage
+            transfer = Transfer(sends, target if sends else source, hash(message))  # a size: what meets must match
+            way = key(source, target)
+            operation = Operation(stage, next(numbers), way, (source, target), MESSAGES, messages=[transfer])
+            ended.update(rules.post(operation))
+            return operation
+
+        expected = {peer: iter(messages) for peer, messages in what.expected(stage).items()}
+        receiving: dict[Message, Operation] = {}
+
+        def receive_next(peer: int) -> bool:
+            message = next(expected[peer], None)
+            if message is not None:
+                receiving[message] = post(peer, stage, message)
+            return message is not None
+
+        for step in steps(what, stage):
+            if step.peer == stage:
+                continue
+            if step.sends:
+                post(stage, step.peer, step.message)
+                continue
+            while step.message not in receiving:
+                assert receive_next(step.peer)
+            if ahead:
+                receive_next(step.peer)
+            yield receiving[step.message]
+        for peer in expected:
+            assert not receive_next(peer), "a message is never taken"
+
+    going = {stage: posts(stage) for stage in range(what.stages)}
+    waiting: dict[int, Operation] = {}
+    while going and not rules.failure:
+        stage = random.choice([s for s in going if s not in waiting or waiting[s] in ended])
+        operation = next(going[stage], None)
+        if operation is None:
+            del going[stage]
+            waiting.pop(stage, None)
+            rules.leave(stage)
+        else:
+            waiting[stage] = operation
+            rules.wait(stage, operation.number, "a take")
+    if not rules.failure:
+        assert not rules.unended()
+    return rules.failure
+
+
+@given(passes(), st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=150, deadline=None)
+def test_channels_never_hang(what: Pass, ahead: bool, random: Random) -> None:
+    assert run_by_nccls_rules(what, ahead, lambda source, target: (source, target), random) == ""
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    "key",
+    [lambda source, target: "one for all", lambda source, target: (min(source, target), max(source, target))],
+    ids=["one communicator", "one of each pair"],
+)
+def test_fewer_communicators_would_hang(name: str, key: Callable[[int, int], Hashable]) -> None:
+    """Where both directions have one communicator, a receive that is posted ahead blocks the sends behind it."""
+    what = Pass(make_schedule(name, 3, 6, 2 if name.startswith("inter") else 1), True, True, tail=True)
+    what = what._replace(input_grads=(True,) * 3)
+    assert "wait for ever" in run_by_nccls_rules(what, True, key, Random(0))
 
 
 @given(passes())

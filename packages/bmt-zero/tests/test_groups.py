@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import bmt_zero
+from bmt_zero.shard import group_of
 
 
 @pytest.mark.ranks(2)
@@ -23,6 +24,16 @@ def test_parameters_by_group() -> None:
     assert [group for group, _ in found] == ["decay", None, "other"]
     for (_, params), names in zip(found, ("ac", ["b", "plain"], "d"), strict=True):
         assert [id(p) for p in params] == [id(own[n]) for n in names]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 3])
+def test_flat_parameters_share_communicators_and_so_a_side_stream(ctx: Any, level: int) -> None:
+    blocks = [bmt_zero.Block(nn.Linear(3, 5, dtype=dtype), zero_level=level) for dtype in (torch.half, torch.float)]
+    reducers = [reducer for block in blocks for reducer in group_of(block).reducers]
+    assert len(reducers) == 2
+    comms = {(reducer.flat.shard_comm, reducer.replicate_comm) for reducer in reducers}
+    assert comms == {(ctx.alone, ctx.zero) if level == 0 else (ctx.zero, ctx.alone)}
 
 
 @pytest.mark.ranks(1, 2, 3)

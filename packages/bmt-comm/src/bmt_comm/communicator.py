@@ -10,9 +10,9 @@ Every rank of a communicator must call the same collectives on it in the same or
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -60,6 +60,39 @@ class Traffic:
     bytes: int = 0
 
 
+class Transport(Protocol):
+    """What carries operations on CPU tensors in place of the process group; tensors are contiguous and 1-D.
+
+    Attributes:
+        in_order: whether operations run one at a time, in the order in which they were posted, as NCCL's do.
+        eager: whether making a process group takes all ranks of the job.
+    """
+
+    in_order: bool
+    eager: bool
+
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> Work: ...
+
+    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Work: ...
+
+    def all_reduce(self, flat: Tensor, op: str) -> Work: ...
+
+    def broadcast(self, flat: Tensor, root: int) -> Work: ...
+
+    def all_gather_object(self, obj: Any) -> list[Any]: ...
+
+    def broadcast_object(self, obj: Any, root: int) -> Any: ...
+
+    def send(self, data: Tensor, peer: int, tag: int) -> Work: ...
+
+    def recv(self, data: Tensor, peer: int, tag: int) -> Work: ...
+
+    def send_recv(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Work]: ...
+
+
+transports: dict[str, Callable[[dist.ProcessGroup], Transport]] = {}
+"""Makes the transport of a process group, by the backend's name; for tests, see ``bmt_comm.testing``."""
+
 # The communicators that stand on one process group have it in common.
 _host_collectives: WeakKeyDictionary[dist.ProcessGroup, DirectExchange | SharedMemoryCollectives] = WeakKeyDictionary()
 
@@ -100,8 +133,23 @@ class Communicator:
         self.traffic: dict[str, Traffic] = {}
         self.symmetric_memory = False
         self._stream: torch.cuda.Stream | None = None
+        make_transport = None if group is None else transports.get(dist.get_backend(group))
+        self._transport = None if make_transport is None or group is None else make_transport(group)
         if group is not None and group not in _host_collectives:
             _host_collectives[group] = DirectExchange(group)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether operations run one at a time in the order in which they were posted, and a send only when its receive
+        has been posted, as NCCL has it. Other backends tell messages apart by tags, and hold what has been sent."""
+        return self.device.type == "cuda" if self._transport is None else self._transport.in_order
+
+    @property
+    def eager(self) -> bool:
+        """Whether making another process group like this one takes all ranks of the job, not only its own."""
+        if self._transport is not None:
+            return self._transport.eager
+        return self.group is not None and self.group.bound_device_id is not None
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, ranks={self.ranks}, device={self.device})"
@@ -127,7 +175,7 @@ class Communicator:
         Returns:
             Whether they do, from now on: the same on every rank. Otherwise all goes on as before.
         """
-        if self.group is None or self.size == 1 or self.device.type != "cpu":
+        if self.group is None or self.size == 1 or self.device.type != "cpu" or self._transport is not None:
             return False
         on_host = self._on_host
         if isinstance(on_host, DirectExchange):
@@ -168,8 +216,8 @@ class Communicator:
         if numel == 0:
             return DONE
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
-        work = self._on_host.all_gather(chunks, mine)
         _copy_unless_same(chunks[self.rank], mine)
+        work = self._on_host.all_gather(chunks, mine)
         return self._finish_now(work, async_op)
 
     @_compat.not_compiled
@@ -236,6 +284,8 @@ class Communicator:
         """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv` with the same tag."""
         data = self._message(tensor, peer, tag)
         self._count("send", _bytes(tensor))
+        if self._transport is not None:
+            return self._finish_now(self._transport.send(data, peer, tag), async_op)
         work = dist.isend(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(Pending([work], None, tensor), async_op)
 
@@ -243,6 +293,8 @@ class Communicator:
     def recv(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
         """Receive into ``tensor`` (contiguous) what rank ``peer`` sends."""
         data = self._message(tensor, peer, tag)
+        if self._transport is not None:
+            return self._finish_now(self._transport.recv(data, peer, tag), async_op)
         work = dist.irecv(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(Pending([work], None, tensor), async_op)
 
@@ -256,15 +308,19 @@ class Communicator:
         sends that face each other would wait forever.
         """
 
-        def op(call: Any, tensor: Tensor, peer: int) -> dist.P2POp:
-            return dist.P2POp(call, self._message(tensor, peer, 0), self.ranks[peer], self.group)
-
-        ops = [op(dist.irecv, *message) for message in recvs] + [op(dist.isend, *message) for message in sends]
-        if not ops:
+        incoming = [(self._message(tensor, peer, 0), peer) for tensor, peer in recvs]
+        outgoing = [(self._message(tensor, peer, 0), peer) for tensor, peer in sends]
+        if not incoming and not outgoing:
             return DONE
         for tensor, _ in sends:
             self._count("send", _bytes(tensor))
-        return self._finish_now(Pending(dist.batch_isend_irecv(ops), None, (sends, recvs)), async_op)
+        if self._transport is not None:
+            works: list[Any] = self._transport.send_recv(outgoing, incoming)
+        else:
+            ops = [dist.P2POp(dist.irecv, data, self.ranks[peer], self.group) for data, peer in incoming]
+            ops += [dist.P2POp(dist.isend, data, self.ranks[peer], self.group) for data, peer in outgoing]
+            works = dist.batch_isend_irecv(ops)
+        return self._finish_now(Pending(works, None, (sends, recvs)), async_op)
 
     @_compat.not_compiled
     def barrier(self) -> None:
@@ -281,6 +337,8 @@ class Communicator:
         """Every rank's ``obj`` (picklable), in rank order. For the ranks of one job, which trust each other."""
         if self.size == 1:
             return [obj]
+        if self._transport is not None:
+            return self._transport.all_gather_object(obj)
         out: list[Any] = [None] * self.size
         dist.all_gather_object(out, obj, group=self.group)
         return out
@@ -291,12 +349,16 @@ class Communicator:
         self._check_rank("root", root)
         if self.size == 1:
             return obj
+        if self._transport is not None:
+            return self._transport.broadcast_object(obj, root)
         box = [obj]
         dist.broadcast_object_list(box, self.ranks[root], group=self.group, device=self.device)
         return box[0]
 
     @property
-    def _on_host(self) -> DirectExchange | SharedMemoryCollectives:
+    def _on_host(self) -> DirectExchange | SharedMemoryCollectives | Transport:
+        if self._transport is not None:
+            return self._transport
         assert self.group is not None
         return _host_collectives[self.group]
 

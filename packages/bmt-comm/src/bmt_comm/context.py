@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import math
 import os
 import random
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .backend_threads import let_backend_threads_rest
@@ -40,12 +43,17 @@ class ParallelContext(TopologyNames):
     ``pipe``         same data and tensor index            activations between stages
     ``outer_zero``   all                                   like ``zero``, for parameters outside the pipeline
     ``outer_tp_zero``  same tensor index                   like ``tp_zero``, for parameters outside the pipeline
+    ``alone``        this one                              what is not communicated: one, since it has a CUDA stream
     ================ ===================================== ==============================================
 
-    Between two ranks NCCL carries messages in the order in which they are posted, so those to later stages go over
-    ``pipe`` and those to earlier ones over ``pipe_back``, of the same ranks. ``pipe_host`` and ``tp_zero_host`` have
-    the ranks of ``pipe`` and ``tp_zero``, and carry host memory: what the host must know, without waiting for the
-    device.
+    ``pipe_channels`` carry single messages between stages, by source and target. NCCL runs what is posted on a
+    communicator in order, one at a time, so every pair of stages has one communicator (of these two ranks) for each
+    direction: a message never waits for another than those before it on its way. They are connected when the context
+    is made, in the same order on all ranks: NCCL's first exchange blocks until both ranks are there. Other backends
+    tell messages apart by tags; there every channel is ``pipe``.
+
+    ``pipe_host`` and ``tp_zero_host`` have the ranks of ``pipe`` and ``tp_zero``, and carry host memory: what the host
+    must know, without waiting for the device.
     """
 
     mesh: DeviceMesh
@@ -67,7 +75,8 @@ class ParallelContext(TopologyNames):
     pipe: Communicator
     outer_zero: Communicator
     outer_tp_zero: Communicator
-    pipe_back: Communicator
+    alone: Communicator
+    pipe_channels: Mapping[tuple[int, int], Communicator]
     pipe_host: Communicator
     tp_zero_host: Communicator
     owns_process_group: bool = field(repr=False, default=True)
@@ -193,9 +202,11 @@ def init_distributed(
             # rank counts, in that store, how often it has come.
             times = store.add(f"bmt_comm/starts/{rank}", 1)
             store = dist.PrefixStore(f"bmt_comm/{times}", store)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            store, rank, size = dist.HashStore(), 0, 1
+        # NCCL connects when a process group is made, and knows which GPU is this process's.
+        bound = chosen if "nccl" in backend else None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
     context = _lay_out(
         chosen,
         pipe_size,
@@ -298,51 +309,22 @@ def _lay_out(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data_size = world_size // (pipe_size * tp_size)
     grid = torch.arange(world_size).view(pipe_size, data_size, tp_size)
-    place = (grid == rank).nonzero()[0].tolist()
     everyone = dist.group.WORLD
     assert everyone is not None
-    groups = {tuple(range(world_size)): everyone}
-
-    def group_along(*dims: int) -> dist.ProcessGroup:
-        """The ranks that differ from this one in ``dims`` of the grid only.
-
-        All ranks ask for the same dims in the same order, and only those of one group wait for each other.
-        """
-        part = grid[tuple(slice(None) if d in dims else place[d] for d in range(3))]
-        ranks = tuple(part.flatten().tolist())
-        if ranks not in groups:
-            groups[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-        return groups[ranks]
-
-    mesh_groups = [group_along(d) for d in range(3)]
+    groups = _Groups(everyone, device, timeout)
+    mesh_groups = [groups.of(_parts(grid, d)) for d in range(3)]
     mesh = DeviceMesh.from_group(mesh_groups, device.type, grid, mesh_dim_names=MESH_DIMS)
 
-    def communicator(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-        comm = Communicator(group, device)
-        comm.share_memory(timeout)
-        return comm
-
-    communicators = {everyone: communicator(everyone, device)}
-
     def along(*dims: int) -> Communicator:
-        group = group_along(*dims)
-        if group not in communicators:
-            alone = dist.get_world_size(group) == 1
-            communicators[group] = communicator(None if alone else group, device)
-        return communicators[group]
+        return groups.communicator(_parts(grid, *dims))
 
-    twins: list[dist.ProcessGroup] = []
-
-    def twin(comm: Communicator, backend: str | None, where: str) -> Communicator:
-        """Another communicator of the same ranks; on CPU one serves for all."""
-        if comm.size == 1 or device.type == "cpu":
-            return comm
-        twins.append(dist.new_group(list(comm.ranks), timeout, backend, use_local_synchronization=True))
-        return communicator(twins[-1], device if where == "device" else torch.device(where))
-
-    pipe, tp_zero = along(0), along(1)
-    pipe_back, pipe_host = twin(pipe, None, "device"), twin(pipe, "gloo", "cpu")
-    tp_zero_host = twin(tp_zero, "gloo", "cpu") if pipe_size > 1 else tp_zero
+    world = groups.world
+    pipe, tp_zero, tp, zero, outer_zero, outer_tp_zero = (
+        along(*dims) for dims in ((0,), (1,), (2,), (1, 2), (0, 1, 2), (0, 1))
+    )
+    pipe_host = groups.on_host(pipe, _parts(grid, 0))
+    tp_zero_host = groups.on_host(tp_zero, _parts(grid, 1)) if pipe_size > 1 else tp_zero
+    pipe_channels = groups.channels(pipe, _parts(grid, 0))
     return ParallelContext(
         mesh=mesh,
         device=device,
@@ -356,19 +338,133 @@ def _lay_out(
         num_micro_batches=num_micro_batches,
         seed=seed,
         zero_level=zero_level,
-        world=communicators[everyone],
-        zero=along(1, 2),
+        world=world,
+        zero=zero,
         tp_zero=tp_zero,
-        tp=along(2),
+        tp=tp,
         pipe=pipe,
-        outer_zero=along(0, 1, 2),
-        outer_tp_zero=along(0, 1),
-        pipe_back=pipe_back,
+        outer_zero=outer_zero,
+        outer_tp_zero=outer_tp_zero,
+        alone=groups.alone,
+        pipe_channels=pipe_channels,
         pipe_host=pipe_host,
         tp_zero_host=tp_zero_host,
         owns_process_group=owns_process_group,
-        subgroups=(*(group for group in groups.values() if group is not everyone), *twins),
+        subgroups=tuple(groups.made),
     )
+
+
+def _parts(grid: Tensor, *dims: int) -> list[list[int]]:
+    """The ranks of ``grid`` in parts, within which they differ in ``dims`` only."""
+    others = [d for d in range(3) if d not in dims]
+    length = math.prod(grid.shape[d] for d in dims)
+    return grid.permute(*others, *dims).reshape(-1, length).tolist()
+
+
+class _Groups:
+    """Makes process groups and communicators. All ranks ask for the same ones, in the same order.
+
+    All ranks make each process group, whether they are in it or not. If only its own ranks did
+    (``use_local_synchronization``), torch would name it by how many groups a rank is in, and ranks that are in
+    different numbers of groups would wait for each other under different names. And where the default process group is
+    bound to a device ("eager"), NCCL splits new groups off it, which takes all of its ranks; groups that have no ranks
+    in common take one split together.
+
+    Where it is not, NCCL connects the ranks of a group at their first exchange. That is here, in an order that all
+    ranks share.
+
+    Attributes:
+        made: the process groups that were made.
+        alone: the communicator of this rank.
+        world: that of all ranks.
+    """
+
+    def __init__(self, everyone: dist.ProcessGroup, device: torch.device, timeout: datetime.timedelta) -> None:
+        self.made: list[dist.ProcessGroup] = []
+        self._device, self._timeout = device, timeout
+        self._rank = dist.get_rank()
+        self._known = {tuple(range(dist.get_world_size())): everyone}
+        self._communicators: dict[dist.ProcessGroup, Communicator] = {}
+        self.alone = Communicator(None, device)
+        self.world = self.communicator([list(range(dist.get_world_size()))])
+
+    def of(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """The process group of this rank's part of all ranks; the same one for the same ranks."""
+        mine = next(tuple(part) for part in parts if self._rank in part)
+        if mine not in self._known:
+            made = self._make(parts)
+            assert made is not None
+            self._known[mine] = made
+        return self._known[mine]
+
+    def communicator(self, parts: Sequence[Sequence[int]]) -> Communicator:
+        """The communicator of this rank's part; of this rank alone where it has no other."""
+        group = self.of(parts)
+        if group not in self._communicators:
+            alone = dist.get_world_size(group) == 1 and group is not dist.group.WORLD
+            self._communicators[group] = self.alone if alone else self._connected(group, self._device)
+        return self._communicators[group]
+
+    def on_host(self, comm: Communicator, parts: Sequence[Sequence[int]]) -> Communicator:
+        """A communicator of the same ranks for host memory; ``comm`` itself where it serves."""
+        if comm.size == 1 or not comm.in_order:
+            return comm
+        # Of an eager group, torch lets the ranks that are not in a new one split it, also for gloo, which does not.
+        group = self._make(parts, "gloo", alone=comm.eager)
+        assert group is not None
+        return self._connected(group, torch.device("cpu"))
+
+    def channels(self, comm: Communicator, parts: Sequence[Sequence[int]]) -> dict[tuple[int, int], Communicator]:
+        """For each two ranks of ``comm``, of which this is one, a communicator from the first to the second.
+
+        ``parts`` are the ranks of ``comm``, and of those beside it.
+        """
+        ways = [way for pair in _pairs(comm.size) for way in (pair, pair[::-1])]
+        if not comm.in_order:
+            return {way: comm for way in ways if comm.rank in way}
+        found = {}
+        for source, target in ways:
+            group = self._make([sorted((part[source], part[target])) for part in parts])
+            if group is None:
+                continue
+            channel = found[source, target] = Communicator(group, self._device)
+            if not channel.eager:
+                token = torch.zeros(1, device=self._device)
+                (channel.send if comm.rank == source else channel.recv)(token, 1 - channel.rank)
+        return found
+
+    def _make(
+        self, parts: Sequence[Sequence[int]], backend: str | None = None, alone: bool = False
+    ) -> dist.ProcessGroup | None:
+        """A process group for each part; returns this rank's. ``alone``: its ranks make it without the others."""
+        mine = None
+        if self.world.eager and backend is None and ":" not in dist.get_backend():  # one backend for all devices
+            mine = dist.split_group(split_ranks=[list(part) for part in parts], timeout=self._timeout)
+            self.made += [mine] if mine is not None else []
+            return mine
+        for part in parts:
+            group = dist.new_group(list(part), self._timeout, backend, use_local_synchronization=alone)
+            if self._rank in part:
+                mine = group
+                self.made.append(group)
+        return mine
+
+    def _connected(self, group: dist.ProcessGroup, device: torch.device) -> Communicator:
+        comm = Communicator(group, device)
+        comm.share_memory(self._timeout)
+        if comm.in_order and not comm.eager and comm.size > 1:
+            comm.barrier()
+        return comm
+
+
+def _pairs(size: int) -> Iterator[tuple[int, int]]:
+    """All pairs of ranks, in rounds in which each rank has one partner, so that half of them go on at once."""
+    even = size + size % 2
+    for turn in range(even - 1):
+        for k in range(even // 2):
+            a, b = (turn, even - 1) if k == 0 else ((turn + k) % (even - 1), (turn - k) % (even - 1))
+            if max(a, b) < size:
+                yield min(a, b), max(a, b)
 
 
 def _seed_generators(seed: int) -> None:

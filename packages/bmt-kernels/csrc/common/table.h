@@ -17,6 +17,18 @@ BMT_INLINE T* address(int64_t value) {
   return reinterpret_cast<T*>(static_cast<uintptr_t>(value));
 }
 
+// The address of an element of an array, or null where there is no array: arithmetic on null is undefined.
+template <class T>
+BMT_INLINE T* element(int64_t array, int64_t index) {
+  return array == 0 ? nullptr : address<T>(array) + index;
+}
+
+// Where there is no copy, nothing is written through its pointer, which counts on in an array that is there.
+template <class Row>
+BMT_INLINE int64_t copy_or_weight(const Row& row) {
+  return row.copy != 0 ? row.copy : row.weight;
+}
+
 inline int64_t item_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 struct DataRow {

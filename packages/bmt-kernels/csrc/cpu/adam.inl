@@ -67,7 +67,7 @@ BMT_INLINE AdamFactors<Vec> vector_factors(const AdamScalars& scalars) {
 template <class Weight, class Copy, class Grad, bool kDecoupled, bool kUpdate>
 BMT_INLINE void adam_loop(const AdamRow& row, int64_t begin, int64_t end, const AdamScalars& scalars, bool stream_copy) {
   auto* __restrict weight = address<typename Weight::Storage>(row.weight);
-  auto* __restrict copy = address<typename Copy::Storage>(row.copy);
+  auto* __restrict copy = address<typename Copy::Storage>(copy_or_weight(row));
   const auto* __restrict grad = address<const typename Grad::Storage>(row.grad);
   auto* __restrict exp_avg = address<float>(row.exp_avg);
   auto* __restrict exp_avg_sq = address<float>(row.exp_avg_sq);
@@ -118,7 +118,7 @@ static void adam(const AdamRow& row, int64_t begin, int64_t end, const AdamScala
 template <class Weight, class Copy, class Grad>
 static DirectionSums adam_and_sums(const AdamRow& row, int64_t begin, int64_t end, const AdamScalars& scalars) {
   auto* __restrict weight = address<typename Weight::Storage>(row.weight);
-  auto* __restrict copy = address<typename Copy::Storage>(row.copy);
+  auto* __restrict copy = address<typename Copy::Storage>(copy_or_weight(row));
   const auto* __restrict grad = address<const typename Grad::Storage>(row.grad);
   auto* __restrict exp_avg = address<float>(row.exp_avg);
   auto* __restrict exp_avg_sq = address<float>(row.exp_avg_sq);

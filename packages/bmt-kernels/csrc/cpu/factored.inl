@@ -6,6 +6,7 @@ using bmt::FactoredRow;
 using bmt::FactoredScalars;
 using bmt::FactoredTile;
 using bmt::address;
+using bmt::element;
 
 // One element or a vector of them, so that what is done to them is written once.
 struct One {};
@@ -179,8 +180,8 @@ template <class Grad>
 BMT_INLINE TileRow<Grad> first_row(const FactoredRow& row, const FactoredTile& tile, const FactoredScalars& s) {
   const int64_t first = (tile.batch * row.rows + tile.row) * row.cols + tile.col;
   return {address<const typename Grad::Storage>(row.grad) + first,
-          address<float>(row.exp_avg) + first,
-          address<const float>(row.col_factors) + tile.batch * row.cols + tile.col,
+          element<float>(row.exp_avg, first),
+          element<const float>(row.col_factors, tile.batch * row.cols + tile.col),
           bmt::grad_scale(s),
           s.eps,
           s.beta1,
@@ -189,7 +190,7 @@ BMT_INLINE TileRow<Grad> first_row(const FactoredRow& row, const FactoredTile& t
 }
 
 BMT_INLINE const float* tile_row_factors(const FactoredRow& row, const FactoredTile& tile) {
-  return address<const float>(row.row_factors) + tile.batch * row.rows + tile.row;
+  return element<const float>(row.row_factors, tile.batch * row.rows + tile.row);
 }
 
 template <class Term, bool kByColumn, class Grad>
@@ -220,7 +221,7 @@ BMT_INLINE void add_tile(const FactoredRow& row, const FactoredTile& tile, const
     if (row.row_factors != 0) at.multiplier = bmt::row_multiplier(s, row, at.scale, factors[i]);
     row_sums[i] = add_row<Term, kByColumn>(at, tile.cols, col_sums);
     at.grad += row.cols;
-    at.exp_avg += row.cols;
+    if (at.exp_avg != nullptr) at.exp_avg += row.cols;
   }
 }
 
@@ -262,7 +263,7 @@ BMT_INLINE void update_tile(const FactoredRow& row, const FactoredTile& tile, co
   const float decay = bmt::decay_factor(s, row);
   const int64_t first = (tile.batch * row.rows + tile.row) * row.cols + tile.col;
   auto* weight = address<typename Weight::Storage>(row.weight) + first;
-  auto* copy = address<typename Copy::Storage>(row.copy) + first;
+  auto* copy = address<typename Copy::Storage>(copy_or_weight(row)) + first;
   for (int64_t i = 0; i < tile.rows; ++i) {
     at.multiplier = bmt::row_multiplier(s, row, at.scale, factors[i]);
     int64_t j = 0;
@@ -276,7 +277,7 @@ BMT_INLINE void update_tile(const FactoredRow& row, const FactoredTile& tile, co
       update_elements<Weight, Copy, Grad, kMomentum>(One(), at, weight, copy, decay, j);
     }
     at.grad += row.cols;
-    at.exp_avg += row.cols;
+    if (kMomentum) at.exp_avg += row.cols;
     weight += row.cols;
     copy += row.cols;
   }

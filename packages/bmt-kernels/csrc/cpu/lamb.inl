@@ -115,7 +115,7 @@ template <class Weight, class Copy, bool kKept>
 static void update(const LambRow& row, int64_t begin, int64_t end, const LambScalars& scalars, float rate,
                    bool stream_copy, const float* __restrict directions) {
   auto* __restrict weight = address<typename Weight::Storage>(row.weight);
-  auto* __restrict copy = address<typename Copy::Storage>(row.copy);
+  auto* __restrict copy = address<typename Copy::Storage>(copy_or_weight(row));
   const auto* __restrict exp_avg = address<const float>(row.exp_avg);
   const auto* __restrict exp_avg_sq = address<const float>(row.exp_avg_sq);
   const auto factors = one_factors(scalars);

@@ -176,8 +176,8 @@ __device__ __forceinline__ void tile_sums(const FactoredRow& row, const Tile& ti
   const int warp = threadIdx.x / 32;
   const Columns<kAligned> columns{tile.cols};
   const auto* __restrict__ grad = address<const typename Grad::Storage>(row.grad) + tile.first;
-  auto* __restrict__ exp_avg = address<float>(row.exp_avg) + tile.first;
-  const float* row_factors = address<const float>(row.row_factors) + tile.batch * row.rows + tile.row;
+  auto* __restrict__ exp_avg = element<float>(row.exp_avg, tile.first);
+  const float* row_factors = element<const float>(row.row_factors, tile.batch * row.rows + tile.row);
   const float scale = grad_scale(s);
   Pack<float, 4> factors = {};
   if (kResidual) factors = columns.load(address<const float>(row.col_factors) + tile.batch * row.cols + tile.col);
@@ -298,9 +298,9 @@ template <class Weight, class Copy, class Grad, bool kAligned>
 __device__ __forceinline__ void tile_update(const FactoredRow& row, const Tile& tile, const FactoredScalars& s) {
   const Columns<kAligned> columns{tile.cols};
   auto* __restrict__ weight = address<typename Weight::Storage>(row.weight) + tile.first;
-  auto* __restrict__ copy = address<typename Copy::Storage>(row.copy) + tile.first;
+  auto* __restrict__ copy = address<typename Copy::Storage>(copy_or_weight(row)) + tile.first;
   const auto* __restrict__ grad = address<const typename Grad::Storage>(row.grad) + tile.first;
-  auto* __restrict__ exp_avg = address<float>(row.exp_avg) + tile.first;
+  auto* __restrict__ exp_avg = element<float>(row.exp_avg, tile.first);
   const bool momentum = row.exp_avg != 0;
   const float* row_factors = address<const float>(row.row_factors) + tile.batch * row.rows + tile.row;
   const float scale = grad_scale(s);

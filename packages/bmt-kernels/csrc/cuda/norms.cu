@@ -92,13 +92,23 @@ cudaError_t launch_kind(const DataRow* rows, int64_t count, double p, float* fou
   }
   const cudaError_t error = batcher.flush();
   if (error != cudaSuccess) return error;
+  if (const int64_t parts = combined_partials(done)) {
+    combine_parts<kKind><<<static_cast<unsigned>(parts), kThreads, 0, stream>>>(partials, done, partials + done);
+    const cudaError_t failure = cudaGetLastError();
+    if (failure != cudaSuccess) return failure;
+    partials += done;
+    done = parts;
+  }
   combine_partials<kKind><<<1, kThreads, 0, stream>>>(partials, done, total, nullptr);
   return cudaGetLastError();
 }
 
 }  // namespace
 
-int64_t power_sum_blocks(const DataRow* rows, int64_t count) { return chunks_of_rows(rows, count); }
+int64_t power_sum_blocks(const DataRow* rows, int64_t count) {
+  const int64_t chunks = chunks_of_rows(rows, count);
+  return chunks + combined_partials(chunks);
+}
 
 cudaError_t power_sum_cuda(const DataRow* rows, int64_t count, double p, float* found_inf, double* total,
                            double* partials, cudaStream_t stream) {

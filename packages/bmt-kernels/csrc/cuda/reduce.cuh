@@ -28,6 +28,26 @@ __device__ __forceinline__ double combine_block(double value) {
   return value;
 }
 
+// One thread block would take long for the partials of a large model. Where there are more than this many, a launch of
+// many blocks combines each so many into one first.
+constexpr int64_t kPartialsPerBlock = 4096;
+
+// How many doubles that takes behind `count` partials.
+inline int64_t combined_partials(int64_t count) {
+  return count <= kPartialsPerBlock ? 0 : (count + kPartialsPerBlock - 1) / kPartialsPerBlock;
+}
+
+// For each block b: combined[b] = its part of the `count` partials.
+template <int kKind>
+__global__ void __launch_bounds__(kThreads) combine_parts(const double* partials, int64_t count, double* combined) {
+  const int64_t begin = blockIdx.x * kPartialsPerBlock;
+  const int64_t end = begin + kPartialsPerBlock < count ? begin + kPartialsPerBlock : count;
+  double value = 0.0;
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) value = norm_combine<kKind>(value, partials[i]);
+  value = combine_block<kKind>(value);
+  if (threadIdx.x == 0) combined[blockIdx.x] = value;
+}
+
 // For each result r: totals[r] = totals[r] combined with the `count` partials from r * count on.
 // skip: null, or the address of a float; nothing is done where it is not zero.
 template <int kKind>

@@ -27,5 +27,13 @@ def _find_increment_version() -> Callable[[Sequence[Tensor]], None]:
 keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 """Whether the backward that is running leaves the graph for another one; True where that cannot be told."""
 
+
+def cuda_driver_version() -> tuple[int, int]:
+    """The newest CUDA that the driver serves: (12, 4), say; (0, 0) where there is none, or PyTorch has no CUDA."""
+    ask: Callable[[], int] = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)
+    number = ask()
+    return number // 1000, number % 1000 // 10
+
+
 increment_version = _find_increment_version()
 """Tells autograd that tensors were written to behind its back."""

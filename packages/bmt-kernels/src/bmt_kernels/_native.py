@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from bmt_kernels._compat import cuda_driver_version
+
 CPU_VARIANTS = ("portable", "avx2", "avx512", "reference")
 """What ``BMT_KERNELS_CPU`` may ask for."""
 
@@ -109,6 +111,33 @@ def use_cpu_variant(name: str | None) -> None:
 @functools.cache
 def cuda_kernels(device_index: int) -> ModuleType | None:
     """The CUDA module, if it was built, holds code for this GPU and has a driver that is new enough; else None."""
-    if cuda_module is None or torch.version.cuda is None or not cuda_module.supports(device_index):
+    if cuda_module is None or torch.version.cuda is None:
+        return None
+    if not cuda_module.supports(device_index):
+        _warn_of_unsupported(device_index)
         return None
     return cuda_module
+
+
+def _warn_of_unsupported(device_index: int) -> None:
+    """Warn, in one process of a host and once for a GPU, that its CUDA kernels were built and do not run."""
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not torch.cuda.is_available() or cuda_module is None:
+        return
+    driver, toolkit = cuda_driver_version(), cuda_module.CUDA_VERSION
+    if driver[0] < int(toolkit.partition(".")[0]):
+        why = (
+            f"the driver serves CUDA {driver[0]}.{driver[1]}, and they were built with the toolkit of CUDA {toolkit}. "
+            f"Update the driver, or build them with a toolkit that is not newer than it"
+        )
+    else:
+        major, minor = torch.cuda.get_device_capability(device_index)
+        why = (
+            f"they were built for {cuda_module.ARCHITECTURES}, and this GPU is of compute "
+            f"capability {major}.{minor}. Build them with BMT_CUDA_ARCHITECTURES={major}{minor}-real"
+        )
+    warnings.warn(
+        f"bmt_kernels: the CUDA kernels do not run on cuda:{device_index}, which PyTorch serves, slower: {why}: "
+        "pip install --force-reinstall --no-deps ./packages/bmt-kernels, in a checkout.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from collections import deque
@@ -368,7 +369,8 @@ def pinned_zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device="cpu")
     # Shared memory: a private page would be copied on writing after a fork, and CUDA would go on with the other copy.
     region = mmap.mmap(-1, nbytes)
-    tensor = torch.frombuffer(region, dtype=dtype)  # keeps the region
+    owner = (ctypes.c_char * nbytes).from_buffer(region)
+    tensor = torch.frombuffer(owner, dtype=dtype)  # keeps the owner
     runtime = _cuda_runtime()
     portable = 1  # page-locked for every device
     error = int(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, portable))
@@ -376,11 +378,12 @@ def pinned_zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         raise RuntimeError(
             f"CUDA cannot lock {nbytes} bytes of host memory (error {error}); is there as much, and may it be locked?"
         )
-    weakref.finalize(region, _release, runtime, tensor.data_ptr()).atexit = False
+    # The region itself would be unmapped before its finalizer runs; this one keeps it until it has.
+    weakref.finalize(owner, _release, runtime, tensor.data_ptr(), region).atexit = False
     return tensor
 
 
-def _release(runtime: Any, address: int) -> None:
+def _release(runtime: Any, address: int, region: mmap.mmap) -> None:
     for device in range(torch.cuda.device_count()):
         if torch.cuda.memory_reserved(device):  # else it has nothing to copy to, and waiting for it would set it up
             torch.cuda.synchronize(device)  # a copy may still be under way

@@ -5,6 +5,10 @@
     receives in that order, whatever it needs first. So messages match without negotiation, also over NCCL, which
     knows no tags, and a receive can be posted ahead. Sending never waits: what is sent is held until it has left.
 
+    Each pair of stages has a channel for each direction (``ParallelContext.pipe_channels``), on which a message waits
+    for those before it on its way, and for nothing else. So stages never wait for each other in a circle, whatever the
+    schedule. tests/test_routes.py runs every schedule by NCCL's rules.
+
     What a message consists of is known from an earlier call with the same arguments; at the first one, a
     description travels ahead of each message, in host memory.
 """
@@ -230,20 +234,24 @@ class Post:
 
     # --- transport --------------------------------------------------------------------------------
 
-    def _comm(self, source: int, target: int) -> Communicator:
-        return self.context.pipe if source < target else self.context.pipe_back
+    def _channel(self, source: int, target: int) -> tuple[Communicator, dict[str, int]]:
+        """What carries a message from ``source`` to ``target``, one of which is this rank, and the way to say so."""
+        comm = self.context.pipe_channels[source, target]
+        other = self.context.pipe.ranks[target if source == self._rank else source]
+        tag = 0 if comm.in_order else self._tag(comm, source, target)
+        return comm, {"peer": comm.ranks.index(other), "tag": tag}
 
     def _tag(self, comm: Communicator, source: int, target: int) -> int:
         counters = _counters.setdefault(self.context, {})
         return 1 + next(counters.setdefault((comm, source, target), itertools.count())) % _TAGS  # 0: send_recv()
 
     def _send_tensors(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        comm = self._comm(self._rank, peer)
         for tensor in tensors:
             if tensor.numel():
                 data = tensor.detach().contiguous()
-                work = comm.send(data, peer, self._tag(comm, self._rank, peer), async_op=True)
-                if data.is_cuda:
+                comm, way = self._channel(self._rank, peer)
+                work = comm.send(data, **way, async_op=True)
+                if comm.in_order:
                     self._sent.append((work, data))
                 else:
                     _hold(work)
@@ -273,13 +281,12 @@ class Post:
                 self._posted[message] = None
                 return
             self.forms[message] = pickle.loads(found)  # from a rank of this job
-        comm = self._comm(peer, self._rank)
         tensors, works = [], []
         for form in self.forms[message].tensors:
             tensors.append(torch.empty(form.shape, dtype=form.dtype, device=self.context.device))
             if tensors[-1].numel():
-                tag = self._tag(comm, peer, self._rank)
-                works.append(comm.recv(tensors[-1], peer, tag, async_op=True))
+                comm, way = self._channel(peer, self._rank)
+                works.append(comm.recv(tensors[-1], **way, async_op=True))
         self._posted[message] = tensors, works
 
     def _wait(self, work: Work, peer: int) -> None:

@@ -214,10 +214,10 @@ class Run:
         failed = torch.zeros(comm.size, dtype=torch.uint8)
         with connected():
             comm.all_gather(failed, torch.tensor([problem is not None], dtype=torch.uint8))
+        self._post.close()  # also what others have received only to be rid of it
         if bool(failed.any()):
             self._release()
             raise_first(self.context, problem)
-        self._post.close()
         self.plan.learned = True
 
     def _release(self) -> None:

@@ -297,8 +297,7 @@ def _groups(context: ParallelContext, tp_mode: bool, options: Options) -> tuple[
     if options.comms is not None:
         return options.comms
     comm = ranks_of(context, tp_mode, options.stage_local)
-    alone = Communicator(None, context.device)
-    return (alone, comm) if options.level == 0 else (comm, alone)
+    return (context.alone, comm) if options.level == 0 else (comm, context.alone)
 
 
 def _plan(

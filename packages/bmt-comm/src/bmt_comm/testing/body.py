@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import bmt_comm
+from bmt_comm.testing.in_order import nccl_rules
 from bmt_comm.testing.modules import ModuleSource
 from bmt_comm.testing.protocol import FormattedError
 
@@ -30,7 +31,7 @@ class Placeholder(enum.Enum):
     CONTEXT = "the ParallelContext returned by init_distributed"
 
 
-@dataclass(frozen=True)
+@dataclass
 class TestBody:
     """Everything a rank needs to run a test function."""
 
@@ -47,6 +48,8 @@ class TestBody:
     """Pickled warning filters, from :func:`warning_filters`."""
     traceback_style: Any
     verbosity: int
+    rules: tuple[str, bool] | None = None
+    """The referee's address, and whether communicators are eager, where the test has NCCL's rules."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,11 @@ def run_test(body: TestBody) -> Verdict:
             module = body.module.load(rewrite=True)
             _apply_filters(body.filters)
             arguments = {name: _unpickle(name, value) for name, value in body.arguments.items()}
-            context = None if body.init is None else bmt_comm.init_distributed(**body.init)
-            for name, value in arguments.items():
-                if value is Placeholder.CONTEXT:
-                    arguments[name] = context
-            with _explained_comparisons(body.verbosity):
+            with _rules(body), _explained_comparisons(body.verbosity):
+                context = None if body.init is None else bmt_comm.init_distributed(**body.init)
+                for name, value in arguments.items():
+                    if value is Placeholder.CONTEXT:
+                        arguments[name] = context
                 _find(module, body.qualname)(**arguments)
     except pytest.skip.Exception as skip:
         return Verdict("skipped", skip.msg or "")
@@ -87,6 +90,13 @@ def run_test(body: TestBody) -> Verdict:
         text = _format(error, body.traceback_style)
         raise FormattedError(text, f"{type(error).__module__}.{type(error).__qualname__}") from None
     return Verdict("passed")
+
+
+def _rules(body: TestBody) -> contextlib.AbstractContextManager[None]:
+    if body.rules is None:
+        return contextlib.nullcontext()
+    address, eager = body.rules
+    return nccl_rules(address, int(os.environ["RANK"]), eager)
 
 
 def _apply_filters(filters: bytes) -> None:

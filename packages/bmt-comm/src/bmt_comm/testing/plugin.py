@@ -7,9 +7,10 @@
         assert ctx.tp_size == 2
 
 The positional arguments of the mark are numbers of ranks (one test item each), ``timeout`` is in seconds,
-``init=False`` leaves the initialisation to the body, and all other keyword arguments go to
-:func:`bmt_comm.init_distributed`, whose result the body gets as ``ctx``. Fixtures run in the pytest process, and
-their values travel to the ranks by pickle.
+``init=False`` leaves the initialisation to the body, ``nccl_rules="lazy"`` or ``"eager"`` lets CPU ranks communicate by
+NCCL's rules (see :mod:`bmt_comm.testing.in_order`; ``--bmt-nccl-rules`` does so for all tests), and all other keyword
+arguments go to :func:`bmt_comm.init_distributed`, whose result the body gets as ``ctx``. Fixtures run in the pytest
+process, and their values travel to the ranks by pickle.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from typing import cast
 import pytest
 
 from bmt_comm.testing.body import Placeholder, TestBody, Verdict, run_test, warning_filters
+from bmt_comm.testing.in_order import BACKEND
 from bmt_comm.testing.modules import ModuleSource
 from bmt_comm.testing.pool import DEFAULT_TIMEOUT, RankPool
+from bmt_comm.testing.referee import Referee
 from bmt_comm.testing.report import RankReport, describe
 
 _WORLD_SIZE = "_ranks_world_size"
@@ -41,6 +44,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["auto", "cpu", "cuda"],
         default=None,
         help="device of tests marked ranks(n): auto takes cuda where there are n GPUs, else cpu",
+    )
+    group.addoption(
+        "--bmt-ranks",
+        type=int,
+        action="append",
+        metavar="N",
+        help="of tests marked ranks, run those on this number of ranks alone (may be given several times)",
+    )
+    group.addoption(
+        "--bmt-nccl-rules",
+        choices=["off", "lazy", "eager"],
+        default="off",
+        help="run tests marked ranks on CPU by NCCL's rules: order, blocking and reuse of buffers that hang or race on "
+        "GPUs fail; eager: as if init_process_group had been given a device_id",
     )
     parser.addini("bmt_device", "default of --bmt-device", default="auto")
     parser.addini("bmt_ranks_timeout", "seconds a test marked ranks may take", default=str(DEFAULT_TIMEOUT))
@@ -77,6 +94,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.fixturenames.append(_WORLD_SIZE)
     ids = [f"ranks={size}" for size in sizes]
     metafunc.parametrize(_WORLD_SIZE, sizes, ids=ids, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = config.getoption("--bmt-ranks")
+    if wanted:
+        other = [item for item in items if isinstance(item, pytest.Function) and _ranks_of(item) not in (None, *wanted)]
+        config.hook.pytest_deselected(items=other)
+        dropped = set(other)
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _ranks_of(item: pytest.Function) -> int | None:
+    """The number of ranks that a test runs on; None without the mark."""
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get(_WORLD_SIZE)
 
 
 @pytest.fixture
@@ -125,8 +157,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     init = dict(mark.kwargs)
     timeout = init.pop("timeout", None) or float(pyfuncitem.config.getini("bmt_ranks_timeout"))
     initialise = init.pop("init", True)
+    # Bodies that make process groups themselves have what they ask for.
+    default = pyfuncitem.config.getoption("--bmt-nccl-rules") if initialise else "off"
+    rules = init.pop("nccl_rules", default)
+    if rules not in ("off", "lazy", "eager"):
+        raise pytest.UsageError(f"{pyfuncitem.nodeid}: nccl_rules={rules!r}: off, lazy or eager is needed")
     if initialise:
         init.setdefault("device", _device_type(pyfuncitem.config, world_size))
+        if init["device"] != "cpu" or "backend" in init:
+            rules = "off"  # it has another backend's
+        elif rules != "off":
+            init["backend"] = BACKEND
     elif init:
         raise pytest.UsageError(f"ranks(init=False) takes no arguments of init_distributed, got {sorted(init)}")
     style = pyfuncitem.config.getoption("tbstyle")
@@ -139,9 +180,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         traceback_style={"auto": "long", "no": "line"}.get(style, style),
         verbosity=pyfuncitem.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
     )
-    reports = _pool.execute(run_test, world_size, [body], timeout=timeout)
+    unended = []
+    if rules == "off":
+        reports = _pool.execute(run_test, world_size, [body], timeout=timeout)
+    else:
+        with Referee(world_size) as referee:
+            body.rules = (referee.address, rules == "eager")
+            reports = _pool.execute(run_test, world_size, [body], timeout=timeout)
+        unended = [] if referee.rules.failure else referee.rules.unended()
     _attach_output(pyfuncitem, reports)
     _conclude(pyfuncitem, reports)
+    if unended:
+        listing = "\n".join(f"rank {each.rank}: {each}" for each in unended)
+        raise pytest.fail.Exception(f"operations have not ended\n{listing}", pytrace=False)
     return True
 
 

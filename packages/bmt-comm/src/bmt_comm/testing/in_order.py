@@ -1,0 +1,412 @@
+"""A transport for CPU tensors that is as unforgiving as NCCL: what hangs or races on GPUs fails here, at once.
+
+Inside :func:`nccl_rules`, communicators on process groups of the backend ``"in_order"`` obey the rules of
+:mod:`bmt_comm.testing.rules`:
+
+- The first exchange of two ranks (lazy), or of all ranks for collectives and batches, blocks until all are there. With
+  ``eager`` process groups are connected when they are made, by all ranks of the job, and carry single messages in the
+  same order as everything else; else each pair of ranks has a connection for those.
+- Results arrive in ``wait`` and not before. Until then the buffers hold NaN (all bits set), and a send or a result that
+  the caller has written into meanwhile is an error.
+- Ranks that wait for each other get a :class:`WaitCycleError`, which says where each of them waits.
+
+Communicators on gloo keep gloo's rules (no order, and sends that never wait); the referee knows of them, so that it
+sees cycles that go through both. Calls of ``torch.distributed`` that go around :class:`~bmt_comm.Communicator` are
+gloo's, and unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import pickle
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Client
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bmt_comm.combine import combine
+from bmt_comm.communicator import transports
+from bmt_comm.testing.protocol import receive, send
+from bmt_comm.testing.rules import MESSAGES, Message, Operation
+from bmt_comm.work import Work
+
+BACKEND = "in_order"
+_LONGEST_DELAY = 5e-4  # seconds that the result of an operation is held back at most
+
+
+class WaitCycleError(RuntimeError):
+    """Ranks wait for each other, or have posted operations that do not fit together."""
+
+
+@contextlib.contextmanager
+def nccl_rules(address: str, rank: int, eager: bool) -> Iterator[None]:
+    """Within, communicators on process groups of the backend ``"in_order"`` have NCCL's rules; see above.
+
+    Args:
+        address: of the job's :class:`~bmt_comm.testing.referee.Referee`.
+        rank: of this process.
+        eager: as if ``init_process_group`` had been given a ``device_id``.
+    """
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _gloo, devices=["cpu"])
+    connection = _Connection(address, rank)
+    new_group, split_group = dist.new_group, dist.split_group
+
+    def together(ranks: object) -> None:
+        everyone = tuple(range(dist.get_world_size()))
+        connection.collective(("making groups",), everyone, "split", (str(ranks),), b"").wait()
+
+    def new_group_of_all(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
+        # Splitting NCCL's communicators takes all ranks, those outside of the new group, too.
+        if eager and (backend or dist.get_backend()) == BACKEND:
+            together(ranks)
+        return new_group(ranks, timeout, backend, **options)
+
+    def split_group_by_gloo(
+        parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **options: Any
+    ) -> dist.ProcessGroup | None:
+        # PyTorch refuses to split what is not on a device.
+        assert eager
+        assert parent_pg is None
+        together(split_ranks)
+        groups = [new_group(ranks, timeout, BACKEND) for ranks in split_ranks]
+        return next((group for group in groups if isinstance(group, dist.ProcessGroup)), None)
+
+    transports[BACKEND] = lambda group: _Transport(group, connection, in_order=True, eager=eager)
+    transports["gloo"] = lambda group: _Transport(group, connection, in_order=False, eager=False)
+    dist.new_group = new_group_of_all  # type: ignore[assignment]
+    dist.split_group = split_group_by_gloo  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.new_group, dist.split_group = new_group, split_group
+        del transports[BACKEND], transports["gloo"]
+        connection.close()
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+class _Connection:
+    """This rank's connection to the referee."""
+
+    def __init__(self, address: str, rank: int) -> None:
+        self.rank = rank
+        self.connected: set[Any] = set()  # communicators whose ranks have met
+        self.times: dict[Any, Iterator[int]] = {}  # operations without order, by what they have in common
+        self._connection = Client(address, "AF_UNIX")
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._ended: dict[int, list[bytes]] = {}
+        self._failure = ""
+        self._news = threading.Condition()
+        send(self._connection, rank)
+        self._thread = threading.Thread(target=self._listen, name="bmt-referee-news", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._failure = self._failure or "the test has ended"
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that reads
+        self._thread.join()
+        self._connection.close()
+
+    def post(self, operation: Operation) -> None:
+        if self._failure:
+            raise WaitCycleError(self._failure)
+        with self._lock:
+            send(self._connection, ("post", operation))
+
+    def operation(self, key: Any, ranks: tuple[int, ...], kind: str, **details: Any) -> Operation:
+        aside = threading.current_thread() is not threading.main_thread()
+        return Operation(self.rank, next(self._numbers), key, ranks, kind, aside=aside, **details)
+
+    def collective(
+        self, key: Any, ranks: tuple[int, ...], kind: str, form: tuple[object, ...], payload: bytes
+    ) -> _Posted:
+        return _Posted(self, self.operation(key, ranks, kind, form=form, payload=payload))
+
+    def result(self, number: int, block: bool) -> list[bytes] | None:
+        """What an operation has brought, once; None where it has not ended (or, where ``block``, not returned)."""
+        with self._news:
+            if number in self._ended:
+                return self._ended.pop(number)
+        if not block:
+            return None
+        if threading.current_thread() is threading.main_thread():
+            with self._lock:
+                send(self._connection, ("wait", number, _place()))
+        with self._news:
+            self._news.wait_for(lambda: number in self._ended or self._failure)
+            if number not in self._ended:
+                raise WaitCycleError(self._failure)
+            return self._ended.pop(number)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                kind, *details = receive(self._connection)
+            except (EOFError, OSError):
+                kind, details = "failed", ["the referee is gone"]
+            with self._news:
+                if kind == "ended":
+                    self._ended[details[0]] = details[1]
+                else:
+                    self._failure = self._failure or details[0]
+                self._news.notify_all()
+                if details == ["the referee is gone"]:
+                    return
+
+
+def _place() -> str:
+    """Where in the caller's code this thread is: the innermost lines outside of bmt_comm."""
+    frame: Any = sys._getframe(1)
+    places: list[str] = []
+    while frame is not None and len(places) < 4:
+        name = frame.f_code.co_filename
+        if f"{os.sep}bmt_comm{os.sep}" not in name and f"{os.sep}torch{os.sep}" not in name:
+            places.append(f"{frame.f_code.co_name} ({os.path.basename(name)}:{frame.f_lineno})")
+        frame = frame.f_back
+    return " < ".join(places)
+
+
+class _Buffer:
+    """Memory that an operation reads, writes, or both."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # kept alive
+        self.address, self.nbytes = tensor.data_ptr(), tensor.nbytes
+
+    def read(self) -> bytes:
+        return ctypes.string_at(self.address, self.nbytes)
+
+    def poison(self) -> None:
+        ctypes.memset(self.address, 0xFF, self.nbytes)  # NaN, in every floating-point format
+
+    def is_poisoned(self) -> bool:
+        return self.read() == b"\xff" * self.nbytes
+
+    def write(self, data: bytes) -> None:
+        assert len(data) == self.nbytes
+        ctypes.memmove(self.address, data, self.nbytes)
+
+
+class _Posted:
+    """An operation in flight.
+
+    Args:
+        connection: to the referee.
+        operation: is posted.
+        sent: what it reads, with what was there when it was posted.
+        received: what it writes.
+        finish: makes the contents of ``received`` from what has arrived.
+    """
+
+    def __init__(
+        self,
+        connection: _Connection,
+        operation: Operation,
+        sent: Sequence[tuple[_Buffer, bytes]] = (),
+        received: Sequence[_Buffer] = (),
+        finish: Callable[[list[bytes]], list[bytes]] = lambda found: found,
+    ) -> None:
+        self.result: list[bytes] | None = None
+        self._connection, self._operation = connection, operation
+        self._sent, self._received, self._finish = sent, received, finish
+        self._polls = random.randrange(3)  # for which it does not look completed
+        for buffer in received:
+            buffer.poison()
+        connection.post(operation)
+
+    def wait(self) -> None:
+        if self.result is None:
+            found = self._connection.result(self._operation.number, block=True)
+            assert found is not None
+            if random.random() < 0.25:
+                time.sleep(random.random() * _LONGEST_DELAY)
+            self._arrive(found)
+
+    def is_completed(self) -> bool:
+        if self.result is None and self._polls > 0:
+            self._polls -= 1
+        elif self.result is None:
+            found = self._connection.result(self._operation.number, block=False)
+            if found is not None:
+                self._arrive(found)
+        return self.result is not None
+
+    def _arrive(self, found: list[bytes]) -> None:
+        self.result = found
+        for buffer, before in self._sent:
+            if buffer.read() != before:
+                raise RuntimeError(f"a buffer was written into while it was sent: {self._operation}")
+        for buffer in self._received:
+            if not buffer.is_poisoned():
+                raise RuntimeError(f"a buffer was written into while a result was to arrive in it: {self._operation}")
+        if self._received:
+            for buffer, data in zip(self._received, self._finish(found), strict=True):
+                buffer.write(data)
+        self._sent, self._received = (), ()
+
+
+class _Transport:
+    """The transport of one process group; see above.
+
+    Attributes:
+        in_order: whether it has NCCL's rules; else gloo's.
+        eager: whether process groups are made by all ranks of the job together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, connection: _Connection, in_order: bool, eager: bool) -> None:
+        self.in_order, self.eager = in_order, eager
+        self.rank = dist.get_rank(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self._connection = connection
+        self._group = (list(self.ranks), group.group_name[:8])
+        self._name = (str(self._group[0]), str(self._group[1]))
+
+    # --- collectives ------------------------------------------------------------------------------
+
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> Work:
+        source = _Buffer(mine)
+        own = chunks[self.rank]
+        received = [_Buffer(c) for r, c in enumerate(chunks) if r != self.rank or c.data_ptr() != mine.data_ptr()]
+        in_place = own.data_ptr() == mine.data_ptr()
+
+        def finish(found: list[bytes]) -> list[bytes]:
+            return [data for r, data in enumerate(found) if r != self.rank or not in_place]
+
+        return self._collective("all_gather", (mine.nbytes,), source, [(source, source.read())], received, finish)
+
+    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Work:
+        source = _Buffer(torch.cat([chunk.reshape(-1) for chunk in chunks]))  # posted; the callers' may not change
+        sent = [(buffer, buffer.read()) for buffer in map(_Buffer, chunks)]
+
+        def finish(found: list[bytes]) -> list[bytes]:
+            part = slice(self.rank * out.nbytes, (self.rank + 1) * out.nbytes)
+            return [_combined([data[part] for data in found], out.dtype, op)]
+
+        return self._collective("reduce_scatter", (out.nbytes, op), source, sent, [_Buffer(out)], finish)
+
+    def all_reduce(self, flat: Tensor, op: str) -> Work:
+        buffer = _Buffer(flat)
+
+        def finish(found: list[bytes]) -> list[bytes]:
+            return [_combined(found, flat.dtype, op)]
+
+        return self._collective("all_reduce", (flat.nbytes, op), buffer, [], [buffer], finish)
+
+    def broadcast(self, flat: Tensor, root: int) -> Work:
+        buffer = _Buffer(flat)
+        if self.rank == root:
+            return self._collective("broadcast", (flat.nbytes, root), buffer, [(buffer, buffer.read())])
+        return self._collective("broadcast", (flat.nbytes, root), None, [], [buffer], lambda found: [found[root]])
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        work = self._collective("all_gather_object", (), pickle.dumps(obj))
+        work.wait()
+        assert work.result is not None
+        return [pickle.loads(data) for data in work.result]
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        work = self._collective("broadcast_object", (root,), pickle.dumps(obj if self.rank == root else None))
+        work.wait()
+        assert work.result is not None
+        return pickle.loads(work.result[root])
+
+    def _collective(
+        self,
+        kind: str,
+        form: tuple[object, ...],
+        source: _Buffer | bytes | None,
+        sent: Sequence[tuple[_Buffer, bytes]] = (),
+        received: Sequence[_Buffer] = (),
+        finish: Callable[[list[bytes]], list[bytes]] = lambda found: found,
+    ) -> _Posted:
+        payload = source.read() if isinstance(source, _Buffer) else source or b""
+        key = self._communicator() if self.in_order else self._next(*self._name, "on the host")
+        operation = self._connection.operation(key, self.ranks, kind, form=form, payload=payload)
+        return _Posted(self._connection, operation, sent, received, finish)
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def send(self, data: Tensor, peer: int, tag: int) -> Work:
+        return self._message(True, data, peer, tag)
+
+    def recv(self, data: Tensor, peer: int, tag: int) -> Work:
+        return self._message(False, data, peer, tag)
+
+    def send_recv(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Work]:
+        """A batch."""
+        if not self.in_order:
+            works = [self.recv(data, peer, 0) for data, peer in recvs]
+            return works + [self.send(data, peer, 0) for data, peer in sends]
+        batch = [(True, *message) for message in sends] + [(False, *message) for message in recvs]
+        return [self._post_messages(self._communicator(), batch)]
+
+    def _message(self, sends: bool, data: Tensor, peer: int, tag: int) -> Work:
+        if not self.in_order:
+            ends = (self.rank, peer) if sends else (peer, self.rank)
+            work = self._post_messages((*self._name, *ends, f"tag {tag}", "on the host"), [(sends, data, peer)])
+            return _Sent(work) if sends else work
+        pair = (min(self.rank, peer), max(self.rank, peer))
+        key = self._communicator() if self.eager else self._communicator(*pair)
+        return self._post_messages(key, [(sends, data, peer)])
+
+    def _post_messages(self, key: Any, batch: Sequence[tuple[bool, Tensor, int]]) -> _Posted:
+        messages, sent, received = [], [], []
+        for sends, data, peer in batch:
+            buffer = _Buffer(data)
+            content = buffer.read() if sends else None
+            messages.append(Message(sends, self.ranks[peer], buffer.nbytes, content))
+            if content is None:
+                received.append(buffer)
+            else:
+                sent.append((buffer, content))
+        operation = self._connection.operation(key, self.ranks, MESSAGES, messages=messages)
+        return _Posted(self._connection, operation, sent, received)
+
+    def _communicator(self, *pair: int) -> Any:
+        """The communicator of all ranks or of a pair, whose ranks have met."""
+        key = (*self._name, *(["-".join(map(str, pair))] if pair else []))
+        if not self.eager and key not in self._connection.connected:
+            ranks = tuple(self.ranks[r] for r in pair) or self.ranks
+            self._connection.collective((*key, "first use"), ranks, "connect", (), b"").wait()
+            self._connection.connected.add(key)
+        return key
+
+    def _next(self, *name: str) -> Any:
+        """A key of its own for each operation, the same on all ranks."""
+        return (*name, next(self._connection.times.setdefault(name, itertools.count())))
+
+
+class _Sent:
+    """A message that gloo has taken a copy of."""
+
+    def __init__(self, work: _Posted) -> None:
+        work.result = []
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _combined(parts: list[bytes], dtype: torch.dtype, op: str) -> bytes:
+    tensors = [torch.frombuffer(bytearray(part), dtype=dtype) for part in parts]
+    out = torch.empty_like(tensors[0])
+    combine(out, tensors, op)
+    return _Buffer(out).read()
