@@ -145,7 +145,7 @@ class ShardedParameter(nn.Parameter):
             elif name == "view_as":
                 if isinstance(args[1], ShardedParameter) and is_row_sharded(args[1]):
                     return _rows_of_vector(*args)
-                if is_row_sharded(args[0]):
+                if isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
                     _check_initializer(args[0])
             if name in _LOCAL or not _means_logical(name, args):
                 return func(*args, **kwargs)
