@@ -113,6 +113,7 @@ def generates(model: Model) -> str:
     batch = model.batch(0)
     arguments = {"input_ids": batch["input_ids"][:2], "attention_mask": batch["attention_mask"][:2]}
     arguments |= {"max_new_tokens": 5, "do_sample": False}
+    arguments |= {"decoder_start_token_id": 1} if model.kind == "seq2seq" else {}
     try:
         wanted = plain.generate(**copy.deepcopy(arguments))
     except Exception as error:
@@ -249,7 +250,7 @@ def _with_adapters(inner: nn.Module) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise Unusable("peft is not installed") from error
-    names = {n.rpartition(".")[2] for n, m in inner.named_modules() if isinstance(m, nn.Linear)}
+    names = {n.rpartition(".")[2] for n, m in inner.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)}
     head = {"lm_head", "classifier", "head", "fc"}
     if not names - head:
         raise Unusable("no linear layers")
@@ -261,6 +262,11 @@ def _with_adapters(inner: nn.Module) -> nn.Module:
             raise
         raise Unusable(f"{type(error).__name__}: {error}") from error
     return adapted.train()
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is GPT-2's linear layer."""
+    return type(module).__name__ == "Conv1D"
 
 
 def _ties(model: nn.Module) -> list[list[str]]:

@@ -104,7 +104,7 @@ def test_compiled_models_train_as_plain_ones_do(ctx: Any, level: int, checkpoint
     run = torch.compile(model, backend=backend) if how == "whole" else model
     check(model, run, ctx)
     # A checkpointed layer computes as it is, unless it is compiled after it was sharded.
-    assert compiled_graphs() > 0 or (checkpoint and how == "layers before")
+    assert compiled_graphs() > 0 or (checkpoint and how != "layers after")
 
 
 @pytest.mark.ranks(2, timeout=180)

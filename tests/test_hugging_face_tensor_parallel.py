@@ -133,7 +133,7 @@ def test_trains_as_the_plain_model_does(ctx: Any, kind: str, sharded: bool) -> N
     ctx.world.all_reduce(losses, "avg")
     torch.testing.assert_close(losses, torch.tensor(wanted), rtol=1e-5, atol=1e-5)
     # Gemma's norms compute in fp32, and so does all of Mixtral: grouped products know no fp64.
-    tolerance = {"gemma": 1e-6, "mixtral": 5e-5, "llama4": 5e-5, "deepseek": 5e-5}.get(kind, 1e-8)
+    tolerance = {"gemma": 1e-6, "mixtral": 5e-5, "llama4": 2e-4, "deepseek": 2e-4}.get(kind, 1e-8)
     found = bmt_tp.full_state_dict(model)
     assert list(found) == list(plain.state_dict())
     for name, value in plain.state_dict().items():

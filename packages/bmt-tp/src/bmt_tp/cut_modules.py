@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import Communicator
+from bmt_comm import Communicator, not_compiled
 
 from .embedding import lookup
 from .parallel_ops import ReduceType, column_linear, row_linear
@@ -24,6 +24,7 @@ class SharedInput:
     def __init__(self) -> None:
         self._last: tuple[TensorWeakRef, TensorWeakRef] | None = None
 
+    @not_compiled
     def enter(self, x: Tensor, comm: Communicator) -> Tensor:
         """``copy_to_ranks(x)``, the same one if ``x`` is the same."""
         if self._last is not None and self._last[0]() is x:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from bmt_comm import Communicator
+from bmt_comm import Communicator, not_compiled
 from bmt_kernels import parallel_cross_entropy, parallel_linear_cross_entropy
 
 from .regions import copy_to_ranks, gather_along, tensor_comm
 
 
+@not_compiled
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -63,6 +64,7 @@ def vocab_parallel_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
+@not_compiled
 def vocab_parallel_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

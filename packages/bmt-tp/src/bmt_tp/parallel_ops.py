@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bmt_comm import Communicator
+from bmt_comm import Communicator, not_compiled
 
 from .ops import check_shapes
 from .parameters import unsharded
@@ -55,6 +55,7 @@ class ReduceType(enum.IntEnum):
     """Every rank gets its part of the sequence."""
 
 
+@not_compiled
 def column_linear(
     x: Tensor,
     layers: Sequence[tuple[Tensor, Tensor | None]],
@@ -95,6 +96,7 @@ def column_linear(
     return _ColumnLinear.apply(x, comm, gather_input and comm.size > 1, reduce, dim, _checked_chunks(chunks), *flat)
 
 
+@not_compiled
 def row_linear(
     x: Tensor,
     weight: Tensor,

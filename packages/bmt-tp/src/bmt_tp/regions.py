@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bmt_comm import Communicator, Work, current_context
+from bmt_comm import Communicator, Work, current_context, not_compiled
 
 
 def tensor_comm(comm: Communicator | None) -> Communicator:
@@ -46,18 +46,21 @@ def tensor_comm(comm: Communicator | None) -> Communicator:
     return current_context().tp if comm is None else comm
 
 
+@not_compiled
 def copy_to_ranks(x: Tensor, comm: Communicator | None = None) -> Tensor:
     """``x`` (whole, any shape), of which every rank goes on to compute something else."""
     comm = tensor_comm(comm)
     return x if comm.size == 1 else _Copy.apply(x, comm)
 
 
+@not_compiled
 def reduce_from_ranks(x: Tensor, comm: Communicator | None = None) -> Tensor:
     """The sum over ranks of ``x`` (partial, any shape), on each of them."""
     comm = tensor_comm(comm)
     return x if comm.size == 1 else _Reduce.apply(x, comm)
 
 
+@not_compiled
 def split_along(x: Tensor, dim: int, comm: Communicator | None = None) -> Tensor:
     """This rank's part of ``x`` (whole): ``dim`` is cut evenly, in rank order.
 
@@ -68,6 +71,7 @@ def split_along(x: Tensor, dim: int, comm: Communicator | None = None) -> Tensor
     return x if comm.size == 1 else _Split.apply(x, checked_dim(x, dim, comm, "split_along"), comm)
 
 
+@not_compiled
 def gather_along(x: Tensor, dim: int, comm: Communicator | None = None, *, partial_grad: bool = False) -> Tensor:
     """The ranks' parts ``x`` (of equal shapes), joined along ``dim`` in rank order, on every rank.
 
@@ -82,6 +86,7 @@ def gather_along(x: Tensor, dim: int, comm: Communicator | None = None, *, parti
     return x if comm.size == 1 else _Gather.apply(x, _from_front(x, dim, "gather_along"), comm, partial_grad)
 
 
+@not_compiled
 def reduce_scatter_along(x: Tensor, dim: int, comm: Communicator | None = None) -> Tensor:
     """This rank's part, along ``dim``, of the sum over ranks of ``x`` (partial).
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from bmt_comm import CallSequences, Communicator, ParallelContext
+from bmt_comm import CallSequences, Communicator, ParallelContext, not_compiled
 
 from .gradient_reducer import GradientReducer, UseAgreement
 
@@ -124,6 +124,7 @@ class StepContext:
                 self.sequences.compare()
         groups[group] = None
 
+    @not_compiled
     def _finish(self, task: int) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self.finish_reductions()
