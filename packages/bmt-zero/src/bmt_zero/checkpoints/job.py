@@ -232,7 +232,8 @@ def _conclude(job: Job, directory: Path, reports: Sequence[bytes], space: Addres
     part = directory / f".{step_name(job.step)}.part"
     checksums: dict[int, int] = {}
     records: dict[str, FileRecord] = {}
-    is_finite, extra = True, {}
+    is_finite = True
+    extra: dict[str, Any] = {}
     for rank, report in enumerate(json.loads(each) for each in reports):
         if report["problem"] is not None:
             raise SaveError(f"rank {rank}: {report['problem']}")
