@@ -12,6 +12,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -387,7 +388,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         result = hooks.after(self, args, output)
         return output if result is None else result
 
-    setattr(module, method_name, forward.__get__(module))
+    setattr(module, method_name, MethodType(forward, module))
 
 
 # --- arguments ------------------------------------------------------------------------------------

@@ -539,6 +539,6 @@ def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientRed
     shard = flat.shard.detach().clone()
     options = (flat.shard_comm, flat.stream, flat.compute_dtype, flat.keep_storage, flat.allocate)
     copied = FlatParameter(flat.layout, twins, shard, *options)
-    twin = GradientReducer(copied, reducer.replicate_comm, reducer.level, reducer.reduce_dtype, reducer.grad_scale)
-    twin.settings = copy.copy(reducer.settings)
-    return twin
+    result = GradientReducer(copied, reducer.replicate_comm, reducer.level, reducer.reduce_dtype, reducer.grad_scale)
+    result.settings = copy.copy(reducer.settings)
+    return result
