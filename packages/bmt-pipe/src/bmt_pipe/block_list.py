@@ -182,8 +182,8 @@ class PipelineTransformerBlockList(StagedState):
                     f"modules has {index} layers and weights {self.num_layers} elements; there must be one for each"
                 ) from None
             keep = owner_of[index] == context.pipe.rank
-            self._attributes.append(simple_attributes(layer))
             first = seen.note(layer, index, keep)
+            self._attributes.append(simple_attributes(layer))
             block: nn.Module | None
             if first == index:
                 block = stage_block(layer, keep)
