@@ -233,7 +233,7 @@ def _conclude(job: Job, directory: Path, reports: Sequence[bytes], space: Addres
     checksums: dict[int, int] = {}
     records: dict[str, FileRecord] = {}
     is_finite = True
-    extra: dict[str, str] = {}
+    extra: dict[str, Any] = {}
     for rank, report in enumerate(json.loads(each) for each in reports):
         if report["problem"] is not None:
             raise SaveError(f"rank {rank}: {report['problem']}")
