@@ -524,20 +524,19 @@ def test_a_signal_saves_and_leaves_at_any_moment(tmp_path, number):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     steps = []
     for _ in range(2):  # the same command starts, and goes on
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        killer = threading.Timer(100, process.kill)
-        killer.start()
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if "loss" in line and line.startswith("step ") and not line.startswith("step 0/"):
-                process.send_signal(number)
-                break
-        rest = process.stdout.read()
-        assert process.wait() == 0, "".join(lines) + rest
-        killer.cancel()
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(command, cwd=tmp_path, env=env, **pipes) as process:
+            killer = threading.Timer(100, process.kill)
+            killer.start()
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("step ") and not line.startswith("step 0/"):
+                    process.send_signal(number)
+                    break
+            rest = process.stdout.read()
+            assert process.wait() == 0, "".join(lines) + rest
+            killer.cancel()
         assert "Interrupted and saved after step" in rest
         checkpoints = sorted((tmp_path / "runs" / "gpt2" / "checkpoints").glob("step-*"))
         steps.append(int(checkpoints[-1].name.removeprefix("step-")))
