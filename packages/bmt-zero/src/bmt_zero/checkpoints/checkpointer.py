@@ -9,10 +9,11 @@ import logging
 import os
 import re
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,9 @@ class Checkpointer:
         self._meeting = Meeting(timeout)
         self._lock: DirectoryLock | None = None
         self._snapshot = Snapshot()
-        self._thread: threading.Thread | None = None
+        # One thread, which waits between saves: to start one would take longer than to hand it a job.
+        self._writer = ThreadPoolExecutor(1, "bmt-checkpoint")
+        self._written: Future[None] | None = None
         self._writing = 0  # the step that the thread writes
         self._failure: Exception | None = None
         self._broken: Exception | None = None
@@ -158,8 +161,7 @@ class Checkpointer:
             problem = error
             job = Job(job.step, problem=f"{type(error).__name__}: {error}")
         self._writing = job.step
-        self._thread = threading.Thread(target=self._run, args=(job,), name="bmt-checkpoint")
-        self._thread.start()
+        self._written = self._writer.submit(self._run, job)
         if problem is not None:
             raise problem
 
@@ -221,9 +223,9 @@ class Checkpointer:
             SaveError: the last checkpoint could not be written (on every rank).
             RuntimeError: ranks could not meet.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._written is not None:
+            self._written.result()
+            self._written = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -232,10 +234,10 @@ class Checkpointer:
         """Wait for the writer, and raise what it has met with."""
         if self._broken is not None and self._failure is None:
             raise RuntimeError(f"this checkpointer cannot be used any more: {self._broken}") from self._broken
-        if self._thread is not None and self._thread.is_alive():
+        if self._written is not None and not self._written.done():
             _log.warning("%s waits for the checkpoint of step %d, which is still being written", call, self._writing)
             start = time.monotonic()
-            self._thread.join()
+            futures.wait([self._written])
             _log.warning("%s has waited for %.1f s", call, time.monotonic() - start)
         self.wait()
 
@@ -250,6 +252,7 @@ class Checkpointer:
         finally:
             if self._lock is not None:
                 self._lock.release()
+            self._writer.shutdown()
             self._meeting.leave()
             self._broken = RuntimeError("it is closed; make a new one")
 
