@@ -209,7 +209,7 @@ def test_lenient_loading_takes_what_is_there() -> None:
 def test_wrong_calls() -> None:
     model = sharded("block")
     with pytest.raises(ValueError, match="assign"):
-        model.load_state_dict(model.state_dict(), assign=True)
+        bmt_zero.load_state_dict(model, model.state_dict(), assign=True)
     with pytest.raises(TypeError, match="list"):
         bmt_zero.load_state_dict(model, [1, 2])  # type: ignore[arg-type]
 

@@ -241,13 +241,13 @@ def _names(text: str) -> frozenset[str]:
 # Functions that fill a tensor with random values.
 _RANDOM = _names(
     """
-    bernoulli_ cauchy_ exponential_ geometric_ kaiming_normal_ kaiming_uniform_ log_normal_ normal_ random_
-    trunc_normal_ uniform_
+    bernoulli_ cauchy_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_ random_ trunc_normal_
+    uniform_
     """
 )
 
-# Functions of torch.nn.init whose values depend on all dimensions of a matrix.
-_INITIALIZERS_OF_MATRICES = _names("orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
+# Functions of torch.nn.init whose values depend on all dimensions of a matrix, or that leave out a rank without rows.
+_INITIALIZERS_OF_MATRICES = _names("kaiming_normal_ orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
 
 # Operations on this rank's rows, beside in-place operations and properties.
 _LOCAL = _names(
