@@ -22,7 +22,7 @@ def make() -> nn.Module:
 
 def backward(ctx, plain: nn.Module, block: nn.Module, seed: int = 0) -> None:
     """The same gradients in both: ours are sums over the ranks."""
-    batch = seeded(seed, 2 * ctx.world_size, 5)
+    batch = seeded(seed, 2 * ctx.world_size, 5).to(next(plain.parameters()).dtype)
     plain(batch).square().sum().backward()
     block(batch.chunk(ctx.world_size)[ctx.rank]).square().sum().backward()
 
@@ -264,9 +264,9 @@ def test_initializers_of_torch_fill_the_logical_parameter(ctx, level):
         torch.manual_seed(0)
         fill(plain[0].weight)
         torch.testing.assert_close(block[0].weight.full_tensor().detach(), plain[0].weight.detach())
-    for fill in (init.xavier_uniform_, init.orthogonal_, lambda w: init.kaiming_uniform_(w, mode="fan_out")):
+    for fill in (init.xavier_uniform_, init.orthogonal_, init.kaiming_normal_):
         if level == 0:
             fill(block[0].weight)
-        else:
+        elif len(block[0].weight):  # torch itself warns of an empty tensor, or divides by its rows
             with pytest.raises(RuntimeError, match="init_parameters"):
                 fill(block[0].weight)
