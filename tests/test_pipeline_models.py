@@ -105,13 +105,16 @@ def test_a_model_whose_layers_are_a_pipeline_trains_as_the_plain_one(ctx: Any, k
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4)
-def test_iteration_outside_of_a_forward_gives_this_stages_blocks(ctx: Any) -> None:
+def test_iteration_outside_of_a_forward_gives_the_layers(ctx: Any) -> None:
     model = in_stages(build("llama"))
     layers = model.model.layers
-    assert [type(layer).__name__ for layer in layers] == ["LlamaDecoderLayer"] * [2, 1][ctx.rank]
-    assert all(isinstance(layer, bmt_zero.Block) for layer in layers[:])
-    assert layers[0] is next(iter(layers))
-    assert len(layers) == [2, 1][ctx.rank]
+    own = [[True, True, False], [False, False, True]][ctx.rank]
+    names = ["LlamaDecoderLayer" if is_here else "AbsentLayer" for is_here in own]
+    assert [type(layer).__name__ for layer in layers] == names
+    assert [isinstance(layer, bmt_zero.Block) for layer in layers[:]] == own
+    first = own.index(True)
+    assert layers[first] is list(layers)[first]
+    assert len(layers) == 3
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4)

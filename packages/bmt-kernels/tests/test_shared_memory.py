@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -141,6 +141,13 @@ def test_one_that_sleeps_is_woken(monkeypatch):
     assert 0 <= arrived[0] - sent < 10
 
 
+def test_threads_ask_at_the_same_time_whether_a_process_has_ended():
+    process = shared_memory._Process(os.getpid())
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(lambda: any(process.has_ended() for _ in range(10000))) for _ in range(4)]
+        assert not any(task.result(timeout=60) for task in asked)
+
+
 def test_members_at_different_speeds():
     # A property of the whole: whatever the members' pace, all see the same messages.
     count, messages = 3, 400
@@ -163,7 +170,10 @@ def test_members_at_different_speeds():
         return total
 
     with ThreadPoolExecutor(count) as pool:
-        totals = set(pool.map(work, range(count), timeout=60))
+        tasks = [pool.submit(work, rank) for rank in range(count)]
+        ended, others = wait(tasks, timeout=60, return_when=FIRST_EXCEPTION)  # the others wait for one that has raised
+        totals = {task.result() for task in ended}
+    assert not others
     assert len(totals) == 1
 
 

@@ -270,8 +270,7 @@ class _Process:
     def __init__(self, number: int) -> None:
         pidfd = os.pidfd_open(number)
         weakref.finalize(self, os.close, pidfd)
-        self._poll = select.poll()
-        self._poll.register(pidfd, select.POLLIN)
+        self._pidfd = pidfd
 
     @classmethod
     def of(cls, number: int) -> _Process:
@@ -282,7 +281,9 @@ class _Process:
         return found
 
     def has_ended(self) -> bool:
-        return bool(self._poll.poll(0))
+        poll = select.poll()  # threads may not use one at the same time
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 def _pages(size: int) -> int:
