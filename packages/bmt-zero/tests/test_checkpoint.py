@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from saving_helpers import Doubling
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -348,20 +349,6 @@ def test_extra_state(tmp_path: Path, block: bool) -> None:
             assert model.state == state
     with pytest.raises(ValueError, match="tensors only"):
         bmt_zero.save(wrap(WithState({"steps": 4})), tmp_path / "m.safetensors")
-
-
-class Doubling(nn.Linear):
-    """Saves its parameters doubled."""
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._parameters:
-            destination[prefix + name] = destination[prefix + name].detach() * 2
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
-        for name in self._parameters:
-            state_dict[prefix + name] = state_dict[prefix + name] / 2
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 @pytest.mark.ranks(1, 2)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from saving_helpers import Doubling
 from torch import Tensor, nn
 
 import bmt_zero
@@ -158,20 +159,6 @@ def test_floating_point_numbers_are_converted_but_never_to_infinity(ctx: Any, tm
     assert torch.equal(model.state_dict()["weight"], weight.bfloat16())
     with pytest.raises(ValueError, match=r"'weight' has numbers of torch.float64 that are infinite in torch.bfloat16"):
         bmt_zero.load(model, tmp_path / "large")
-
-
-class Doubling(nn.Linear):
-    """Saves its parameters doubled."""
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._parameters:
-            destination[prefix + name] = destination[prefix + name].detach() * 2
-
-    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
-        for name in self._parameters:
-            state_dict[prefix + name] = state_dict[prefix + name] / 2
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 @pytest.mark.ranks(1, 2)

@@ -77,11 +77,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
         except OSError as error:
             obstacle = RuntimeError(f"rank 0 could not write {path}: {_one_line(error)}")
     raise_on_all(context.world, obstacle)
-    taken: dict[int, Any] = {}
-    for value in entries.values():
-        if id(value) not in taken:
-            taken[id(value)] = take_to_rank0(value, context)
-    kept = {name: taken[id(value)] for name, value in entries.items()}
+    kept = take_to_rank0(entries, context)
     done: Future[None] = Future()
     if context.rank == 0:
         done = _writer.submit(_write, kept, path)
@@ -203,7 +199,16 @@ def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, con
             loader.close()
 
 
-def take_to_rank0(value: Any, context: ParallelContext) -> Any:
+def take_to_rank0(entries: Mapping[str, Any], context: ParallelContext) -> dict[str, Any]:
+    """Copies of entries in host memory on rank 0, one for all names of a value; None elsewhere. All ranks take part."""
+    taken: dict[int, Any] = {}
+    for value in entries.values():
+        if id(value) not in taken:
+            taken[id(value)] = _take(value, context)
+    return {name: taken[id(value)] for name, value in entries.items()}
+
+
+def _take(value: Any, context: ParallelContext) -> Any:
     """A copy of an entry in host memory on rank 0; None elsewhere."""
     value = logical_tensor(value)  # every rank takes part
     if context.rank != 0:

@@ -30,10 +30,7 @@ def rank0_state_dict(model: nn.Module, destination: dict[str, Any] | None = None
     context = current_context()
     with sharded_entries():
         entries = nn.Module.state_dict(model, prefix=prefix, keep_vars=True)
-    taken: dict[int, Any] = {}
-    for name, value in entries.items():
-        if id(value) not in taken:
-            taken[id(value)] = take_to_rank0(value, context)
-        if context.rank == 0:
-            state[name] = taken[id(value)]
+    kept = take_to_rank0(entries, context)
+    if context.rank == 0:
+        state.update(kept)
     return state
