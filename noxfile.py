@@ -1,4 +1,6 @@
-"""What is checked, and how: ``nox -l`` lists the sessions, a bare ``nox`` runs what CI runs.
+"""What is checked, and how: ``nox -l`` lists the sessions, a bare ``nox`` runs those that a change needs to pass.
+
+CI runs those of the tag ``ci``: these, and some that find what a change seldom breaks.
 
 Environment:
     BMT_TORCH       the torch version of the test environments (2.8.0, say) instead of the pin in constraints.txt
@@ -35,7 +37,6 @@ from nox.sessions import _SessionSkip
 nox.needs_version = ">=2025.10.14"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["lint", "build", "cuda_build", "tests_alone", "tests_across"]
 
 ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
@@ -53,7 +54,7 @@ OVER_MESSAGES = {
     "bmt-zero": ["tests/test_block.py", "tests/test_state.py", "--bmt-ranks=2"],
     "bmt-pipe": ["tests/test_equivalence.py", "--bmt-ranks=2"],
 }
-# A quick part of what the session nccl_rules runs, which CI runs, too. bmt-pipe's is tests/test_nccl_rules.py.
+# What the session nccl_rules_quick runs of what nccl_rules does. bmt-pipe's is tests/test_nccl_rules.py.
 BY_NCCLS_RULES = {
     "bmt-zero": ["tests/test_block.py", "tests/test_equivalence.py", "--bmt-ranks=2"],
     "bmt-tp": ["tests/test_parallel_linear.py", "tests/test_regions.py", "--bmt-ranks=2"],
@@ -69,6 +70,8 @@ NOT_BY_NCCLS_RULES = {
     "bmt-zero": ["--deselect=tests/test_block_recovery.py::test_leaving_a_list_early"],
 }
 TWO_AT_A_TIME = ["-n", "2"]  # while ranks of one test wait, those of another compute
+# Threads of one test that wait for each other take the cores from the other test, and half of all time.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
 
 
@@ -117,7 +120,7 @@ def print_summary() -> None:
     print(f"{sum(result.passed for result in results)} passed, {sum(result.failed for result in results)} failed")
 
 
-@nox.session
+@nox.session(tags=["ci"])
 @summarized
 def lint(session: nox.Session) -> None:
     """Style, types, and that the packages' versions and imports fit together."""
@@ -139,7 +142,7 @@ def tests(session: nox.Session) -> None:
     run_tests(session, "tests", *arguments)
 
 
-@nox.session(reuse_venv=False)
+@nox.session(reuse_venv=False, tags=["ci"])
 @summarized
 def build(session: nox.Session) -> None:
     """Build wheels and sdists into dist/, check their metadata, install the wheels and import them."""
@@ -159,7 +162,7 @@ def build(session: nox.Session) -> None:
     session.run("bmtrain", "info")
 
 
-@nox.session
+@nox.session(default=False, tags=["ci"])
 @summarized
 def cuda_build(session: nox.Session) -> None:
     """Compile the CUDA kernels for one architecture, where nvcc is found; this needs no GPU."""
@@ -188,7 +191,7 @@ def cuda_build(session: nox.Session) -> None:
     session.run("python", "-c", load, env={"PYTHONPATH": str(folder)})
 
 
-@nox.session(requires=["build"])
+@nox.session(requires=["build"], tags=["ci"])
 @summarized
 def tests_alone(session: nox.Session) -> None:
     """Each package's tests with nothing of ours but what it requires; arguments are package names.
@@ -217,16 +220,13 @@ def tests_alone(session: nox.Session) -> None:
                     run_tests(session, f"{title} without bmt-kernels", *settings, *OVER_MESSAGES[name])
                     install_wheels(session, "bmt-kernels")
                 run_tests(session, title, *settings, "tests")
-                if name in BY_NCCLS_RULES:
-                    rules = ["--bmt-nccl-rules=lazy", *BY_NCCLS_RULES[name]]
-                    run_tests(session, f"{title} by NCCL's rules", *settings, *rules)
             except CommandFailed:
                 failed.append(name)
     if failed:
         session.error(f"tests fail in {', '.join(failed)}")
 
 
-@nox.session(requires=["build"])
+@nox.session(requires=["build"], tags=["ci"])
 @summarized
 def tests_across(session: nox.Session) -> None:
     """The tests of packages together, of the example and of the documentation, with all wheels installed."""
@@ -237,7 +237,7 @@ def tests_across(session: nox.Session) -> None:
     install_wheels(session, *PACKAGES)
     run_tests(session, "tests of packages together", *TWO_AT_A_TIME, *(session.posargs or ["tests"]))
     with step(session, "links and examples of the documentation", "2 minutes"):
-        session.run("python", ".ci/check_docs.py")
+        session.run("python", ".ci/check_docs.py", env=ONE_THREAD)
 
 
 @nox.session(default=False)
@@ -248,18 +248,30 @@ def nccl_rules(session: nox.Session) -> None:
     They run twice: with connections that are made at their first use, and with those of a process group that knows its
     device. Arguments are package names.
     """
+    names = session.posargs or ["bmt-comm", "bmt-zero", "bmt-tp", "bmt-optim", "bmt-pipe"]
+    run_by_nccls_rules(session, {name: ["tests", *NOT_BY_NCCLS_RULES.get(name, [])] for name in names}, "lazy", "eager")
+
+
+@nox.session(default=False, tags=["ci"])
+@summarized
+def nccl_rules_quick(session: nox.Session) -> None:
+    """A minute's part of nccl_rules."""
+    run_by_nccls_rules(session, BY_NCCLS_RULES, "lazy")
+
+
+def run_by_nccls_rules(session: nox.Session, tests: dict[str, list[str]], *kinds: str) -> None:
     install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
     failed = []
-    for name in session.posargs or ["bmt-comm", "bmt-zero", "bmt-tp", "bmt-optim", "bmt-pipe"]:
-        for rules in ("lazy", "eager"):
-            tests = ["-c", str(ROOT / "pyproject.toml"), f"--bmt-nccl-rules={rules}", *TWO_AT_A_TIME, "tests"]
+    for name, arguments in tests.items():
+        for kind in kinds:
+            rules = ["-c", str(ROOT / "pyproject.toml"), f"--bmt-nccl-rules={kind}", *TWO_AT_A_TIME]
             with session.chdir(ROOT / "packages" / name):
                 try:
-                    run_tests(session, f"{name}, {rules}", "--rootdir", ".", *tests, *NOT_BY_NCCLS_RULES.get(name, []))
+                    run_tests(session, f"{name}, {kind}", "--rootdir", ".", *rules, *arguments)
                 except CommandFailed:
-                    failed.append(f"{name} ({rules})")
+                    failed.append(f"{name} ({kind})")
     if failed:
         session.error(f"tests fail by NCCL's rules in {', '.join(failed)}")
 
@@ -289,7 +301,7 @@ def checkpoint_faults(session: nox.Session) -> None:
     install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS)
     install_ours(session)
     tests = "packages/bmt-zero/tests"
-    often = {"BMT_KILLS": "50", "BMT_MUTATIONS": "5000", "BMT_SAVES": "200"}  # two tests each of kills and mutations
+    often = {"BMT_KILLS": "50", "BMT_MUTATIONS": "5000", "BMT_SAVES": "200"}  # two runs each are killed and mutated
     session.env.update(often)
     run_tests(session, "killed runs", "tests/test_checkpoint_kills.py")
     run_tests(session, "mutated files", f"{tests}/test_weights.py", "-k", "mutated")
@@ -365,7 +377,8 @@ def run_tests(session: nox.Session, name: str, *arguments: str) -> None:
     report.unlink(missing_ok=True)
     start = time.monotonic()
     try:
-        session.run("python", "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments)
+        command = ["python", "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+        session.run(*command, env=ONE_THREAD)
     finally:
         passed, failed = count_tests(report)
         results.append(Result(f"  {name}", passed, failed, time.monotonic() - start))
