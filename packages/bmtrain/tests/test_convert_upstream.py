@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.convert_upstream import convert_upstream
+from bmtrain.command import main
 
 OPTIONS = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -40,20 +40,21 @@ def optimizer_of_rank(model: nn.Module, rank: int, ranks: int) -> dict[str, Any]
     return {"state": state, "param_groups": [group], "is_whole": ranks == 1}
 
 
+def convert(*arguments: Any) -> int:
+    """The command."""
+    return main(["convert", *map(str, arguments)])
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_a_checkpoint(tmp_path: Path, suffix: str) -> None:
-    if suffix == ".safetensors":
-        pytest.importorskip("safetensors")
     model = plain_model()
     torch.save(model.state_dict(), tmp_path / "theirs.pt")
     target = tmp_path / f"ours{suffix}"
-    assert convert_upstream(tmp_path / "theirs.pt", target) == "checkpoint"
+    assert convert(tmp_path / "theirs.pt", target) == 0
     if suffix == ".pt":
         found = torch.load(target, weights_only=True)
     else:
-        from safetensors.torch import load_file
-
-        found = load_file(target)
+        found = pytest.importorskip("safetensors.torch").load_file(target)
     assert {name: value.tolist() for name, value in found.items()} == {
         name: value.tolist() for name, value in model.state_dict().items()
     }
@@ -66,7 +67,7 @@ def test_the_state_of_an_optimizer(tmp_path: Path, ranks: int) -> None:
     files = [tmp_path / f"optimizer-{rank}.pt" for rank in range(ranks)]
     for rank, file in enumerate(files):
         torch.save(optimizer_of_rank(model, rank, ranks), file)
-    assert convert_upstream(files, tmp_path / "ours.pt", model=tmp_path / "model.pt") == "optimizer"
+    assert convert(*files, tmp_path / "ours.pt", "--model", tmp_path / "model.pt") == 0
     optimizer = bmt.optim.AdamOptimizer(model.bfloat16().parameters())
     optimizer.load_state_dict(torch.load(tmp_path / "ours.pt", weights_only=True))
     for param, entry in zip(model.parameters(), moments(plain_model())):
@@ -86,7 +87,7 @@ def test_the_state_of_a_manager_whose_moments_are_scaled(tmp_path: Path) -> None
     rates = {"start_lr": 0.02, "warmup_iter": 2, "end_iter": 50, "num_iter": 9}
     manager = {"optimizers": [saved], "lr_schedulers": [rates], "loss_scale": 16, "loss_scale_enabled": True}
     torch.save(manager, tmp_path / "manager.pt")
-    assert convert_upstream(tmp_path / "manager.pt", tmp_path / "ours.pt", model=tmp_path / "model.pt") == "manager"
+    assert convert(tmp_path / "manager.pt", tmp_path / "ours.pt", "--model", tmp_path / "model.pt") == 0
     found = torch.load(tmp_path / "ours.pt", weights_only=True)
     assert (found["loss_scale"], found["lr_schedulers"]) == (16, [rates])
     for entry, wanted in zip(found["optimizers"][0]["state"].values(), moments(model)):
@@ -94,29 +95,29 @@ def test_the_state_of_a_manager_whose_moments_are_scaled(tmp_path: Path) -> None
         assert torch.equal(entry["exp_avg_sq"], wanted["exp_avg_sq"])
 
 
-def test_what_cannot_be_converted(tmp_path: Path) -> None:
+def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = plain_model()
     torch.save(model.state_dict(), tmp_path / "model.pt")
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
     torch.save(optimizer_of_rank(model, 0, 1), tmp_path / "optimizer.pt")
-    torch.save({"weight": [1, 2]}, tmp_path / "list.pt")
     (tmp_path / "damaged.pt").write_bytes(b"nothing")
     target = tmp_path / "ours.pt"
-    cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
-        (FileNotFoundError, "there is no file", tmp_path / "missing.pt", {}),
-        (ValueError, "sources is empty", [], {}),
-        (ValueError, "damaged.pt cannot be read", tmp_path / "damaged.pt", {}),
-        (ValueError, "is no state dict: under 'weight' it has a list", tmp_path / "list.pt", {}),
-        (ValueError, "give model=, the checkpoint of the model", tmp_path / "optimizer.pt", {}),
-        (
-            ValueError,
-            "parameter 0 of the optimizer has 15 elements",
-            tmp_path / "optimizer.pt",
-            {"model": tmp_path / "other.pt"},
-        ),
-        (ValueError, "of which there is one file, and sources are 2", [tmp_path / "model.pt"] * 2, {}),
-    ]
-    for kind, message, sources, options in cases:
-        with pytest.raises(kind, match=message):
-            convert_upstream(sources, target, **options)
+    for message, *arguments in [
+        ("there is no checkpoint file", "missing.pt"),
+        ("there is no file", "optimizer.pt", "missing.pt"),
+        ("damaged.pt", "damaged.pt"),
+        ("give the checkpoint of the model", "optimizer.pt"),
+        ("model.pt is not the state of an optimizer, as", "optimizer.pt", "model.pt", "--model", "model.pt"),
+        ("model.pt is not the state of an optimizer", "model.pt", "optimizer.pt", "--model", "model.pt"),
+        ("parameter 0 of the optimizer has 15 elements", "optimizer.pt", "--model", "other.pt"),
+        ("holds weights, of which there is one SOURCE", "model.pt", "model.pt"),
+    ]:
+        paths = [each if each.startswith("--") else tmp_path / each for each in arguments]
+        at = paths.index("--model") if "--model" in paths else len(paths)
+        assert convert(*paths[:at], target, *paths[at:]) == 1
+        assert message in capsys.readouterr().err
         assert not target.exists()
+    target.write_bytes(b"kept")
+    assert convert(tmp_path / "optimizer.pt", target, "--model", tmp_path / "model.pt") == 1
+    assert "exists already" in capsys.readouterr().err
+    assert target.read_bytes() == b"kept"

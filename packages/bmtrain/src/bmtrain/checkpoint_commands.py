@@ -9,6 +9,8 @@ from pathlib import Path
 
 from bmt_zero.checkpoints.tools import convert, describe, find_checkpoints, progress, verify
 
+from .convert_upstream import convert_upstream, is_optimizer_file
+
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the commands' arguments to those of ``bmtrain``."""
@@ -16,11 +18,14 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "convert",
         help="write the weights of a checkpoint in another form",
         description="Write weights in another form, in bounded memory. SOURCE is a checkpoint (step-...), a Hugging "
-        "Face directory, a .safetensors file or one of torch.save. TARGET is x.safetensors, x.pt, or a directory as "
-        "Hugging Face has it.",
+        "Face directory, a .safetensors file or one of torch.save, such as a checkpoint of BMTrain. TARGET is "
+        "x.safetensors, x.pt, or a directory as Hugging Face has it. Or: SOURCE is the state of an optimizer, or of an "
+        "OptimManager, that BMTrain has saved: one file if it was gathered, else those of all ranks in their order. "
+        "TARGET is then a file for torch.load, and --model is needed.",
     )
-    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("sources", type=Path, nargs="+", metavar="SOURCE")
     parser.add_argument("target", type=Path, metavar="TARGET")
+    parser.add_argument("--model", type=Path, help="weights of the model that an optimizer's state belongs to")
     parser.add_argument("--max-file-size", type=float, default=5e9, help="bytes of a file in a directory (5e9)")
     parser = commands.add_parser(
         "checkpoint",
@@ -36,8 +41,13 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run_convert(options: argparse.Namespace) -> int:
     """``bmtrain convert``; returns the exit status."""
     try:
+        if any(is_optimizer_file(path) for path in options.sources):
+            convert_upstream(options.sources, options.target, model=options.model)
+            return 0
+        if len(options.sources) > 1:
+            raise ValueError(f"{options.sources[0]} holds weights, of which there is one SOURCE")
         with progress(f"writing {options.target}") as report:
-            convert(options.source, options.target, int(options.max_file_size), report)
+            convert(options.sources[0], options.target, int(options.max_file_size), report)
     except (OSError, ValueError) as error:
         print(f"bmtrain convert: {error}", file=sys.stderr)
         return 1

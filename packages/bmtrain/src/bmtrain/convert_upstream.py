@@ -1,61 +1,68 @@
-"""Files of BMTrain 1.0 turned into files of this project: checkpoints of models, and states of optimizers."""
+"""States of optimizers that BMTrain 1.0 has saved, as files that optimizers of this project load.
+
+Its checkpoints of models are state dicts in files of ``torch.save``, which need no conversion of their own.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmt_optim.upstream_state import merge_ranks, to_own_form
+from bmt_zero.checkpoints.directory import sync_directory
+from bmt_zero.checkpoints.pt_files import read_state_dict
 
-Source: TypeAlias = str | os.PathLike[str]
 
-
-def convert_upstream(sources: Source | Sequence[Source], target: Source, *, model: Source | None = None) -> str:
-    """Convert what BMTrain 1.0 has saved.
-
-    Args:
-        sources: a checkpoint of ``bmt.save``; or the state of an optimizer or of an ``OptimManager``: one file that was
-            gathered, or the files of all ranks, in the order of the ranks.
-        target: the file to write. A checkpoint is written as safetensors if the name ends in ``.safetensors``, else as
-            by ``torch.save``.
-        model: the checkpoint of the model, which the state of an optimizer needs: from it come the shapes of its
-            tensors, since BMTrain saves them flat.
-
-    Returns:
-        What ``sources`` were: "checkpoint", "optimizer" or "manager".
+def is_optimizer_file(path: Path) -> bool:
+    """Whether a file has the state of an optimizer or of an ``OptimManager``.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged or is something else; or the state of an optimizer does not fit the model, or was
-            saved with tensor parallelism: load that in a job with the same layout, which takes it as it is.
-        ImportError: the safetensors package is missing.
+        ValueError: it is damaged.
     """
-    paths = [Path(each) for each in ([sources] if isinstance(sources, (str, os.PathLike)) else sources)]
-    if not paths:
-        raise ValueError("sources is empty; give a file, or one for each rank")
-    contents = [_read(path) for path in paths]
-    if "optimizers" in contents[0]:
-        kind, result = "manager", _manager(contents, _shapes(model))
-    elif "param_groups" in contents[0]:
-        kind, result = "optimizer", _optimizer(contents, _shapes(model), None)
-    elif len(contents) > 1:
-        raise ValueError(f"{paths[0]} is a checkpoint, of which there is one file, and sources are {len(paths)}")
-    else:
-        kind, result = "checkpoint", _checkpoint(paths[0], contents[0])
-    _write(result, Path(target))
-    return kind
+    if not path.is_file() or path.suffix == ".safetensors":
+        return False
+    return not read_state_dict(path).keys().isdisjoint(("param_groups", "optimizers"))
 
 
-def _checkpoint(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ValueError(f"{path} is no state dict: under {name!r} it has a {type(value).__name__}, not a tensor")
-    return {name: value.detach().cpu().contiguous() for name, value in state.items()}
+def convert_upstream(sources: Sequence[Path], target: Path, *, model: Path | None) -> None:
+    """Convert the state of an optimizer, or of an ``OptimManager``, of BMTrain 1.0.
+
+    Args:
+        sources: one file that was gathered, or the files of all ranks, in the order of the ranks.
+        target: the file to write, for ``torch.load``; it must not exist.
+        model: the checkpoint of the model, as BMTrain saved it. Its tensors are in the order of the parameters, and
+            give them their shapes, since BMTrain saves the state of an optimizer flat.
+
+    Raises:
+        FileExistsError: ``target`` exists.
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged or is something else; or the state does not fit the model, or was saved with
+            tensor parallelism: load that in a job with the same layout, which takes it as it is.
+    """
+    if target.exists():
+        raise FileExistsError(f"{target} exists already; choose another target, or remove it")
+    for path in (*sources, *([] if model is None else [model])):
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+    contents = [read_state_dict(path) for path in sources]
+    if model is None:
+        raise ValueError(
+            "the state of an optimizer of BMTrain has flat tensors: give the checkpoint of the model, whose shapes "
+            "they get, as --model"
+        )
+    is_manager = any("optimizers" in content for content in contents)
+    for path, content in zip(sources, contents):
+        if ("optimizers" if is_manager else "param_groups") not in content:
+            raise ValueError(
+                f"{path} is not the state of {'a manager' if is_manager else 'an optimizer'}, as others are"
+            )
+    shapes = [value.shape for value in read_state_dict(model).values() if isinstance(value, Tensor)]
+    _write(_manager(contents, shapes) if is_manager else _optimizer(contents, shapes, None), target)
 
 
 def _manager(contents: Sequence[Mapping[str, Any]], shapes: Sequence[torch.Size]) -> dict[str, Any]:
@@ -74,37 +81,14 @@ def _optimizer(
     return to_own_form(merged, shapes, loss_scale)
 
 
-def _shapes(model: Source | None) -> list[torch.Size]:
-    if model is None:
-        raise ValueError(
-            "the state of an optimizer of BMTrain has flat tensors: give model=, the checkpoint of the model"
-        )
-    return [value.shape for value in _read(Path(model)).values() if isinstance(value, Tensor)]
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file can fail anywhere in the reader
-        raise ValueError(f"{path} cannot be read, or holds objects whose loading would run code: {error}") from error
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not what BMTrain saves")
-    return content
-
-
 def _write(content: dict[str, Any], path: Path) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        if path.suffix == ".safetensors":
-            if any(not isinstance(value, Tensor) for value in content.values()):
-                raise ValueError(f"{path}: the state of an optimizer is written by torch.save; choose another name")
-            from safetensors.torch import save_file
-
-            save_file({name: value.clone() for name, value in content.items()}, part, metadata={"format": "pt"})
-        else:
-            torch.save(content, part)
+        with open(part, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(part, path)
+        sync_directory(path.parent)
     finally:
         part.unlink(missing_ok=True)
