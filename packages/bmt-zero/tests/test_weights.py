@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import bmt_zero
 from bmt_zero import Checkpointer, DamagedError
 from bmt_zero.checkpoints.manifest import parse_manifest, read_manifest
 from bmt_zero.checkpoints.pretrained import open_source
-from bmt_zero.checkpoints.pt_files import check_archive, read_state_dict
+from bmt_zero.checkpoints.pt_files import read_state_dict
 from bmt_zero.checkpoints.tools import convert, describe, find_checkpoints, verify
 from bmt_zero.checkpoints.trees import decode, encode
 
@@ -234,7 +235,7 @@ def test_any_form_converts_into_any_other(files: str, form: str, tmp_path: Path)
     same(load_file(tmp_path / "x.safetensors"), wanted)
     convert(source, tmp_path / "x.pt")
     same(torch.load(tmp_path / "x.pt", weights_only=True), wanted)
-    check_archive(tmp_path / "x.pt")
+    same(read_state_dict(tmp_path / "x.pt"), wanted)
     convert(source, tmp_path / "x", max_file_size=500)
     assert len(list((tmp_path / "x").glob("model-*.safetensors"))) > 2
     same(open_tensors(tmp_path / "x"), wanted)
@@ -316,6 +317,155 @@ def test_a_small_file_does_not_claim_memory(ctx: Any, tmp_path: Path) -> None:
     for model in (nn.Sequential(Doubling(3, 5)), nn.Sequential(nn.Linear(3, 5))):
         with pytest.raises(ValueError, match="it is a view that repeats its elements"):
             bmt_zero.load(bmt_zero.BMTrainModelWrapper(model), path)
+
+
+def pack(path: Path, described: bytes) -> None:
+    """A torch file with another pickle in it."""
+    buffer = io.BytesIO()
+    torch.save({"x": 1}, buffer)
+    with zipfile.ZipFile(buffer) as source, zipfile.ZipFile(path, "w") as target:
+        for info in source.infolist():
+            content = described if info.filename.endswith("data.pkl") else source.read(info)
+            target.writestr(info.filename, content)
+
+
+def many_times(value: bytes) -> bytes:
+    """A tuple that holds a value 2^200 times: operations of a pickle, without its end."""
+    content = value
+    for n in range(200):
+        content += b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86"
+    return content
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        (b"}" + many_times(b"K\1") + b"K\1s.", "a key that is no plain value"),
+        (b"}(" + many_times(b"K\1") + b"K\1X\1\0\0\0aK\2u.", "a key that is no plain value"),
+        (b"ccollections\nOrderedDict\n]" + many_times(b"K\1") + b"K\1\x86a\x85R.", "a key that is no plain value"),
+        (b"c__builtin__\nset\n]" + many_times(b"K\1") + b"a\x85R.", "a key that is no plain value"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n(" + many_times(b"K\1") + b"K\0))\x89NtR.", "without a storage"),
+        (b"c_codecs\nencode\nX\1\0\0\0a" + many_times(b"K\1") + b"\x86R.", "an unknown encoding"),
+        (many_times(b"K\1") + b".", "holds a tuple, not a state dict"),
+        (b"(" * 1_000_000 + b".", "is damaged"),
+        (b"}X\1\0\0\0a]" + b"\x85" * 1_000_000 + b"s.", "recursion"),
+        (b"X\xff\xff\xff\xffabc.", "it is truncated"),
+        (b"r\xff\xff\xff\xff.", "is damaged"),
+        (b"cos\nsystem\nX\4\0\0\0exit\x85R.", "its loading would run code: os.system"),
+    ],
+)
+def test_a_pickle_that_would_take_for_ever_is_refused(tmp_path: Path, described: bytes, message: str) -> None:
+    pack(tmp_path / "m.pt", b"\x80\2" + described)
+    with pytest.raises(DamagedError, match=message):
+        read_state_dict(tmp_path / "m.pt")
+
+
+@pytest.mark.timeout(60)
+def test_a_value_that_holds_itself_many_times_is_one_object(tmp_path: Path) -> None:
+    pack(tmp_path / "m.pt", b"\x80\2}X\1\0\0\0a" + many_times(b"K\1") + b"s.")
+    value = read_state_dict(tmp_path / "m.pt")["a"]
+    assert value[0] is value[1]
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_file_of_very_many_tensors_loads(ctx: Any, tmp_path: Path) -> None:
+    """torch.load takes a time that grows with the square of their number."""
+    count = 80_000
+    if ctx.rank == 0:
+        torch.save({f"layers.{n}.weight": torch.tensor([n]) for n in range(count)}, tmp_path / "m.pt")
+    ctx.world.barrier()
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"entries the model does not have: .* and 79995 more"):
+        bmt_zero.load(nn.Identity(), tmp_path / "m.pt")
+    assert time.monotonic() - start < 25
+
+
+def odd_state() -> dict[str, Any]:
+    """What torch.save writes in other ways than an ordinary weight."""
+    return {
+        "transposed": torch.randn(6, 5).t()[1:],
+        "parameter": nn.Parameter(torch.randn(2)),
+        "scalar": torch.tensor(3, dtype=torch.int8),
+        "empty": torch.empty(0, 3),
+        "uint16": torch.arange(5).to(torch.uint16),
+        "float8": torch.randn(4).to(torch.float8_e4m3fn),
+        "complex": torch.randn(3, dtype=torch.complex128),
+        "other": {"a": (1, 2.5, None, True, b"x\xff", {1, 2}), 3: [torch.arange(2)], "big": 1 << 70},
+    }
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_all_that_torch_writes_is_read(tmp_path: Path, legacy: bool) -> None:
+    state = odd_state()
+    state["tied"] = state["transposed"]
+    torch.save(state, tmp_path / "m.pt", _use_new_zipfile_serialization=not legacy)
+    check_odd(read_state_dict(tmp_path / "m.pt"), state)
+
+
+def check_odd(found: dict[str, Any], state: dict[str, Any]) -> None:
+    assert list(found) == list(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+            assert found[name].tolist() == value.tolist(), name
+    assert found["other"]["a"] == state["other"]["a"]
+    assert found["other"][3][0].tolist() == [0, 1]
+    assert found["other"]["big"] == 1 << 70
+
+
+class Odd(nn.Module):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + name: value for name, value in self.state.items()})
+
+
+@pytest.mark.ranks(1, 2)
+def test_all_that_a_state_dict_may_have_is_saved(ctx: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    model.state = odd_state()
+    bmt_zero.save(model, tmp_path / "m.pt")
+    for found in (torch.load(tmp_path / "m.pt", weights_only=True, mmap=True), read_state_dict(tmp_path / "m.pt")):
+        check_odd(found, model.state)
+    with zipfile.ZipFile(tmp_path / "m.pt") as archive:
+        assert archive.testzip() is None
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.ranks(1, timeout=900)
+def test_mutated_torch_files_are_refused_clearly(ctx: Any, tmp_path: Path, seed: int, legacy: bool) -> None:
+    """The session ``checkpoint_faults`` of nox takes more rounds."""
+    path, generator = tmp_path / "m.pt", random.Random(seed)
+    wanted = plain().state_dict()
+    torch.save(wanted, path, _use_new_zipfile_serialization=not legacy)
+    content = path.read_bytes()
+    rounds = int(os.environ.get("BMT_MUTATIONS", "300"))
+    refused = 0
+    for _ in range(rounds):
+        path.write_bytes(mutated(content, generator))
+        model = plain(2)
+        try:
+            bmt_zero.load(model, path)
+        except (ValueError, FileNotFoundError):
+            refused += 1
+            continue
+        if not legacy:  # which has no checksums
+            same(model.state_dict(), wanted)
+    assert refused > rounds * 0.4
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_mutated_pickles_are_refused_clearly(tmp_path: Path, seed: int) -> None:
+    """With checksums that are right, so that nothing but the reader of pickles keeps them out."""
+    torch.save({**odd_state(), **plain().state_dict()}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as archive:
+        described = archive.read("whole/data.pkl")
+    generator = random.Random(seed)
+    for _ in range(int(os.environ.get("BMT_MUTATIONS", "300"))):
+        pack(tmp_path / "m.pt", mutated(described, generator))
+        with contextlib.suppress(DamagedError):
+            read_state_dict(tmp_path / "m.pt")
 
 
 def mutated(content: bytes, generator: random.Random) -> bytes:

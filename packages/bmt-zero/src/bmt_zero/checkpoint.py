@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from bmt_comm import ParallelContext, check_agreement, current_context
 
-from .checkpoints.directory import sync_directory
-from .checkpoints.pretrained import KeyMap, WeightLoader
-from .checkpoints.pt_files import read_state_dict
+from .checkpoints.headers import DTYPES
+from .checkpoints.pretrained import KeyMap, WeightLoader, open_source
+from .checkpoints.reader import read_tensor
+from .checkpoints.regions import flat_bytes
+from .checkpoints.weight_files import Placeholder, WeightFile, weight_file, write_weights
 from .sharded_parameter import ShardedParameter
 from .stage_entry import StageEntry, is_stage_local
 from .state import (
@@ -40,22 +42,21 @@ _writer = ThreadPoolExecutor(1, "bmt-zero-save")  # one thread, so that files ar
 def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool = False) -> Future[None]:
     """Write the model's plain state dict to one file, which a plain PyTorch model loads.
 
-    All ranks must call it; rank 0 writes. Parameters are gathered one at a time, and only rank 0 keeps them, in host
-    memory. If a module has its own saving code (hooks, ``_save_to_state_dict``), all are gathered at once. The file
-    appears under its name only when it is complete. A name that ends in ``.safetensors`` is written in that format
-    (tensors only; needs the safetensors package), any other as by ``torch.save``.
+    All ranks must call it; rank 0 writes. Parameters are gathered and written one at a time. If a module has its own
+    saving code (hooks, ``_save_to_state_dict``), all are gathered at once. The file appears under its name only when it
+    is complete and on the disk. A name that ends in ``.safetensors`` is written in that format (tensors only), any
+    other as by ``torch.save``.
 
     Args:
         model: any module, sharded or not.
         file_name: the file; its folder must exist.
-        non_blocking: return when the values are copied, and write in the background.
+        non_blocking: return when the values are copied to rank 0's host memory, and write in the background.
 
     Returns:
         A future that is done when the file is written. It is done on return unless ``non_blocking``, and always on
         ranks other than 0.
 
     Raises:
-        ImportError: the safetensors package is missing (on every rank).
         ValueError: the model has entries that are not tensors, which safetensors cannot hold.
         RuntimeError: ranks have different models; rank 0 cannot write (on every rank; a failure in the
             background is the future's exception, and logged).
@@ -65,41 +66,72 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     has_code = _has_own_code(model, context, loading=False)
     check_agreement(context.world, "save", _facts(model, has_code))
     entries = model.state_dict() if has_code else local_entries(model)
-    if path.suffix == ".safetensors":
-        for name, value in entries.items():
-            if shape_of(value) is None:
-                raise ValueError(f"{name!r} is no tensor, and safetensors holds tensors only; use .pt")
-    obstacle: Exception | None = None
+    names: dict[int, list[str]] = {}  # of each value, by its identity
+    for name, value in entries.items():
+        names.setdefault(id(value), []).append(name)
+    others = {name: logical_tensor(value) for name, value in entries.items() if shape_of(value) is None}
+    files: list[WeightFile] = []
+
+    def prepare() -> None:
+        nonlocal path
+        path = Path(os.path.realpath(path))  # a symbolic link stays one
+        _check_target(path)
+        kinds = {i: Placeholder(n[0], shape_of(entries[n[0]]) or (), dtype_of(entries[n[0]])) for i, n in names.items()}
+        files.append(weight_file(path, {n: others[n] if n in others else kinds[id(v)] for n, v in entries.items()}))
+
+    def write(values: Iterable[tuple[list[str], Tensor]]) -> None:
+        write_weights(files[0], path, _by_name(values, path))
+
+    _on_rank0(context, path, prepare)
+    tensors = (  # every rank takes part
+        (names[id(value)], logical_tensor(value))
+        for name, value in entries.items()
+        if name == names[id(value)][0] and name not in others
+    )
+    done: Future[None] = Future()
+    if non_blocking:
+        kept = [(n, torch.empty(t.shape, dtype=t.dtype).copy_(t)) for n, t in tensors if context.rank == 0]
+        if context.rank == 0:
+            done = _writer.submit(write, kept)
+            done.add_done_callback(_log_failure)
+            return done
+    else:
+        if context.rank == 0:
+            _writer.submit(lambda: None).result()  # files are written in the order of the calls
+        _on_rank0(context, path, lambda: write(tensors), tensors)
+    done.set_result(None)
+    return done
+
+
+def _on_rank0(context: ParallelContext, path: Path, call: Callable[[], None], tensors: Iterable[Any] = ()) -> None:
+    """Call on rank 0, while the others take part in gathering; raise on every rank what goes wrong."""
+    problem: Exception | None = None
     if context.rank == 0:
         try:
-            path = Path(os.path.realpath(path))  # a symbolic link stays one
-            obstacle = _find_obstacle(path)
-        except OSError as error:
-            obstacle = RuntimeError(f"rank 0 could not write {path}: {_one_line(error)}")
-    raise_on_all(context.world, obstacle)
-    kept = take_to_rank0(entries, context)
-    done: Future[None] = Future()
-    if context.rank == 0:
-        done = _writer.submit(_write, kept, path)
-    else:
-        done.set_result(None)
-    if non_blocking:
-        done.add_done_callback(_log_failure)
-        return done
-    failure, problem = done.exception(), None
-    if failure is not None:
-        problem = RuntimeError(f"rank 0 could not write {path}: {_one_line(failure)}")
-        problem.__cause__ = failure
+            call()
+        except (ValueError, RuntimeError) as error:
+            problem = error
+        except Exception as error:
+            problem = RuntimeError(f"rank 0 could not write {path}: {_one_line(error)}")
+            problem.__cause__ = error
+    deque(tensors, maxlen=0)  # what rank 0 has not come to, if writing has failed
     raise_on_all(context.world, problem)
-    return done
+
+
+def _by_name(tensors: Iterable[tuple[list[str], Tensor]], path: Path) -> Iterator[tuple[str, list[Tensor]]]:
+    """The bytes of each tensor: under its first name, and under all of them where the file has no ties."""
+    for names, tensor in tensors:
+        content = flat_bytes(tensor.detach().cpu().contiguous())
+        for name in names if path.suffix == ".safetensors" else names[:1]:
+            yield name, [content]
 
 
 def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = True, *, key_map: KeyMap = None) -> None:
     """Fill a model from a file with a plain state dict (:func:`save`, ``torch.save`` or safetensors), or a directory.
 
     All ranks must call it; rank 0 reads and broadcasts one tensor at a time, or all at once if a module has its own
-    loading code (hooks, ``_load_from_state_dict``). Nothing in the file is executed (``weights_only``). The file is
-    checked as a whole before anything is changed.
+    loading code (hooks, ``_load_from_state_dict``). Nothing in the file is executed. Names, shapes and dtypes, and the
+    checksums of a file of ``torch.save``, are checked before anything is changed.
 
     From a directory (a checkpoint of a :class:`~bmt_zero.Checkpointer`, or what Hugging Face's ``save_pretrained``
     writes), and with a ``key_map``, each rank reads what it holds; all ranks must see the files. Parameters and buffers
@@ -114,7 +146,6 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
 
     Raises:
         FileNotFoundError: on every rank.
-        ImportError: the safetensors package is missing (on every rank).
         ValueError: on every rank: the file is damaged, holds other things than tensors and plain values, or
             has missing or surplus (under ``strict``) or misshapen entries. The model is then unchanged.
         RuntimeError: ranks have different models.
@@ -126,22 +157,63 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
         return
     has_code = _has_own_code(model, context, loading=True) or _has_own_code(model, context, loading=False)
     check_agreement(context.world, "load", _facts(model, has_code))
-    state: Mapping[str, Any] = {}
-    problem: Exception | None = None
-    if context.rank == 0:
-        try:
-            state = _read(path)
-        except Exception as error:  # the others wait to hear of it
-            problem = error
-    raise_on_all(context.world, problem)
-    facts = context.world.broadcast_object([(k, shape_of(v), dtype_of(v)) for k, v in state.items()])
+    reading = _Reading(path, context)
+    try:
+        _fill(model, reading, strict, has_code)
+    finally:
+        reading.close()
 
-    def receive(name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Any:
-        value = state.get(name)
-        return StageEntry(value, shape, dtype, context.world, owner=0).spread(value)
 
+class _Reading:
+    """A file that rank 0 reads, for all ranks.
+
+    Attributes:
+        facts: name, shape (``None`` if it is no tensor) and dtype of all that is in it.
+    """
+
+    def __init__(self, path: Path, context: ParallelContext) -> None:
+        self.path, self._context = path, context
+        self._source: Any = None
+        self._problem: Exception | None = None
+        facts: list[tuple[str, tuple[int, ...] | None, torch.dtype | None]] = []
+        if context.rank == 0:
+            try:
+                self._source = open_source(path)
+                facts = [(name, each.shape, DTYPES[each.dtype]) for name, each in self._source.entries.items()]
+                facts += [(name, shape_of(value), dtype_of(value)) for name, value in self._source.others.items()]
+            except Exception as error:  # the others wait to hear of it
+                self._problem = error
+        self.check()
+        self.facts = context.world.broadcast_object(facts)
+
+    def receive(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Any:
+        """A value, on every rank; after an error on rank 0, which :meth:`check` raises, something else."""
+        value: Any = None
+        if self._source is not None:
+            value = self._source.others.get(name)
+            if name in self._source.entries:
+                value = torch.zeros(shape or (), dtype=dtype)
+                try:
+                    value = read_tensor(self._source, name)
+                except Exception as error:  # the others wait for the tensor
+                    self._problem = self._problem or error
+        return StageEntry(value, shape, dtype, self._context.world, owner=0).spread(value)
+
+    def check(self) -> None:
+        """Raise on every rank what has gone wrong on rank 0."""
+        raise_on_all(self._context.world, self._problem)
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
+
+
+def _fill(model: nn.Module, reading: _Reading, strict: bool, has_code: bool) -> None:
+    path, facts, receive = reading.path, reading.facts, reading.receive
     if has_code:
-        load_state_dict(model, {fact[0]: receive(*fact) for fact in facts}, strict)
+        state = {fact[0]: receive(*fact) for fact in facts}
+        reading.check()
+        load_state_dict(model, state, strict)
         return
     entries = local_entries(model)
     check_entries(entries, {name: shape for name, shape, _ in facts}, strict)
@@ -167,6 +239,7 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
             with torch.no_grad():
                 target.copy_(value)
         del value  # before the next one is received
+    reading.check()
     if extra_state:
         nn.Module.load_state_dict(model, extra_state, strict=False)
 
@@ -199,39 +272,17 @@ def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, con
             loader.close()
 
 
-def take_to_rank0(entries: Mapping[str, Any], context: ParallelContext) -> dict[str, Any]:
-    """Copies of entries in host memory on rank 0, one for all names of a value; None elsewhere. All ranks take part."""
-    taken: dict[int, Any] = {}
-    for value in entries.values():
-        if id(value) not in taken:
-            taken[id(value)] = _take(value, context)
-    return {name: taken[id(value)] for name, value in entries.items()}
-
-
-def _take(value: Any, context: ParallelContext) -> Any:
-    """A copy of an entry in host memory on rank 0; None elsewhere."""
-    value = logical_tensor(value)  # every rank takes part
-    if context.rank != 0:
-        return None
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
-
-
-def _find_obstacle(path: Path) -> Exception | None:
-    """Why a file cannot be written, if that is known before the model is gathered."""
-    if path.suffix == ".safetensors":
-        try:
-            import safetensors.torch  # noqa: F401
-        except ImportError:
-            return _no_safetensors(path)
+def _check_target(path: Path) -> None:
+    """Raise if it is known before the model is gathered that a file cannot be written."""
+    problem = None
     if not path.parent.is_dir():
-        return RuntimeError(f"rank 0 could not write {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        return RuntimeError(f"rank 0 could not write {path}: it is a folder")
-    if path.exists() and not path.is_file():
-        return RuntimeError(f"rank 0 could not write {path}: it is no regular file")
-    return None
+        problem = f"there is no folder {path.parent}"
+    elif path.is_dir():
+        problem = "it is a folder"
+    elif path.exists() and not path.is_file():
+        problem = "it is no regular file"
+    if problem is not None:
+        raise RuntimeError(f"rank 0 could not write {path}: {problem}")
 
 
 def _converts(source: torch.dtype | None, target: torch.dtype) -> bool:
@@ -244,46 +295,6 @@ def _becomes_infinite(value: Any, dtype: torch.dtype | None) -> bool:
         return False
     narrows = torch.finfo(dtype).max < torch.finfo(value.dtype).max
     return narrows and bool((value.to(dtype).isinf() & ~value.isinf()).any())
-
-
-def _no_safetensors(path: Path) -> ImportError:
-    return ImportError(f"{path}: the safetensors package is needed for this; pip install 'bmt-zero[safetensors]'")
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint file {path}" + " (it is a folder)" * path.is_dir())
-    if path.suffix != ".safetensors":
-        return read_state_dict(path)
-    try:
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    except ImportError as error:
-        raise _no_safetensors(path) from error
-    except Exception as error:  # a damaged file can fail anywhere in the reader
-        raise ValueError(f"{path} cannot be read; it may be truncated or no checkpoint: {_one_line(error)}") from error
-
-
-def _write(state: dict[str, Any], path: Path) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import save_file
-
-            distinct: dict[int, str] = {}
-            for name, tensor in state.items():  # the format has no two names for one tensor
-                if distinct.setdefault(id(tensor), name) != name:
-                    state[name] = tensor.clone()
-            save_file(state, part, metadata={"format": "pt"})
-        else:
-            torch.save(state, part)
-        with open(part, "rb+") as written:
-            os.fsync(written.fileno())
-        os.replace(part, path)
-        sync_directory(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _log_failure(done: Future[None]) -> None:

@@ -56,11 +56,10 @@ def convert_upstream(sources: Sequence[Path], target: Path, *, model: Path | Non
             "they get, as --model"
         )
     is_manager = any("optimizers" in content for content in contents)
+    kind = "a manager" if is_manager else "an optimizer"
     for path, content in zip(sources, contents):
         if ("optimizers" if is_manager else "param_groups") not in content:
-            raise ValueError(
-                f"{path} is not the state of {'a manager' if is_manager else 'an optimizer'}, as others are"
-            )
+            raise ValueError(f"{path} is not the state of {kind}, as others are")
     shapes = [value.shape for value in read_state_dict(model).values() if isinstance(value, Tensor)]
     _write(_manager(contents, shapes) if is_manager else _optimizer(contents, shapes, None), target)
 

@@ -52,6 +52,7 @@ class Renamed:
         self._source = source
         self._names: dict[str, str] = {}
         self.entries: dict[str, Entry] = {}
+        self.others: dict[str, Any] = {}
         for name, entry in source.entries.items():
             mapped = key_map(name) if callable(key_map) else name if key_map is None else key_map.get(name)
             if mapped is None:

@@ -1,9 +1,15 @@
-"""Files of ``torch.save`` as sources of tensors: only tensors and plain values, and only if the checksums hold."""
+"""Files of ``torch.save`` as sources of tensors: only tensors and plain values, and only if the checksums hold.
+
+A file is a zip archive of records that are not compressed: ``data.pkl``, and the memory of each tensor under
+``data/<key>``. Before torch 1.6 it was a sequence of pickles with the memory behind them, without checksums.
+"""
 
 from __future__ import annotations
 
-import pickle
+import math
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,103 +17,197 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .headers import DamagedError, Entry, dtype_name
-from .regions import flat_bytes
+from .headers import NAMES, DamagedError, Entry
+from .memory import view_of
+from .pickles import OtherTensor, PickleError, TensorRecord, read_pickle
+from .sources import BUFFER, CHUNK, OpenFile
 
-_LARGEST_PICKLE = 1 << 28
-
-
-def check_archive(path: Path) -> None:
-    """Raise unless every record of a ``torch.save`` file has the checksum that the archive has for it.
-
-    ``torch.load`` compares no checksums where it maps a file into memory, and reads past records that have been
-    compressed.
-
-    Raises:
-        DamagedError: the file is no such archive, is truncated, or has changed.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-                    raise DamagedError(
-                        f"{path} cannot be read: its record {info.filename!r} is compressed, which torch.save never "
-                        "does; it has been packed anew"
-                    )
-                if info.filename.endswith("data.pkl") and info.file_size > _LARGEST_PICKLE:
-                    raise DamagedError(f"{path} cannot be read: its record {info.filename!r} is {info.file_size} long")
-                with archive.open(info) as record:
-                    while record.read(1 << 20):
-                        pass
-    except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
-        if isinstance(error, DamagedError):
-            raise
-        raise DamagedError(f"{path} cannot be read; it may be truncated or damaged: {error}") from None
+_LONGEST_PICKLE = 1 << 26
+_SMALL = 1 << 12
+_MAGIC = 0x1950A86A20F9469CFC6C  # what files begin with that torch wrote before 1.6
 
 
-def read_state_dict(path: Path) -> Mapping[str, Any]:
-    """The state dict in a ``torch.save`` file; its tensors stay on the disk until they are used.
+class PtSource:
+    """The tensors of a ``torch.save`` file; see :class:`~bmt_zero.checkpoints.sources.Source`.
+
+    Attributes:
+        entries: the tensors, by name.
+        others: the other values of the state dict, by name, and tensors of dtypes that safetensors does not have.
 
     Raises:
         DamagedError: the file is damaged, would run code, or holds no state dict.
     """
-    try:
-        is_archive = zipfile.is_zipfile(path)  # not so of torch's format before 1.6
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-    if is_archive:
-        check_archive(path)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-    except pickle.UnpicklingError as error:
-        first = str(error).partition("\n")[0]
-        raise DamagedError(f"{path} is damaged, or holds objects whose loading would run code: {first}") from None
-    except Exception as error:  # a damaged file can fail anywhere in the reader
-        first = str(error).partition("\n")[0]
-        raise DamagedError(f"{path} cannot be read: {type(error).__name__}: {first}") from None
-    if not isinstance(state, Mapping):
-        raise DamagedError(f"{path} holds a {type(state).__name__}, not a state dict")
-    for name, value in state.items():
-        if not isinstance(name, str):
-            raise DamagedError(f"{path} holds no state dict: {name!r} is not a name")
-        if isinstance(value, Tensor):
-            check_plain(path, name, value)
-    return state
-
-
-def check_plain(path: Path, name: str, value: Tensor) -> None:
-    """Raise DamagedError unless a tensor is dense and has memory for every element that it tells of."""
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        raise DamagedError(f"{path} holds no plain tensor under {name!r}, but one of {value.layout} on {value.device}")
-    memory = value.untyped_storage().nbytes()
-    if value.numel() * value.element_size() > memory:
-        raise DamagedError(
-            f"{path} holds a tensor of shape {tuple(value.shape)} under {name!r}, and {memory} bytes for it: it is a "
-            "view that repeats its elements"
-        )
-
-
-class PtSource:
-    """The tensors of a ``torch.save`` file; see :class:`~bmt_zero.checkpoints.sources.Source`."""
 
     def __init__(self, path: Path) -> None:
-        self._tensors = {name: value for name, value in read_state_dict(path).items() if isinstance(value, Tensor)}
-        self.entries = {
-            name: Entry(name, dtype_name(value.dtype, name), tuple(value.shape))
-            for name, value in self._tensors.items()
-        }
+        self._path = path
+        self._file = OpenFile(path, None, torch.empty(BUFFER, dtype=torch.uint8))
+        self._places: dict[str, tuple[int, int]] = {}  # where the memory of a storage is, and its length
+        self._packed: dict[str, Tensor] = {}  # tensors that are not contiguous in the file
+        try:
+            self._state = self._open()
+            self._records = {
+                name: value
+                for name, value in self._state.items()
+                if isinstance(value, TensorRecord) and value.dtype in NAMES
+            }
+            for name, record in self._records.items():
+                self._check(name, record)
+            self.entries = {n: Entry(n, NAMES[r.dtype], r.shape) for n, r in self._records.items()}
+            self.others = {n: self._value(v) for n, v in self._state.items() if n not in self._records}
+        except (PickleError, RecursionError) as error:
+            self.close()
+            raise DamagedError(f"{path} is damaged, or holds objects whose loading would run code: {error}") from None
+        except BaseException:
+            self.close()
+            raise
 
     def read(self, name: str, low: int, high: int) -> Tensor:
-        tensor = self._tensors[name]
-        if not tensor.is_contiguous():
-            tensor = self._tensors[name] = tensor.contiguous()
-        return flat_bytes(tensor)[low:high]
+        record = self._records[name]
+        if not record.is_contiguous:
+            if name not in self._packed:
+                self._packed = {name: self._tensor(record).contiguous().view(-1).view(torch.uint8)}
+            return self._packed[name][low:high]
+        at = self._places[record.storage.key][0] + record.offset * record.dtype.itemsize
+        return self._file.read(at + low, at + high)
 
     def expect(self, name: str, low: int, high: int) -> None:
-        """The file is mapped into memory; the system reads ahead by itself."""
+        """Nothing: all has just been read to compare the checksums."""
 
     def read_into(self, name: str, low: int, out: Tensor) -> None:
         out.copy_(self.read(name, low, low + len(out)))
 
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, in memory."""
+        return {name: self._value(value) for name, value in self._state.items()}
+
     def close(self) -> None:
-        self._tensors.clear()
+        self._file.close()
+
+    def _open(self) -> Mapping[str, Any]:
+        try:
+            state = self._open_archive() if zipfile.is_zipfile(self._path) else self._open_legacy()
+        except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, UnicodeError, struct.error) as error:
+            raise DamagedError(f"{self._path} cannot be read; it may be truncated or damaged: {error}") from None
+        if not isinstance(state, dict):
+            kind = "tensor" if isinstance(state, TensorRecord) else type(state).__name__
+            raise DamagedError(f"{self._path} holds a {kind}, not a state dict")
+        for name in state:
+            if not isinstance(name, str):
+                raise DamagedError(f"{self._path} holds no state dict: {name!r} is not a name")
+        return state
+
+    def _open_archive(self) -> Any:
+        found: dict[str, tuple[int, int]] = {}
+        with zipfile.ZipFile(self._path) as archive:
+            for info in archive.infolist():
+                found[info.filename.partition("/")[2]] = self._checked_record(info)
+        if "byteorder" in found and self._file.bytes_at(*found["byteorder"]) != b"little":
+            raise DamagedError(f"{self._path} cannot be read: it was written by a machine of another byte order")
+        if "data.pkl" not in found:
+            raise DamagedError(f"{self._path} cannot be read: it has no record data.pkl")
+        at, length = found["data.pkl"]
+        if length > _LONGEST_PICKLE:
+            raise DamagedError(f"{self._path} cannot be read: its record data.pkl has {length} bytes")
+        self._places = {name[5:]: place for name, place in found.items() if name.startswith("data/")}
+        return read_pickle(self._file.bytes_at(at, length))[0]
+
+    def _checked_record(self, info: zipfile.ZipInfo) -> tuple[int, int]:
+        """Where a record is, and its length; it has the checksum that the archive has for it."""
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise DamagedError(
+                f"{self._path} cannot be read: its record {info.filename[:100]!r} is compressed, which torch.save "
+                "never does; it has been packed anew"
+            )
+        head = self._file.bytes_at(info.header_offset, 30)
+        if head[:4] != b"PK\3\4":
+            raise DamagedError(f"{self._path} cannot be read; it is damaged: {info.filename[:100]!r} is not there")
+        begin = info.header_offset + 30 + sum(struct.unpack("<HH", head[26:30]))
+        end = begin + info.file_size
+        if end > self._file.size:
+            raise DamagedError(f"{self._path} cannot be read; it may be truncated: {info.filename[:100]!r}")
+        crc = zlib.crc32(self._file.bytes_at(begin, min(info.file_size, _SMALL)))
+        for at in range(begin + _SMALL, end, CHUNK):
+            crc = zlib.crc32(view_of(self._file.read(at, min(at + CHUNK, end))), crc)
+        if crc != info.CRC:
+            raise DamagedError(f"{self._path} cannot be read; it is damaged: bad CRC-32 of {info.filename[:100]!r}")
+        return begin, info.file_size
+
+    def _open_legacy(self) -> Any:
+        data = self._file.bytes_at(0, min(self._file.size, _LONGEST_PICKLE))
+        magic, at, _ = read_pickle(data)
+        if magic != _MAGIC:
+            raise PickleError("it is no file of torch.save")
+        for _ in range(2):  # the version, the machine
+            _, at, _ = read_pickle(data, at)
+        state, at, storages = read_pickle(data, at)
+        keys, at, _ = read_pickle(data, at)
+        for key in keys if isinstance(keys, list) else ():
+            if not isinstance(key, str) or key not in storages:
+                raise PickleError("it lists a storage that no tensor has")
+            (count,) = struct.unpack("<q", self._file.bytes_at(at, 8))
+            nbytes = count * storages[key].dtype.itemsize
+            if count < 0 or at + 8 + nbytes > self._file.size:
+                raise DamagedError(f"{self._path} cannot be read; it may be truncated")
+            self._places[key] = at + 8, nbytes
+            at += 8 + nbytes
+        return state
+
+    def _check(self, name: str, record: TensorRecord) -> None:
+        """Raise unless a tensor has memory for every element that it tells of."""
+        _, held = self._places.get(record.storage.key, (0, -1))
+        size, numel = record.dtype.itemsize, math.prod(record.shape)
+        if held < record.storage.nbytes:
+            raise DamagedError(f"{self._path} has no memory for {name!r}; it may be damaged")
+        last = record.offset + sum((n - 1) * stride for n, stride in zip(record.shape, record.stride))
+        if numel and (last + 1) * size > held:
+            raise DamagedError(f"{self._path}: {name!r} of shape {record.shape} ends behind its memory of {held} bytes")
+        if numel * size > held:
+            raise DamagedError(
+                f"{self._path} holds a tensor of shape {record.shape} under {name!r}, and {held} bytes for it: it is a "
+                "view that repeats its elements"
+            )
+
+    def _tensor(self, record: TensorRecord) -> Tensor:
+        at, length = self._places[record.storage.key]
+        memory = torch.empty(length // record.dtype.itemsize * record.dtype.itemsize, dtype=torch.uint8)
+        for low in range(0, len(memory), CHUNK):
+            part = memory[low : low + CHUNK]
+            self._file.read_into(at + low, part)
+        return memory.view(record.dtype).as_strided(record.shape, record.stride, record.offset)
+
+    def _value(self, value: Any, known: dict[int, Any] | None = None) -> Any:
+        """A value with tensors in the places of their records."""
+        known = {} if known is None else known
+        if id(value) in known:
+            return known[id(value)]
+        if isinstance(value, TensorRecord):
+            self._check("a tensor", value)
+            result: Any = self._tensor(value)
+        elif isinstance(value, dict):
+            result = known[id(value)] = {}
+            result.update({key: self._value(each, known) for key, each in value.items()})
+        elif isinstance(value, list):
+            result = known[id(value)] = []
+            result.extend(self._value(each, known) for each in value)
+        elif isinstance(value, tuple):
+            result = tuple(self._value(each, known) for each in value)
+        else:
+            result = value
+        known[id(value)] = result
+        return result
+
+
+def read_state_dict(path: Path) -> dict[str, Any]:
+    """The state dict in a ``torch.save`` file, in memory.
+
+    Raises:
+        DamagedError: the file is damaged, would run code, or holds no state dict.
+    """
+    source = PtSource(path)
+    try:
+        return source.state_dict()
+    finally:
+        source.close()
+
+
+__all__ = ["OtherTensor", "PtSource", "read_state_dict"]

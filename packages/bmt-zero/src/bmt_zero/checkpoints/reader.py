@@ -116,11 +116,17 @@ class _Target:
             torch.autograd.graph.increment_version([self._tensor])  # what is read in place does not count itself
 
 
+def read_tensor(source: Source, name: str) -> Tensor:
+    """A tensor of a source, in memory."""
+    entry = source.entries[name]
+    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    fill([Content(entry, whole(tensor), tensor)], source)
+    return tensor
+
+
 def read_whole(source: Source) -> dict[str, Tensor]:
     """All tensors of a source, as a state dict."""
-    state = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in source.entries.items()}
-    fill([Content(entry, whole(state[name]), state[name]) for name, entry in source.entries.items()], source)
-    return state
+    return {name: read_tensor(source, name) for name in source.entries}
 
 
 def _chunks(regions: Iterable[Region]) -> Iterator[Region]:

@@ -22,6 +22,8 @@ from .plan import PIECE
 
 CHUNK = 4 * PIECE
 """The most bytes that are read at a time."""
+BUFFER = CHUNK + 2 * PIECE
+"""Bytes of memory that a file is read to: a chunk, and the rest of the pieces that it begins and ends in."""
 
 
 class Source(Protocol):
@@ -30,6 +32,11 @@ class Source(Protocol):
     @property
     def entries(self) -> Mapping[str, Entry]:
         """The tensors, by name."""
+        ...
+
+    @property
+    def others(self) -> Mapping[str, Any]:
+        """Other values of a state dict, by name."""
         ...
 
     def read(self, name: str, low: int, high: int) -> Tensor:
@@ -59,7 +66,7 @@ class OpenFile:
     Args:
         path: of the file.
         record: its size and checksums; ``None``: unknown. With checksums, whole pieces are read and compared.
-        buffer: where to read to: uint8, of :data:`CHUNK` and two more pieces.
+        buffer: where to read to: uint8, of :data:`BUFFER` bytes.
     """
 
     def __init__(self, path: Path, record: FileRecord | None, buffer: Tensor) -> None:
@@ -74,6 +81,18 @@ class OpenFile:
 
     def close(self) -> None:
         os.close(self._handle)
+
+    def bytes_at(self, at: int, length: int) -> bytes:
+        """A small part, without a comparison of checksums."""
+        if at + length > self.size:
+            raise DamagedError(f"{self.path} cannot be read: it ends at byte {self.size}; it may be truncated")
+        found = os.pread(self._handle, length, at)
+        while len(found) < length:
+            found += os.pread(self._handle, length - len(found), at + len(found)) or self._truncated(at + len(found))
+        return found
+
+    def _truncated(self, at: int) -> bytes:
+        raise DamagedError(f"{self.path} ends at byte {at}; it has been truncated")
 
     def read(self, low: int, high: int) -> Tensor:
         """The bytes [low, high), at most :data:`CHUNK`; valid until the buffer is used again."""
@@ -129,7 +148,7 @@ class OpenFile:
             except OSError as error:
                 raise DamagedError(f"{self.path} cannot be read: {error.strerror}") from None
             if not count:
-                raise DamagedError(f"{self.path} ends at byte {at}; it has been truncated")
+                self._truncated(at)
             view, at = view[count:], at + count
 
 
@@ -148,10 +167,11 @@ class SafetensorsSource:
     """
 
     def __init__(self, paths: Sequence[Path], records: Mapping[str, FileRecord] | None = None) -> None:
-        self._buffer = torch.empty(CHUNK + 2 * PIECE, dtype=torch.uint8)
+        self._buffer = torch.empty(BUFFER, dtype=torch.uint8)
         self._files: list[OpenFile] = []
         self._places: dict[str, tuple[OpenFile, int]] = {}
         self.entries: dict[str, Entry] = {}
+        self.others: dict[str, Any] = {}
         try:
             for path in paths:
                 self._add(path, None if records is None else records[path.name])

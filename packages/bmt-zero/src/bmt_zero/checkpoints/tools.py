@@ -6,20 +6,21 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .directory import listed_steps, step_name, sync_directory
-from .headers import DTYPES, MAX_FILE_SIZE, DamagedError, FileLayout, index_of, lay_out, lay_out_file, parse_json
+from .headers import DTYPES, MAX_FILE_SIZE, DamagedError, Entry, index_of, lay_out, parse_json
 from .manifest import NAME, Manifest, is_file_name, read_manifest, read_small_file
-from .memory import view_of
 from .pretrained import open_source
-from .sources import CHUNK, OpenFile
-from .writer import write_all, write_small_file
+from .sources import BUFFER, CHUNK, OpenFile
+from .weight_files import Placeholder, SafetensorsFile, weight_file, write_weights
+from .writer import write_small_file
 
 _Report = Callable[[int, int], None]
 _CARRIED = (".json", ".txt", ".model", ".jinja", ".md")
@@ -68,7 +69,7 @@ def verify(checkpoint: Path, report: _Report = lambda done, total: None) -> Mani
     """
     manifest = read_manifest(checkpoint)
     total, done = sum(record.size for record in manifest.files.values()), 0
-    buffer = torch.empty(CHUNK + 2 * (1 << 20), dtype=torch.uint8)
+    buffer = torch.empty(BUFFER, dtype=torch.uint8)
     for name, record in manifest.files.items():
         file = OpenFile(checkpoint / name, record, buffer)
         try:
@@ -97,85 +98,62 @@ def convert(
         FileExistsError: ``target`` exists.
         FileNotFoundError: ``source`` does not, or the folder of ``target``.
         DamagedError: ``source`` is damaged.
+        ValueError: it holds what the other form cannot.
     """
     if target.exists():
         raise FileExistsError(f"{target} exists already; choose another target, or remove it")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {target.parent}")
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     opened = open_source(source)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        entries = opened.entries.values()
-        if target.suffix in (".pt", ".pth", ".bin"):
-            _write_pt(opened, part, report)
-        elif target.suffix == ".safetensors":
-            _write_safetensors(opened, [lay_out_file(part.name, entries)], part.parent, report)
-        else:
-            part.mkdir()
-            layouts = lay_out("model", entries, max_file_size)
-            _write_safetensors(opened, layouts, part, report)
-            write_small_file(part / "model.safetensors.index.json", index_of(layouts))
-            for path in sorted(source.iterdir()) if source.is_dir() else []:
-                if _is_carried(path):
-                    write_small_file(part / path.name, path.read_bytes())
-            sync_directory(part)
+        reading = _Reading(opened, report)
+        if target.suffix in (".pt", ".pth", ".bin", ".safetensors"):
+            entries = opened.entries.values()
+            tensors = {each.name: Placeholder(each.name, each.shape, DTYPES[each.dtype]) for each in entries}
+            write_weights(weight_file(target, {**tensors, **opened.others}), target, reading.tensors(entries))
+            return
+        for name in opened.others:
+            raise ValueError(f"{source} has {name!r}, which is no tensor that safetensors can hold; convert it to x.pt")
+        part.mkdir()
+        layouts = lay_out("model", opened.entries.values(), max_file_size)
+        for layout in layouts:
+            write_weights(SafetensorsFile(layout), part / layout.name, reading.tensors(layout.entries))
+        write_small_file(part / "model.safetensors.index.json", index_of(layouts))
+        for path in sorted(source.iterdir()) if source.is_dir() else []:
+            if _is_carried(path):
+                write_small_file(part / path.name, path.read_bytes())
+        sync_directory(part)
         os.rename(part, target)
         sync_directory(target.parent)
     finally:
         opened.close()
-        if part.is_dir():
-            shutil.rmtree(part)
-        else:
-            part.unlink(missing_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+
+
+class _Reading:
+    """The tensors of a source, in parts; says how far it is."""
+
+    def __init__(self, source: Any, report: _Report) -> None:
+        self._source, self._report = source, report
+        self._done, self._total = 0, sum(entry.nbytes for entry in source.entries.values())
+
+    def tensors(self, entries: Iterable[Entry]) -> Iterator[tuple[str, Iterator[Tensor]]]:
+        for entry in entries:
+            yield entry.name, self._parts(entry)
+
+    def _parts(self, entry: Entry) -> Iterator[Tensor]:
+        for at in range(0, max(entry.nbytes, 1), CHUNK):
+            content = self._source.read(entry.name, at, min(at + CHUNK, entry.nbytes))
+            yield content
+            self._done += len(content)
+            self._report(self._done, self._total)
 
 
 def _is_carried(path: Path) -> bool:
     if not path.is_file() or not is_file_name(path.name) or path.name in _NOT_CARRIED:
         return False
     return path.suffix in _CARRIED and not path.name.startswith("state-") and ".index." not in path.name
-
-
-def _write_safetensors(opened: Any, layouts: list[FileLayout], directory: Path, report: _Report) -> None:
-    total, done = sum(layout.size for layout in layouts), 0
-    for layout in layouts:
-        handle = os.open(directory / layout.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            write_all(handle, memoryview(layout.head), 0)
-            done += len(layout.head)
-            for entry, offset in zip(layout.entries, layout.offsets):
-                for at in range(0, entry.nbytes, CHUNK):
-                    content = opened.read(entry.name, at, min(at + CHUNK, entry.nbytes))
-                    write_all(handle, view_of(content.contiguous()), offset + at)
-                    done += len(content)
-                    report(done, total)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _write_pt(opened: Any, part: Path, report: _Report) -> None:
-    """From storages that are files mapped into memory, so that no more of a tensor than is at work is in memory."""
-    folder = part.with_name(f"{part.name}.tensors")
-    folder.mkdir()
-    try:
-        state = {}
-        for number, entry in enumerate(opened.entries.values()):
-            if not entry.nbytes:
-                state[entry.name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-                continue
-            path = folder / str(number)
-            with open(path, "wb") as file:
-                for at in range(0, entry.nbytes, CHUNK):
-                    file.write(view_of(opened.read(entry.name, at, min(at + CHUNK, entry.nbytes)).contiguous()))
-            flat = torch.from_file(str(path), shared=False, size=entry.nbytes, dtype=torch.uint8)
-            state[entry.name] = flat.view(DTYPES[entry.dtype]).view(entry.shape)
-        torch.save(state, part)
-        with open(part, "rb+") as file:
-            os.fsync(file.fileno())
-        total = part.stat().st_size
-        report(total, total)
-    finally:
-        shutil.rmtree(folder)
 
 
 @contextmanager

@@ -1,0 +1,297 @@
+"""The pickles in files of ``torch.save``: what they describe, without building or calling anything of it.
+
+``torch.load(weights_only=True)`` hashes whatever is a key, which takes for ever for a tuple of tuples that are one
+object, and makes each tensor while it reads. This reader takes the operations that torch writes (protocol 2), refuses
+keys that are no plain values, and leaves tensors as :class:`TensorRecord`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
+"""The dtypes of torch's storages, by the names of their classes."""
+
+
+class PickleError(ValueError):
+    """A pickle is damaged, or describes what is not taken."""
+
+
+@dataclass(frozen=True, eq=False)
+class StorageRecord:
+    """The memory of tensors: its name in the file, and its length in bytes."""
+
+    key: str
+    nbytes: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class TensorRecord:
+    """A strided tensor; ``offset`` and ``stride`` are in elements."""
+
+    storage: StorageRecord
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class OtherTensor:
+    """A tensor that is not strided memory: sparse, quantized, without values."""
+
+    kind: str
+
+
+def read_pickle(data: bytes, at: int = 0) -> tuple[Any, int, dict[str, StorageRecord]]:
+    """The value that a pickle in ``data`` describes, where the pickle ends, and the storages in it.
+
+    Raises:
+        PickleError: it is damaged, or has other things than plain values and tensors in it.
+    """
+    reader = _Reader(data, at)
+    memo = reader.memo
+    try:
+        while True:
+            operation = data[reader.at]
+            reader.at += 1
+            # Those that come most often are written out: a pickle has 30 operations for a tensor.
+            if operation == _LONG_PUT:
+                memo[_U32.unpack_from(data, reader.at)[0]] = reader.stack[-1]
+                reader.at += 4
+            elif operation == _GET:
+                reader.stack.append(memo[data[reader.at]])
+                reader.at += 1
+            elif operation == _SMALL:
+                reader.stack.append(data[reader.at])
+                reader.at += 1
+            elif operation == _MARK:
+                reader.outer.append(reader.stack)
+                reader.stack = []
+            elif operation == _STOP:
+                return reader.stack.pop(), reader.at, reader.storages
+            else:
+                step = _STEPS.get(operation)
+                if step is None:
+                    raise PickleError(f"the operation {bytes([operation])!r} is none of torch.save")
+                step(reader)
+    except PickleError:
+        raise
+    except (IndexError, KeyError, TypeError, ValueError, struct.error, OverflowError, AttributeError) as error:
+        raise PickleError(f"it is damaged at byte {reader.at}: {type(error).__name__}: {error}") from None
+
+
+_STOP, _MARK, _LONG_PUT, _GET, _SMALL = b".(rhK"
+_U32 = struct.Struct("<I")
+
+
+class _Reader:
+    def __init__(self, data: bytes, at: int) -> None:
+        self.data, self.at = data, at
+        self.stack: list[Any] = []
+        self.outer: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.storages: dict[str, StorageRecord] = {}
+
+    def take(self, count: int) -> bytes:
+        self.at += count
+        if self.at > len(self.data):
+            raise PickleError("it is truncated")
+        return self.data[self.at - count : self.at]
+
+    def number(self, form: str, size: int) -> Any:
+        return struct.unpack(form, self.take(size))[0]
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        text = self.data[self.at : end].decode("ascii")
+        self.at = end + 1
+        return text
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def since_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.outer.pop()
+        return items
+
+    def to_tuple(self) -> None:
+        items = self.since_mark()
+        self.stack.append(tuple(items))
+
+    def tuple_of(self, count: int) -> None:
+        self.stack[-count:] = [tuple(self.stack[-count:])]
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict:
+            raise PickleError(f"it sets items of a {type(target).__name__}")
+        for n in range(0, len(items), 2):
+            target[_plain_key(items[n])] = items[n + 1]
+
+    def append(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise PickleError(f"it appends to a {type(self.stack[-1]).__name__}")
+        self.stack[-1].extend(items)
+
+    def find(self) -> None:
+        module, name = self.line(), self.line()
+        self.push(_find(module, name))
+
+    def call(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(function, _Function) or type(arguments) is not tuple:
+            raise PickleError(f"it calls a {type(function).__name__}")
+        self.push(function.call(*arguments))
+
+    def build(self) -> None:
+        """What is set on an object: the metadata of a state dict, the attributes of a parameter."""
+        self.stack.pop()
+        if type(self.stack[-1]) not in (dict, TensorRecord, OtherTensor):
+            raise PickleError(f"it sets attributes of a {type(self.stack[-1]).__name__}")
+
+    def storage(self) -> None:
+        _, kind, key, _, count, *_ = self.stack.pop()
+        dtype = kind.value if isinstance(kind, _StorageKind) else None
+        if dtype is None or type(count) is not int or count < 0 or type(key) is not str:
+            raise PickleError("it has a storage of an unknown kind")
+        record = self.storages[key] = StorageRecord(key, count * dtype.itemsize, dtype)
+        self.push(record)
+
+
+def _plain_key(key: Any) -> Any:
+    """A key whose hash is quick to compute: a plain value, or a short tuple of these."""
+    parts = key if type(key) is tuple and len(key) <= 8 else (key,)
+    if not all(part is None or type(part) in (str, int, float, bool, bytes) for part in parts):
+        raise PickleError("it has a key that is no plain value")
+    return key
+
+
+@dataclass(frozen=True)
+class _Function:
+    call: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _StorageKind:
+    value: torch.dtype
+
+
+def _find(module: str, name: str) -> Any:
+    if module in ("torch", "torch.storage"):
+        if name in STORAGES:
+            return _StorageKind(STORAGES[name])
+        value = getattr(torch, name, None)
+        if isinstance(value, torch.dtype):
+            return value
+    found = _FUNCTIONS.get(f"{module}.{name}")
+    if found is None and module == "torch._utils" and name.startswith("_rebuild_"):
+        return _Function(lambda *_: OtherTensor(name))
+    if found is None:
+        raise PickleError(f"its loading would run code: {module}.{name}")
+    return _Function(found)
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any, dtype: torch.dtype | None = None) -> Any:
+    if type(storage) is not StorageRecord or type(shape) is not tuple or type(stride) is not tuple:
+        raise PickleError("it has a tensor without a storage, a shape or strides")
+    numbers = (offset, *shape, *stride)
+    if len(shape) != len(stride) or {*map(type, numbers)} != {int} or not 0 <= min(numbers) <= max(numbers) < 1 << 62:
+        raise PickleError("it has a tensor whose shape or strides are no sizes")
+    return TensorRecord(storage, offset, shape, stride, storage.dtype if dtype is None else dtype)
+
+
+def _tensor_of_dtype(*arguments: Any) -> Any:
+    storage, offset, shape, stride, _, _, dtype, *_ = arguments
+    if not isinstance(dtype, torch.dtype):
+        raise PickleError("it has a tensor without a dtype")
+    return _tensor(storage, offset, shape, stride, dtype=dtype)
+
+
+def _encoded(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise PickleError("it has text in an unknown encoding")
+    return text.encode("latin1")
+
+
+def _set(items: Any = ()) -> set[Any]:
+    return {_plain_key(item) for item in items}
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": lambda pairs=(): {_plain_key(key): value for key, value in pairs},
+    "torch.Size": tuple,
+    "torch.device": lambda *parts: parts,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch.serialization._get_layout": lambda name: name,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
+    "_codecs.encode": _encoded,
+    "__builtin__.set": _set,
+    "__builtin__.complex": complex,
+}
+
+_STEPS: dict[int, Callable[[_Reader], None]] = {
+    ord(operation): step
+    for operation, step in {
+        "\x80": lambda r: r.take(1) and None,  # the protocol
+        "c": _Reader.find,
+        "R": _Reader.call,
+        "b": _Reader.build,
+        "Q": _Reader.storage,
+        "t": _Reader.to_tuple,
+        "\x85": lambda r: r.tuple_of(1),
+        "\x86": lambda r: r.tuple_of(2),
+        "\x87": lambda r: r.tuple_of(3),
+        ")": lambda r: r.push(()),
+        "]": lambda r: r.push([]),
+        "}": lambda r: r.push({}),
+        "\x8f": lambda r: r.push(set()),
+        "a": lambda r: r.append([r.stack.pop()]),
+        "e": lambda r: r.append(r.since_mark()),
+        "s": lambda r: r.set_items([r.stack.pop(-2), r.stack.pop()]),
+        "u": lambda r: r.set_items(r.since_mark()),
+        "N": lambda r: r.push(None),
+        "\x88": lambda r: r.push(True),
+        "\x89": lambda r: r.push(False),
+        "J": lambda r: r.push(r.number("<i", 4)),
+        "M": lambda r: r.push(r.number("<H", 2)),
+        "G": lambda r: r.push(r.number(">d", 8)),
+        "\x8a": lambda r: r.push(int.from_bytes(r.take(r.number("<B", 1)), "little", signed=True)),
+        "X": lambda r: r.push(r.take(r.number("<I", 4)).decode("utf-8", "surrogatepass")),
+        "U": lambda r: r.push(r.take(r.number("<B", 1)).decode("ascii")),
+        "j": lambda r: r.push(r.memo[r.number("<I", 4)]),
+        "q": lambda r: r.memo.__setitem__(r.number("<B", 1), r.stack[-1]),
+    }.items()
+}

@@ -1,0 +1,224 @@
+"""Writing one file of weights, a part of a tensor after the other: safetensors, or as ``torch.save`` does."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .directory import sync_directory
+from .headers import Entry, FileLayout, dtype_name, lay_out_file
+from .memory import view_of
+from .pickles import STORAGES
+from .writer import write_all
+
+_ALIGNMENT = 64
+_STORAGE_OF = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
+
+
+class WeightFile(Protocol):
+    """A file that will be written. What is not a tensor is as it was when this was made."""
+
+    def open(self, path: Path) -> None:
+        """Make the file, or empty it."""
+        ...
+
+    def write(self, name: str, at: int, content: Tensor) -> None:
+        """Write bytes (uint8, 1-D, on the CPU) of a tensor, those from byte ``at`` on. The parts of a tensor come one
+        after the other."""
+        ...
+
+    def close(self) -> None:
+        """Flush to the disk, and close. Everything must have been written."""
+        ...
+
+    def abort(self) -> None:
+        """Close a file that is not complete. Nothing is raised."""
+        ...
+
+
+class SafetensorsFile:
+    """A file with the tensors of a layout."""
+
+    def __init__(self, layout: FileLayout) -> None:
+        self._head = layout.head
+        self._offsets = {entry.name: offset for entry, offset in zip(layout.entries, layout.offsets)}
+        self._handle: int | None = None
+
+    def open(self, path: Path) -> None:
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        write_all(self._handle, memoryview(self._head), 0)
+
+    def write(self, name: str, at: int, content: Tensor) -> None:
+        assert self._handle is not None
+        write_all(self._handle, view_of(content), self._offsets[name] + at)
+
+    def close(self) -> None:
+        assert self._handle is not None
+        os.fsync(self._handle)
+        self.abort()
+
+    def abort(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+class Placeholder:
+    """Stands for a tensor in what :func:`describe_state` describes; tied ones are one object."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: Any) -> None:
+        self.name, self.shape, self.dtype = name, tuple(shape), dtype  # of type torch.dtype
+
+    def __reduce__(self) -> Any:
+        stride = torch.empty(self.shape, device="meta").stride()
+        arguments: tuple[Any, ...] = (_Memory(self), 0, self.shape, stride, False, OrderedDict())
+        if self.dtype in _STORAGE_OF:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class _Memory:
+    def __init__(self, owner: Placeholder) -> None:
+        self.owner = owner
+
+
+class _Pickler(pickle.Pickler):
+    """Puts the keys of records in the places of memory."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, protocol=2)
+        self.keys: dict[str, tuple[str, int]] = {}  # of a placeholder, by its name: the record and its length
+        self.copies: dict[str, Tensor] = {}  # memory of other tensors, by the record
+
+    def persistent_id(self, each: Any) -> Any:
+        if isinstance(each, _Memory):
+            owner = each.owner
+            key, _ = self.keys.setdefault(owner.name, (str(len(self.keys) + len(self.copies)), owner.nbytes))
+            name = _STORAGE_OF.get(owner.dtype, "UntypedStorage")
+            return "storage", getattr(torch, name), key, "cpu", owner.nbytes // STORAGES[name].itemsize
+        if isinstance(each, (torch.TypedStorage, torch.UntypedStorage)):
+            untyped = each._untyped_storage if isinstance(each, torch.TypedStorage) else each
+            name = _STORAGE_OF.get(getattr(each, "dtype", None), "UntypedStorage")  # type: ignore[arg-type]
+            key = str(len(self.keys) + len(self.copies))
+            self.copies[key] = torch.empty(0, dtype=torch.uint8).set_(untyped.cpu()).clone()
+            return "storage", getattr(torch, name), key, "cpu", untyped.nbytes() // STORAGES[name].itemsize
+        return None
+
+
+class PtFile:
+    """A file that ``torch.load`` reads.
+
+    Args:
+        state: what it holds, at once: a :class:`Placeholder` for each tensor that will be written, and other values.
+            Tensors that are part of these are copied.
+
+    Raises:
+        Exception: what pickling a value raises.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        described = io.BytesIO()
+        self._pickler = _Pickler(described)
+        self._pickler.dump(state)
+        self._content = described.getvalue()
+        self._left = 0
+
+    def open(self, path: Path) -> None:
+        self._path = path
+        self._archive = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED)
+        self._add("data.pkl", self._content)
+        self._add("byteorder", b"little")
+
+    def write(self, name: str, at: int, content: Tensor) -> None:
+        if at == 0:
+            key, nbytes = self._pickler.keys[name]
+            self._begin(f"data/{key}", nbytes)
+        self._record.write(view_of(content))
+        self._left -= len(content)
+        if not self._left:
+            self._record.close()
+
+    def close(self) -> None:
+        for key, tensor in self._pickler.copies.items():
+            self._add(f"data/{key}", view_of(tensor))
+        self._add("version", b"3\n")
+        self._archive.close()
+        with open(self._path, "rb+") as file:
+            os.fsync(file.fileno())
+
+    def abort(self) -> None:
+        # Both write to the file, which may be what has failed.
+        for each in ("_record", "_archive"):
+            with suppress(AttributeError, OSError, ValueError, RuntimeError):
+                getattr(self, each).close()
+
+    def _add(self, name: str, content: Any) -> None:
+        self._begin(name, len(content))
+        self._record.write(content)
+        self._record.close()
+
+    def _begin(self, name: str, nbytes: int) -> None:
+        """Begin a record. Its content is aligned as torch does, so that mapped tensors are."""
+        assert self._archive.fp is not None
+        info = zipfile.ZipInfo(f"archive/{name}")
+        info.file_size = nbytes
+        is_long = nbytes * 1.05 > zipfile.ZIP64_LIMIT
+        begin = self._archive.fp.tell() + 30 + len(info.filename) + 4 + 20 * is_long
+        info.extra = struct.pack("<2sH", b"FB", -begin % _ALIGNMENT) + b"Z" * (-begin % _ALIGNMENT)
+        self._record, self._left = self._archive.open(info, "w", force_zip64=is_long), nbytes
+
+
+def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, Iterable[Tensor]]]) -> None:
+    """Write a file that appears under its name when it is complete and on the disk.
+
+    Args:
+        tensors: the name of each, and its bytes in parts: uint8, 1-D, on the CPU.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        file.open(part)
+        for name, parts in tensors:
+            at = 0
+            for content in parts:
+                file.write(name, at, content)
+                at += len(content)
+        file.close()
+        os.replace(part, path)
+        sync_directory(path.parent)
+    finally:
+        file.abort()
+        part.unlink(missing_ok=True)
+
+
+def weight_file(path: Path, state: Mapping[str, Any]) -> WeightFile:
+    """The file that will be written to a path: safetensors or, by its name, what ``torch.load`` reads.
+
+    Args:
+        state: a :class:`Placeholder` for each tensor, and other values.
+
+    Raises:
+        ValueError: safetensors cannot hold something.
+    """
+    if path.suffix != ".safetensors":
+        return PtFile(state)
+    entries = []
+    for name, each in state.items():
+        if not isinstance(each, Placeholder):
+            raise ValueError(f"{name!r} is no tensor, and safetensors holds tensors only; use .pt")
+        entries.append(Entry(name, dtype_name(each.dtype, name), each.shape))
+    return SafetensorsFile(lay_out_file(path.name, entries))
