@@ -282,7 +282,7 @@ def test_extra_state_and_shared_layers(ctx: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(4, pipe_size=2)
-def test_a_rank_that_does_not_write_holds_one_whole_parameter(ctx: Any, tmp_path: Path) -> None:
+def test_a_rank_holds_one_whole_parameter(ctx: Any, tmp_path: Path) -> None:
     layers = PipelineTransformerBlockList(nn.Linear(64, 64, bias=False) for _ in range(6))
     one = 64 * 64 * 4
     with Held() as saving:
@@ -293,7 +293,7 @@ def test_a_rank_that_does_not_write_holds_one_whole_parameter(ctx: Any, tmp_path
         assert one <= saving.most < 2 * one
         assert one <= loading.most < 2 * one
     else:
-        assert saving.most >= 6 * one  # the measure measures
+        assert one <= saving.most < 3 * one
 
 
 @pytest.mark.ranks(2, pipe_size=2)
