@@ -39,6 +39,8 @@ def test_settings_out_of_range_are_named(ctx):
         ({"min_loss_scale": 8, "max_loss_scale": 4}, "max_loss_scale"),
         ({"loss_scale": 64, "max_loss_scale": 32}, "loss_scale=64"),
         ({"grad_scale": 0}, "grad_scale"),
+        ({"loss_scale": 64, "skip_non_finite": False}, "skip_non_finite"),
+        ({"max_skipped_steps": -1}, "max_skipped_steps"),
     ):
         with pytest.raises(ValueError, match=message):
             OptimManager(**settings)
@@ -142,6 +144,64 @@ def test_the_scale_falls_to_its_minimum_and_grows_to_its_maximum_after_good_step
     assert [step() for _ in range(3)] == [3, 3, 6]
     assert [step(), step(), step(False)] == [6, 6, 3]
     assert [step() for _ in range(12)] == [3, 3, 6, 6, 6, 12, 12, 12, 20, 20, 20, 20]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("clips", [False, True])
+def test_without_a_loss_scale_all_ranks_skip_what_is_not_finite_on_one(ctx, clips):
+    p, q = param(1.0), param(1.0)
+    optimizer = AdamOptimizer([p], lr=0.1)
+    manager = OptimManager(skip_non_finite=True)
+    manager.add_optimizer(optimizer, Noam(optimizer, 0.1, 2, 10))
+    manager.add_optimizer(torch.optim.SGD([q], lr=0.5))
+    if ctx.rank == ctx.world_size - 1:
+        q.grad.fill_(math.nan)
+    if clips:
+        manager.clip_grad_norm([p, q], 1.0)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert manager.step() is False
+    assert ("step skipped" in said.getvalue()) == (ctx.rank == 0)
+    assert (p.item(), q.item(), p.grad.item(), q.grad.item()) == (1, 1, 0, 0)
+    assert (manager.loss_scale, manager.skipped_steps) == (1, 1)
+    q.grad.fill_(1)
+    assert manager.step() is True
+    assert (q.item(), manager.skipped_steps) == (0.5, 0)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("loss_scale", [None, 64.0])
+def test_a_rank_rejects_the_step_of_all(ctx, loss_scale):
+    p = param(1.0)
+    manager = OptimManager(loss_scale=loss_scale, skip_non_finite=True)
+    manager.add_optimizer(torch.optim.SGD([p], lr=0.5))
+    if ctx.rank == ctx.world_size - 1:
+        manager.reject_step("the loss is 99")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert manager.step() is False
+    assert (f"Rank {ctx.rank}: the loss is 99" in said.getvalue()) == (ctx.rank == ctx.world_size - 1)
+    assert p.item() == 1
+    p.grad.fill_(manager.loss_scale)
+    assert manager.step() is True
+    assert p.item() == 0.5
+    with pytest.raises(RuntimeError, match="skip_non_finite=True"):
+        OptimManager().reject_step("")
+
+
+@pytest.mark.ranks(1, 2)
+def test_too_many_skipped_steps_in_a_row_end_training_on_all_ranks(ctx):
+    p = param(1.0)
+    manager = OptimManager(loss_scale=4, max_skipped_steps=3)
+    manager.add_optimizer(torch.optim.SGD([p], lr=0.5))
+
+    def step(good):
+        p.grad.fill_(math.inf if ctx.rank == 0 and not good else 1)
+        return manager.step()
+
+    assert [step(good) for good in (False, False, False, True, False, False, False)] == [False] * 3 + [True] + [
+        False
+    ] * 3
+    with pytest.raises(RuntimeError, match="4 steps in a row had gradients that are not finite"):
+        step(False)
 
 
 @pytest.mark.ranks(1)

@@ -13,6 +13,7 @@ from .exchange import Communication
 from .galore import DistGaloreAdamW, GaLoreAdamW, get_galore_param_groups
 from .lamb import DistributedLamb, Lamb
 from .loss import FusedCrossEntropy
+from .loss_spikes import LossSpikes
 from .manager import OptimManager
 from .muon import Muon
 from .saving import save_optimizer
@@ -33,6 +34,7 @@ __all__ = [
     "FusedCrossEntropy",
     "GaLoreAdamW",
     "Lamb",
+    "LossSpikes",
     "Muon",
     "OptimManager",
     "TorchAdafactor",

@@ -51,11 +51,15 @@ class OptimManager:
         min_loss_scale, max_loss_scale: its bounds.
         grad_scale: what the loss is divided by; by default the number of data-parallel replicas, so that
             gradients which are summed over replicas are their mean.
+        skip_non_finite: whether all ranks skip a step if a gradient on any rank is inf or NaN; by default if there is
+            a loss scale. Without a loss scale, this costs what the overflow check costs.
+        max_skipped_steps: as many steps in a row are skipped; :meth:`step` raises at the next one.
         context: the ranks that step together; by default the process-wide context.
 
     Attributes:
         loss_scale: the loss scale now; 1 without one.
         steps_since_last_scale: good steps since it last changed.
+        skipped_steps: how many steps were skipped in a row, up to now.
 
     Raises:
         RuntimeError: there is no context yet.
@@ -71,6 +75,8 @@ class OptimManager:
         max_loss_scale: float = math.inf,
         grad_scale: float | None = None,
         *,
+        skip_non_finite: bool | None = None,
+        max_skipped_steps: int = 100,
         context: ParallelContext | None = None,
     ) -> None:
         self.context = current_context() if context is None else context
@@ -89,6 +95,12 @@ class OptimManager:
             )
         if grad_scale is not None and not 0 < grad_scale < math.inf:
             raise ValueError(f"grad_scale={grad_scale!r} must be positive; the loss is divided by it")
+        if loss_scale is not None and skip_non_finite is False:
+            raise ValueError(
+                "skip_non_finite=False: a loss scale needs the check; pass loss_scale=None, or leave it out"
+            )
+        if max_skipped_steps < 0:
+            raise ValueError(f"max_skipped_steps={max_skipped_steps!r} must not be negative")
         self.loss_scale_enabled = loss_scale is not None
         self.loss_scale: float = 1 if loss_scale is None else loss_scale
         self.loss_scale_factor = loss_scale_factor
@@ -97,6 +109,10 @@ class OptimManager:
         self.max_loss_scale = max_loss_scale
         self.grad_scale = self.context.replicas if grad_scale is None else grad_scale
         self.steps_since_last_scale = 0
+        self.skip_non_finite = bool(skip_non_finite)
+        self.max_skipped_steps = max_skipped_steps
+        self.skipped_steps = 0
+        self._rejected = ""
         self.optimizers: list[Any] = []  # torch.optim.Optimizer, some of whose methods take more than torch's
         self.lr_schedulers: list[Any] = []
         self._unscale_themselves: list[bool] = []
@@ -184,23 +200,45 @@ class OptimManager:
         norm = scaled / self.loss_scale
         factor = torch.where(torch.isfinite(norm), (max_norm / (norm + eps)).clamp(max=1), 1)
         scale_grads(grads, factor.float())
-        if self.loss_scale_enabled:
+        if self._checks:
             self._bad_norms.append((~torch.isfinite(scaled)).float())
             self._in_norms.update(params)
         return norm.float()
 
-    def step(self) -> None:
+    def reject_step(self, reason: str) -> None:
+        """Let all ranks skip the next step, though perhaps only this rank calls this: for a loss that is a spike, say.
+
+        Args:
+            reason: is printed by this rank.
+
+        Raises:
+            RuntimeError: this manager has neither a loss scale nor ``skip_non_finite``, so ranks tell each other
+                nothing before a step.
+        """
+        if not self._checks:
+            raise RuntimeError(
+                "reject_step: ranks do not agree on steps; make the OptimManager with skip_non_finite=True"
+            )
+        self._rejected = reason
+
+    def step(self) -> bool:
         """Step every optimizer and its scheduler; or, if a gradient overflowed anywhere, none of them.
 
-        With a loss scale, an inf or NaN in any gradient on any rank makes all ranks skip the step, fill the
-        gradients with zeros and divide the scale.
+        With a loss scale or ``skip_non_finite``, an inf or NaN in any gradient on any rank, or a rank that has called
+        :meth:`reject_step`, makes all ranks skip the step, fill the gradients with zeros and divide the loss scale.
+
+        Returns:
+            Whether the step was taken; the same on all ranks.
+
+        Raises:
+            RuntimeError: more than ``max_skipped_steps`` steps were skipped in a row.
         """
         together = [optimizer for optimizer in self.optimizers if steps_with_others(optimizer)]
-        flag = self._overflow() if self.loss_scale_enabled else None
+        flag = self._overflow() if self._checks else None
         if not run(begin_steps(together, self.loss_scale), flag, self.context.world):
-            self._shrink_scale()
-            self.zero_grad()
-            return
+            self._skip()
+            return False
+        self.skipped_steps = 0
         for optimizer, scheduler, unscales in zip(self.optimizers, self.lr_schedulers, self._unscale_themselves):
             if not any(optimizer is each for each in together):
                 self._step_alone(optimizer, unscales)
@@ -211,6 +249,12 @@ class OptimManager:
             if self.steps_since_last_scale >= self.loss_scale_steps and self.loss_scale < self.max_loss_scale:
                 self.loss_scale = min(self.loss_scale * self.loss_scale_factor, self.max_loss_scale)
                 self.steps_since_last_scale = 0
+        return True
+
+    @property
+    def _checks(self) -> bool:
+        """Whether ranks agree on each step before they take it."""
+        return self.loss_scale_enabled or self.skip_non_finite
 
     def _step_alone(self, optimizer: Any, unscales: bool) -> None:
         if unscales:
@@ -222,23 +266,38 @@ class OptimManager:
         optimizer.step()
 
     def _overflow(self) -> Tensor:
-        """1 if this rank has found an inf or a NaN in the gradients, or a norm of them that is not finite, else 0."""
+        """1 if this rank has found an inf or a NaN in the gradients, or in a norm of them, or rejects the step, else 0."""
         params = _parameters(group for optimizer in self.optimizers for group in optimizer.param_groups)
         unseen = [p for p in params if p not in self._in_norms]
         flag = overflow_here(local_grads(unseen), self.context, self._bad_norms)
         self._forget_norms()
-        return flag
+        return torch.ones_like(flag) if self._rejected else flag
 
     def _forget_norms(self) -> None:
         self._bad_norms.clear()
         self._in_norms.clear()
 
-    def _shrink_scale(self) -> None:
-        before = self.loss_scale
-        self.loss_scale = max(before / self.loss_scale_factor, self.min_loss_scale)
+    def _skip(self) -> None:
+        """Prepare the next step in place of the one that is not taken."""
+        self.zero_grad()
+        self.skipped_steps += 1
         self.steps_since_last_scale = 0
-        if self.context.rank == 0:
-            print(f"Gradient overflow: step skipped, loss scale {before:g} -> {self.loss_scale:g}")
+        outcome = "step skipped"
+        if self.loss_scale_enabled:
+            before = self.loss_scale
+            self.loss_scale = max(before / self.loss_scale_factor, self.min_loss_scale)
+            outcome += f", loss scale {before:g} -> {self.loss_scale:g}"
+        if self._rejected:
+            print(f"Rank {self.context.rank}: {self._rejected}: {outcome}")
+        elif self.context.rank == 0:
+            print(f"{'Gradient overflow' if self.loss_scale_enabled else 'A rank has bad gradients'}: {outcome}")
+        self._rejected = ""
+        if self.skipped_steps > self.max_skipped_steps:
+            raise RuntimeError(
+                f"{self.skipped_steps} steps in a row had gradients that are not finite, or were rejected; training "
+                "has diverged, or the data is bad. Go on from an earlier checkpoint with a lower learning rate, or pass "
+                f"a higher max_skipped_steps than {self.max_skipped_steps}"
+            )
 
     # --- state ------------------------------------------------------------------------------------
 
