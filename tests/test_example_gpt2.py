@@ -297,6 +297,11 @@ def test_bad_data_is_an_error_on_every_rank(tmp_path):
         data.load_corpus(tmp_path, 0, 0.1, 300, tmp_path / "cache")
     with pytest.raises(UsageError, match="there is no such file or folder"):
         data.load_corpus(tmp_path / "nothing", 0, 0.1, 300, tmp_path / "cache")
+    folder = tmp_path / "binary"
+    folder.mkdir(exist_ok=True)
+    (folder / "text.txt").write_text("no UTF-8", encoding="utf-16")
+    with pytest.raises(UsageError, match="no file there is text in UTF-8"):
+        data.load_corpus(folder, 0, 0.1, 300, tmp_path / "cache")
 
 
 # --- bits per byte --------------------------------------------------------------------------------
@@ -437,6 +442,15 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
     ("argv", "message"),
     [
         (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--lr", "nan"], "--lr nan must be finite"),
+        (["--clip", "nan"], "--clip nan must be finite"),
+        (["--epochs", "inf"], "--epochs inf must be finite"),
+        (["--weight-decay", "-1"], "--weight-decay -1.0 must not be negative"),
+        (["--loss-scale", "0"], "--loss-scale 0.0 must be at least 1"),
+        (["--timeout", "0"], "--timeout 0.0 must be above 0"),
+        (["--seed", str(2**70)], f"--seed {2**70} must be below 2**63"),
+        (["--vocab-size", str(10**12)], f"--vocab-size {10**12} must be between 257"),
+        (["--vocab-size", "256"], "--vocab-size 256 must be between 257"),
         (["--hidden", "30"], "hidden_size=30 is no multiple of num_heads=4"),
         (["--heads", "8", "--tp", "3"], "--heads 8 is no multiple of --tp 3"),
         (["--optimizer", "galore", "--galore-rank", "0"], "--galore-rank 0 must be at least 1"),
@@ -454,6 +468,13 @@ def test_bad_flags_are_errors(argv, message, capsys):
     with pytest.raises(SystemExit):
         parse_flags(argv)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_an_error(capsys):
+    with pytest.raises(SystemExit):
+        parse_flags(["--device", "cuda"])
+    assert "PyTorch finds no GPU here" in capsys.readouterr().err
 
 
 # --- a whole run ----------------------------------------------------------------------------------
@@ -572,6 +593,34 @@ def run_here(folder, run, *flags):
     os.chdir(folder)
     train(parse_flags([*FLAGS, *SHORT, "--out", f"runs/{run}", *flags]))
     bmt.shutdown()
+
+
+@pytest.mark.ranks(2, init=False, timeout=120)
+@pytest.mark.parametrize("always", [False, True])
+def test_what_is_not_finite_on_one_rank_is_skipped_by_all(single, tmp_path, always):
+    folder, _ = single
+    whole = Trainer.loss
+
+    def loss(trainer, sequences):
+        bad = trainer.model.training and bmt.rank() == 1 and (always or trainer.step == 3)
+        return whole(trainer, sequences) * (math.nan if bad else 1)
+
+    Trainer.loss = loss
+    try:
+        flags = ["--steps", "30" if always else "8", "--out", str(tmp_path / "run"), "--batch-size", "2"]
+        if always:
+            with pytest.raises(UsageError, match="20 steps in a row had gradients that are not finite, up to step 20"):
+                run_here(folder, "", *flags)
+            return
+        run_here(folder, "", *flags)
+    finally:
+        Trainer.loss = whole
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (skipped,) = [json.loads(line) for line in lines if "skipped" in line]
+    assert skipped["step"] == 4
+    assert len(set(skipped["skipped"])) == 8
+    assert skipped["bad"] == skipped["skipped"][4:]
+    assert all(math.isfinite(loss) for _, loss in losses(tmp_path.parent, tmp_path / "run") if loss is not None)
 
 
 @pytest.mark.ranks(2, 4, init=False, timeout=120)

@@ -242,8 +242,6 @@ def load_corpus(source: Path | None, max_bytes: int, held_out: float, vocab_size
     key, problem = "", ""
     if bmt.rank() == 0:
         try:
-            if vocab_size <= 256:
-                raise UsageError(f"--vocab-size {vocab_size}: a byte-level vocabulary has at least 257 tokens")
             paths = find_files(source, max_bytes)
             key = fingerprint(paths, max_bytes, held_out, vocab_size)
             if (cache / key).exists() and not is_complete(cache / key):
@@ -253,7 +251,10 @@ def load_corpus(source: Path | None, max_bytes: int, held_out: float, vocab_size
                 print(f"Reading {cache / key}, where an earlier run left the encoded text", flush=True)
             else:
                 print(f"Reading {len(paths)} files of {source or sysconfig.get_path('stdlib')}", flush=True)
-                build(list_documents(paths, max_bytes), held_out, vocab_size, cache / key)
+                documents = list_documents(paths, max_bytes)
+                if not documents:
+                    raise UsageError(f"--data {source}: no file there is text in UTF-8; all of them contain NUL bytes")
+                build(documents, held_out, vocab_size, cache / key)
         except (UsageError, OSError) as error:
             problem = str(error)
     key, problem = bmt.store.broadcast_object((key, problem))
@@ -315,6 +316,7 @@ class Batches:
         self.rank = rank
         self.world_size = world_size
         self.position = 0
+        self.latest: list[int] = []  # the places in the data set of this rank's last batch
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0))
 
     def state_dict(self) -> dict[str, int]:
@@ -329,7 +331,8 @@ class Batches:
         """This rank's next batch: (batch_size, seq_len + 1)."""
         first = self.position + self.rank * self.batch_size
         self.position += self.world_size * self.batch_size
-        return torch.stack([self.dataset[self._index(p)] for p in range(first, first + self.batch_size)])
+        self.latest = [self._index(p) for p in range(first, first + self.batch_size)]
+        return torch.stack([self.dataset[index] for index in self.latest])
 
     def _index(self, position: int) -> int:
         epoch, place = divmod(position, len(self.dataset))

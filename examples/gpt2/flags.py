@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 from argparse import BooleanOptionalAction
 from pathlib import Path
+
+import torch
 
 from errors import UsageError
 from models import PRESETS, GPTConfig
@@ -14,6 +17,7 @@ from models.gpt_config import DTYPES
 from optimizers import LEARNING_RATES
 
 SCHEDULES = ("cosine", "linear", "noam", "constant")
+MAX_VOCABULARY = 2**24
 PIPE_SCHEDULES = ("recompute", "1f1b", "interleaved_1f1b", "zb_h1")
 
 
@@ -87,6 +91,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     )
     group.add_argument("--device", choices=("cpu", "cuda"), default=hidden, help="default: the GPU, if there is one")
 
+    group.add_argument("--timeout", type=float, default=1800.0, help="seconds that a rank waits for the others")
+
     group = parser.add_argument_group("output")
     group.add_argument("--out", type=Path, default=Path("runs/gpt2"), help="folder for all that is written")
     group.add_argument("--overwrite", action="store_true", help="delete an earlier run in --out")
@@ -120,9 +126,23 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    for name in ("max_bytes", "warmup", "save_interval", "eval_interval", "sample_tokens", "lr", "clip", "seed"):
+    for name in ("weight_decay", "lr", "clip", "epochs", "loss_scale", "temperature", "held_out", "timeout"):
+        if not math.isfinite(getattr(args, name) or 0):
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be finite")
+    for name in (
+        *("max_bytes", "warmup", "save_interval", "eval_interval", "sample_tokens"),
+        *("lr", "clip", "seed", "weight_decay"),
+    ):
         if getattr(args, name) < 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must not be negative")
+    if args.seed >= 2**63:
+        parser.error(f"--seed {args.seed} must be below 2**63")
+    if args.loss_scale < 1:
+        parser.error(f"--loss-scale {args.loss_scale} must be at least 1")
+    if args.timeout <= 0:
+        parser.error(f"--timeout {args.timeout} must be above 0")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no GPU here; leave the flag out, or install a CUDA build of PyTorch")
     if args.epochs is not None and not args.epochs > 0:
         parser.error(f"--epochs {args.epochs} must be above 0")
     if not 0 < args.held_out < 1:
@@ -131,6 +151,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--temperature {args.temperature} must be above 0; for no chance at all use --top-k 1")
     if args.resume and args.overwrite:
         parser.error("--resume goes on with what --overwrite deletes; choose one")
+    if args.vocab_size is not None and not 257 <= args.vocab_size <= MAX_VOCABULARY:
+        parser.error(f"--vocab-size {args.vocab_size} must be between 257, for all bytes, and {MAX_VOCABULARY}")
     try:
         args.config = model_config(args)
     except ValueError as error:

@@ -104,6 +104,9 @@ def describe(record: Record) -> str:
             f"gradient {record['grad_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s  "
             f"{record['memory'] / 2**30:.2f} GiB"
         )
+    if "skipped" in record:
+        bad = f"; of sequences {record['bad']}, the loss, too" if record["bad"] else ""
+        return f"skipped: a gradient is not finite{bad}"
     text = f"held-out loss {record['eval_loss']:.3f}  {record['eval_bits_per_byte']:.3f} bits/byte"
     if "baselines" in record:
         text += "; in comparison: " + ", ".join(f"{name} {bits:.3f}" for name, bits in record["baselines"].items())

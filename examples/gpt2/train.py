@@ -38,6 +38,8 @@ SCHEDULES = {
     "constant": bmt.lr_scheduler.NoDecay,
 }
 
+MAX_SKIPPED = 20  # steps in a row
+
 
 class Trainer:
     """Everything that a run holds, from the flags to the step it has come to."""
@@ -61,6 +63,7 @@ class Trainer:
         if args.epochs is not None:
             self.steps = math.ceil(args.epochs * len(self.train_set) / self.sequences_per_step)
         self.step = 0
+        self.sequences: list[int] = []  # which ones of the training set the last step has taken, on this replica
         self.interruption = Interruption()
 
         bmt.print_rank("Building the model and its optimizer, a few seconds ...", flush=True)
@@ -70,7 +73,8 @@ class Trainer:
         self.optimizers = make_optimizers(self.model, args)
         schedule = SCHEDULES[args.schedule]
         self.schedulers = [schedule(optimizer, args.lr, args.warmup, self.steps) for optimizer in self.optimizers]
-        self.manager = bmt.optim.OptimManager(loss_scale=args.loss_scale if args.dtype == "fp16" else None)
+        loss_scale = args.loss_scale if args.dtype == "fp16" else None
+        self.manager = bmt.optim.OptimManager(loss_scale, skip_non_finite=True)
         for optimizer, scheduler in zip(self.optimizers, self.schedulers):
             self.manager.add_optimizer(optimizer, scheduler)
         torch.manual_seed(args.seed + 1 + self.replica)  # every replica drops other activations
@@ -111,28 +115,46 @@ class Trainer:
         """The length of the text that is predicted in sequences (B, S + 1)."""
         return int(self.token_bytes[sequences[:, 1:]].sum())
 
-    def train_step(self) -> tuple[Tensor, int, Tensor]:
-        """Take one step.
+    def train_step(self) -> tuple[Tensor, int, Tensor, bool]:
+        """Take one step; or skip it, if a gradient on any rank is not finite.
 
         Returns:
-            This rank's mean loss, the bytes that it predicted, and the norm of the gradient. The device may still be
-            computing the loss and the norm.
+            This rank's mean loss, the bytes that it predicted, the norm of the gradient, and whether it was taken.
         """
         self.manager.zero_grad()
+        self.sequences = []
         total, num_bytes = torch.zeros((), device=self.device), 0
         for micro_batch in range(self.args.accumulation):
             is_last = micro_batch == self.args.accumulation - 1
             with contextlib.nullcontext() if is_last else bmt.no_sync(self.model):
                 sequences = self.batches.next()
+                self.sequences += self.batches.latest
                 loss = self.loss(sequences.to(self.device)) / self.args.accumulation
                 self.manager.backward(loss)
             total += loss.detach()
             num_bytes += self.count_bytes(sequences)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         norm = self.manager.clip_grad_norm(groups, self.args.clip)
-        self.manager.step()
+        taken = self.manager.step()
         self.step += 1
-        return total, num_bytes, norm
+        return total, num_bytes, norm, taken
+
+    def skipped(self, loss: Tensor) -> dict[str, Any]:
+        """The record of a step that was skipped, with the sequences that it had and those whose loss was not finite.
+
+        Raises:
+            UsageError: so many steps in a row were skipped that training has diverged.
+        """
+        if self.manager.skipped_steps >= MAX_SKIPPED:
+            raise UsageError(
+                f"{MAX_SKIPPED} steps in a row had gradients that are not finite, up to step {self.step}; go on from "
+                f"the newest checkpoint with --resume and a lower --lr than {self.args.lr:g}"
+            )
+        found = bmt.store.allgather_objects((self.sequences, math.isfinite(loss.item())))
+        by_replica = {tuple(sequences): finite for sequences, finite in found}  # tensor-parallel ranks have the same
+        record: dict[str, Any] = {"step": self.step, "skipped": [i for sequences in by_replica for i in sequences]}
+        record["bad"] = [i for sequences, finite in by_replica.items() if not finite for i in sequences]
+        return record
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any] | None:
@@ -165,16 +187,13 @@ class Trainer:
         clock, clock_step = time.perf_counter(), self.step
         while self.step < self.steps:
             lr = self.schedulers[0].current_lr
-            loss, num_bytes, norm = self.train_step()
+            loss, num_bytes, norm, taken = self.train_step()
             metrics.advance()
             is_last = self.step == self.steps
-            if self.step % args.log_interval == 0 or is_last:
+            if not taken:
+                metrics.write(self.skipped(loss))
+            elif self.step % args.log_interval == 0 or is_last:
                 mean_loss, mean_bytes = bmt.sum_loss(torch.stack([loss, torch.full_like(loss, num_bytes)])).tolist()
-                if not math.isfinite(mean_loss):
-                    raise UsageError(
-                        f"the loss at step {self.step} is {mean_loss}; go on from the newest checkpoint with --resume "
-                        f"and a lower --lr than {args.lr:g}"
-                    )
                 tokens = self.sequences_per_step * args.config.seq_len
                 metrics.write({
                     "step": self.step,
@@ -236,7 +255,7 @@ def train(args: argparse.Namespace) -> None:
     """The whole run, in the folder that ``--out`` names."""
     bmt.init_distributed(
         seed=args.seed, pipe_size=args.pipe, num_micro_batches=args.micro_batches, tp_size=args.tp,
-        zero_level=args.zero_level, device=args.device,
+        zero_level=args.zero_level, device=args.device, timeout=args.timeout,
     )  # fmt: skip
     checkpointer = prepare_output(args)
     try:

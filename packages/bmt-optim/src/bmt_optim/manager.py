@@ -266,7 +266,7 @@ class OptimManager:
         optimizer.step()
 
     def _overflow(self) -> Tensor:
-        """1 if this rank has found an inf or a NaN in the gradients, or in a norm of them, or rejects the step, else 0."""
+        """1 if this rank has found an inf or a NaN in the gradients, or in their norm, or rejects the step; else 0."""
         params = _parameters(group for optimizer in self.optimizers for group in optimizer.param_groups)
         unseen = [p for p in params if p not in self._in_norms]
         flag = overflow_here(local_grads(unseen), self.context, self._bad_norms)
@@ -294,9 +294,9 @@ class OptimManager:
         self._rejected = ""
         if self.skipped_steps > self.max_skipped_steps:
             raise RuntimeError(
-                f"{self.skipped_steps} steps in a row had gradients that are not finite, or were rejected; training "
-                "has diverged, or the data is bad. Go on from an earlier checkpoint with a lower learning rate, or pass "
-                f"a higher max_skipped_steps than {self.max_skipped_steps}"
+                f"{self.skipped_steps} steps in a row had gradients that are not finite, or were rejected: training "
+                "has diverged, or the data is bad. Go on from an earlier checkpoint with a lower learning rate, or "
+                f"make max_skipped_steps={self.max_skipped_steps} larger"
             )
 
     # --- state ------------------------------------------------------------------------------------
