@@ -20,7 +20,9 @@ from torch import nn
 import bmt_zero
 from bmt_zero import Checkpointer, DamagedError, SaveError
 from bmt_zero.checkpoints import job as job_module
+from bmt_zero.checkpoints import trainer_state
 from bmt_zero.checkpoints import writer as writer_module
+from bmt_zero.checkpoints.manifest import Manifest
 
 
 class Model(nn.Module):
@@ -256,6 +258,98 @@ def test_a_limit_of_the_file_size_is_named_and_leaves_the_old_checkpoint(tmp_pat
     assert steps == "[1, 3]"
 
 
+FULL_DISK = """
+import os, sys
+from pathlib import Path
+from torch import nn
+from bmt_zero import Checkpointer, SaveError
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, model=nn.Linear(300, 300))
+checkpointer.wait()
+filler = Path(sys.argv[2])
+filler.write_bytes(b"x" * 1_200_000)
+checkpointer.save(2, model=nn.Linear(700, 700))
+try:
+    checkpointer.wait()
+except SaveError as error:
+    print(error)
+print(sorted(os.listdir(sys.argv[1])))
+filler.unlink()
+checkpointer.save(3, model=nn.Linear(300, 300))
+checkpointer.wait()
+print(checkpointer.steps())
+"""
+
+
+UNSHARED = ["unshare", "--map-root-user", "--mount"]
+MOUNTS = pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run([*UNSHARED, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode != 0,
+    reason="this process may not mount file systems; limits of the file size are tested everywhere",
+)
+
+
+@MOUNTS
+def test_a_full_disk_is_named_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    """A file system of 3 MiB."""
+    mount = [*UNSHARED, "sh", "-c", 'mount -t tmpfs -o size=3m none "$0" && exec "$@"']
+    result = subprocess.run(
+        [*mount, str(tmp_path), sys.executable, "-c", FULL_DISK, str(tmp_path / "c"), str(tmp_path / "filler")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    message, listing, steps = result.stdout.splitlines()
+    assert message == (
+        "the checkpoint of step 2 was not written: rank 0: No space left on device. Earlier checkpoints are as they "
+        "were"
+    )
+    assert listing == "['.lock', 'step-00000001']"
+    assert steps == "[1, 3]"
+
+
+READ_ONLY = """
+import subprocess, sys
+from torch import nn
+from bmt_zero import Checkpointer, SaveError
+model, path = nn.Linear(30, 30), sys.argv[1]
+running = Checkpointer(path)
+running.save(1, model=model)
+running.wait()
+subprocess.run(["mount", "--bind", path, path], check=True)
+subprocess.run(["mount", "-o", "remount,ro,bind", path], check=True)
+try:
+    running.save(2, model=model)
+    running.wait()
+except SaveError as error:
+    print(error)
+running.close()
+try:
+    Checkpointer(path)
+except RuntimeError as error:
+    print(error)
+print(Checkpointer(path, readonly=True).load_latest(model=model))
+"""
+
+
+@MOUNTS
+def test_a_read_only_directory_is_named_and_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    result = subprocess.run(
+        [*UNSHARED, sys.executable, "-c", READ_ONLY, str(path)], capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    failed, refused, step = result.stdout.splitlines()
+    assert failed == (
+        f"the checkpoint of step 2 was not written: {path}/.step-00000002.part: Read-only file system. Earlier "
+        "checkpoints are as they were"
+    )
+    assert refused.startswith(f"{path} cannot be used for checkpoints: ")
+    assert "Read-only file system" in refused
+    assert step == "1"
+
+
 @pytest.mark.ranks(2)
 def test_a_directory_that_is_removed_meanwhile_is_named(ctx: Any, tmp_path: Path) -> None:
     model = sharded(width=300)
@@ -344,6 +438,99 @@ def test_random_generators_go_back(ctx: Any, tmp_path: Path) -> None:
     random.seed(77)
     checkpointer.load_latest(model=sharded_without_randomness())
     assert (torch.randn(4).tolist(), random.random(), random.gauss(0, 1)) == wanted
+
+
+def numbers() -> tuple[list[float], float]:
+    import random
+
+    return torch.rand(4).tolist(), random.random()
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("alike", [True, False])
+def test_random_generators_at_another_number_of_ranks(tmp_path: Path, alike: bool) -> None:
+    """The states that all ranks had, or new ones: another for each replica, the same whenever it is loaded."""
+    import random
+
+    import bmt_comm
+
+    ctx = bmt_comm.init_distributed(tp_size=2, seed=0)
+    # As if by three ranks: files of states are all that says so.
+    if ctx.rank == 0:
+        writer = Alone(tmp_path / "c", 3)
+        for rank in range(3):
+            torch.manual_seed(5 if alike else rank)
+            random.seed(5 if alike else rank)
+            torch.rand(3)
+            writer.write(rank)
+        wanted = numbers()
+        writer.publish()
+    ctx.world.barrier()
+    checkpointer = Checkpointer(tmp_path / "c", readonly=True)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(ctx.rank)
+        random.seed(ctx.rank)
+        assert checkpointer.load_latest() == 1
+        drawn.append(numbers())
+    assert drawn[0] == drawn[1]
+    everyone = ctx.world.all_gather_object(drawn[0])
+    if alike:
+        assert everyone == [ctx.world.broadcast_object(wanted if ctx.rank == 0 else None)] * 4
+    else:
+        assert everyone[0] == everyone[1] != everyone[2] == everyone[3]  # tensor-parallel ranks are one replica
+        torch.manual_seed(0)
+        random.seed(0)
+        assert numbers() not in everyone
+    bmt_comm.shutdown()
+
+
+class Alone:
+    """Writes a checkpoint of nothing but the states of random generators, as several ranks would."""
+
+    def __init__(self, directory: Path, ranks: int) -> None:
+        self.part, self.directory, self.ranks = directory / ".part", directory, ranks
+        self.part.mkdir(parents=True)
+        self.records: dict[str, Any] = {}
+
+    def add(self, name: str, content: bytes) -> None:
+        self.records[name] = writer_module.write_small_file(self.part / name, content)
+
+    def write(self, rank: int) -> None:
+        name = trainer_state.rng_file(rank, self.ranks)
+        self.add(name, trainer_state.small_safetensors(name, trainer_state.random_state()))
+
+    def publish(self) -> None:
+        self.add("trainer.json", json.dumps(trainer_state.describe_run(1, self.ranks)).encode())
+        (self.part / "manifest.json").write_bytes(Manifest(1, True, self.records).to_json())
+        self.part.rename(self.directory / "step-00000001")
+
+
+@pytest.mark.ranks(4, init=False)
+def test_states_of_replicas_need_as_many_replicas(tmp_path: Path) -> None:
+    import bmt_comm
+
+    ctx = bmt_comm.init_distributed(tp_size=2)
+    replica = ctx.rank // 2
+    checkpointer = Checkpointer(tmp_path / "c")
+    model, data = sharded(), Position(replica)
+    checkpointer.save(1, model=model, data=data, per_replica=["data"])
+    checkpointer.close()
+    states = [name for name in os.listdir(tmp_path / "c" / "step-00000001") if name.startswith("state-data")]
+    assert sorted(states) == ["state-data-00000-of-00002.json", "state-data-00001-of-00002.json"]
+    bmt_comm.shutdown()
+    ctx = bmt_comm.init_distributed()
+    checkpointer = Checkpointer(tmp_path / "c")
+    other, mine = sharded(2), Position(7)
+    before = other.state_dict()
+    with pytest.raises(ValueError, match="has the states of 'data' of 2 replicas, and there are 4 now; leave data out"):
+        checkpointer.load_latest(model=other, data=mine)
+    same(other.state_dict(), before)
+    assert mine.value == 7
+    assert checkpointer.load_latest(model=other) == 1
+    same(other.state_dict(), plain().state_dict())
+    checkpointer.close()
+    bmt_comm.shutdown()
 
 
 def sharded_without_randomness() -> nn.Module:

@@ -61,6 +61,14 @@ def contents_of_model(model: nn.Module) -> list[Content]:
     return found
 
 
+def mark_loaded(contents: Iterable[Content]) -> None:
+    """Parameters have got their values."""
+    for content in contents:
+        if isinstance(content.owner, ShardedParameter):
+            content.owner.awaits_values = False
+            content.owner.handle.original = None
+
+
 def extra_states(model: nn.Module) -> dict[str, Any]:
     """What modules of this rank's pipeline stage return from ``get_extra_state``, by the names in the state dict."""
     found = {}

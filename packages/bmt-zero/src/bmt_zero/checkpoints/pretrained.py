@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bmt_zero.sharded_parameter import ShardedParameter
 
-from .contents import Content, contents_of_model, distinct_tensors, has_own_code
+from .contents import Content, contents_of_model, distinct_tensors, has_own_code, mark_loaded
 from .headers import DamagedError, Entry
 from .manifest import NAME, read_manifest
 from .pt_files import PtSource
@@ -126,10 +126,7 @@ class WeightLoader:
             names = {content.entry.name for content in self._wanted}
             self._wanted = [content for content in contents_of_model(self._model) if content.entry.name in names]
         fill(self._wanted, self._source)
-        for content in self._wanted:
-            if isinstance(content.owner, ShardedParameter):
-                content.owner.awaits_values = False
-                content.owner.handle.original = None
+        mark_loaded(self._wanted)
 
     def close(self) -> None:
         self._opened.close()

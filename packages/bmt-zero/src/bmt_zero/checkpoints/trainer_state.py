@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import random
 import sys
@@ -19,6 +20,7 @@ from .memory import view_of
 from .regions import flat_bytes
 from .trees import decode, encode
 
+FILE = "trainer.json"
 FORMAT = 1
 
 
@@ -126,8 +128,14 @@ def check_random_state(state: Mapping[str, Tensor], what: str) -> None:
         raise DamagedError(f"{what} holds no states of random generators: {error}") from None
 
 
-def set_random_state(state: Mapping[str, Tensor]) -> None:
-    """Go back to what :func:`random_state` returned."""
+def set_random_state(state: Mapping[str, Tensor] | int) -> None:
+    """Go back to what :func:`random_state` returned, or begin with a seed."""
+    if isinstance(state, int):
+        random.seed(state)
+        torch.manual_seed(state)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(state)
+        return
     torch.set_rng_state(state["torch"])
     random.setstate(_python_state(state))
     if "cuda" in state and torch.cuda.is_available():
@@ -166,3 +174,25 @@ def parse_small_safetensors(path: object, content: bytes) -> dict[str, Tensor]:
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         found[entry.name] = flat.reshape(entry.shape)
     return found
+
+
+# --- files of ranks -------------------------------------------------------------------------------
+
+
+def replica_of(rank: int, size: int) -> tuple[int, int, bool]:
+    """The number of this rank's replica, how many there are, and whether this rank is the first of its own."""
+    tp = current_context().tp_size if is_initialized() else 1
+    return rank // tp, size // tp, rank % tp == 0
+
+
+def replica_file(name: str, replica: int, replicas: int) -> str:
+    return f"state-{name}-{replica:05}-of-{replicas:05}.json"
+
+
+def rng_file(rank: int, size: int) -> str:
+    return f"rng-{rank:05}-of-{size:05}.safetensors"
+
+
+def to_json(value: Any) -> bytes:
+    """The same bytes for equal values."""
+    return json.dumps(value, sort_keys=True).encode()

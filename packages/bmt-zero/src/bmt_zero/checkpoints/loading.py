@@ -1,0 +1,163 @@
+"""The loading of one checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bmt_zero.state import load_state_dict
+
+from . import trainer_state
+from .contents import Content, extra_states, has_own_code, mark_loaded, set_extra_states
+from .headers import DamagedError, parse_json
+from .job import EXTRA_STATE
+from .manifest import read_manifest, read_small_file
+from .objects import Objects
+from .reader import check_fit, fill, read_whole
+from .sources import checkpoint_source
+from .trainer_state import replica_file, replica_of, rng_file
+from .trees import decode
+
+
+class Loading:
+    """The loading of one checkpoint on one rank, in phases that all ranks go through together."""
+
+    def __init__(self, path: Path, step: int, rank: int, size: int) -> None:
+        self._path, self._step, self._rank, self._size = path, step, rank, size
+        self._sources: dict[str, Any] = {}
+
+    def prepare(self, given: Objects) -> None:
+        """Open the files, and find what this rank needs of them."""
+        self._given = given
+        if not self._path.is_dir():
+            raise FileNotFoundError(
+                f"rank {self._rank} does not see {self._path}; all ranks must share the directory of the checkpoints"
+            )
+        self._manifest = read_manifest(self._path)
+        if self._manifest.step != self._step:
+            raise DamagedError(f"the manifest of {self._path} is that of step {self._manifest.step}")
+        self._trainer = self._read_trainer()
+        self._contents: dict[str, list[Content]] = {}
+        if given.model is not None:
+            self._sources["model"] = checkpoint_source(self._path, self._manifest, "model")
+            self._contents["model"] = given.model_contents()
+        if given.optimizers:
+            source = self._sources["optimizer"] = checkpoint_source(self._path, self._manifest, "optimizer")
+            self._contents["optimizer"] = given.optimizer_contents(source.entries)
+
+    def names(self) -> dict[str, Any]:
+        """What this rank needs, for the others to know what is needed at all."""
+        needs: dict[str, Any] = {s: [content.entry.name for content in found] for s, found in self._contents.items()}
+        return {**needs, "has_code": self._given.model is not None and has_own_code(self._given.model)}
+
+    def check(self, everyone: Sequence[Mapping[str, Any]]) -> None:
+        """Raise unless the checkpoint fits; nothing is changed yet."""
+        self._has_code = any(names["has_code"] for names in everyone)
+        problems: list[str] = []
+        for section, source in self._sources.items():
+            elsewhere = {name for names in everyone for name in names.get(section, ())}
+            mine = [content.entry for content in self._contents[section]]
+            own = {entry.name for entry in mine}
+            theirs = [entry for name, entry in source.entries.items() if name in own or name not in elsewhere]
+            problems += check_fit(theirs, mine, f"the checkpoint's {section}", exact=section == "optimizer")
+        if problems:
+            raise ValueError(f"{self._path} does not fit; nothing was loaded: " + "; ".join(problems))
+        what = str(self._path / trainer_state.FILE)
+        given = self._given
+        self._settings: trainer_state.OptimizerSettings | None = None
+        if given.optimizers or given.manager is not None:
+            self._settings = trainer_state.OptimizerSettings(self._trainer, given.optimizers, given.manager, what)
+        self._states = {name: self._read_state(name) for name in self._given.others}
+        self._random = self._read_random()
+        self._extra = self._read_extra()
+
+    def read(self) -> None:
+        """Read all tensors into their places."""
+        self._whole: dict[str, Tensor] = {}
+        for section, contents in self._contents.items():
+            if section == "model" and self._has_code:
+                self._whole = read_whole(self._sources[section])
+                continue
+            fill(contents, self._sources[section])
+
+    def commit(self) -> None:
+        """Set what is no tensor, and what the model's own code loads."""
+        if self._whole:
+            assert self._given.model is not None
+            load_state_dict(self._given.model, {**self._whole, **self._extra})
+            self._whole = {}
+        elif self._extra:
+            assert self._given.model is not None
+            set_extra_states(self._given.model, self._extra)
+        mark_loaded(self._contents.get("model", ()))
+        self._given.adopt_records()
+        if self._settings is not None:
+            self._settings.apply()
+        for name, state in self._states.items():
+            self._given.others[name].load_state_dict(state)
+        if self._random is not None:
+            trainer_state.set_random_state(self._random)
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()
+
+    def _small(self, name: str) -> bytes:
+        record = self._manifest.files.get(name)
+        if record is None:
+            raise DamagedError(f"{self._path} has no {name}")
+        return read_small_file(self._path / name, record)
+
+    def _read_trainer(self) -> dict[str, Any]:
+        found = parse_json(self._path / trainer_state.FILE, self._small(trainer_state.FILE))
+        if not isinstance(found, dict) or found.get("format") != trainer_state.FORMAT:
+            raise DamagedError(f"{self._path / trainer_state.FILE} has an unknown format")
+        return found
+
+    def _read_state(self, name: str) -> Any:
+        saved = self._trainer.get("objects")
+        saved = saved.get(name) if isinstance(saved, dict) else None
+        if not isinstance(saved, dict):
+            raise ValueError(f"{self._path} has no state of {name!r}")
+        file, replicas = f"state-{name}.json", saved.get("replicas")
+        if replicas is not None:
+            replica, count, _ = replica_of(self._rank, self._size)
+            if replicas != count:
+                raise ValueError(
+                    f"{self._path} has the states of {name!r} of {replicas} replicas, and there are {count} now; leave "
+                    f"{name} out, or use as many"
+                )
+            file = replica_file(name, replica, count)
+        return decode(parse_json(self._path / file, self._small(file)), f"{self._path / file}")
+
+    def _read_extra(self) -> dict[str, Any]:
+        """What this rank's modules need (all of it, if the model's own code loads it)."""
+        if self._given.model is None:
+            return {}
+        mine, path = extra_states(self._given.model), self._path / EXTRA_STATE
+        found = parse_json(path, self._small(EXTRA_STATE)) if EXTRA_STATE in self._manifest.files else {}
+        missing = [name for name in mine if name not in found]
+        if missing:
+            raise ValueError(f"{self._path} lacks {missing[:5]}, which the model has; nothing was loaded")
+        return {name: decode(found[name], repr(name)) for name in (found if self._has_code else mine)}
+
+    def _read_random(self) -> dict[str, Tensor] | int | None:
+        """The states of this rank's generators, or a seed for them."""
+        files = {name: record for name, record in self._manifest.files.items() if name.startswith("rng-")}
+        if not files:
+            return None
+        name, own = min(files), rng_file(self._rank, self._size)
+        differ = len(set(files.values())) > 1
+        if own in files:
+            name = own
+        content = self._small(name)
+        if differ and name != own:  # another number of ranks
+            replica, _, _ = replica_of(self._rank, self._size)
+            return int.from_bytes(hashlib.sha256(content + bytes(str(replica), "ascii")).digest()[:4], "little")
+        found = trainer_state.parse_small_safetensors(self._path / name, content)
+        trainer_state.check_random_state(found, str(self._path / name))
+        return found

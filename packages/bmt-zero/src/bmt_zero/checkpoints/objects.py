@@ -1,0 +1,114 @@
+"""The objects that a call of the checkpointer is given: a model, optimizers, and anything else with a state."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bmt_comm import StateRecord
+
+from .contents import (
+    Content,
+    adopt_records,
+    contents_of_model,
+    contents_of_optimizer,
+    make_state,
+    parameter_names,
+    records_of,
+)
+from .headers import Entry
+from .manifest import is_file_name
+
+_RESERVED = {"model", "optimizer", "manager", "per_replica", "trainer", "rng", "manifest", "step", "config"}
+
+
+class Objects:
+    """The objects of a call.
+
+    Args:
+        objects: by keyword.
+        loading: objects that cannot be loaded are then an error.
+
+    Raises:
+        TypeError: one is of a kind that cannot be saved.
+        ValueError: a name cannot be used.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], loading: bool = False) -> None:
+        self.others = dict(objects)
+        self.records: list[tuple[Any, list[StateRecord]]] = []
+        self.model: nn.Module | None = self.others.pop("model", None)
+        self.manager: Any = self.others.pop("manager", None)
+        optimizer: Any = self.others.pop("optimizer", None)
+        if self.model is not None and not isinstance(self.model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, not {type(self.model).__name__}")
+        if self.manager is not None and optimizer is not None:
+            raise ValueError("manager and optimizer are both given; a manager has its optimizers with it")
+        if self.manager is not None and not hasattr(self.manager, "trainer_state"):
+            raise TypeError(f"manager must be an OptimManager, not {type(self.manager).__name__}")
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        self.optimizers: list[Any] = [] if optimizer is None else [optimizer]
+        if self.manager is not None:
+            self.optimizers = list(self.manager.optimizers)
+        if self.optimizers and self.model is None:
+            raise ValueError("an optimizer's state is saved by the names of the model's parameters; pass model=, too")
+        for name, each in self.others.items():
+            if name in _RESERVED or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name):
+                raise ValueError(f"{name!r} cannot be the name of an object in a checkpoint; choose another one")
+            needed = ("load_state_dict",) if loading else ("state_dict",)
+            if not all(hasattr(each, method) for method in needed) and (loading or not _is_pretrained(each)):
+                raise TypeError(
+                    f"{name} is a {type(each).__name__}; a checkpoint takes objects with state_dict() and "
+                    "load_state_dict()"
+                )
+
+    def model_contents(self) -> list[Content]:
+        return [] if self.model is None else contents_of_model(self.model)
+
+    def optimizer_contents(self, saved: Mapping[str, Entry] | None = None) -> list[Content]:
+        """The state of all optimizers; where it is not there yet, room for what was ``saved``.
+
+        Raises:
+            ValueError: two optimizers have state of the same name.
+        """
+        found: dict[str, Content] = {}
+        names = {} if self.model is None else parameter_names(self.model)
+        for number, optimizer in enumerate(self.optimizers):
+            if saved is not None and not hasattr(optimizer, "state_records"):
+                make_state(optimizer, names, saved)
+            records = records_of(optimizer)
+            self.records.append((optimizer, records))
+            for content in contents_of_optimizer(records, names, f"optimizer {number} ({type(optimizer).__name__})"):
+                if content.entry.name in found:
+                    raise ValueError(f"two optimizers have the state {content.entry.name!r}; a parameter is for one")
+                found[content.entry.name] = content
+        return list(found.values())
+
+    def adopt_records(self) -> None:
+        """Let the optimizers go on from what was written into their state."""
+        for optimizer, records in self.records:
+            adopt_records(optimizer, records)
+
+    def pretrained_files(self) -> dict[str, bytes]:
+        """Configuration and tokenizer files, where the model carries them or such objects are given."""
+        found: dict[str, bytes] = {}
+        carried = [getattr(self.model, name, None) for name in ("config", "generation_config")]
+        for each in [*carried, *self.others.values()]:
+            if not _is_pretrained(each):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                each.save_pretrained(folder)
+                for path in sorted(Path(folder).iterdir()):
+                    if path.is_file() and is_file_name(path.name):
+                        found[path.name] = path.read_bytes()
+        return found
+
+
+def _is_pretrained(each: Any) -> bool:
+    return callable(getattr(each, "save_pretrained", None)) and not isinstance(each, nn.Module)

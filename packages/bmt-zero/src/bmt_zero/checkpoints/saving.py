@@ -1,0 +1,69 @@
+"""What one rank brings to a save: copies of its tensors, and the states of everything else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from . import trainer_state
+from .contents import Content, distinct_tensors, extra_states
+from .job import HeldTensor, Job
+from .memory import Snapshot
+from .objects import Objects
+from .regions import regions_of
+from .trainer_state import replica_file, replica_of, rng_file, to_json
+from .trees import encode
+
+
+def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int, size: int, snapshot: Snapshot) -> None:
+    """Copy what this rank brings to a save into its job.
+
+    Raises:
+        TypeError, ValueError: something cannot be saved.
+    """
+    unknown = [name for name in per_replica if name not in given.others]
+    if unknown:
+        raise ValueError(f"per_replica names {unknown}, which the call does not save")
+    sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents()}
+    contents = [(section, content) for section, found in sections.items() for content in found]
+    for _, content in contents:
+        _check_has_values(content)
+    distinct = distinct_tensors(content for _, content in contents)
+    tensors: dict[int, Tensor] = {}
+    for content, place in distinct:
+        tensors.setdefault(place, content.tensor)
+    copies = snapshot.take([tensors[place].contiguous() for place in range(len(tensors))])
+    for (section, content), (_, place) in zip(contents, distinct):
+        regions = regions_of(content.where, content.entry.itemsize) if content.is_current else []
+        job.tensors.append(HeldTensor(section, content.entry, tuple(regions), copies[place], content.is_single))
+    if given.model is not None:
+        job.extra = {name: encode(state, repr(name)) for name, state in extra_states(given.model).items()}
+    replica, replicas, leads = replica_of(rank, size)
+    trainer: dict[str, Any] = trainer_state.describe_run(job.step, size)
+    trainer.update(trainer_state.state_of_optimizers(given.optimizers, given.manager))
+    trainer["objects"] = {}
+    for name, each in given.others.items():
+        if not hasattr(each, "state_dict"):
+            continue
+        state = encode(each.state_dict(), f"the state of {name!r}")
+        text = to_json(state)
+        if name not in per_replica:
+            job.states[name] = hashlib.sha256(text).hexdigest()
+            job.common_files[f"state-{name}.json"] = text
+        elif leads:
+            job.own_files[replica_file(name, replica, replicas)] = text
+        trainer["objects"][name] = {"replicas": replicas if name in per_replica else None}
+    rng = rng_file(rank, size)
+    job.own_files[rng] = trainer_state.small_safetensors(rng, trainer_state.random_state())
+    if rank == 0:
+        job.common_files.update(given.pretrained_files())
+    job.common_files[trainer_state.FILE] = json.dumps(trainer, indent=1).encode()
+
+
+def _check_has_values(content: Content) -> None:
+    if content.tensor.is_meta or getattr(content.owner, "awaits_values", False):
+        raise ValueError(f"{content.entry.name!r} has no values yet; load or initialise the model before saving it")
