@@ -1,8 +1,10 @@
 """Put every model of ``model_zoo`` to every check of ``model_checks`` on 2 ranks, and write docs/models.md.
 
-    python tests/all_models.py [words in the names of models] [--checks updates,meta] [--limit 60] [--no-write]
+    python tests/all_models.py [words in the names of models] [--checks updates,meta] [--limit 60]
+                               [--results FILE] [--seconds 300] [--no-write]
 
-Ends with status 1 if a result is wrong.
+With ``--results`` a run takes up where another has stopped. Ends with status 1 if a result is wrong, and with status 3
+if ``--seconds`` were not enough.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import collections
 import importlib.metadata
 import importlib.util
+import json
 import sys
 import time
 import warnings
@@ -51,31 +54,64 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", help="only models with one of these in their names")
     parser.add_argument("--checks", default=",".join(CHECKS), help="only these checks, separated by commas")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one check of one model")
+    parser.add_argument("--results", type=Path, help="a file of results: those in it are not found out again")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin with no model after this time")
     parser.add_argument("--no-write", action="store_true", help="print the results and write no page")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     checks = [name for name in CHECKS if name in options.checks.split(",")]
     models = [*transformers_models(), *vision_models()]
     if options.words:
         models = [m for m in models if any(word.lower() in m.name.lower() for word in options.words)]
-    results: dict[Model, dict[str, str]] = {}
-    unusable: dict[Model, str] = {}
+    results = Results(options.results)
+    begin = time.monotonic()
+    complete = True
     with RankPool(2) as pool:
         for number, model in enumerate(models, 1):
-            problem = problem_of(model)
-            if problem:
-                unusable[model] = problem
-                print(f"[{number}/{len(models)}] {model.name}: not tried: {problem}", flush=True)
+            missing = results.missing(model, checks)
+            if not missing:
                 continue
+            complete = time.monotonic() - begin < options.seconds
+            if not complete:
+                break
             start = time.monotonic()
-            results[model] = {check: result_of(pool, model, check, options.limit) for check in checks}
-            text = "; ".join(f"{check} {result}" for check, result in results[model].items())
+            problem = problem_of(model) if not results.of(model) else ""
+            if problem:
+                results.add(model, "not tried", problem)
+            for check in missing if not problem else ():
+                results.add(model, check, result_of(pool, model, check, options.limit))
+            text = "; ".join(f"{check} {result}" for check, result in results.of(model).items())
             print(f"[{number}/{len(models)}] {model.name} ({time.monotonic() - start:.0f} s): {text}", flush=True)
-            if not options.no_write:  # also what an interrupted run has found
-                PAGE.write_text(page(results, unusable, checks))
-    counts = collections.Counter(r.partition(":")[0] for row in results.values() for r in row.values())
-    print(f"{len(results)} models, {len(unusable)} not tried; {dict(counts)}")
-    return 1 if counts["wrong"] else 0
+    rows = {model: results.of(model) for model in models if results.of(model)}
+    tried = {model: row for model, row in rows.items() if "not tried" not in row}
+    if not options.no_write:
+        PAGE.write_text(page(tried, {m: row["not tried"] for m, row in rows.items() if m not in tried}, checks))
+    counts = collections.Counter(r.partition(":")[0] for row in tried.values() for r in row.values())
+    print(f"{len(tried)} models, {len(rows) - len(tried)} not tried; {dict(counts)}")
+    return 1 if counts["wrong"] else 0 if complete else 3
+
+
+class Results:
+    """What is known of each model, by check, or as "not tried". Each result is a line of JSON in a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("a") if path else None
+        self._known: dict[str, dict[str, str]] = {}
+        for line in path.read_text().splitlines() if path else ():
+            name, check, result = json.loads(line)
+            self._known.setdefault(name, {})[check] = result
+
+    def add(self, model: Model, check: str, result: str) -> None:
+        self.of(model)[check] = result
+        if self._file:
+            print(json.dumps([model.name, check, result]), file=self._file, flush=True)
+
+    def of(self, model: Model) -> dict[str, str]:
+        return self._known.setdefault(model.name, {})
+
+    def missing(self, model: Model, checks: list[str]) -> list[str]:
+        return [] if "not tried" in self.of(model) else [check for check in checks if check not in self.of(model)]
 
 
 def problem_of(model: Model) -> str:
@@ -125,7 +161,7 @@ def page(results: dict[Model, dict[str, str]], unusable: dict[Model, str], check
         lines += [f"## {library}", "", f"| model | {' | '.join(checks)} |", "|---" * (len(checks) + 1) + "|"]
         for model, row in sorted(results.items(), key=lambda item: item[0].name.lower()):
             if model.library == library:
-                cells = [cell(row[check], messages) for check in checks]
+                cells = [cell(row[check], messages) if check in row else "" for check in checks]
                 lines.append(f"| {model.name} | {' | '.join(cells)} |")
         lines.append("")
     if messages:

@@ -79,6 +79,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]},
     "jamba": {"mamba_dt_rank": 4, "attn_layer_offset": 1, "attn_layer_period": 2},
     "ctrl": {"dff": 48},
+    # With a cache and without labels it leaves out the causal mask.
+    "fsmt": {"use_cache": False},
     "longformer": {"attention_window": 4},
     "led": {"attention_window": 4},
     "swin": {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},

@@ -193,9 +193,27 @@ def test_decoders_train_on_padded_batches_with_the_defaults_of_both(ctx: Any, ki
     with pytest.warns(UserWarning, match="use_cache=True is ignored"):
         assert model(**batch, use_cache=True).past_key_values is None
     assert model.eval()(**batch).past_key_values is not None
-    cache = model(**batch).past_key_values
-    with pytest.raises(ValueError, match="was called with past_key_values in training"):
-        model.train()(**batch, past_key_values=cache)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_checkpointed_layers_train_with_a_given_cache(ctx: Any, kind: str) -> None:
+    """As learned prefixes have it. Each layer puts its own keys into the cache, in forward and in recomputation."""
+    updates = []
+    plain = build(kind)
+    for model in (plain, bmt_zero.BMTrainModelWrapper(build(kind))):
+        start = copy.deepcopy(model.state_dict())
+        ids = padded_batch(0)["input_ids"]
+        with torch.no_grad():
+            cache = model.eval()(ids[:, :3]).past_key_values
+        assert cache.get_seq_length() == 3
+        output = model.train()(ids[:, 3:], past_key_values=cache)
+        assert cache.get_seq_length() == 9
+        (output.logits.square().mean() / (1 if model is plain else 2)).backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        updates.append({name: value - start[name] for name, value in model.state_dict().items()})
+    for name, wanted in updates[0].items():
+        assert (updates[1][name] - wanted).norm() <= 1e-5 * wanted.norm() + 1e-6, name
 
 
 @pytest.mark.ranks(2)

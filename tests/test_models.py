@@ -19,6 +19,7 @@ MODELS = [
     Model("transformers", "BloomForCausalLM", "causal", "bloom"),
     Model("transformers", "BertForMaskedLM", "masked", "bert"),
     Model("transformers", "AlbertForMaskedLM", "masked", "albert"),
+    Model("transformers", "XLMWithLMHeadModel", "masked", "xlm"),
     Model("transformers", "T5ForConditionalGeneration", "seq2seq", "t5"),
     Model("transformers", "BartForConditionalGeneration", "seq2seq", "bart"),
     Model("transformers", "ViTForImageClassification", "image", "vit"),

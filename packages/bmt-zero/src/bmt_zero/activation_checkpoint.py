@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from bmt_comm import not_compiled
 
 from .backward_context import current_backward
+from .caches import with_copied_caches
 from .parameter_group import ParameterGroup
 from .recording import Mark, marked, replayed
 
@@ -64,13 +65,15 @@ class CheckpointedForward:
         if self._modules is None:
             self._modules = [m for m in self.module.modules() if m._buffers]
         views, copies, mark = call.views, _Copies(), Mark()
+        before = with_copied_caches((args, kwargs))
         first = True
 
         def run(*args: Any) -> Any:
             nonlocal first, mark
             if not first:
+                given, named = with_copied_caches(before)
                 with replayed(mark), torch.jit.optimized_execution(False):
-                    return self._recompute(views, copies, functools.partial(forward, *args, **kwargs))
+                    return self._recompute(views, copies, functools.partial(forward, *given, **named))
             first = False
             notes = self._noting_writes(copies) if self._modules else contextlib.nullcontext()
             with notes, marked() as mark, torch.jit.optimized_execution(False):

@@ -1,11 +1,13 @@
-"""Caches of keys and values in Hugging Face models, which a checkpointed layer must not fill.
+"""Caches of keys and values in Hugging Face models, which a checkpointed layer must not fill twice.
 
 A checkpointed layer computes twice. The second time it would find in the cache what it has put there the first time.
-So such models keep no cache in training, as with transformers' own checkpointing.
+So models keep no cache of their own in training, as with transformers' own checkpointing. A layer that gets a cache
+nevertheless (a learned prefix; models that cannot do without) is recomputed with the cache as it was before.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from typing import Any
@@ -41,11 +43,6 @@ class _WithoutCache:
         if not (module.training and torch.is_grad_enabled()):
             return None
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if given.get("past_key_values") is not None:
-            raise ValueError(
-                f"{type(module).__name__} was called with past_key_values in training, and its checkpointed layers "
-                "would extend that cache a second time in backward; wrap the model with use_checkpoint=False"
-            )
         asked = given.get("use_cache")
         if asked is None:
             asked = getattr(module.config, "use_cache", False)
@@ -60,3 +57,16 @@ class _WithoutCache:
         if place < len(args):
             return (*args[:place], False, *args[place + 1 :]), kwargs
         return args, {**kwargs, "use_cache": False}
+
+
+def with_copied_caches(value: Any) -> Any:
+    """``value`` (arguments of a forward) with copies of the caches in it, which share their tensors."""
+    if type(value) in (list, tuple):
+        return type(value)(map(with_copied_caches, value))
+    if type(value) is dict:
+        return {key: with_copied_caches(item) for key, item in value.items()}
+    if not hasattr(type(value), "get_seq_length"):  # of transformers' caches and of their layers
+        return value
+    twin = copy.copy(value)
+    twin.__dict__.update({key: with_copied_caches(item) for key, item in vars(value).items()})
+    return twin
