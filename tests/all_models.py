@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         PAGE.write_text(page(tried, {m: row["not tried"] for m, row in rows.items() if m not in tried}, checks))
     counts = collections.Counter(r.partition(":")[0] for row in tried.values() for r in row.values())
     print(f"{len(tried)} models, {len(rows) - len(tried)} not tried; {dict(counts)}")
-    return 1 if counts["wrong"] else 0 if complete else 3
+    return 3 if not complete else 1 if counts["wrong"] else 0
 
 
 class Results:

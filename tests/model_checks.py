@@ -20,7 +20,7 @@ from torch import nn
 import bmt_zero
 from bmt_comm import ParallelContext, current_context, init_distributed
 
-TOLERANCE = 1e-4
+TOLERANCE = 3e-4
 STEPS = 3
 RATE = 0.02
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from block_helpers import pair, rows_of, seeded
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
-
-from bmt_zero import Block, BMTrainModelWrapper
 
 
 def make() -> nn.Module:
@@ -87,43 +84,3 @@ def test_what_would_see_one_ranks_part_only_is_refused(ctx):
     assert float(loss.detach()) == 48.0
     (loss / 2).backward()
     torch.testing.assert_close(block.weight.grad.add(0), torch.full_like(start, -2.0))
-
-
-@pytest.mark.ranks(2)
-def test_what_comes_into_a_wrapped_model_is_refused_at_the_next_forward(ctx):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-            self.head = nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(x)
-
-    x = torch.ones(2, 4)
-    spare = nn.Linear(4, 4)  # from before
-    for change, path in (
-        (lambda m: setattr(m, "head", nn.Linear(4, 3)), "head"),
-        (lambda m: setattr(m.layers[1], "extra", nn.Parameter(torch.ones(1))), "layers.1"),
-        (lambda m: m.layers.append(nn.Linear(4, 4)), "layers.3"),
-        (lambda m: m.layers.insert(0, nn.Linear(4, 4)), "layers.0"),
-        (lambda m: setattr(m, "head", spare), "head"),
-    ):
-        model = BMTrainModelWrapper(Model())
-        model(x)
-        twin = copy.deepcopy(model)
-        change(model)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=f"of '{path}', a Linear, came into the model after"):
-                model(x)
-        twin(x)
-
-
-@pytest.mark.ranks(2)
-def test_a_new_linear_elsewhere_changes_nothing(ctx):
-    block = BMTrainModelWrapper(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-    before = block(torch.ones(1, 3))
-    Block(nn.Linear(3, 3))
-    assert torch.equal(block(torch.ones(1, 3)), before)

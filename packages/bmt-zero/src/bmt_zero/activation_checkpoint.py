@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,13 +58,13 @@ class CheckpointedForward:
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._compiled or type(self.module).forward.__get__(self.module)
-        calls = self.group.step.calls
-        call = next((c for c in reversed(calls) if c.hooks.module is self.module), None)
-        if not self.enabled or call is None or call.call is None:
+        # One call for each group of the module; the innermost ones, if the module calls itself.
+        calls = {c.hooks.group: c for c in self.group.step.calls if c.hooks.module is self.module}
+        if not self.enabled or not calls or any(c.call is None for c in calls.values()):
             return forward(*args, **kwargs)
         if self._modules is None:
             self._modules = [m for m in self.module.modules() if m._buffers]
-        views, copies, mark = call.views, _Copies(), Mark()
+        views, copies, mark = {group: c.views for group, c in calls.items()}, _Copies(), Mark()
         before = with_copied_caches((args, kwargs))
         first = True
 
@@ -81,16 +81,18 @@ class CheckpointedForward:
 
         return checkpoint(run, *args, use_reentrant=False)
 
-    def _recompute(self, views: list[Tensor], copies: _Copies, forward: Callable[[], Any]) -> Any:
-        group = self.group
+    def _recompute(
+        self, views: Mapping[ParameterGroup, list[Tensor]], copies: _Copies, forward: Callable[[], Any]
+    ) -> Any:
         if current_backward() is not None:
-            group.unshard_in_backward()
-        first = group.install(views)
+            for group in views:
+                group.unshard_in_backward()
+        installed = [group for group, tensors in views.items() if group.install(tensors)]
         try:
             with self._restored(copies) if self._modules else contextlib.nullcontext():
                 return forward()
         finally:
-            if first:
+            for group in installed:
                 group.uninstall()
 
     @contextlib.contextmanager

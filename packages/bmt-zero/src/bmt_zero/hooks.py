@@ -164,11 +164,13 @@ class ForwardHooks:
         needed_in_backward: whether its backward reads the parameters' values; that of an embedding does not.
         previous, next: the hooks of the modules whose forward is before and after, for prefetching; see :func:`link`.
         prefetch_in_forward, prefetch_in_backward: what is prefetched instead, and kept until it is used.
+        outermost_only: whether a call of the module counts only if no module around it has unsharded the group.
     """
 
-    def __init__(self, group: ParameterGroup, module: nn.Module) -> None:
+    def __init__(self, group: ParameterGroup, module: nn.Module, outermost_only: bool = False) -> None:
         self.group = group
         self.module = module
+        self.outermost_only = outermost_only
         self.needed_in_backward = not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         self.previous: ForwardHooks | None = None
         self.next: ForwardHooks | None = None
@@ -193,7 +195,7 @@ class ForwardHooks:
         memo[id(self)] = twin
         twin.group = copy.deepcopy(self.group, memo)
         twin.module = copy.deepcopy(self.module, memo)
-        twin.needed_in_backward = self.needed_in_backward
+        twin.needed_in_backward, twin.outermost_only = self.needed_in_backward, self.outermost_only
         # Neighbours prefetch each other again if they are copied together: whichever is copied last links both.
         twin.previous, twin.next = memo.get(id(self.previous)), memo.get(id(self.next))
         twin.prefetch_in_forward, twin.prefetch_in_backward = [], []
@@ -209,6 +211,8 @@ class ForwardHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         group, step = self.group, self.group.step
         step.begin_forward()
+        if self.outermost_only and any(call.hooks.group is group for call in step.calls):
+            return None
         call = ForwardCall(self)
         if group.replaced:
             step.calls.append(call)
@@ -252,7 +256,7 @@ class ForwardHooks:
         group, step = self.group, self.group.step
         call = next((c for c in reversed(step.calls) if c.hooks is self), None)
         if call is None:
-            return None  # the hook before has raised
+            return None  # the hook before has raised, or has left the call to one around it
         step.end_forward(call)
         error = sys.exc_info()[1]
         if error is not None and error is not call.outer_error:

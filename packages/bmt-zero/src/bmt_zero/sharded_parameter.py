@@ -62,6 +62,11 @@ class ShardedParameter(nn.Parameter):
         return self.bmt_slice.shape
 
     @property
+    def ds_shape(self) -> tuple[int, ...]:
+        """DeepSpeed's name of :attr:`logical_shape`. peft asks for it."""
+        return self.logical_shape
+
+    @property
     def device_mesh(self) -> Any:
         """The ranks that share the parameter (a ``DeviceMesh``): those of :func:`fully_shard`, or the context's."""
         return self.handle.group.mesh

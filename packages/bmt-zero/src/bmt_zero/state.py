@@ -179,8 +179,10 @@ def add_state_hooks(slots: Iterable[Slot]) -> None:
     for module, own in names.items():
         for kind in (module._state_dict_pre_hooks, module._state_dict_hooks, module._load_state_dict_pre_hooks):
             for key, hook in list(kind.items()):
-                if isinstance(getattr(getattr(hook, "hook", hook), "__self__", None), _StateHooks):
-                    del kind[key]  # the module was sharded before
+                before = getattr(getattr(hook, "hook", hook), "__self__", None)
+                if isinstance(before, _StateHooks):  # the module was sharded before, or has parameters of two groups
+                    own.update(dict.fromkeys(name for name in before.names if name in module._parameters))
+                    del kind[key]
         hooks = _StateHooks(list(own), has_own_code(module, loading=False))
         if hooks.replaces_before:
             module.register_state_dict_pre_hook(hooks.before_saving)

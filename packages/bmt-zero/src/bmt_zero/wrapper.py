@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Container
-from typing import Any, TypeVar
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -56,7 +57,9 @@ def BMTrainModelWrapper(
     Parameters keep their identity (tied weights stay tied) and names. Parameters and buffers take the values of rank 0
     and the context's device. Hugging Face models whose layers are checkpointed keep no cache in training.
 
-    A parameter that comes into the model later is not sharded. A forward that finds one raises RuntimeError.
+    Parameters that are added to the model later (adapters) are sharded when its forward begins, or when it is wrapped
+    again: the same objects, with the values of rank 0. All ranks must add the same ones. A forward raises RuntimeError
+    if parameters were replaced.
 
     Returns ``model``.
 
@@ -70,6 +73,12 @@ def BMTrainModelWrapper(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if sharding_of(model) is not None:
         return model
+    hooks = [(module, hook) for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    wrapped = [(module, hook) for module, hook in hooks if isinstance(hook, _Wrapped)]
+    for module, hook in wrapped:
+        hook.look(module)
+    if wrapped and all(isinstance(p, ShardedParameter) for p in model.parameters()):
+        return model
     level = check_level(zero_level, context)
     layers = find_layers(model)
     rest = _slots_outside(model, layers)
@@ -79,21 +88,24 @@ def BMTrainModelWrapper(
     for module in layers:
         Block(module, use_checkpoint, level, precision=inside)
     share_buffers(model, context)
-    outside = _shard_rest(model, rest, Options(level, inside), precision, context)
-    chain = outside.pop(model, [])
+    options = Options(level, inside)
+    outside = _shard_rest(model, rest, options, precision, context)
+    parts = {module: [sharding.hooks] for module in layers if (sharding := sharding_of(module)) is not None}
     for path, module in model.named_modules():
         sharding = sharding_of(module)
         if sharding is not None:
             sharding.group.name = f"{path} (a {type(module).__name__})"
-            if module in layers:  # others keep the order of the list that they are in
-                chain.append(sharding.hooks)
-        chain += outside.get(module, [])
-    link(chain)
+    _link(model, parts | outside)
     if any(sharding.checkpoint for m in model.modules() if (sharding := sharding_of(m)) is not None):
         turn_off_caches(model)
-    model.register_forward_pre_hook(_AllSharded())
+    _Wrapped(list(model.parameters()), parts | outside, options, precision).register(model)
     print_rank(_summary(model, layers, outside, use_checkpoint), file=sys.stderr)
     return model
+
+
+def _link(model: nn.Module, hooks: Mapping[nn.Module, list[ForwardHooks]]) -> None:
+    """Let the parts of a model prefetch each other. Other sharded modules keep the order of the list they are in."""
+    link([each for module in model.modules() for each in hooks.get(module, ())])
 
 
 class _Registrations:
@@ -110,28 +122,115 @@ register_module_parameter_registration_hook(_registrations)
 register_module_module_registration_hook(_registrations)
 
 
-class _AllSharded:
-    """A hook before forward: raises if a parameter has come into the model since it was wrapped.
+class _Wrapped:
+    """A hook before the forward of a wrapped model: shards parameters that were added since it looked last.
 
-    It looks only if something was registered somewhere since it looked last.
+    It looks only if something was registered somewhere since then.
+
+    Args:
+        params: all parameters of the model.
+        hooks: of the parts of the model; those of one module in the order in which they run.
+        options, precision: how the model was wrapped.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        hooks: dict[nn.Module, list[ForwardHooks]],
+        options: Options,
+        precision: MixedPrecision,
+    ) -> None:
+        self.params = params
+        self.hooks = hooks
+        self.options = options
+        self.precision = precision
         self.seen = _registrations.count
+        self.key = -1
+
+    def register(self, model: nn.Module) -> None:
+        """Run before the forward of ``model``."""
+        self.key = model.register_forward_pre_hook(self, with_kwargs=True).id
+        self._be_first(model)
+
+    def _be_first(self, model: nn.Module) -> None:
+        """Run before the hooks that show unsharded parameters."""
+        cast(OrderedDict[int, Any], model._forward_pre_hooks).move_to_end(self.key, last=False)
 
     @not_compiled
-    def __call__(self, model: nn.Module, args: Any) -> None:
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = None
+        for hooks in self.look(model):  # for this call they come too late
+            changed = hooks.before(model, *(changed or (args, kwargs))) or changed
+        return changed
+
+    def look(self, model: nn.Module) -> list[ForwardHooks]:
+        """Shard parameters that were added; the new hooks of ``model`` itself.
+
+        Raises:
+            RuntimeError: others were removed, so that new ones are in their places; ranks have added different ones.
+        """
         if self.seen == _registrations.count:
-            return
-        for path, module in model.named_modules():
-            for name, param in module._parameters.items():
-                if isinstance(param, nn.Parameter) and not isinstance(param, ShardedParameter):
-                    raise RuntimeError(
-                        f"parameter {name!r} of {path!r}, a {type(module).__name__}, came into the model after "
-                        f"BMTrainModelWrapper; it is not sharded, and ranks would train different values of it. Add "
-                        f"modules (adapters, heads, new embeddings) first, and wrap the model then"
-                    )
+            return []
+        slots, count = list(_added(model)), len(self.hooks.get(model, ()))
+        if slots:
+            present = {id(p) for p in model.parameters()}
+            if not all(id(p) in present for p in self.params):
+                module, path = slots[0][1].module, slots[0][1].path
+                raise RuntimeError(
+                    f"parameter {path!r}, of a {type(module).__name__}, came into the model after "
+                    f"BMTrainModelWrapper, and another one has left it. Values that were copied from one to the other "
+                    f"are one rank's part. Change heads and embeddings first, and wrap the model then"
+                )
+            self._shard(model, slots)
         self.seen = _registrations.count
+        hooks = self.hooks.get(model, [])
+        return hooks[: len(hooks) - count]
+
+    def _shard(self, model: nn.Module, added: list[tuple[nn.Module | None, Slot]]) -> None:
+        context = current_context()
+        check_agreement(context.outer_zero, "the parameters that were added", [slot.path for _, slot in added])
+        owners: dict[int, nn.Module | None] = {}
+        for owner, slot in added:
+            check_parameter(slot.path, slot.param, context)
+            if owners.setdefault(id(slot.param), owner) is not owner:
+                raise ValueError(
+                    f"parameter {slot.path!r} was added to several Blocks; a Block must own its parameters"
+                )
+        for owner in dict.fromkeys(owners.values()):
+            slots = [slot for each, slot in added if each is owner]
+            if owner is None:
+                for module, hooks in _shard_rest(model, slots, self.options, self.precision, context).items():
+                    self.hooks[module] = hooks + self.hooks.get(module, [])  # the latest hook runs first
+                continue
+            sharding = sharding_of(owner)
+            assert sharding is not None
+            name = f"the parameters that were added to {sharding.group.name}"
+            group = build_group(slots, context, dataclasses.replace(sharding.group.options, name=name))
+            self.hooks[owner] = [ForwardHooks(group, owner), *self.hooks.get(owner, [])]
+        self.params += [slot.param for _, slot in added]
+        _link(model, self.hooks)
+        self._be_first(model)
+        count = sum(slot.param.numel() for _, slot in added)
+        print_rank(
+            f"BMTrainModelWrapper({type(model).__name__}): {len(added)} parameters with {count} elements were added "
+            f"and are sharded now",
+            file=sys.stderr,
+        )
+
+
+def _added(model: nn.Module) -> Iterator[tuple[nn.Module | None, Slot]]:
+    """Where parameters are that are not sharded, and the sharded modules around them (None: outside of these)."""
+
+    def visit(module: nn.Module, path: str, owner: nn.Module | None) -> Iterator[tuple[nn.Module | None, Slot]]:
+        owner = owner if sharding_of(module) is None else module
+        for name, param in module._parameters.items():
+            if isinstance(param, nn.Parameter) and not isinstance(param, ShardedParameter):
+                yield owner, Slot(module, name, path + name)
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from visit(child, f"{path}{name}.", owner)
+
+    return visit(model, "", None)
 
 
 def _summary(model: nn.Module, layers: Container[nn.Module], large: Container[nn.Module], use_checkpoint: bool) -> str:
@@ -189,7 +288,13 @@ def _shard_rest(
     if small:
         name = f"the small parameters of {type(model).__name__}"
         options = dataclasses.replace(options, precision=precision, reshard_after_forward=False, name=name)
-        hooks.setdefault(model, []).insert(0, ForwardHooks(build_group(small, context, options), model))
+        group = build_group(small, context, options)
+        hooks.setdefault(model, []).insert(0, ForwardHooks(group, model))
+        owners = {slot.module for slot in small}
+        for module in model.modules():  # the base model and the encoder are called by themselves, too
+            inside = [] if module is model else list(module.modules())
+            if not owners.isdisjoint(inside) and any(sharding_of(each) is not None for each in inside):
+                ForwardHooks(group, module, outermost_only=True)
     return hooks
 
 
