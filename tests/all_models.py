@@ -42,7 +42,7 @@ Models with small random weights, each under `BMTrainModelWrapper` on 2 ranks, w
 | generate | the tokens of greedy `generate` |
 | save_pretrained | what the plain class loads with `from_pretrained` |
 | LoRA before | updates of a model with adapters (peft) on all linear layers |
-| LoRA after | the same for adapters that come into the wrapped model: they are refused at the next forward |
+| LoRA after | the same for adapters that are added to the wrapped model |
 | compiled | updates where each Block is compiled by `layer.compile()` |
 
 A cell is **right**, with the error; *refused*, with the message below; or **wrong**. "–": the plain model cannot do it.
