@@ -25,6 +25,7 @@ from .layout import FlatLayout, Placement, plan_layouts
 from .precision import MixedPrecision
 from .rank0_state import rank0_state_dict
 from .recording import record_tensor
+from .replica_sums import verify_replicas
 from .shard import shard
 from .sharded_parameter import ShardedParameter
 from .stage import stage_block
@@ -78,4 +79,5 @@ __all__ = [
     "serves_shards",
     "shard",
     "stage_block",
+    "verify_replicas",
 ]

@@ -35,6 +35,7 @@ from bmt_zero import (
     load,
     no_sync,
     save,
+    verify_replicas,
 )
 
 from . import (
@@ -105,6 +106,7 @@ __all__ = [
     "sum_loss",
     "synchronize",
     "utils",
+    "verify_replicas",
     "wait_loader",
     "world_size",
 ]
