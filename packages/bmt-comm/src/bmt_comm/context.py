@@ -148,8 +148,8 @@ def init_distributed(
 
     Args:
         init_method: how processes find each other (see ``torch.distributed.init_process_group``).
-        seed: of parameter initialisation, and of the generators of ``random``, numpy (where it is loaded) and torch,
-            alike on every rank. ``None`` leaves the generators alone, and initialises parameters as 0 does.
+        seed: of the generators of ``random``, numpy (where it is loaded) and torch, alike on every rank; initial values
+            of parameters are drawn from torch's. ``None`` leaves the generators alone.
         pipe_size: pipeline stages; -1: one.
         num_micro_batches: micro-batches of a pipeline; by default as many as stages.
         tp_size: tensor-parallel ranks.

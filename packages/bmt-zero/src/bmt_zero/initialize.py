@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_comm import ParallelContext, check_agreement, current_context
 
+from .fill_order import Fill, generators_of_rank_0, run_in_order, without_drawing
 from .shard import sharding_of
 from .sharded_parameter import ShardedParameter
 from .state import logical_tensor, raise_on_all, write_logical
 
 _Place: TypeAlias = tuple[dict[str, Any], str]
 """A module's dictionary of parameters or buffers, and a name in it."""
-
-
-_calls: WeakKeyDictionary[ParallelContext, int] = WeakKeyDictionary()
-"""How often parameters have been initialised."""
 
 
 def init_parameters(model: nn.Module, *, seed: int | None = None) -> None:
@@ -38,15 +32,19 @@ def init_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     ``_init_weights``) of their module or of a module around it. All others are left alone, and so are Blocks that were
     built with ``initialized=True``.
 
-    Each parameter has its own random stream. What it is seeded by is the context's seed, the parameter's name, and how
-    often this function has been called: modules that are initialised one by one get different values, and a program
-    that makes the same calls in the same order gets the same ones. The logical parameter is filled, and a rank keeps
-    its rows: every element is the same for every number of ranks, ZeRO level and tensor-parallel size. One parameter at
-    a time is unsharded; for ``reset_parameters``, those that one module fills. The global generators keep their states.
+    Values are drawn from torch's generators, parameter after parameter in the order of ``model.parameters()``, and
+    after them module after module, inner ones first. So a model has the values that one process would draw for it from
+    the same seed, for every number of ranks, ZeRO level, tensor-parallel size and pipeline; modules that are
+    initialised one by one have different values. The logical parameter is filled, and a rank keeps its rows. One
+    parameter at a time is unsharded; for ``reset_parameters``, those that one module fills. Pipeline stages fill their
+    layers one after the other.
+
+    The states of rank 0's generators are used. The generators of a rank that had the same states go on from where the
+    values end, as in one process; those of other ranks keep their states.
 
     Args:
         model: the module.
-        seed: what the streams are seeded by, with the names alone: equal models get equal values.
+        seed: begin with generators seeded by this, and restore them after.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -57,11 +55,6 @@ def init_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     context = current_context()
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    stream = f"{context.seed if seed is None else seed}"
-    if seed is None:
-        earlier = _calls.get(context, 0)
-        _calls[context] = earlier + 1
-        stream += f":{earlier}" if earlier else ""
     shardings = {path: sharding for path, m in model.named_modules() if (sharding := sharding_of(m)) is not None}
     for path, sharding in shardings.items():
         if path:
@@ -74,26 +67,53 @@ def init_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     }
     check_agreement(context.zero, "init_parameters", [f"{n}: {p.bmt_slice.shape} {p.dtype}" for n, p in named.items()])
     waiting = {id(p): n for n, p in named.items() if p.awaits_values and p.init_method is None}
-    problem, resets = None, []
-    try:
-        resets = _find_resets(model, waiting)
-    except ValueError as error:
-        problem = error
-    raise_on_all(context.pipe, problem)  # stages have different layers
-    for name, param in named.items():
-        if param.init_method is None:
-            continue
-        values = torch.empty(param.bmt_slice.shape, dtype=param.dtype, device=context.device)
-        with torch.no_grad(), _seeded(context, stream, name):
-            param.init_method(values)
-        write_logical(param, values)
-    for reset in resets:
-        _run_reset(reset, context, stream)
+    local = {path for path, sharding in shardings.items() if sharding.group.options.stage_local}
+    with generators_of_rank_0(context, seed):
+        problem, resets = None, []
+        try:
+            with without_drawing(context):
+                resets = _find_resets(model, waiting)
+        except ValueError as error:
+            problem = error
+        raise_on_all(context.pipe, problem)  # stages have different layers
+        fills = [
+            Fill(name.rpartition(".")[0], functools.partial(_fill, param, context))
+            for name, param in named.items()
+            if param.init_method is not None
+        ]
+        run_in_order(fills, list(model.named_modules()), local, context)
+        fills = [Fill(reset.path, functools.partial(_run_reset, reset, context)) for reset in resets]
+        run_in_order(fills, _inner_first(model), local, context)
+
+
+def _fill(param: ShardedParameter, context: ParallelContext) -> None:
+    """Let its initialiser fill the logical parameter."""
+    assert param.init_method is not None
+    values = torch.empty(param.bmt_slice.shape, dtype=param.dtype, device=context.device)
+    with torch.no_grad():
+        param.init_method(values)
+    write_logical(param, values)
+
+
+def _inner_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules with their paths, in the order in which they are constructed."""
+    paths = {module: path for path, module in model.named_modules()}
+    found: dict[nn.Module, str] = {}
+
+    def add(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in found:
+                add(child)
+        found[module] = paths[module]
+
+    add(model)
+    return [(path, module) for module, path in found.items()]
 
 
 class _Reset(NamedTuple):
     """What fills parameters and buffers: those of a module, or of modules inside it."""
 
+    path: str  # of the module
     name: str  # of the first of them
     function: Callable[[], Any]
     places: list[_Place]  # what it writes to, and the parameters of its own module
@@ -122,7 +142,7 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
                 owners.setdefault(id(param), module)
     unfilled = {**waiting, **{id(b): name for name, b in model.named_buffers() if b.is_meta}}
     resets = []
-    for module in reversed(modules):
+    for path, module in _inner_first(model):
         function: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if family.get(module) is not None:
             function = functools.partial(cast(Any, family[module])._init_weights, module)
@@ -146,7 +166,7 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
             names = [waiting.get(i) or unfilled.get(i) or name for i, (_, name) in zip(identities, fills, strict=True)]
             own = [(tensors, name) for tensors, name in places if tensors is module._parameters]
             needed = {(id(tensors), name): (tensors, name) for tensors, name in own + written}
-            resets.append(_Reset(names[0], function, [*needed.values()], set(identities)))
+            resets.append(_Reset(path, names[0], function, [*needed.values()], set(identities)))
             unfilled = {i: name for i, name in unfilled.items() if i not in identities}
     if unfilled:
         some = ", ".join(f"{name!r} of a {type(_module_of(model, name)).__name__}" for name in [*unfilled.values()][:5])
@@ -222,7 +242,7 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
 
 
-def _run_reset(reset: _Reset, context: ParallelContext, stream: str) -> None:
+def _run_reset(reset: _Reset, context: ParallelContext) -> None:
     """Let it fill unsharded tensors in the places of the parameters and buffers.
 
     Raises:
@@ -241,7 +261,7 @@ def _run_reset(reset: _Reset, context: ParallelContext, stream: str) -> None:
     try:
         for tensors, name, tensor in before:
             tensors[name] = unsharded[id(tensor)]
-        with torch.no_grad(), _seeded(context, stream, reset.name):
+        with torch.no_grad():
             reset.function()
         results = [tensors[name] for tensors, name, _ in before]  # it may put others in their places
     finally:
@@ -256,21 +276,3 @@ def _run_reset(reset: _Reset, context: ParallelContext, stream: str) -> None:
             write_logical(tensor, result.detach())
         elif tensor.is_meta:
             tensors[name] = result.detach().to(context.device)
-
-
-@contextmanager
-def _seeded(context: ParallelContext, stream: str, name: str) -> Iterator[None]:
-    """Seed torch's generators for one parameter, and restore them after."""
-    digest = hashlib.sha256(f"{stream}:{name}".encode()).digest()
-    generators = [torch.default_generator]
-    if context.device.type == "cuda":
-        index = torch.cuda.current_device() if context.device.index is None else context.device.index
-        generators.append(torch.cuda.default_generators[index])
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)

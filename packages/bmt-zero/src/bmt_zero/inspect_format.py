@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
+_WIDTHS = (0, 16, 9, 9, 9, 9, 9, 9)  # at least, so that lines of several summaries can be compared
 
 
 def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
@@ -16,10 +17,12 @@ def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
             several of these added.
     """
     lines = [_COLUMNS, *(tuple(_cell(item[column]) for column in _COLUMNS) for item in summary)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+    widths = [max(least, *(len(line[i]) for line in lines)) for i, least in enumerate(_WIDTHS)]
     padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e4 else f"{value:.3e}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from bmt_comm import Communicator, current_context, is_initialized, last_loss_sc
 
 from .shard import sharding_of
 from .sharded_gradient import local_rows
-from .stage_entry import is_stage_local
+from .stage_entry import is_stage_local, natural_key
 from .statistics import Statistics, as_statistics, describe, over_several
 
 
@@ -33,7 +32,7 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[d
         scale of an ``OptimManager``. Those of a parameter without a gradient are 0.
     """
     entries: list[tuple[str, nn.Parameter]] = []
-    positions: list[tuple[int, list[Any], int]] = []  # in the order of all stages
+    positions: list[tuple[int, tuple[Any, ...], int]] = []  # in the order of all stages
     blocks = _blocks(model)
     outside = 0
     for index, (name, param) in enumerate(model.named_parameters(remove_duplicate=False)):
@@ -41,7 +40,7 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[d
         outside += not local
         if fnmatch.fnmatchcase(prefix + name, param_name):
             entries.append((prefix + name, param))
-            positions.append((outside, _natural(blocks[name]) if local else [], index))
+            positions.append((outside, natural_key(blocks[name]) if local else (), index))
     found = _statistics([param for _, param in entries])
     scale = last_loss_scale()
     summary = [
@@ -65,11 +64,6 @@ def _blocks(model: nn.Module) -> dict[str, str]:
         if sharding_of(module) is not None
         for name, _ in module.named_parameters(remove_duplicate=False)
     }
-
-
-def _natural(name: str) -> list[Any]:
-    """A key by which "layers.10" comes after "layers.9". Not empty."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _statistics(params: Sequence[nn.Parameter]) -> list[tuple[Statistics | None, Statistics | None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,11 @@ STAGE_LOCAL_ATTRIBUTE = "bmt_stage_local"
 def is_stage_local(tensor: Tensor) -> bool:
     """Whether a parameter belongs to this pipeline stage only."""
     return bool(getattr(tensor, STAGE_LOCAL_ATTRIBUTE, False))
+
+
+def natural_key(name: str) -> tuple[Any, ...]:
+    """A key by which "layers.10" comes after "layers.9". Not empty."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
 
 
 @dataclass(frozen=True, eq=False)
