@@ -347,3 +347,67 @@ def test_blocks_have_the_attributes_of_bmtrain() -> None:
     assert list(shared.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     for mode in ("PIPE", "BLOCK"):
         assert isinstance(bmt.Block(nn.Linear(2, 2), mode=mode), bmt.CheckpointBlock)
+
+
+class Counted(bmt.DistributedModule):
+    """Counts how often its forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = bmt.nn.Linear(6, 6)
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return F.dropout(self.linear(x), 0.5, self.training)
+
+
+@pytest.mark.ranks(1, 2, init=False)
+def test_blocks_compute_again_what_needs_gradients_alone() -> None:
+    bmt.init_distributed()
+    layers = [bmt.Block(Counted()) for _ in range(6)]
+    for layer in layers[:3]:
+        layer.requires_grad_(False)
+    y = torch.randn(8, 6, device=config["device"])
+    for layer in layers:
+        y = layer(y)
+    y.sum().backward()
+    assert [layer.count for layer in layers] == [1, 1, 1, 2, 2, 2]
+    assert all(param.grad is None for layer in layers[:3] for param in layer.parameters())
+    assert all(param.grad is not None for layer in layers[3:] for param in layer.parameters())
+    model = bmt.TransformerBlockList(layers)
+    x = torch.ones(64, 6, device=config["device"])
+    assert (model.train()(x) == 0).any()
+    assert not (model.eval()(x) == 0).any()
+
+
+@pytest.mark.ranks(1, 2, init=False)
+def test_parameters_are_frozen_between_steps() -> None:
+    """The lines of a summary: what is frozen keeps the gradient that it had, and what never had one shows zeros."""
+    bmt.init_distributed()
+    layer = bmt.nn.Linear(6, 6)
+    model = bmt.TransformerBlockList([bmt.Block(layer), bmt.Block(bmt.nn.Linear(6, 6))])
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    plain.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
+    optim_manager = optim.OptimManager(loss_scale=4)
+    before: list[str] = []
+    for step, (weight, bias) in enumerate([(True, False), (False, True), (True, False)]):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        for first in (layer, plain[0]):
+            first.weight.requires_grad_(weight)
+            first.bias.requires_grad_(bias)
+        optim_manager.backward(model(x.to(config["device"])).sum())
+        plain(x).sum().backward()
+        summary = inspect.inspect_model(model, "*")
+        lines = inspect.format_summary(summary).split("\n")[1:]
+        for item, (name, param) in zip(summary, plain.named_parameters()):
+            assert item["name"] == name
+            wanted = torch.zeros(2) if param.grad is None else param.grad
+            for key in ("mean", "std", "max", "min"):
+                assert item[f"grad_{key}"] == pytest.approx(getattr(wanted.double(), key)().item(), rel=1e-4, abs=1e-6)
+        if step == 0:
+            assert layer.bias.grad is None
+            assert lines[1].split()[-2:] == ["0.0000", "0.0000"]
+        else:
+            assert [mine == old for mine, old in zip(lines[:2], before)] == [not weight, not bias]
+        before = lines

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import bmt_zero
 from bmt_comm import slice_of
 from bmt_optim import AdamOptimizer, OptimManager, save_optimizer
+from bmt_optim.upstream_state import merge_ranks
 from bmt_pipe import PipelineTransformerBlockList
 
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -127,3 +128,77 @@ def test_an_overflow_on_one_rank_of_one_stage_stops_all(ctx: Any, level: int, cl
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name])
         assert not param.grad.any()
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups, as scripts make them: vectors have no weight decay."""
+    params = list(model.parameters())
+    vectors = [param for param in params if len(slice_of(param).shape) == 1]
+    return [
+        {"params": [param for param in params if all(param is not vector for vector in vectors)], "lr": 0.5},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+
+
+def saved_by_bmtrain(rank: int | None, cuts: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """A state dict of BMTrain 1.0, written by hand: every rank has all parameters in its groups, and the elements of
+    those in ``cuts`` (the ranks that share a parameter) that are its own; None: gathered."""
+    _, states, _ = trained_plainly(STEPS)
+    model = build(nn.ModuleList)
+    names = {id(param): name for name, param in model.named_parameters()}
+    saved: dict[str, Any] = {"state": {}, "param_groups": [], "is_whole": rank is None}
+    for group in groups_of(model):
+        keys = []
+        for param in group["params"]:
+            name, key = names[id(param)], sum(len(each["params"]) for each in saved["param_groups"]) + len(keys)
+            keys.append(key)
+            flat = {k: states[name][k].flatten() for k in ("exp_avg", "exp_avg_sq")}
+            if rank is None:
+                saved["state"][key] = {"step": STEPS, **flat}
+            elif rank in cuts[name]:
+                place, count = cuts[name].index(rank), len(cuts[name])
+                saved["state"][key] = {"step": STEPS, **{k: v.tensor_split(count)[place] for k, v in flat.items()}}
+        saved["param_groups"].append({**OPTIONS, **group, "params": keys})
+    return saved
+
+
+@pytest.mark.ranks(4, pipe_size=2)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_states_of_bmtrain_are_loaded_in_a_pipeline(ctx: Any, gathered: bool, interleave: int) -> None:
+    def blocks(layers: Any) -> nn.Module:
+        return PipelineTransformerBlockList([bmt_zero.Block(layer) for layer in layers], interleave=interleave)
+
+    model = bmt_zero.BMTrainModelWrapper(build(blocks))
+    own = {name.rpartition(".")[0] for name, _ in model[1].named_parameters(prefix="1")}
+    stages = ctx.world.all_gather_object(own)  # which layers each rank has
+    cuts = {
+        name: tuple(r for r in range(4) if not name.startswith("1.") or name.rpartition(".")[0] in stages[r])
+        for name, _ in build(nn.ModuleList).named_parameters()
+    }
+    optimizer = AdamOptimizer(groups_of(model), **{**OPTIONS, "lr": 1.0})
+    optimizer.load_state_dict(saved_by_bmtrain(None if gathered else ctx.rank, cuts))
+    _, wanted, _ = trained_plainly(STEPS)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 3e-2]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    for name, param in model.named_parameters():
+        state = optimizer.state[param]
+        assert float(state["step"]) == STEPS
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[key], rows_of(wanted[name][key], param)), name
+    fewer = saved_by_bmtrain(None if gathered else ctx.rank, cuts)
+    del fewer["param_groups"][1]["params"][-1]
+    with pytest.raises(ValueError, match="the state dict has 12 parameters and the optimizer has 13"):
+        optimizer.load_state_dict(fewer)
+
+
+def test_the_ranks_files_of_a_pipeline_are_merged() -> None:
+    names = [name for name, _ in build(nn.ModuleList).named_parameters()]
+    cuts = {name: (0, 1, 2, 3) if not name.startswith("1.") else (0, 1) if name < "1.3" else (2, 3) for name in names}
+    merged = merge_ranks([saved_by_bmtrain(rank, cuts) for rank in range(4)])
+    wanted = saved_by_bmtrain(None, cuts)
+    assert merged["is_whole"]
+    assert merged["state"].keys() == wanted["state"].keys()
+    for key, entry in wanted["state"].items():
+        assert merged["state"][key]["step"] == entry["step"]
+        assert all(torch.equal(merged["state"][key][k], entry[k]) for k in ("exp_avg", "exp_avg_sq"))

@@ -44,12 +44,13 @@ def test_statistics_are_those_of_one_process(ctx: Any, tail: str | None, checkpo
     for scale in (1.0, 8.0):
         for model in (plain, layers):
             model.zero_grad()
-        kept: list[tuple[str, Tensor]] = []
         x = whole.flatten(0, 1)
+        kept: list[tuple[str, Tensor]] = [("0.batch", x)]
         for index, layer in enumerate(plain):
             h = torch.tanh(layer.first(x))
             kept += [(f"{index}.input", x), (f"layer.{index}.middle", h)]
             x = x + h
+        kept.append(("1.batch", kept[0][1]))
         for _, tensor in kept:
             if tensor.requires_grad:
                 tensor.retain_grad()
@@ -57,10 +58,12 @@ def test_statistics_are_those_of_one_process(ctx: Any, tail: str | None, checkpo
         note_loss_scale(scale)
         mine = whole[ctx.rank].to(ctx.device)
         with inspect_tensor() as inspector:
+            record_tensor(mine, "batch")  # outside of the pipeline, before it and after it
             if tail is None:
                 loss = mean_square(layers(mine))
             else:
                 loss = layers(mine, tail=mean_square)
+            record_tensor(mine, "batch")
             (loss * scale / ctx.replicas).backward()
         found = inspector.get_summary()
         parameters = inspect_model(layers, "*")

@@ -15,7 +15,17 @@ from .context import ParallelContext, current_context, init_distributed, is_init
 from .loss_scale import last_loss_scale, note_loss_scale
 from .printing import print_block, print_dict, print_rank, see_memory
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
-from .slice import SLICE_ATTRIBUTE, Slice, cut_piece, join_pieces, local_tensor, select_rows, slice_of, whole
+from .slice import (
+    LAYER_ATTRIBUTE,
+    SLICE_ATTRIBUTE,
+    Slice,
+    cut_piece,
+    join_pieces,
+    local_tensor,
+    select_rows,
+    slice_of,
+    whole,
+)
 from .state_record import StateRecord
 from .store import allgather_objects, broadcast_object
 from .topology import TopologyNames
@@ -31,6 +41,7 @@ from .weight_gradients import (
 from .work import Work
 
 __all__ = [
+    "LAYER_ATTRIBUTE",
     "REDUCE_OPS",
     "SLICE_ATTRIBUTE",
     "CallSequences",

@@ -22,6 +22,9 @@ from .communicator import Communicator
 SLICE_ATTRIBUTE = "bmt_slice"
 """A tensor that carries its :class:`Slice` under this attribute name is understood by :func:`slice_of`."""
 
+LAYER_ATTRIBUTE = "bmt_pipe_layer"
+"""On a parameter that one pipeline stage alone has: the number of its pipeline in the process, and of its layer."""
+
 
 @dataclass(frozen=True)
 class Slice:

@@ -228,13 +228,14 @@ class AdamOptimizer(torch.optim.Optimizer):
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what :meth:`load_state_dict` would raise, and change nothing."""
         if is_upstream(state_dict):
-            state_dict = from_upstream(state_dict, self._params())
+            state_dict = from_upstream(state_dict, [group["params"] for group in self.param_groups])
         self._parse(state_dict)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, at this or any other layout (of a pipeline: with the same
-        stages), or ``torch.optim.AdamW``'s, or BMTrain 1.0's (gathered, or of this rank in a job of as many ranks).
+        stages), or ``torch.optim.AdamW``'s, or BMTrain 1.0's (gathered, or of this rank in a job of as many ranks; in
+        a pipeline every rank must call this for it).
 
         Tensors may have the local or the full shape; of a full one this rank takes its slice. Values are
         copied. A half-precision parameter without ``master`` in the dict takes its current value as master;
@@ -244,7 +245,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             ValueError: the dict does not fit; the optimizer is unchanged.
         """
         if is_upstream(state_dict):
-            state_dict = from_upstream(state_dict, self._params())
+            state_dict = from_upstream(state_dict, [group["params"] for group in self.param_groups])
         entries = self._parse(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             group.update(

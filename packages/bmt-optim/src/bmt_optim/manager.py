@@ -376,7 +376,7 @@ class OptimManager:
             return state_dict
         scale = state_dict.get("loss_scale")
         converted = [
-            from_upstream(each, [p for group in optimizer.param_groups for p in group["params"]], scale)
+            from_upstream(each, [group["params"] for group in optimizer.param_groups], scale)
             if isinstance(optimizer, AdamOptimizer) and is_upstream(each)
             else each
             for optimizer, each in zip(self.optimizers, saved)

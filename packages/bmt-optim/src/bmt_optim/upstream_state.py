@@ -8,6 +8,9 @@
 
     The moments of fp16 parameters in their ``AdamOptimizer`` are multiplied by the loss scale; the first one is then
     in fp16.
+
+    In a pipeline, every rank's optimizer has the parameters of all stages, and a state of those of its own. Here a rank
+    has its own stage's parameters alone, and finds their places among all by the layers that they belong to.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 import bmt_comm
-from bmt_comm import Communicator, Slice, select_rows, slice_of
+from bmt_comm import LAYER_ATTRIBUTE, Communicator, Slice, select_rows, slice_of
 
 from .adam_runs import HALF
 
@@ -37,46 +40,87 @@ _OTHERS = {"hold_steps", "amsgrad", "maximize", "foreach"}  # of this package's 
 
 
 def from_upstream(
-    state_dict: Mapping[str, Any], params: Sequence[Tensor], loss_scale: float | None = None
+    state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]], loss_scale: float | None = None
 ) -> dict[str, Any]:
     """This rank's part of a state dict of BMTrain 1.0, in the form of this package's Adam.
 
     Args:
         state_dict: gathered, the same on every rank; or what this rank has saved, in a job of as many ranks with the
-            same tensor-parallel size. Of the latter every rank must call this.
-        params: the optimizer's parameters, in the order of the groups.
+            same tensor-parallel size and stages. Of the latter, and in a pipeline, every rank must call this.
+        groups: the optimizer's parameters, in groups.
         loss_scale: by which moments in fp16 are multiplied.
 
     Raises:
         ValueError: tensors do not have as many elements as the parameters; moments are multiplied by a loss scale that
             is not given; or the state of tensor-parallel parameters was gathered, which puts them out of order.
     """
-    order = [key for group in state_dict["param_groups"] for key in group["params"]]
+    return _converted(state_dict, [param for group in _of_all_stages(groups) for param in group], loss_scale)
+
+
+def _converted(
+    state_dict: Mapping[str, Any], params: Sequence[Tensor | None], loss_scale: float | None
+) -> dict[str, Any]:
+    """:func:`from_upstream`, with the parameters of all stages in order, None for those of other ones."""
+    saved = [list(group["params"]) for group in state_dict["param_groups"]]
+    order = [key for keys in saved for key in keys]
     if len(order) != len(params):
         raise ValueError(f"the state dict has {len(order)} parameters and the optimizer has {len(params)}")
     state = state_dict["state"]
-    slices = [slice_of(param) for param in params]
+    slices = [None if param is None else slice_of(param) for param in params]
     flats = _Gathered(state, order) if state_dict.get("is_whole") else _OfRanks(state, order, slices)
     converted: dict[Any, dict[str, Any]] = {}
     for index, (key, param, where) in enumerate(zip(order, params, slices, strict=True)):
         step = flats.step(index)
         if step is None:
             continue
+        if flats.is_scaled(index) and loss_scale is None:
+            raise ValueError(
+                f"the moments of parameter {index} are multiplied by the loss scale, which the state dict of "
+                f"BMTrain's AdamOptimizer does not tell: load the state dict of its OptimManager instead"
+            )
         entry: dict[str, Any] = {"step": torch.tensor(float(step))}
         for name, own in _KEYS.items():
             flat = flats.tensor(index, name, where)
-            if flat is None or (own == "master" and param.dtype not in HALF):
+            if flat is None or where is None or param is None or (own == "master" and param.dtype not in HALF):
                 continue
             if flats.is_scaled(index) and own != "master":
-                if loss_scale is None:
-                    raise ValueError(
-                        f"the moments of parameter {index} are multiplied by the loss scale, which the state dict of "
-                        f"BMTrain's AdamOptimizer does not tell: load the state dict of its OptimManager instead"
-                    )
+                assert loss_scale is not None
                 flat = flat.float() / loss_scale
             entry[own] = select_rows(flat.view(where.piece_shape), where).contiguous()
-        converted[key] = entry
-    return {"state": converted, "param_groups": [dict(group) for group in state_dict["param_groups"]]}
+        if param is not None:
+            converted[key] = entry
+    mine = {key for key, param in zip(order, params, strict=True) if param is not None}
+    return {
+        "state": converted,
+        "param_groups": [
+            {**group, "params": [key for key in keys if key in mine]}
+            for group, keys in zip(state_dict["param_groups"], saved, strict=True)
+        ],
+    }
+
+
+def _of_all_stages(groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor | None]]:
+    """The parameters of all pipeline stages in the order of the model; None for those that this stage does not have."""
+    if not bmt_comm.is_initialized() or bmt_comm.current_context().pipe_size == 1:
+        return [list(params) for params in groups]
+    places: list[list[tuple[int, tuple[int, ...], int]]] = []
+    for params in groups:
+        outside = 0  # of the pipelines: every stage has these
+        own = []
+        for index, param in enumerate(params):
+            layer = getattr(param, LAYER_ATTRIBUTE, ())
+            outside += not layer
+            own.append((outside, layer, index if layer else 0))
+        places.append(own)
+    stages = bmt_comm.current_context().pipe_host.all_gather_object(places)
+    if any(len(theirs) != len(groups) for theirs in stages):
+        raise ValueError(f"pipeline stages have optimizers of {[len(theirs) for theirs in stages]} groups")
+    merged: list[list[Tensor | None]] = []
+    for number, (params, own) in enumerate(zip(groups, places, strict=True)):
+        mine = dict(zip(own, params, strict=True))
+        everyone = sorted({place for theirs in stages for place in theirs[number]})
+        merged.append([mine.get(place) for place in everyone])
+    return merged
 
 
 class _Gathered:
@@ -92,10 +136,10 @@ class _Gathered:
     def is_scaled(self, index: int) -> bool:
         return _is_half(self._entries[index])
 
-    def tensor(self, index: int, name: str, where: Slice) -> Tensor | None:
+    def tensor(self, index: int, name: str, where: Slice | None) -> Tensor | None:
         """The elements of this tensor-parallel rank's piece of a tensor of the state, flat."""
         flat = (self._entries[index] or {}).get(name)
-        if flat is None:
+        if flat is None or where is None:
             return None
         if where.tp_dim is not None and where.tp_comm is not None and where.tp_comm.size > 1:
             raise ValueError(
@@ -113,7 +157,7 @@ class _Gathered:
 class _OfRanks:
     """The elements that each rank has saved; every rank asks for the same things in the same order."""
 
-    def __init__(self, state: Mapping[Any, Any], order: Sequence[Any], slices: Sequence[Slice]) -> None:
+    def __init__(self, state: Mapping[Any, Any], order: Sequence[Any], slices: Sequence[Slice | None]) -> None:
         self._entries = [state.get(key) or {} for key in order]
         mine = [
             (
@@ -132,7 +176,8 @@ class _OfRanks:
             try:
                 for index, where in enumerate(slices):
                     for name in _KEYS:
-                        self._holders(self._sizes(index, name), where, index, name)
+                        if where is not None:
+                            self._holders(self._sizes(index, name), where, index, name)
             except ValueError as error:
                 problem = str(error)
         for each in self._comm.all_gather_object(problem):
@@ -146,18 +191,19 @@ class _OfRanks:
     def is_scaled(self, index: int) -> bool:
         return any(facts[index][2] for facts in self._facts)
 
-    def tensor(self, index: int, name: str, where: Slice) -> Tensor | None:
+    def tensor(self, index: int, name: str, where: Slice | None) -> Tensor | None:
         sizes = self._sizes(index, name)
         dtypes = [facts[index][1][name][1] for facts in self._facts if name in facts[index][1]]
         if not any(sizes):
             return None
-        holders = self._holders(sizes, where, index, name)
         comm, device = self._comm, self._comm.device
         mine = torch.zeros(max(sizes), dtype=dtypes[0], device=device)
         mine[: sizes[comm.rank]] = self._entries[index].get(name, mine[:0]).reshape(-1).to(device)
         everyone = mine.new_empty(comm.size, len(mine))
         comm.all_gather(everyone, mine)
-        return torch.cat([everyone[rank, : sizes[rank]] for rank in holders])
+        if where is None:
+            return None
+        return torch.cat([everyone[rank, : sizes[rank]] for rank in self._holders(sizes, where, index, name)])
 
     def _sizes(self, index: int, name: str) -> list[int]:
         """How many elements each rank has."""
@@ -240,6 +286,6 @@ def to_own_form(
             )
         dtype = torch.float16 if "_param_fp32" in entry else torch.float32  # whether there is a master weight
         chosen.append(torch.empty(shape, dtype=dtype, device="meta"))
-    converted = from_upstream({**state_dict, "is_whole": True}, chosen, loss_scale)
+    converted = _converted({**state_dict, "is_whole": True}, chosen, loss_scale)
     groups = [{**group, "hold_steps": 0} for group in converted["param_groups"]]  # which they do not save
     return {**converted, "param_groups": groups}

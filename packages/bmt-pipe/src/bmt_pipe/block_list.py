@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmt_comm import ParallelContext, check_agreement, current_context
+from bmt_comm import LAYER_ATTRIBUTE, ParallelContext, check_agreement, current_context
 from bmt_zero import grouped_parameters, init_parameters, link_blocks, stage_block
 
 from .call import Pipeline
@@ -21,6 +22,9 @@ from .partition import split_layers
 from .recording import Recorder
 from .schedule import Schedule, make_schedule
 from .simulate import Timeline
+
+_pipelines = itertools.count()
+"""Numbers the lists of this process."""
 
 
 class PipelineTransformerBlockList(StagedState):
@@ -174,6 +178,7 @@ class PipelineTransformerBlockList(StagedState):
         """Make Blocks of this stage's layers, and drop the others."""
         owner_of = _owners(self.all_chunks, context.pipe_size)
         seen = _Seen(owner_of)
+        pipeline = next(_pipelines)
         for index in range(self.num_layers):
             try:
                 layer = next(layers)
@@ -191,6 +196,8 @@ class PipelineTransformerBlockList(StagedState):
                 block = self._modules[str(first)] if keep else None
             if block is not None:
                 self.add_module(str(index), block)
+                for param in block.parameters() if first == index else ():
+                    setattr(param, LAYER_ATTRIBUTE, (pipeline, index))
             del layer, block  # before there is the next
         if next(layers, None) is not None:
             raise ValueError(
