@@ -22,6 +22,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmt_comm import cut_piece
+from bmt_comm.testing import RankPool
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt2"
 sys.path.insert(0, str(EXAMPLE))
@@ -450,6 +451,7 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
         (["--timeout", "0"], "--timeout 0.0 must be above 0"),
         (["--seed", str(2**70)], f"--seed {2**70} must be below 2**63"),
         (["--vocab-size", str(10**12)], f"--vocab-size {10**12} must be between 257"),
+        (["--batch-size", "4", "--step-size", "6"], "--step-size 6 is no multiple of the 4 sequences"),
         (["--vocab-size", "256"], "--vocab-size 256 must be between 257"),
         (["--hidden", "30"], "hidden_size=30 is no multiple of num_heads=4"),
         (["--heads", "8", "--tp", "3"], "--heads 8 is no multiple of --tp 3"),
@@ -741,3 +743,17 @@ def meeting():
     yield bmt.rank()
     bmt.synchronize()
     bmt.shutdown()
+
+
+def test_other_numbers_of_ranks_go_on_with_the_same_samples(single):
+    folder, _ = single
+    flags = ["--batch-size", "1", "--step-size", "24", "--save-interval", "2", "--keep", "9", "--resume"]
+    checkpoints = folder / "runs" / "elastic" / "checkpoints"
+    with RankPool() as pool:
+        pool.run(run_here, 1, folder, "whole", *flags, timeout=120)
+        for ranks, stop in ((4, 2), (3, 4), (2, 6), (4, 8)):
+            pool.run(run_here, ranks, folder, "elastic", *flags, timeout=120)
+            for later in checkpoints.glob("step-*"):  # as if the run had been cut short
+                if int(later.name.removeprefix("step-")) > stop:
+                    shutil.rmtree(later)
+    assert_same_losses(losses(folder, "elastic"), losses(folder, "whole"))

@@ -50,6 +50,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--batch-size", type=int, default=4, help="sequences per rank and micro-batch")
     group.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     group.add_argument(
+        "--step-size", type=int, default=hidden, help="sequences per step on all ranks; decides --accumulation"
+    )
+    group.add_argument(
         "--optimizer",
         choices=LEARNING_RATES,
         default="muon",
@@ -111,7 +114,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
     parser.set_defaults(
         layers=None, heads=None, hidden=None, seq_len=None, vocab_size=None, dropout=None, data=None, epochs=None,
-        checkpointing=None, device=None, micro_batches=None, lr=None, galore_rank=None,
+        step_size=None, checkpointing=None, device=None, micro_batches=None, lr=None, galore_rank=None,
     )  # fmt: skip
     args = parser.parse_args(argv)
     if args.checkpointing is None:
@@ -169,6 +172,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         if size % args.tp:
             parser.error(f"--{flag} {size} is no multiple of --tp {args.tp}")
     try:
+        if args.step_size is not None:
+            args.accumulation = accumulation_of(args)
         check_pipeline(args)
     except UsageError as error:
         parser.error(str(error))
@@ -181,6 +186,17 @@ def default_rates() -> str:
     for name, rate in LEARNING_RATES.items():
         by_rate.setdefault(rate, []).append(name)
     return "; ".join(f"{rate:g} for {', '.join(names)}" for rate, names in by_rate.items())
+
+
+def accumulation_of(args: argparse.Namespace) -> int:
+    """How many micro-batches make up ``--step-size`` sequences, on as many ranks as there are."""
+    at_once = args.batch_size * (int(os.environ.get("WORLD_SIZE", 1)) // args.tp)
+    if args.step_size < 1 or args.step_size % at_once:
+        raise UsageError(
+            f"--step-size {args.step_size} is no multiple of the {at_once} sequences that the ranks take at once; "
+            f"change it or --batch-size {args.batch_size}"
+        )
+    return args.step_size // at_once
 
 
 def check_pipeline(args: argparse.Namespace) -> None:
