@@ -459,8 +459,11 @@ def _precision(policy: Any) -> MixedPrecision:
 
 def _check_offload(policy: Any, context: ParallelContext) -> None:
     """Raise unless the policy holds: on a CPU context all memory is the host's."""
-    if "OffloadPolicy" not in {cls.__name__ for cls in type(policy).__mro__}:
-        raise TypeError(f"offload_policy must be an OffloadPolicy, not {type(policy).__name__}")
+    if not isinstance(policy, OffloadPolicy):
+        from torch.distributed import fsdp  # takes long to import
+
+        if not isinstance(policy, fsdp.OffloadPolicy):
+            raise TypeError(f"offload_policy must be an OffloadPolicy, not {type(policy).__name__}")
     if hasattr(policy, "pin_memory") and context.device.type != "cpu":
         raise RuntimeError(
             f"offload_policy={policy!r}: bmt_zero keeps parameters on {context.device}; to keep optimizer states and "
@@ -477,8 +480,11 @@ def _check_resharding(value: bool | int | None, shard_size: int) -> bool | None:
 
 
 def _check_placement(name: str, placement: Any) -> None:
-    is_first = type(placement).__name__ == "Shard" and placement.dim == 0
-    if placement is not None and not is_first:
+    if placement is None:
+        return
+    from torch.distributed.tensor import Shard  # takes long to import
+
+    if not (isinstance(placement, Shard) and placement.dim == 0):
         raise ValueError(
             f"shard_placement_fn returned {placement!r} for parameter {name!r}; bmt_zero shards rows: return None or "
             f"Shard(0)"

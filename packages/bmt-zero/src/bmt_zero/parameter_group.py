@@ -219,7 +219,8 @@ class ParameterGroup:
         self.comms = list(dict.fromkeys(comm for r in self.reducers for comm in r.comms if comm.size > 1))
         self.anchor = torch.zeros((), requires_grad=True)
         # This node runs only in backward passes that accumulate gradients of all leaves.
-        self.accumulates: Any = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        with torch.enable_grad():
+            self.accumulates: Any = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.in_backward: set[Any] = set()
         self.trains: list[bool] = []
         self.replaced = 0
@@ -269,6 +270,11 @@ class ParameterGroup:
 
         ``look``: whether parameters may have been moved, frozen or unfrozen since the last forward.
         """
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{self.name} cannot be unsharded inside of transforms of torch.func (jvp, vmap, grad): apply them "
+                f"to a plain model, or use torch.autograd.grad and torch.autograd.forward_ad"
+            )
         try:
             if look or self._label == -1:
                 self._look(self.reducers)
@@ -347,12 +353,24 @@ class ParameterGroup:
     def install(self, tensors: Sequence[Tensor]) -> bool:
         """Let the modules see ``tensors`` in place of the parameters; whether they saw the parameters before."""
         first = not self._installed
+        if first:
+            self._check_places()
         self._installed = True
         for slot in self.slots:
             slot.module._parameters[slot.name] = tensors[slot.index]  # type: ignore[assignment]
         for module in self._recurrent:
             refresh_flat_weights(module)
         return first
+
+    def _check_places(self) -> None:
+        """Raise if a module has another tensor in the place of a sharded parameter; it would be ignored."""
+        for slot in self.slots:
+            param = self.params[slot.index]
+            if slot.module._parameters.get(slot.name, param) is not param:
+                raise RuntimeError(
+                    f"parameter {slot.path!r} of {self.name} was replaced by another tensor after it was sharded, "
+                    f"which would be ignored: copy values into it (copy_, load_state_dict), or replace it before"
+                )
 
     def uninstall(self) -> None:
         """Let the modules see the sharded parameters again."""
