@@ -71,6 +71,9 @@ class Renamed:
     def read_into(self, name: str, low: int, out: Tensor) -> None:
         self._source.read_into(self._names[name], low, out)
 
+    def finish(self) -> None:
+        self._source.finish()
+
 
 class WeightLoader:
     """The loading of weights on one rank: nothing is changed before :meth:`read`.

@@ -76,6 +76,9 @@ class PtSource:
     def read_into(self, name: str, low: int, out: Tensor) -> None:
         out.copy_(self.read(name, low, low + len(out)))
 
+    def finish(self) -> None:
+        """Nothing is left to compare."""
+
     def state_dict(self) -> dict[str, Any]:
         """All of it, in memory."""
         return {name: self._value(value) for name, value in self._state.items()}

@@ -15,7 +15,7 @@ from .headers import DTYPES, Entry
 from .regions import Region, flat_bytes, local_view, logical_view, regions_of
 from .sources import CHUNK, Source
 
-_AHEAD = 4
+_AHEAD = 16
 """Chunks that the disk is asked for before they are read."""
 
 
@@ -76,6 +76,7 @@ def fill(contents: Iterable[Content], source: Source) -> None:
                     first.read(its_chunk)
         for target, chunk in ahead:
             target.read(chunk)
+    source.finish()
 
 
 class _Target:

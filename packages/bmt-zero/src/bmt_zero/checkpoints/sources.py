@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +61,14 @@ class Source(Protocol):
         """
         ...
 
+    def finish(self) -> None:
+        """Wait until everything that was read into tensors is compared with its checksums.
+
+        Raises:
+            DamagedError: something has changed since it was written.
+        """
+        ...
+
 
 class OpenFile:
     """A file of which parts are read into memory that is used again.
@@ -67,10 +77,13 @@ class OpenFile:
         path: of the file.
         record: its size and checksums; ``None``: unknown. With checksums, whole pieces are read and compared.
         buffer: where to read to: uint8, of :data:`BUFFER` bytes.
+        checker: compares checksums of what is read into tensors, while more is read; ``None``: that is not done.
     """
 
-    def __init__(self, path: Path, record: FileRecord | None, buffer: Tensor) -> None:
-        self.path, self._record, self._buffer = path, record, buffer
+    def __init__(
+        self, path: Path, record: FileRecord | None, buffer: Tensor, checker: Callable[..., Any] | None = None
+    ) -> None:
+        self.path, self._record, self._buffer, self._checker = path, record, buffer, checker
         try:
             self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -104,24 +117,22 @@ class OpenFile:
         begin, end = first * PIECE, min(last * PIECE, self.size)
         content = self._buffer[: end - begin]
         self._fill(content, begin)
-        for piece in range(first, last):
-            self._check(piece, content[piece * PIECE - begin : (piece + 1) * PIECE - begin])
+        self._check_all(first, last, content)
         return content[low - begin : high - begin]
 
     def read_into(self, low: int, out: Tensor) -> None:
-        """The bytes from ``low`` on, into ``out``. Whole pieces are read and compared in place."""
+        """The bytes from ``low`` on, into ``out``. Whole pieces are read in place, and compared by the checker."""
         high = low + len(out)
         first, last = -(-low // PIECE), high // PIECE
         if self._record is None:
             self._fill(out, low)
-        elif first >= last:
+        elif first >= last or self._checker is None:
             out.copy_(self.read(low, high))
         else:
             begin, end = first * PIECE, last * PIECE
-            for piece in range(first, last):
-                part = out[piece * PIECE - low : (piece + 1) * PIECE - low]
-                self._fill(part, piece * PIECE)
-                self._check(piece, part)
+            whole = out[begin - low : end - low]
+            self._fill(whole, begin)
+            self._checker(self._check_all, first, last, whole)
             if low < begin:
                 out[: begin - low].copy_(self.read(low, begin))
             if end < high:
@@ -132,13 +143,17 @@ class OpenFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle, low, high - low, os.POSIX_FADV_WILLNEED)
 
-    def _check(self, piece: int, content: Tensor) -> None:
+    def _check_all(self, first: int, last: int, content: Tensor) -> None:
+        """Raise unless the pieces [first, last) have their checksums."""
         assert self._record is not None
-        if zlib.crc32(view_of(content)) != self._record.checksums[piece]:
-            raise DamagedError(
-                f"{self.path} has changed since it was written: the checksum of bytes {piece * PIECE} to "
-                f"{min((piece + 1) * PIECE, self.size)} is another one"
-            )
+        view = view_of(content)
+        for piece in range(first, last):
+            at = (piece - first) * PIECE
+            if zlib.crc32(view[at : at + PIECE]) != self._record.checksums[piece]:
+                raise DamagedError(
+                    f"{self.path} has changed since it was written: the checksum of bytes {piece * PIECE} to "
+                    f"{min((piece + 1) * PIECE, self.size)} is another one"
+                )
 
     def _fill(self, out: Tensor, at: int) -> None:
         view = view_of(out)
@@ -169,6 +184,8 @@ class SafetensorsSource:
     def __init__(self, paths: Sequence[Path], records: Mapping[str, FileRecord] | None = None) -> None:
         self._buffer = torch.empty(BUFFER, dtype=torch.uint8)
         self._files: list[OpenFile] = []
+        self._checker = ThreadPoolExecutor(1, "bmt-checksums")  # its thread begins with the first comparison
+        self._checks: deque[Future[None]] = deque()
         self._places: dict[str, tuple[OpenFile, int]] = {}
         self.entries: dict[str, Entry] = {}
         self.others: dict[str, Any] = {}
@@ -180,7 +197,7 @@ class SafetensorsSource:
             raise
 
     def _add(self, path: Path, record: FileRecord | None) -> None:
-        file = OpenFile(path, record, self._buffer)
+        file = OpenFile(path, record, self._buffer, self._check)
         self._files.append(file)
         layout = read_layout(file)
         for entry, offset in zip(layout.entries, layout.offsets):
@@ -201,7 +218,17 @@ class SafetensorsSource:
         file, offset = self._places[name]
         file.read_into(offset + low, out)
 
+    def finish(self) -> None:
+        while self._checks:
+            self._checks.popleft().result()
+
+    def _check(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._checks.append(self._checker.submit(call, *arguments))
+        while self._checks and self._checks[0].done():
+            self._checks.popleft().result()
+
     def close(self) -> None:
+        self._checker.shutdown()
         for file in self._files:
             file.close()
         self._files.clear()
