@@ -32,7 +32,7 @@ def test_flat_parameters_share_communicators_and_so_a_side_stream(ctx: Any, leve
     blocks = [bmt_zero.Block(nn.Linear(3, 5, dtype=dtype), zero_level=level) for dtype in (torch.half, torch.float)]
     reducers = [reducer for block in blocks for reducer in group_of(block).reducers]
     assert len(reducers) == 2
-    comms = {(reducer.flat.shard_comm, reducer.replicate_comm) for reducer in reducers}
+    comms = {(reducer.flat.shard_comm, reducer.flat.replicate_comm) for reducer in reducers}
     assert comms == {(ctx.alone, ctx.zero) if level == 0 else (ctx.zero, ctx.alone)}
 
 

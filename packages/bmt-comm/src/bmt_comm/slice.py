@@ -9,6 +9,7 @@ inspection need to know nothing else.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +132,7 @@ class Slice:
             offset[self.tp_dim] += self.tp_offset
         return tuple(offset)
 
-    @property
+    @functools.cached_property
     def comms(self) -> tuple[Communicator, ...]:
         """The communicators whose ranks hold different elements of this tensor, tensor-parallel ones last."""
         return tuple(c for c in (self.row_comm, self.tp_comm) if c is not None and c.size > 1)

@@ -160,7 +160,10 @@ class Run:
         self.tail.prepare(self.stage == self._pass.stage(self._pass.last))
         hidden: list[Tensor | None] = []
         nested = step_context(self.context).nested()
-        with self._all_stages(), nested, self._gradients_apart(), self._reducing_once(), self.tail.closing():
+        apart = contextlib.ExitStack()
+        with self._all_stages(), nested, apart, self._reducing_once(), self.tail.closing():
+            for reducer in self.reducers:  # what arrives within is no parameter's gradient yet
+                apart.enter_context(reducer.apart(self.arrived))
             self._send_inputs()
             self._work()
             loss = self._losses()
@@ -173,18 +176,6 @@ class Run:
         """The gradients of what layers have recorded are to be multiplied by ``factor`` (0-dim)."""
         for entry in {id(entry): entry for mark in self._marks.values() for entry in mark}.values():
             entry.rescale(factor)
-
-    @contextlib.contextmanager
-    def _gradients_apart(self) -> Iterator[None]:
-        """What arrives within is no parameter's gradient yet; it goes to ``arrived``."""
-        aside = {reducer: reducer.set_gradients_aside() for reducer in self.reducers}
-        try:
-            yield
-        finally:
-            for reducer, before in aside.items():
-                total = reducer.restore_gradients(before)
-                if total is not None:
-                    self.arrived[reducer] = total
 
     def _begin(self, what: Pass) -> None:
         self._pass = what

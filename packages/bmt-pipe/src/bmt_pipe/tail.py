@@ -68,7 +68,7 @@ class Tail:
         """Gather the parameters, on all ranks; ``runs``: this rank keeps them."""
         for param in self._sharded:
             handle: GroupHandle = param.handle
-            handle.group.begin_gather(handle.flat)
+            handle.begin_gather()
             value = handle.flat.gather_one(handle.index)
             if runs:
                 self._leaves[param] = value.detach().requires_grad_(self.grad and param.requires_grad)

@@ -16,8 +16,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
-from bmt_comm import CallSequences, Communicator, ParallelContext, not_compiled
+from bmt_comm import CallSequences, ParallelContext, not_compiled
 
 from .gradient_reducer import GradientReducer, UseAgreement
 
@@ -70,16 +71,16 @@ class StepContext:
         self.use = UseAgreement()
         self._nested = 0
 
-    def begin_unsharding(self, group: Any, comms: Sequence[Communicator], label: int) -> None:
-        """A collective of ``group`` goes over ``comms``; ranks compare the order of labels.
+    def begin_unsharding(self, group: Any) -> None:
+        """A collective of ``group`` is started; ranks compare the order of labels.
 
         Raises:
             RuntimeError: other ranks do not compute what this one does, and would not take part.
         """
         if self.forbidden is not None:
             raise RuntimeError(f"{group.name} cannot be unsharded {self.forbidden}")
-        for comm in comms:
-            self.sequences.add(comm, label)
+        for comm in group.comms:
+            self.sequences.add(comm, group.label)
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -115,14 +116,13 @@ class StepContext:
         """``group`` takes part in the backward pass that is running."""
         task = current_backward()
         assert task is not None
-        groups = self._passes.get(task)
-        if groups is None:
-            groups = self._passes[task] = {}
+        if task not in self._passes:
+            self._passes[task] = {}
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._finish(task))
             if not self._nested:
                 self.sequences.compare()
-        groups[group] = None
+        self._passes[task][group] = None
 
     @not_compiled
     def _finish(self, task: int) -> None:
@@ -151,8 +151,12 @@ class StepContext:
         finally:
             self._nested -= 1
 
-    def note_reducing(self, reducers: Sequence[GradientReducer]) -> None:
-        self._reducing += reducers
+    def reduce(self, work: Sequence[tuple[GradientReducer, Sequence[Tensor | None]]], needed: bool) -> None:
+        """Start to reduce gradients, one for each parameter of a reducer; see :meth:`GradientReducer.reduce`."""
+        self.finish_reductions()
+        for reducer, grads in work:
+            reducer.reduce(grads, needed)
+            self._reducing.append(reducer)
 
     def finish_reductions(self) -> None:
         """Complete the reductions in flight. This is done before others start, so that reductions hold the buffers of
@@ -167,7 +171,7 @@ class StepContext:
         for reducer in reducers:
             self.finish_reductions()
             reducer.reduce_accumulated()
-            self.note_reducing([reducer])
+            self._reducing.append(reducer)
         self.finish_reductions()
 
     def settle(self, reducers: Sequence[GradientReducer]) -> None:
@@ -205,7 +209,4 @@ _contexts: WeakKeyDictionary[ParallelContext, StepContext] = WeakKeyDictionary()
 
 def step_context(context: ParallelContext) -> StepContext:
     """The one step context of a parallel context."""
-    step = _contexts.get(context)
-    if step is None:
-        step = _contexts[context] = StepContext()
-    return step
+    return _contexts.get(context) or _contexts.setdefault(context, StepContext())

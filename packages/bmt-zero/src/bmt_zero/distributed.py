@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from bmt_comm import Slice, current_context
 
-from .parameter_group import Options
-from .precision import MixedPrecision
+from .options import Options
 from .shard import build_standalone, is_standalone
 from .sharded_parameter import ShardedParameter
 from .state import load_state_dict, shard_entry, unsharded_parameters
@@ -99,8 +98,7 @@ class DistributedParameter(ShardedParameter, metaclass=_AnySharded):
             logical = (*shape[:tp_split_dim], extent * context.tp_size, *shape[tp_split_dim + 1 :])
             tp = (tp_split_dim, context.tp_rank * extent, extent, context.tp, tp_blocks)
             self.bmt_slice = Slice(logical, 0, shape[0], None, *tp)
-        options = Options(context.zero_level, MixedPrecision())
-        build_standalone(self, context, None if data.is_meta else data.detach(), options)
+        build_standalone(self, context, None if data.is_meta else data.detach(), Options(context.zero_level))
         return self
 
 

@@ -32,7 +32,8 @@ from torch import Tensor
 from bmt_comm import Communicator, Work
 
 from .layout import FlatLayout, Placement
-from .sharded_gradient import ShardedGradient, local_rows, sharded_gradient
+from .options import Options
+from .sharded_gradient import local_rows, sharded_gradient
 from .sharded_parameter import ShardedParameter
 
 _NOTHING = contextlib.nullcontext()
@@ -52,11 +53,13 @@ class FlatParameter:
         layout: where they lie, over ``shard_comm.size`` ranks.
         params: in the order of ``layout``'s indices; they become views of ``shard``.
         shard: this rank's flat storage with its values, ``layout.shard_numel`` elements.
-        shard_comm: the shard group.
-        stream: for collectives that overlap with computation; None on CPU.
-        compute_dtype: the dtype of unsharded parameters; None: as stored.
-        keep_storage: whether the storage of ``unsharded`` is never released (levels 0 and 1).
+        comms: the shard group and the replicate group.
+        options: how the parameters are sharded. At levels 0 and 1 the storage of ``unsharded`` is never released.
         allocate: whether ``unsharded`` is ever filled; otherwise parameters are only gathered one by one.
+
+    Attributes:
+        comms: the groups of several ranks among the two.
+        stream: for collectives that overlap with computation; None on CPU.
     """
 
     def __init__(
@@ -64,67 +67,64 @@ class FlatParameter:
         layout: FlatLayout,
         params: Sequence[ShardedParameter],
         shard: Tensor,
-        shard_comm: Communicator,
-        stream: torch.cuda.Stream | None,
-        compute_dtype: torch.dtype | None,
-        keep_storage: bool,
+        comms: tuple[Communicator, Communicator],
+        options: Options,
         allocate: bool = True,
     ) -> None:
         self.layout = layout
         self.params = list(params)
-        self.shard_comm = shard_comm
-        self.stream = stream
-        self.keep_storage = keep_storage
+        self.shard_comm, self.replicate_comm = comms
+        self.comms = tuple(comm for comm in comms if comm.size > 1)
+        self.stream = (self.comms or comms)[0].stream
+        self.options = options
         self.allocate = allocate
-        self.compute_dtype = compute_dtype
         self.placements: list[Placement] = sorted(layout.placements, key=lambda p: p.index)
         self._unsharded_geometry = [_geometry(p.shape, p.offset) for p in self.placements]
-        self._local_geometry = [self._local(p) for p in self.placements]
+        self._local_geometry: list[_Geometry] = []
+        rank, row_comm = self.shard_comm.rank, self.shard_comm if self.shard_comm.size > 1 else None
+        for param, placement in zip(self.params, self.placements, strict=True):
+            start, stop = layout.rows_of(placement, rank)
+            shape, offset = placement.local_shape(stop - start), layout.offset_in_shard(placement, rank)
+            self._local_geometry.append(_geometry(shape, offset))
+            param.bmt_slice = replace(
+                param.bmt_slice, row_start=start, row_stop=stop, row_comm=row_comm, row_dims=placement.row_dims
+            )
         self.state = State.SHARDED
         self._work: Work | None = None
         self._arrived: torch.cuda.Event | None = None  # recorded after the all-gather in the side stream
         self._version = -1  # sum of the parameters' versions when they were unsharded
         self._borrower: Callable[[], object] | None = None  # returns the storage of ``unsharded``
         self.use_storage(shard)
-        self._narrow_slices()
 
     # --- storage ----------------------------------------------------------------------------------
 
     def use_storage(self, shard: Tensor) -> None:
         """Make ``shard`` (filled) the storage of the parameters, on its device and in its dtype."""
-        layout, comm = self.layout, self.shard_comm
-        assert shard.numel() == layout.shard_numel
+        assert shard.numel() == self.layout.shard_numel
         self.state = State.SHARDED
-        dtype = (self.compute_dtype if shard.is_floating_point() else None) or shard.dtype
+        dtype = (self.options.precision.param_dtype if shard.is_floating_point() else None) or shard.dtype
+        is_kept = self.options.level <= 1 and self.allocate
         self.casts = dtype != shard.dtype
-        self.releases = False
-        if not self.casts and comm.size == 1:
-            self.unsharded = shard
-        elif not self.casts and self.keep_storage and self.allocate:
-            self.unsharded = torch.empty(layout.numel, dtype=dtype, device=shard.device)
-            own = self._own_part(self.unsharded)
-            own.copy_(shard)
-            shard = own
-        else:
-            self.releases = not self.keep_storage or not self.allocate
-            with on_stream(self.stream):
-                self.unsharded = torch.empty(layout.numel, dtype=dtype, device=shard.device)
-        self.shard = shard
-        self.is_shard = self.unsharded.data_ptr() == shard.data_ptr() and comm.size == 1
+        self.is_shard = not self.casts and self.shard_comm.size == 1
+        self.releases = not self.is_shard and not is_kept
+        self.shard = self.unsharded = shard
+        if not self.is_shard:
+            with on_stream(self.stream if self.releases else None):
+                self.unsharded = torch.empty(self.layout.numel, dtype=dtype, device=shard.device)
+            if is_kept and not self.casts:
+                self.shard = self._own_part(self.unsharded)
+                self.shard.copy_(shard)
         self._storage = self.unsharded.untyped_storage()
         self._bytes = self._storage.nbytes()
         self._templates = self._make_templates()  # while the storage is there: set_ would grow it otherwise
         if self.releases:
             self._storage.resize_(0)
-        self._pointers = []
-        for param, view in zip(self.params, self.local_views(shard), strict=True):
+        for param, view in zip(self.params, self.local_views(self.shard), strict=True):
             grad, param.grad = param.grad, None
             param.data = view
-            self._pointers.append(view.data_ptr())
             if grad is not None:  # moved to another device or dtype
-                param.grad = local_rows(grad).to(shard.device, shard.dtype)
-                if isinstance(grad, ShardedGradient):
-                    param.grad = sharded_gradient(param.grad, grad.bmt_slice, grad.is_stage_local)
+                param.grad = sharded_gradient(local_rows(grad).to(shard.device, shard.dtype), param)
+        self._places = self._places_now()
 
     def drop_storage(self) -> None:
         """Release all memory now, because reference cycles would keep it until Python's garbage collector runs.
@@ -143,11 +143,10 @@ class FlatParameter:
 
     def was_moved(self) -> bool:
         """Whether the parameters were given new tensors, by ``model.to(...)`` for example."""
-        dtype = self.shard.dtype
-        for param, pointer in zip(self.params, self._pointers, strict=True):
-            if param.data_ptr() != pointer or param.dtype != dtype:
-                return True
-        return False
+        return self._places_now() != self._places
+
+    def _places_now(self) -> list[tuple[int, torch.dtype]]:
+        return [(param.data_ptr(), param.dtype) for param in self.params]
 
     def rebind_storage(self) -> None:
         """Move the shard to the device and dtype that the parameters were moved to.
@@ -176,23 +175,6 @@ class FlatParameter:
     def _own_part(self, flat: Tensor) -> Tensor:
         size, rank = self.layout.shard_numel, self.shard_comm.rank
         return flat[rank * size : (rank + 1) * size]
-
-    def _local(self, placement: Placement) -> _Geometry:
-        """Shape, strides and offset of this rank's rows of a parameter in a flat shard."""
-        rank = self.shard_comm.rank
-        start, stop = self.layout.rows_of(placement, rank)
-        shape = placement.local_shape(stop - start)
-        return _geometry(shape, self.layout.offset_in_shard(placement, rank))
-
-    def _narrow_slices(self) -> None:
-        """Let the parameters say which rows this rank holds."""
-        comm = self.shard_comm
-        for param, placement in zip(self.params, self.placements, strict=True):
-            start, stop = self.layout.rows_of(placement, comm.rank)
-            row_comm = comm if comm.size > 1 else None
-            param.bmt_slice = replace(
-                param.bmt_slice, row_start=start, row_stop=stop, row_comm=row_comm, row_dims=placement.row_dims
-            )
 
     def local_views(self, flat: Tensor) -> list[Tensor]:
         """This rank's rows of every parameter, as views of a flat shard."""
@@ -228,9 +210,7 @@ class FlatParameter:
         if self.is_shard:
             self.state = State.UNSHARDED
             return
-        version = 0
-        for param in self.params:
-            version += param._version
+        version = sum([param._version for param in self.params])
         if self.state is not State.SHARDED and self._version == version:
             return
         if self._borrower is not None:
@@ -261,8 +241,7 @@ class FlatParameter:
 
     def reshard(self) -> None:
         """Release the unsharded parameters, or invalidate them where their storage is kept."""
-        if self.state is State.UNSHARDING:
-            self.wait()
+        self.wait()
         if self.releases and self._borrower is None and self._storage.nbytes():
             self.let_side_stream_wait()  # for what the compute stream has yet to read
             self._storage.resize_(0)
@@ -332,8 +311,6 @@ class FlatParameter:
 def write_rows(shard: Tensor, layout: FlatLayout, placement: Placement, rank: int, values: Tensor) -> None:
     """Write the rows of an unsharded parameter that belong to ``rank`` into its flat shard."""
     start, stop = layout.rows_of(placement, rank)
-    if start == stop or placement.row_numel == 0:
-        return
     offset = layout.offset_in_shard(placement, rank)
     rows = values.reshape(placement.rows, placement.row_numel)[start:stop]
     shard[offset : offset + rows.numel()].view_as(rows).copy_(rows)

@@ -27,7 +27,8 @@ from bmt_comm import Communicator, ParallelContext, current_context, init_distri
 from .backward_context import current_backward
 from .gradient_reducer import ReductionSettings
 from .hooks import Call, ForwardHooks
-from .parameter_group import Options, ParameterGroup
+from .options import Options
+from .parameter_group import ParameterGroup
 from .precision import MixedPrecision
 from .shard import add_sharding, build_group, find_slots, group_of, sharding_of, share_buffers
 from .state import serves_shards
@@ -211,34 +212,19 @@ class FSDPModule:
             RuntimeError: ``enable`` is true.
         """
         if enable:
-            raise RuntimeError(
-                "set_allocate_memory_from_process_group_for_comm(True): bmt_zero has no staging buffers; collectives "
-                "work on the flat buffers of the parameters"
-            )
+            _refuse("set_allocate_memory_from_process_group_for_comm", "has no staging buffers")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refused.
-
-        Raises:
-            RuntimeError: always.
-        """
-        self._refuse("set_symm_mem_for_comm", "has no staging buffers")
+        """Raises RuntimeError."""
+        _refuse("set_symm_mem_for_comm", "has no staging buffers")
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refused.
-
-        Raises:
-            RuntimeError: always.
-        """
-        self._refuse("set_custom_all_gather", "communicates through bmt_comm.Communicator")
+        """Raises RuntimeError."""
+        _refuse("set_custom_all_gather", "communicates through bmt_comm.Communicator")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refused.
-
-        Raises:
-            RuntimeError: always.
-        """
-        self._refuse("set_custom_reduce_scatter", "communicates through bmt_comm.Communicator")
+        """Raises RuntimeError."""
+        _refuse("set_custom_reduce_scatter", "communicates through bmt_comm.Communicator")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """All collectives of a module use one process group.
@@ -247,7 +233,7 @@ class FSDPModule:
             RuntimeError: ``enable`` is true.
         """
         if enable:
-            self._refuse("set_separate_reduce_scatter_group", "uses one process group for all collectives of a module")
+            _refuse("set_separate_reduce_scatter_group", "uses one process group for all collectives of a module")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """One reduction is in flight at a time.
@@ -262,10 +248,6 @@ class FSDPModule:
             raise ValueError(
                 f"max_input_buffers={max_input_buffers}: bmt_zero has one reduction in flight at a time; use 1"
             )
-
-    @staticmethod
-    def _refuse(method: str, reason: str) -> None:
-        raise RuntimeError(f"{method}: bmt_zero {reason}; remove this call")
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -346,13 +328,14 @@ def fully_shard(
         for slot in slots:
             _check_placement(slot.path, shard_placement_fn(slot.param))
     name = " and ".join(f"a {type(each).__name__}" for each in modules)
-    group = build_group(slots, context, Options(3, precision, comms, reshard_after_forward=resharded, name=name))
+    options = Options(3, precision, comms, reshard_after_forward=resharded, name=name)
+    group = build_group(slots, context, options)
     if mesh is not None:
         group.mesh = mesh
     for reducer in group.reducers:
         reducer.settings = ReductionSettings(divisor, keeps_unsharded=True)
     for each in modules:
-        share_buffers(each, context, comms=comms)
+        share_buffers(each, context, options)
         add_sharding(each, group)
         each.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
         each.register_state_dict_pre_hook(_reshard_before)
@@ -489,6 +472,10 @@ def _check_placement(name: str, placement: Any) -> None:
             f"shard_placement_fn returned {placement!r} for parameter {name!r}; bmt_zero shards rows: return None or "
             f"Shard(0)"
         )
+
+
+def _refuse(method: str, reason: str) -> None:
+    raise RuntimeError(f"{method}: bmt_zero {reason}; remove this call")
 
 
 # --- modules --------------------------------------------------------------------------------------

@@ -13,22 +13,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Slice, Work, current_context
+from bmt_comm import Communicator, Work, current_context
 
 from .flat_parameter import FlatParameter, on_stream, record_event, wait_event
-from .layout import FlatLayout
 from .replica_check import check_replicas
 from .sharded_gradient import local_rows, sharded_gradient
-from .stage_entry import is_stage_local
 
 
 @dataclass
@@ -54,26 +52,13 @@ class GradientReducer:
 
     Args:
         flat: the flat parameter.
-        replicate_comm: the replicate group; gradients are summed over it, too.
-        level: ZeRO level.
-        reduce_dtype: in which gradients are summed; None: as computed.
         grad_scale: factor of the summed gradients.
     """
 
-    def __init__(
-        self,
-        flat: FlatParameter,
-        replicate_comm: Communicator,
-        level: int,
-        reduce_dtype: torch.dtype | None,
-        grad_scale: float,
-    ) -> None:
+    def __init__(self, flat: FlatParameter, grad_scale: float) -> None:
         self.flat = flat
-        self.replicate_comm = replicate_comm
-        self.level = level
-        self.reduce_dtype = reduce_dtype
         self.grad_scale = grad_scale
-        self.settings = ReductionSettings(keeps_unsharded=level <= 1)
+        self.settings = ReductionSettings(keeps_unsharded=flat.options.level <= 1)
         self.no_sync = False
         self._has_checked = False  # that tensor-parallel ranks find the same gradients
         self.pending: _Reduction | None = None
@@ -81,14 +66,10 @@ class GradientReducer:
         self.partial: Tensor | None = None  # summed over the shard group and not over the replicate group
         self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _accumulated began
         self.used = [False] * len(flat.params)  # by any rank, ever
-        self._all_used = False
         self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
         self.undecided: list[Tensor | None] = []  # reduced gradients of parameters that no rank is known to have used
-        self._gaps = _gaps(flat.layout)
-
-    @property
-    def comms(self) -> tuple[Communicator, Communicator]:
-        return self.flat.shard_comm, self.replicate_comm
+        self._arrived: dict[GradientReducer, Tensor] | None = None  # see :meth:`apart`
+        self._gaps = flat.layout.gaps
 
     def reduce(self, grads: Sequence[Tensor | None], needed: bool) -> None:
         """Start to sum gradients of the unsharded parameters over the ranks; gradient mode is off.
@@ -101,23 +82,21 @@ class GradientReducer:
         """
         self.finish()
         self._forget_zeroed()
+        grads = self._prepared(grads)
         if not self._has_checked and self.grad_scale != 1.0:
             self._check_replicas(grads)
-        grads = self._prepared(grads)
-        if not self._all_used:
+        if not all(self.used):
             self._used_here = [u or g is not None for u, g in zip(self._used_here, grads, strict=True)]
         accumulate = self.no_sync and self.settings.keeps_unsharded
         total = self._accumulated
         if total is not None:
-            present = [(v, g) for v, g in zip(self.flat.unsharded_views(total), grads, strict=True) if g is not None]
-            if present:
-                torch._foreach_add_([v for v, _ in present], [g for _, g in present])
+            self._write(total, grads, add=True)
         elif not accumulate and self._is_flat(grads[0]):
             assert grads[0] is not None
             total = grads[0].reshape(-1)
         else:
             total = self._new_total(may_borrow=not needed and not accumulate)
-            self._copy_into(total, grads)
+            self._write(total, grads, add=False)
         if not accumulate:
             self._accumulated = None
             self.pending = _Reduction(self, total)
@@ -149,7 +128,7 @@ class GradientReducer:
     @property
     def accumulates(self) -> bool:
         """Whether parameters stay unsharded from one micro-batch to the next."""
-        return self.level <= 1 and (self.no_sync or self._accumulated is not None)
+        return self.flat.options.level <= 1 and (self.no_sync or self._accumulated is not None)
 
     def drop(self) -> None:
         """Forget what an interrupted backward has left."""
@@ -170,7 +149,6 @@ class GradientReducer:
     def decide(self, used: Sequence[bool]) -> None:
         """Give parameters that some rank has used their gradients."""
         self.used = [a or b for a, b in zip(self.used, used, strict=True)]
-        self._all_used = all(self.used)
         undecided, self.undecided = self.undecided, []
         self._add([grad if used_now else None for grad, used_now in zip(undecided, self.used, strict=True)])
 
@@ -178,82 +156,77 @@ class GradientReducer:
 
     def add_gradient(self, reduced: Tensor) -> None:
         """Add a flat, reduced gradient of this rank's shard to the parameters' ``.grad``."""
-        views = self.flat.local_views(reduced)
-        if self._all_used:
-            self._add(views)
+        if self._arrived is not None:
+            before = self._arrived.get(self)
+            self._arrived[self] = reduced if before is None else before.add_(reduced)
             return
-        self._add([view if used else None for view, used in zip(views, self.used, strict=True)])
-        undecided = self.undecided or [None] * len(self.used)
-        self.undecided = [
-            None if used or not param.requires_grad else view if before is None else before + view
-            for param, view, before, used in zip(self.flat.params, views, undecided, self.used, strict=True)
-        ]
-
-    @functools.cached_property
-    def _kinds(self) -> list[tuple[Slice, bool] | None]:
-        """Of each parameter whose elements several ranks have: its slice, and whether it belongs to one stage."""
-        return [(p.bmt_slice, is_stage_local(p)) if p.bmt_slice.comms else None for p in self.flat.params]
+        views = self.flat.local_views(reduced)
+        rows: Sequence[Tensor | None] = views
+        if not all(self.used):
+            undecided = self.undecided or [None] * len(views)
+            self.undecided = [
+                None if used or not param.requires_grad else view if before is None else before + view
+                for param, view, before, used in zip(self.flat.params, views, undecided, self.used, strict=True)
+            ]
+            rows = [view if used else None for view, used in zip(views, self.used, strict=True)]
+        self._add(rows)
 
     def _add(self, rows: Sequence[Tensor | None]) -> None:
-        """Add rows to the gradients of the parameters, except frozen ones, and run the parameters' hooks."""
+        """Add rows to the gradients of the parameters, except frozen ones.
+
+        The parameters' hooks run here: autograd does not reach the parameters.
+        """
         grads, added, hooked = [], [], []
-        for param, kind, new in zip(self.flat.params, self._kinds, rows, strict=True):
+        for param, new in zip(self.flat.params, rows, strict=True):
             if new is None or not param.requires_grad:
                 continue
-            if param.hooks is not None:
-                new = param.hooks.changed(new if kind is None else sharded_gradient(new, *kind))
-                hooked.append((param, param.hooks))
+            if param._backward_hooks:
+                new = sharded_gradient(new, param)
+                for hook in list(param._backward_hooks.values()):
+                    result = hook(new)
+                    new = new if result is None else result
+            if param._post_accumulate_grad_hooks:
+                hooked.append(param)
             before = param.grad
             if before is not None:
                 grads.append(before)
                 added.append(new)
             else:
-                param.grad = new if kind is None else sharded_gradient(new, *kind)
+                param.grad = sharded_gradient(new, param)
         if grads:
             torch._foreach_add_(grads, added)
-        for param, hooks in hooked:
-            hooks.accumulated(param)
+        for param in hooked:
+            for hook in list(param._post_accumulate_grad_hooks.values()):
+                hook(param)
 
-    def set_gradients_aside(self) -> tuple[Any, ...]:
-        """Begin with no gradients; :meth:`restore_gradients` takes what this returns."""
+    @contextmanager
+    def apart(self, arrived: dict[GradientReducer, Tensor]) -> Iterator[None]:
+        """Within, flat, reduced gradients of this rank's shard are summed in ``arrived`` and not in ``.grad``."""
         self.finish()
-        params = self.flat.params
-        aside = ([p.grad for p in params], self._accumulated, self._grads_then)
-        for param in params:
-            param.grad = None
-        self._accumulated, self._grads_then = None, []
-        return aside
-
-    def restore_gradients(self, aside: tuple[Any, ...]) -> Tensor | None:
-        """Restore the gradients that were set aside; returns the flat gradient that has arrived since."""
-        self.finish()
-        params = self.flat.params
-        total: Tensor | None = None
-        if any(p.grad is not None for p in params):
-            total = torch.zeros_like(self.flat.shard)
-            for view, param in zip(self.flat.local_views(total), params, strict=True):
-                if param.grad is not None:
-                    view.copy_(param.grad)
-        grads, self._accumulated, self._grads_then = aside
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        return total
+        before, self._accumulated, self._arrived = self._accumulated, None, arrived
+        try:
+            yield
+        finally:
+            self.finish()
+            self._accumulated, self._arrived = before, None
 
     # --- accumulation -----------------------------------------------------------------------------
 
     def _watch_gradients(self) -> None:
         """Let there be gradients, so that zeroing them is noticed while others wait to be reduced."""
+        if self._arrived is not None:
+            return
         params = self.flat.params
         if all(p.grad is None for p in params):
             zeros = self.flat.local_views(torch.zeros_like(self.flat.shard))
-            for param, kind, view in zip(params, self._kinds, zeros, strict=True):
+            for param, view in zip(params, zeros, strict=True):
                 if param.requires_grad:
-                    param.grad = view if kind is None else sharded_gradient(view, *kind)
+                    param.grad = sharded_gradient(view, param)
         self._grads_then = [(p.grad, p.grad._version) for p in params if p.grad is not None]
 
     def _forget_zeroed(self) -> None:
         """If gradients were zeroed since, drop those that wait to be reduced."""
-        if self._accumulated is None and self.partial is None:
+        if self._arrived is not None or (self._accumulated is None and self.partial is None):
             return
         present = {id(p.grad) for p in self.flat.params if p.grad is not None}
         gone = not any(id(grad) in present for grad, _ in self._grads_then)
@@ -265,27 +238,25 @@ class GradientReducer:
     def _dtype(self) -> torch.dtype:
         """The dtype in which gradients are summed."""
         computed = self.flat.unsharded
-        return (self.reduce_dtype if computed.is_floating_point() else None) or computed.dtype
+        reduce_dtype = self.flat.options.precision.reduce_dtype
+        return (reduce_dtype if computed.is_floating_point() else None) or computed.dtype
 
     def _check_replicas(self, grads: Sequence[Tensor | None]) -> None:
         self._has_checked = True
         pairs = [(p, g) for p, g in zip(self.flat.params, grads, strict=True) if not p.sequence_parallel]
         if pairs:
             shapes = [param.bmt_slice.shape for param, _ in pairs]
-            dense = [g.to_dense() if g is not None and g.is_sparse else g for _, g in pairs]
-            check_replicas(shapes, dense, current_context().tp, self.comms)
+            check_replicas(shapes, [grad for _, grad in pairs], current_context().tp, self.flat.comms)
 
     def _prepared(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Dense gradients, which the reduction multiplies by ``grad_scale``."""
-        prepared: list[Tensor | None] = []
-        for param, grad in zip(self.flat.params, grads, strict=True):
-            if grad is not None and grad.is_sparse:
-                grad = grad.to_dense()
-            if grad is not None and param.sequence_parallel and self.grad_scale != 1.0:
-                # The sum over tensor-parallel ranks is the gradient; see [Note: tensor-parallel ranks] in shard.
-                grad = grad / self.grad_scale
-            prepared.append(grad)
-        return prepared
+        dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+        if self.grad_scale != 1.0:
+            # The sum over tensor-parallel ranks is the gradient; see [Note: tensor-parallel ranks] in shard.
+            for index, (param, grad) in enumerate(zip(self.flat.params, dense, strict=True)):
+                if grad is not None and param.sequence_parallel:
+                    dense[index] = grad / self.grad_scale
+        return dense
 
     def _is_flat(self, grad: Tensor | None) -> bool:
         """Whether the gradient of the only parameter can be reduced as it is."""
@@ -313,16 +284,16 @@ class GradientReducer:
             return borrowed
         return torch.empty(flat.layout.numel, dtype=dtype, device=flat.unsharded.device)
 
-    def _copy_into(self, total: Tensor, grads: Sequence[Tensor | None]) -> None:
-        for start, stop in self._gaps:  # optimizers and norms may read the flat gradient as a whole
-            total[start:stop].zero_()
-        views = self.flat.unsharded_views(total)
-        present = [grad for grad in grads if grad is not None]
-        if len(present) < len(views):
-            torch._foreach_zero_([view for view, grad in zip(views, grads, strict=True) if grad is None])
-            views = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
+    def _write(self, total: Tensor, grads: Sequence[Tensor | None], add: bool) -> None:
+        """Write gradients into a flat one, or add them to it."""
+        present = [i for i, grad in enumerate(grads) if grad is not None]
+        if not add:  # optimizers and norms may read the flat gradient as a whole
+            for start, stop in self._gaps if len(present) == len(grads) else [(0, total.numel())]:
+                total[start:stop].zero_()
         if present:
-            torch._foreach_copy_(views, present)
+            views = self.flat.unsharded_views(total)
+            write: Any = torch._foreach_add_ if add else torch._foreach_copy_
+            write([views[i] for i in present], [grads[i] for i in present])
 
 
 class _Reduction:
@@ -336,7 +307,7 @@ class _Reduction:
         self.reducer = reducer
         self.total: Tensor | None = total  # read by the side stream until ``done``
         self.done: torch.cuda.Event | None = None
-        self.is_partial = not reducer.settings.all_reduces and reducer.replicate_comm.size > 1
+        self.is_partial = not reducer.settings.all_reduces and reducer.flat.replicate_comm.size > 1
         self.divisor_before = reducer.divisor_before
         flat = reducer.flat
         comm, on_cpu = flat.shard_comm, flat.stream is None
@@ -349,9 +320,9 @@ class _Reduction:
             if comm.size > 1:
                 self.reduced = torch.empty(flat.layout.shard_numel, dtype=total.dtype, device=total.device)
                 self.work = comm.reduce_scatter(self.reduced, total, async_op=on_cpu)
-            elif reducer.replicate_comm.size > 1 and not self.is_partial:
+            elif reducer.flat.replicate_comm.size > 1 and not self.is_partial:
                 self._add_partial()
-                self.work = reducer.replicate_comm.all_reduce(total, async_op=on_cpu)
+                self.work = reducer.flat.replicate_comm.all_reduce(total, async_op=on_cpu)
             if not on_cpu:
                 self._complete()
                 self.done = record_event(flat.stream)
@@ -378,8 +349,8 @@ class _Reduction:
         if self.is_partial:
             reducer.partial = self.reduced if is_sharded else self.reduced.clone()  # its storage may be borrowed
             return
-        if is_sharded and reducer.replicate_comm.size > 1:
-            reducer.replicate_comm.all_reduce(self.reduced)
+        if is_sharded and reducer.flat.replicate_comm.size > 1:
+            reducer.flat.replicate_comm.all_reduce(self.reduced)
         scale = reducer.grad_scale * self.divisor_before / settings.divisor
         if scale != 1.0:
             self.reduced.mul_(scale)
@@ -411,7 +382,7 @@ class UseAgreement:
         self.forget(waiting)
         by_ranks: dict[tuple[Communicator, ...], list[GradientReducer]] = {}
         for reducer in waiting:
-            by_ranks.setdefault(tuple(c for c in reducer.comms if c.size > 1), []).append(reducer)
+            by_ranks.setdefault(reducer.flat.comms, []).append(reducer)
         for comms, members in by_ranks.items():
             flags = [flag for reducer in members for flag in reducer.take_used_here()]
             used = torch.tensor(flags, dtype=torch.uint8, device=members[0].flat.shard.device)
@@ -431,15 +402,3 @@ class UseAgreement:
     def forget(self, reducers: Iterable[GradientReducer]) -> None:
         for reducer in reducers:
             self._waiting.pop(reducer, None)
-
-
-def _gaps(layout: FlatLayout) -> list[tuple[int, int]]:
-    """The ranges of a flat buffer that belong to no parameter."""
-    gaps, cursor = [], 0
-    for placement in sorted(layout.placements, key=lambda p: (p.offset, p.numel)):
-        if placement.offset > cursor:
-            gaps.append((cursor, placement.offset))
-        cursor = max(cursor, placement.offset + placement.numel)
-    if cursor < layout.numel:
-        gaps.append((cursor, layout.numel))
-    return gaps

@@ -99,8 +99,7 @@ class Call:
             for node in self.inputs:
                 self._awaited_inputs[node] = node.register_prehook(functools.partial(self._input_arrived, node))
             if self.hooks.needed_in_backward:
-                group.unshard()
-                group.wait()
+                group.unshard_in_backward()
             previous = self.hooks.previous
             for hooks in self.hooks.prefetch_in_backward or ([] if previous is None else [previous]):
                 if hooks.group.reshard_after_forward and hooks.needed_in_backward:
@@ -118,7 +117,6 @@ class Call:
 
     @not_compiled
     def _input_arrived(self, node: Any, _grads: Any) -> None:
-        """All gradients of an input have arrived."""
         self._awaited_inputs.pop(node).remove()
         self._end_if_complete()
         with torch._C.DisableTorchFunctionSubclass():
@@ -129,7 +127,6 @@ class Call:
             self.group.in_backward.discard(self)
 
     def forget(self) -> None:
-        """Expect no more gradients."""
         while self._awaited_inputs:
             self._awaited_inputs.popitem()[1].remove()
 
@@ -176,25 +173,21 @@ class ForwardHooks:
         self.next: ForwardHooks | None = None
         self.prefetch_in_forward: list[ForwardHooks] = []
         self.prefetch_in_backward: list[ForwardHooks] = []
-        module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self.after, always_call=True)
+        self._handles = [
+            module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self.after, always_call=True),
+        ]
 
     def remove(self) -> None:
-        """Take the hooks off the module."""
-        module = self.module
-        kinds: list[tuple[Any, Any]] = [
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_always_called),
-        ]
-        for hooks, settings in kinds:
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-                del hooks[key], settings[key]
+        for handle in self._handles:
+            handle.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHooks:
         twin = ForwardHooks.__new__(ForwardHooks)
         memo[id(self)] = twin
         twin.group = copy.deepcopy(self.group, memo)
         twin.module = copy.deepcopy(self.module, memo)
+        twin._handles = copy.deepcopy(self._handles, memo)
         twin.needed_in_backward, twin.outermost_only = self.needed_in_backward, self.outermost_only
         # Neighbours prefetch each other again if they are copied together: whichever is copied last links both.
         twin.previous, twin.next = memo.get(id(self.previous)), memo.get(id(self.next))

@@ -14,7 +14,7 @@ from bmt_comm import Communicator, current_context, is_initialized, last_loss_sc
 from .shard import sharding_of
 from .sharded_gradient import local_rows
 from .stage_entry import is_stage_local, natural_key
-from .statistics import Statistics, as_statistics, describe, over_several
+from .statistics import Statistics, as_statistics, describe, over_several, summary_of
 
 
 @torch.no_grad()
@@ -41,11 +41,11 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[d
         if fnmatch.fnmatchcase(prefix + name, param_name):
             entries.append((prefix + name, param))
             positions.append((outside, natural_key(blocks[name]) if local else (), index))
-    found = _statistics([param for _, param in entries])
+    params = [param for _, param in entries]
     scale = last_loss_scale()
     summary = [
-        _item(name, param, values, grad and grad.divided_by(scale))
-        for (name, param), (values, grad) in zip(entries, found, strict=True)
+        {"name": name, "shape": slice_of(param).shape, **summary_of(values, grad and grad.divided_by(scale), 0.0)}
+        for (name, param), (values, grad) in zip(entries, _statistics(params), strict=True)
     ]
     if not is_initialized() or current_context().pipe_size == 1:
         return summary
@@ -80,11 +80,3 @@ def _statistics(params: Sequence[nn.Parameter]) -> list[tuple[Statistics | None,
         numbers.update(zip(shared[comms], together.split(2), strict=True))
     found = {param: as_statistics(pair) for param, pair in numbers.items()}
     return [(found[param][0], found[param][1]) for param in params]
-
-
-def _item(name: str, param: nn.Parameter, values: Statistics | None, grad: Statistics | None) -> dict[str, Any]:
-    item: dict[str, Any] = {"name": name, "shape": tuple(slice_of(param).shape)}
-    for prefix, found in (("", values), ("grad_", grad)):
-        for key in ("max", "min", "mean", "std"):
-            item[prefix + key] = 0.0 if found is None else getattr(found, key)
-    return item

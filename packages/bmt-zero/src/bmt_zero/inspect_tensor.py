@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,21 +13,16 @@ from torch import Tensor
 from bmt_comm import ParallelContext, check_agreement, current_context, is_initialized
 
 from .recording import Entry, PipelinePlace, Session, begin_recording, end_recording
-from .statistics import WIDTH, Statistics, as_statistics, describe, over_ranks
+from .statistics import WIDTH, as_statistics, describe, over_ranks, summary_of
 
 
 class InspectTensorManager:
     """The context manager that :func:`inspect_tensor` returns."""
 
-    _inspector: InspectTensor
-
     def __enter__(self) -> InspectTensor:
-        self._inspector = InspectTensor(begin_recording())
-        return self._inspector
+        return InspectTensor(begin_recording())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         end_recording()
 
 
@@ -62,18 +57,20 @@ class InspectTensor:
         has recorded it: that one has the values of all micro-batches that this stage has computed, and its
         backward raises.
         """
+        tensors = self._tensors()
+        indices = _indices(each.label for each in tensors)
         return [
             {
-                "name": tensor.name,
-                "group": tensor.group,
-                "index": index,
-                "summary_name": _summary_name(tensor.name, tensor.group, index),
-                "shape": tuple(tensor.value.shape),
-                "requires_grad": tensor.value.requires_grad,
-                "tensor": tensor.value,
-                "inside_pipe": None if tensor.place is None else {"stage_id": current_context().pipe_rank},
+                "name": each.label.name,
+                "group": each.label.group,
+                "index": indices[each.label],
+                "summary_name": _summary_name(each.label, indices),
+                "shape": tuple(each.value.shape),
+                "requires_grad": each.value.requires_grad,
+                "tensor": each.value,
+                "inside_pipe": None if each.place is None else {"stage_id": current_context().pipe_rank},
             }
-            for tensor, index in _numbered(self._tensors())
+            for each in tensors
         ]
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> Tensor | None:
@@ -103,21 +100,21 @@ class InspectTensor:
             RuntimeError: ranks have recorded different tensors.
         """
         tensors = self._tensors()
-        if not is_initialized():
-            return [each.item(index) for each, index in _numbered(_describe(tensors, None))]
-        context = current_context()
-        facts = [f"{each.group}.{each.name}" for each in tensors if each.place is None]
-        check_agreement(context.world, "the recorded tensors", facts)
-        facts = [f"{each.group}.{each.name} in {each.place}" for each in tensors if each.place is not None]
-        check_agreement(context.zero, "the tensors that a pipeline stage has recorded", facts)
-        described = _describe(tensors, context)
-        if context.pipe_size > 1:
-            mine = [each for each in described if each.place is not None]
-            described = [each for each in described if each.place is None]
-            for theirs in context.pipe_host.all_gather_object(mine):
-                described += theirs
-            described.sort(key=lambda each: each.key)
-        return [each.item(index) for each, index in _numbered(described)]
+        outside = [each for each in tensors if each.place is None]
+        inside = [each for each in tensors if each.place is not None]
+        context = current_context() if is_initialized() else None
+        if context is not None:
+            check_agreement(context.world, "the recorded tensors", [each.fact for each in outside])
+            check_agreement(
+                context.zero, "the tensors that a pipeline stage has recorded", [each.fact for each in inside]
+            )
+        everywhere, here = _describe(outside, context), _describe(inside, context)
+        for theirs in (
+            [here] if context is None or context.pipe_size == 1 else context.pipe_host.all_gather_object(here)
+        ):
+            everywhere.update(theirs)
+        indices = _indices(everywhere)
+        return [{"name": _summary_name(label, indices), **everywhere[label]} for label in indices]
 
     def tensors(self) -> list[tuple[str, Tensor, Tensor | None]]:
         """The tensors that this rank has recorded: names as in :meth:`get_summary`, values, and gradients.
@@ -125,17 +122,11 @@ class InspectTensor:
         Every rank must call it: stages number their tensors together.
         """
         mine = self._tensors()
-        named = [(each.name, each.group, each.key) for each in mine]
-        stages = [named]
+        stages = [[each.label for each in mine]]
         if is_initialized() and current_context().pipe_size > 1:
-            stages = current_context().pipe_host.all_gather_object(named)
-        together = sorted({entry for stage in stages for entry in stage}, key=lambda entry: entry[2])
-        names: dict[Any, str] = {}
-        counts: dict[Any, int] = {}
-        for name, group, key in together:
-            index = counts[name, group] = counts.get((name, group), -1) + 1
-            names[key] = _summary_name(name, group, index)
-        return [(names[each.key], each.value, each.grad) for each in mine]
+            stages = current_context().pipe_host.all_gather_object(stages[0])
+        indices = _indices(label for labels in stages for label in labels)
+        return [(_summary_name(each.label, indices), each.value, each.grad) for each in mine]
 
     def _tensors(self) -> list[_Tensor]:
         """What was recorded, with the micro-batches of a pipeline together."""
@@ -146,7 +137,8 @@ class InspectTensor:
         for entry in self._session.entries:
             if entry.place is None:
                 outside += 1
-                tensors.append(_Tensor(entry.name, entry.group, (outside, 0, 0, 0), None, entry.tensor, entry.grad))
+                label = _Label((outside, 0, 0, 0), entry.name, entry.group)
+                tensors.append(_Tensor(label, None, entry.tensor, entry.grad))
                 continue
             place = entry.place._replace(micro_batch=0)
             number = counts[entry.place] = counts.get(entry.place, -1) + 1
@@ -160,9 +152,9 @@ class InspectTensor:
                 value = _OnlyToLookAt.apply(values, torch.empty(0, requires_grad=True))
                 grads = [grad for each in entries if (grad := each.grad) is not None]
                 grad = _joined(grads) if len(grads) == len(entries) else None
-                key = (place.before, place.call, place.place, number)
-                tensors.append(_Tensor(entries[0].name, entries[0].group, key, place, value, grad))
-        return sorted(tensors, key=lambda each: each.key)
+                label = _Label((place.before, place.call, place.place, number), entries[0].name, entries[0].group)
+                tensors.append(_Tensor(label, place, value, grad))
+        return sorted(tensors, key=lambda each: each.label.key)
 
 
 class _OnlyToLookAt(torch.autograd.Function):
@@ -180,72 +172,63 @@ class _OnlyToLookAt(torch.autograd.Function):
         )
 
 
+class _Label(NamedTuple):
+    """Which recorded tensor of all stages."""
+
+    key: tuple[int, int, int, int]
+    """By which they are in order; no two have the same."""
+    name: str
+    group: str | None
+
+
 @dataclass
 class _Tensor:
     """A recorded tensor of this rank."""
 
-    name: str
-    group: str | None
-    key: tuple[int, int, int, int]
-    """By which recorded tensors of all stages are in order."""
+    label: _Label
     place: PipelinePlace | None
     value: Tensor
     grad: Tensor | None
 
-
-@dataclass
-class _Described:
-    """A recorded tensor of all ranks that compute the same layer."""
-
-    name: str
-    group: str | None
-    key: tuple[int, int, int, int]
-    place: PipelinePlace | None
-    shape: tuple[int, ...]
-    values: Statistics | None
-    grad: Statistics | None
-
-    def item(self, index: int) -> dict[str, Any]:
-        item: dict[str, Any] = {"name": _summary_name(self.name, self.group, index), "shape": self.shape}
-        for prefix, found in (("", self.values), ("grad_", self.grad)):
-            for key in ("max", "min", "mean", "std"):
-                item[prefix + key] = None if found is None else getattr(found, key)
-        return item
+    @property
+    def fact(self) -> str:
+        """What ranks that compute the same layer have in common."""
+        where = "" if self.place is None else f" in {self.place}"
+        return f"{self.label.group}.{self.label.name}{where}"
 
 
-def _summary_name(name: str, group: str | None, index: int) -> str:
-    return f"{index}.{name}" if group is None else f"{group}.{index}.{name}"
+def _indices(labels: Iterable[_Label]) -> dict[_Label, int]:
+    """How many tensors before each have the same name and group, in the order of the keys."""
+    counts: Counter[Any] = Counter()
+    indices = {}
+    for label in sorted(set(labels), key=lambda label: label.key):
+        indices[label] = counts[label.name, label.group]
+        counts[label.name, label.group] += 1
+    return indices
 
 
-def _numbered(tensors: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Each with how many before it have the same name and group."""
-    counts: dict[tuple[str, str | None], int] = {}
-    numbered = []
-    for each in tensors:
-        kind = (each.name, each.group)
-        counts[kind] = counts.get(kind, -1) + 1
-        numbered.append((each, counts[kind]))
-    return numbered
+def _summary_name(label: _Label, indices: dict[_Label, int]) -> str:
+    name = f"{indices[label]}.{label.name}"
+    return name if label.group is None else f"{label.group}.{name}"
 
 
-def _describe(tensors: Sequence[_Tensor], context: ParallelContext | None) -> list[_Described]:
-    described = []
-    for inside in (False, True):
-        chosen = [each for each in tensors if (each.place is not None) == inside]
-        if not chosen:
-            continue
-        numbers = torch.stack([describe(x).cpu() for each in chosen for x in (each.value, each.grad)])
-        rows = torch.tensor([len(each.value) if each.value.dim() else 0 for each in chosen])
-        if context is not None:
-            samples = context.tp_zero if inside else context.outer_tp_zero
-            numbers = over_ranks(over_ranks(numbers.to(context.device), context.tp, replicas=True), samples)
-            rows = rows.to(context.device)
-            samples.all_reduce(rows)
-        for each, pair, count in zip(chosen, numbers.view(-1, 2, WIDTH), rows.tolist(), strict=True):
-            values, grad = as_statistics(pair)
-            shape = (count, *each.value.shape[1:]) if each.value.dim() else ()
-            described.append(_Described(each.name, each.group, each.key, each.place, shape, values, grad))
-    return sorted(described, key=lambda each: each.key)
+def _describe(tensors: Sequence[_Tensor], context: ParallelContext | None) -> dict[_Label, dict[str, Any]]:
+    """The shapes and statistics over all ranks of tensors that are all inside of a pipeline, or all outside."""
+    if not tensors:
+        return {}
+    numbers = torch.stack([describe(x).cpu() for each in tensors for x in (each.value, each.grad)])
+    rows = torch.tensor([len(each.value) if each.value.dim() else 0 for each in tensors])
+    if context is not None:
+        samples = context.outer_tp_zero if tensors[0].place is None else context.tp_zero
+        numbers = over_ranks(over_ranks(numbers.to(context.device), context.tp, replicas=True), samples)
+        rows = rows.to(context.device)
+        samples.all_reduce(rows)
+    described = {}
+    for each, pair, count in zip(tensors, numbers.view(-1, 2, WIDTH), rows.tolist(), strict=True):
+        shape = (count, *each.value.shape[1:]) if each.value.dim() else ()
+        values, grad = as_statistics(pair)
+        described[each.label] = {"shape": shape, **summary_of(values, grad, None)}
+    return described
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

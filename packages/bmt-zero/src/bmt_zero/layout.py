@@ -51,7 +51,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters in a flat buffer of ``world_size`` shards of ``shard_numel`` elements each."""
+    """Parameters in a flat buffer of ``world_size`` shards of ``shard_numel`` elements each, in the buffer's order."""
 
     world_size: int
     shard_numel: int
@@ -62,9 +62,16 @@ class FlatLayout:
         return self.world_size * self.shard_numel
 
     @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The half-open ranges of the buffer that belong to no parameter."""
+        stops = [0, *(p.offset + p.numel for p in self.placements)]
+        starts = [*(p.offset for p in self.placements), self.numel]
+        return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
+
+    @property
     def padding(self) -> int:
         """Elements of the buffer that belong to no parameter."""
-        return self.numel - sum(p.numel for p in self.placements)
+        return sum(stop - start for start, stop in self.gaps)
 
     def rows_of(self, placement: Placement, rank: int) -> tuple[int, int]:
         """The half-open range of rows of a parameter that lie in shard ``rank``."""

@@ -17,14 +17,13 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from bmt_comm import (
-    Communicator,
     GradientReceiver,
     ParallelContext,
     deferring,
@@ -36,7 +35,7 @@ from bmt_comm import (
 from .backward_context import StepContext, current_backward, step_context
 from .flat_parameter import FlatParameter, State
 from .gradient_reducer import GradientReducer
-from .precision import MixedPrecision
+from .options import Options
 from .sharded_parameter import ShardedParameter
 
 
@@ -45,19 +44,21 @@ class GroupHandle:
 
     Attributes:
         group: the parameter group.
+        reducer: of its gradients.
         flat, index: the parameter is number ``index`` of this flat parameter.
         replacement: the unsharded tensor to use in its place; see :func:`replaced_parameters`.
         original: the values of a standalone parameter and its version then, until they are needed no more.
         saved: the last unsharded copy that was made for a state dict.
     """
 
-    __slots__ = ("_cached", "flat", "group", "index", "original", "param", "replacement", "saved")
+    __slots__ = ("_cached", "flat", "group", "index", "original", "param", "reducer", "replacement", "saved")
 
-    def __init__(self, group: ParameterGroup, flat: FlatParameter, index: int) -> None:
+    def __init__(self, group: ParameterGroup, reducer: GradientReducer, index: int) -> None:
         self.group = group
-        self.flat = flat
+        self.reducer = reducer
+        self.flat = reducer.flat
         self.index = index
-        self.param = flat.params[index]
+        self.param = self.flat.params[index]
         self.replacement: Tensor | None = None
         self.original: tuple[Tensor, int] | None = None
         self.saved: TensorWeakRef | None = None
@@ -71,20 +72,19 @@ class GroupHandle:
         """
         if self.replacement is not None:
             return self.replacement
-        param = self.param
-        self.group.begin_gather(self.flat)
+        param, flat = self.param, self.flat
+        self.begin_gather()
         self.original = None
         if not (torch.is_grad_enabled() and param.requires_grad):
-            return self.flat.gather_stored(self.index) if self.flat.allocate else self.flat.gather_one(self.index)
-        if stored and self.flat.casts:
-            return cast(Tensor, _GatherOne.apply(self.group.anchor, self, True))
-        if self._cached is not None:
-            version, reference = self._cached
-            cached = reference()
-            if cached is not None and version == param._version:
+            return flat.gather_stored(self.index) if flat.allocate else flat.gather_one(self.index)
+        casts = stored and flat.casts
+        if not casts and self._cached is not None and self._cached[0] == param._version:
+            cached = self._cached[1]()
+            if cached is not None:
                 return cached  # a tied weight is used twice and gathered once
-        unsharded: Tensor = _GatherOne.apply(self.group.anchor, self, False)
-        self._cached = (param._version, TensorWeakRef(unsharded))
+        unsharded: Tensor = _GatherOne.apply(self.group.anchor, self, casts)
+        if not casts:
+            self._cached = (param._version, TensorWeakRef(unsharded))
         return unsharded
 
     def gather_stored(self, like: Tensor | None = None) -> Tensor:
@@ -92,13 +92,20 @@ class GroupHandle:
 
         ``like``: a tensor of the shape of this rank's rows, to gather instead.
         """
-        self.group.begin_gather(self.flat)
+        self.begin_gather()
         return self.flat.gather_stored(self.index, like)
+
+    def begin_gather(self) -> None:
+        """This parameter alone will be gathered."""
+        group = self.group
+        if current_backward() is None:
+            group.step.recover()
+        group.look([self.reducer])
+        group.step.begin_unsharding(group)
 
     def fill(self, values: Tensor) -> None:
         """Set this rank's rows from the unsharded parameter (this tensor-parallel rank's shard) on the first rank."""
-        reducer = self.group.reducer_of(self.flat)
-        for comm in reducer.comms:
+        for comm in self.flat.comms:
             comm.broadcast(values, 0)
         self.param.detach().copy_(select_rows(values, self.param.bmt_slice))
         self.param.awaits_values = False
@@ -112,7 +119,7 @@ class GroupHandle:
         """Reduce a gradient of the unsharded parameter in the backward pass that is running."""
         grads: list[Tensor | None] = [None] * len(self.flat.params)
         [grads[self.index]] = _added([grad], late or {})
-        self.group.reduce([(self.group.reducer_of(self.flat), grads)])
+        self.group.reduce([(self.reducer, grads)])
 
     def reduce_gathered(self, grad: Tensor | None) -> None:
         """Reduce the gradient of the tensor that :meth:`gather` returned."""
@@ -156,27 +163,6 @@ class Slot:
         return param
 
 
-@dataclass(frozen=True)
-class Options:
-    """How parameters are sharded; see :func:`bmt_zero.shard`.
-
-    Attributes:
-        level: ZeRO level.
-        precision: dtypes of computation and reduction.
-        comms: the shard group and the replicate group; None: by level.
-        stage_local: whether only the ranks of this pipeline stage have the parameters.
-        reshard_after_forward: whether parameters are resharded between forward and backward; None: at level 3.
-        name: for messages.
-    """
-
-    level: int
-    precision: MixedPrecision
-    comms: tuple[Communicator, Communicator] | None = None
-    stage_local: bool = False
-    reshard_after_forward: bool | None = None
-    name: str = "a parameter"
-
-
 class ParameterGroup:
     """Parameters that are unsharded, resharded and reduced together.
 
@@ -187,6 +173,7 @@ class ParameterGroup:
         slots: where modules have the parameters.
 
     Attributes:
+        label: stands for the name and what is frozen, where ranks compare the order of what they unshard.
         in_backward: the calls (``hooks.Call``) in backward, which need the parameters.
         trains: which parameters are trained, as last seen in forward.
         replaced: how many parameters modules have replacements for; see :func:`replaced_parameters`.
@@ -214,9 +201,8 @@ class ParameterGroup:
         resharded = options.reshard_after_forward
         self.reshard_after_forward = level == 3 if resharded is None else resharded
         self.flats = [reducer.flat for reducer in self.reducers]
-        self.params = [p for flat in self.flats for p in flat.params]
         self.step: StepContext = step_context(context)
-        self.comms = list(dict.fromkeys(comm for r in self.reducers for comm in r.comms if comm.size > 1))
+        self.comms = list(dict.fromkeys(comm for flat in self.flats for comm in flat.comms))
         self.anchor = torch.zeros((), requires_grad=True)
         # This node runs only in backward passes that accumulate gradients of all leaves.
         with torch.enable_grad():
@@ -229,26 +215,21 @@ class ParameterGroup:
         self.reshard_after_backward = True
         self.mesh = context.mesh
         self.waits: bool | None = None
-        self._label = -1
-        self._label_name = ""
+        self.label = -1
+        self._labelled_name = ""
         self._installed = False
         self._recurrent = list({s.module: None for s in self.slots if isinstance(s.module, nn.RNNBase)})
+        self.params: list[ShardedParameter] = []
         self._parts: list[tuple[GradientReducer, slice]] = []  # reducers, and which of ``params`` are theirs
-        start = 0
         for reducer in self.reducers:
-            stop = start + len(reducer.flat.params)
-            self._parts.append((reducer, slice(start, stop)))
-            start = stop
+            start = len(self.params)
+            self.params += reducer.flat.params
+            self._parts.append((reducer, slice(start, len(self.params))))
             for index, param in enumerate(reducer.flat.params):
-                param.handle = GroupHandle(self, reducer.flat, index)
-
-    def reducer_of(self, flat: FlatParameter) -> GradientReducer:
-        return self.reducers[self.flats.index(flat)]
+                param.handle = GroupHandle(self, reducer, index)
 
     def views(self) -> list[Tensor]:
         """The unsharded parameters, as new tensors, in the order of ``params``."""
-        if len(self.flats) == 1:
-            return self.flats[0].views()
         return [view for flat in self.flats for view in flat.views()]
 
     # --- unsharding -------------------------------------------------------------------------------
@@ -276,9 +257,9 @@ class ParameterGroup:
                 f"to a plain model, or use torch.autograd.grad and torch.autograd.forward_ad"
             )
         try:
-            if look or self._label == -1:
-                self._look(self.reducers)
-            self.step.begin_unsharding(self, self.comms, self._label)
+            if look or self.label == -1:
+                self.look(self.reducers)
+            self.step.begin_unsharding(self)
             for flat in self.flats:
                 flat.unshard()
         except RuntimeError as error:
@@ -288,8 +269,7 @@ class ParameterGroup:
         """Make the unsharded parameters usable."""
         try:
             for flat in self.flats:
-                if flat.state is State.UNSHARDING:
-                    flat.wait()
+                flat.wait()
         except RuntimeError as error:
             raise RuntimeError(f"while {self.name} was unsharded: {error}") from error
 
@@ -299,21 +279,14 @@ class ParameterGroup:
         self.unshard()
         self.wait()
 
-    def begin_gather(self, flat: FlatParameter) -> None:
-        """A single parameter of ``flat`` will be gathered."""
-        if current_backward() is None:
-            self.step.recover()
-        self._look([self.reducer_of(flat)])
-        self.step.begin_unsharding(self, self.comms, self._label)
-
-    def _look(self, reducers: Sequence[GradientReducer]) -> None:
+    def look(self, reducers: Sequence[GradientReducer]) -> None:
         """Notice a new name, parameters that were frozen or unfrozen, and those of ``reducers`` that were moved."""
         trains = [p.requires_grad for p in self.params]
-        if trains != self.trains or self.name != self._label_name:
+        if trains != self.trains or self.name != self._labelled_name:
             frozen = [slot.path for slot in self.slots if not trains[slot.index]]
             text = f"{self.name}, {f'frozen: {frozen}' if frozen else 'all parameters trained'}"
-            self.trains, self._label_name, self.waits = trains, self.name, None
-            self._label = self.step.sequences.label(text)
+            self.trains, self._labelled_name, self.waits = trains, self.name, None
+            self.label = self.step.sequences.label(text)
         for reducer in reducers:
             if reducer.flat.was_moved():
                 reducer.finish()
@@ -379,23 +352,12 @@ class ParameterGroup:
         self._installed = False
         for slot in self.slots:
             parameters = slot.module._parameters
-            if slot.name not in parameters:  # a parametrization was registered and removed
-                self._restore_place(slot)
+            if slot.name not in parameters:  # a parametrization was registered and removed, and has set the name again
+                slot.module._buffers.pop(slot.name, None)
+                slot.module.__dict__.pop(slot.name, None)
             parameters[slot.name] = self.params[slot.index]
         for module in self._recurrent:
             refresh_flat_weights(module)
-
-    def _restore_place(self, slot: Slot) -> None:
-        """Put a name back among its module's parameters, in its old place."""
-        module = slot.module
-        module._buffers.pop(slot.name, None)
-        module.__dict__.pop(slot.name, None)
-        present: dict[str, Any] = {**module._parameters, slot.name: None}
-        module._parameters.clear()
-        for name in [s.name for s in self.slots if s.module is module]:
-            if name in present:
-                module._parameters[name] = present.pop(name)
-        module._parameters.update(present)
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -443,16 +405,10 @@ class ParameterGroup:
 
     def reduce(self, work: Sequence[tuple[GradientReducer, Sequence[Tensor | None]]]) -> None:
         """Start to reduce gradients, one for each parameter of a reducer."""
-        if torch.is_grad_enabled():  # create_graph=True
-            with torch.no_grad():
-                self.reduce(work)
-            return
         self.step.enter(self)
-        self.step.finish_reductions()
-        for reducer, grads in work:
-            needed = bool(self.in_backward) or self.held or not self.reshard_after_backward
-            reducer.reduce(grads, needed)
-        self.step.note_reducing([reducer for reducer, _ in work])
+        needed = bool(self.in_backward) or self.held or not self.reshard_after_backward
+        with torch.no_grad():  # for create_graph=True
+            self.step.reduce(work, needed)
 
     def add_reduced(self, reducer: GradientReducer, total: Tensor) -> None:
         """Add a flat gradient that was reduced before, in the backward pass that is running."""
@@ -493,9 +449,8 @@ class ParameterGroup:
         reducers = [_copy_reducer(reducer, memo) for reducer in self.reducers]
         slots = copy.deepcopy(self.slots, memo)  # with the modules, which find their parameters in memo
         twin.__init__(reducers, self.context, self.options, slots)  # type: ignore[misc]
-        twin.name = self.name
-        twin.reshard_after_forward, twin.mesh = self.reshard_after_forward, self.mesh
-        twin.reshard_after_backward = self.reshard_after_backward
+        for name in ("name", "mesh", "reshard_after_forward", "reshard_after_backward"):
+            setattr(twin, name, getattr(self, name))
         return twin
 
 
@@ -554,9 +509,9 @@ def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientRed
         twin.__dict__.update({k: v for k, v in param.__dict__.items() if k != "handle"})
         memo[id(param)] = twin
         twins.append(twin)
-    shard = flat.shard.detach().clone()
-    options = (flat.shard_comm, flat.stream, flat.compute_dtype, flat.keep_storage, flat.allocate)
-    copied = FlatParameter(flat.layout, twins, shard, *options)
-    result = GradientReducer(copied, reducer.replicate_comm, reducer.level, reducer.reduce_dtype, reducer.grad_scale)
+    shard, comms = flat.shard.detach().clone(), (flat.shard_comm, flat.replicate_comm)
+    result = GradientReducer(
+        FlatParameter(flat.layout, twins, shard, comms, flat.options, flat.allocate), reducer.grad_scale
+    )
     result.settings = copy.copy(reducer.settings)
     return result

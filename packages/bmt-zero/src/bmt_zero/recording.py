@@ -92,10 +92,6 @@ class Session:
         self.entries: list[Entry] = []
         self.pipeline_calls = 0
 
-    def outside(self) -> int:
-        """How many entries there are outside of pipelines."""
-        return sum(entry.place is None for entry in self.entries)
-
 
 Mark = list[Entry]
 """The entries that one run of a forward has made or replaced."""
@@ -172,9 +168,6 @@ def _follow(x: Tensor) -> None:
 def marked() -> Iterator[Mark]:
     """Yields what is recorded within; a computation to be repeated under :func:`replayed`."""
     mark: Mark = []
-    if _session is None and not _replays:
-        yield mark
-        return
     _marks.append(mark)
     try:
         yield mark
@@ -197,7 +190,7 @@ def begin_pipeline_call() -> tuple[int, int]:
     if _session is None:
         return 0, 0
     _session.pipeline_calls += 1
-    return _session.pipeline_calls, _session.outside()
+    return _session.pipeline_calls, sum(entry.place is None for entry in _session.entries)
 
 
 @contextmanager

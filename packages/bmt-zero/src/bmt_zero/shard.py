@@ -22,9 +22,10 @@ from .flat_parameter import FlatParameter, write_rows
 from .gradient_reducer import GradientReducer
 from .hooks import ForwardHooks
 from .layout import FlatLayout, plan_layouts
-from .parameter_group import GroupHandle, Options, ParameterGroup, Slot
+from .options import Options, ranks_of
+from .parameter_group import GroupHandle, ParameterGroup, Slot
 from .precision import MixedPrecision
-from .sharded_parameter import GradientHooks, ShardedParameter
+from .sharded_parameter import ShardedParameter
 from .stage_entry import STAGE_LOCAL_ATTRIBUTE
 from .state import add_state_hooks
 from .torch_optimizers import watch_optimizers
@@ -136,7 +137,7 @@ def shard(
     if stage_local:
         check_stage(slots, context, comms or ())
     group = build_group(slots, context, options)
-    share_buffers(module, context, stage_local)
+    share_buffers(module, context, options)
     sharding = add_sharding(module, group, initialized)
     if use_checkpoint:
         sharding.checkpoint = CheckpointedForward(module, group)
@@ -186,16 +187,16 @@ def find_slots(module: nn.Module, context: ParallelContext, ignored: Iterable[nn
                 check_parameter(prefix + name, param, context)
                 slots.append(Slot(child, name, prefix + name))
         for name, buffer in child._buffers.items():
-            check_buffer(prefix + name, buffer, context)
+            if buffer is not None:
+                _check_device(f"buffer {prefix + name!r}", buffer, context)
     return slots
 
 
-def check_buffer(name: str, buffer: Tensor | None, context: ParallelContext) -> None:
-    """Raise unless a buffer is on the device of this rank or can be moved there. On the meta device it may stay."""
-    if buffer is not None and buffer.device not in (context.device, torch.device("cpu"), torch.device("meta")):
+def _check_device(what: str, tensor: Tensor, context: ParallelContext) -> None:
+    if tensor.device not in (context.device, torch.device("cpu"), torch.device("meta")):
         raise ValueError(
-            f"buffer {name!r} is on device {buffer.device}, and this rank computes on {context.device}; "
-            f"move the module there first"
+            f"{what} is on device {tensor.device}, and this rank computes on {context.device}; move the module there "
+            f"first"
         )
 
 
@@ -222,11 +223,7 @@ def check_parameter(name: str, param: nn.Parameter, context: ParallelContext) ->
             f"parameter {name!r} is a {type(param).__name__}, and its shards would not have that class; shard the "
             f"module without it, or convert it to a plain nn.Parameter"
         )
-    if param.device not in (context.device, torch.device("cpu"), torch.device("meta")):
-        raise ValueError(
-            f"parameter {name!r} is on device {param.device}, and this rank computes on {context.device}; "
-            f"move the module there first"
-        )
+    _check_device(f"parameter {name!r}", param, context)
     if param.layout is not torch.strided:
         raise ValueError(f"parameter {name!r} has layout {param.layout}; only dense parameters can be sharded")
     if param.dtype.is_complex:
@@ -285,21 +282,6 @@ def check_groups(
 # --- plan -----------------------------------------------------------------------------------------
 
 
-def ranks_of(context: ParallelContext, tp_mode: bool, stage_local: bool = False) -> Communicator:
-    """The ranks that share a parameter, of all stages or of this one."""
-    if stage_local:
-        return context.tp_zero if tp_mode else context.zero
-    return context.outer_tp_zero if tp_mode else context.outer_zero
-
-
-def _groups(context: ParallelContext, tp_mode: bool, options: Options) -> tuple[Communicator, Communicator]:
-    """The shard group and the replicate group of a parameter."""
-    if options.comms is not None:
-        return options.comms
-    comm = ranks_of(context, tp_mode, options.stage_local)
-    return (context.alone, comm) if options.level == 0 else (comm, context.alone)
-
-
 def _plan(
     params: Iterable[nn.Parameter], context: ParallelContext, options: Options
 ) -> list[tuple[FlatLayout, list[nn.Parameter]]]:
@@ -312,7 +294,7 @@ def _plan(
         kinds.setdefault((param.dtype, param.requires_grad, getattr(param, "tp_mode", False)), []).append(param)
     plans = []
     for (_, _, tp_mode), members in kinds.items():
-        shard_comm, _ = _groups(context, tp_mode, options)
+        shard_comm, _ = options.groups(context, tp_mode)
         for layout in plan_layouts([slice_of(p).piece_shape for p in members], shard_comm.size):
             chosen = sorted(p.index for p in layout.placements)
             placements = tuple(dataclasses.replace(p, index=chosen.index(p.index)) for p in layout.placements)
@@ -329,16 +311,16 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
     first = [slot for slot in slots if by_param[id(slot.param)] is slot]  # of each parameter
     if options.comms is not None and (context.tp_size > 1 or options.stage_local):
         check_groups(options.comms, context, first, options.stage_local)
+    params = [slot.param for slot in first]
     facts = [
         f"{slot.path}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}{' on meta' * p.is_meta}"
-        for slot, p in zip(first, [slot.param for slot in first], strict=True)
+        for slot, p in zip(first, params, strict=True)
     ]
-    for comm in options.comms or (ranks_of(context, False, options.stage_local),):
+    for comm in options.ranks(context):
         check_agreement(comm, f"the parameters of {options.name} at level {options.level}", facts)
     for module in {slot.module: None for slot in slots}:
         if isinstance(module, nn.RNNBase):  # convert() cannot swap tensors that have weak references
             module._flat_weight_refs = [None] * len(module._flat_weights_names)
-    params = [slot.param for slot in first]
     reducers = [_build(layout, members, context, options) for layout, members in _plan(params, context, options)]
     if options.stage_local:
         for param in params:
@@ -372,24 +354,21 @@ def _build(
 ) -> GradientReducer:
     """Make a flat parameter of ``params`` with their values, or of a standalone one with ``value``."""
     dtype, tp_mode = params[0].dtype, getattr(params[0], "tp_mode", False)
-    shard_comm, replicate_comm = _groups(context, tp_mode, options)
+    comms = options.groups(context, tp_mode)
     storage = torch.zeros(layout.shard_numel, dtype=dtype, device=context.device)
     for placement in layout.placements:
         if not standalone:  # gather one at a time: never more than one is unsharded beside the shards
-            value = values_of(params[placement.index], context.device, shard_comm, replicate_comm)
+            value = values_of(params[placement.index], context.device, *comms)
         if value is not None:
-            write_rows(storage, layout, placement, shard_comm.rank, value)
+            write_rows(storage, layout, placement, comms[0].rank, value)
     before = [] if standalone else [p.handle.flat for p in params if isinstance(p, ShardedParameter)]
     converted = [convert(param, context) for param in params]
     watch_optimizers()
-    stream = (shard_comm if shard_comm.size > 1 else replicate_comm).stream
-    compute_dtype, keep_storage = options.precision.param_dtype, options.level <= 1
-    flat = FlatParameter(layout, converted, storage, shard_comm, stream, compute_dtype, keep_storage, not standalone)
+    flat = FlatParameter(layout, converted, storage, comms, options, not standalone)
     for old in before:
         old.params = []  # it has had one
         old.drop_storage()
-    grad_scale = 1.0 if tp_mode else 1.0 / context.tp_size  # see [Note: tensor-parallel ranks]
-    return GradientReducer(flat, replicate_comm, options.level, options.precision.reduce_dtype, grad_scale)
+    return GradientReducer(flat, 1.0 if tp_mode else 1.0 / context.tp_size)  # see [Note: tensor-parallel ranks]
 
 
 def values_of(
@@ -426,11 +405,9 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
         param.bmt_slice = dataclasses.replace(unsharded, row_stop=unsharded.piece_rows)
         return param
     own, awaits_values = slice_of(param), param.is_meta
-    before: Any = param._backward_hooks
-    after: Any = getattr(param, "_post_accumulate_grad_hooks", None)
-    for key, hook in list((before or {}).items()):
-        if getattr(hook, "is_part_of_reduction", False):  # bmt_tp's sum over ranks, which the reduction includes
-            del before[key]
+    hooks = param._backward_hooks or {}
+    for key in [key for key, hook in hooks.items() if getattr(hook, "is_part_of_reduction", False)]:
+        del hooks[key]  # bmt_tp's sum over ranks, which the reduction includes
     if awaits_values:
         empty = torch.empty(0, dtype=param.dtype, device=context.device)
         twin = torch.Tensor._make_subclass(ShardedParameter, empty, param.requires_grad)
@@ -439,23 +416,13 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
     else:
         param.__class__ = ShardedParameter
     assert isinstance(param, ShardedParameter)
-    if before or after:  # autograd does not reach the parameter any more; the reduction runs its hooks
-        param.hooks = GradientHooks(before, after)
     param.bmt_slice, param.awaits_values = own, awaits_values
     return param
 
 
-def share_buffers(
-    module: nn.Module,
-    context: ParallelContext,
-    stage_local: bool = False,
-    comms: Sequence[Communicator] | None = None,
-) -> None:
-    """Move buffers to the context's device, with the values of the first rank, except those on the meta device.
-
-    ``comms``: the shard group and the replicate group; by default all ranks that have the module.
-    """
-    comms = [comm for comm in comms or (ranks_of(context, False, stage_local),) if comm.size > 1]
+def share_buffers(module: nn.Module, context: ParallelContext, options: Options) -> None:
+    """Move buffers to the context's device, with the values of the first rank, except those on the meta device."""
+    comms = [comm for comm in options.ranks(context) if comm.size > 1]
     done: set[int] = set()
     for part in module.modules():
         if part is not module and sharding_of(part) is not None:

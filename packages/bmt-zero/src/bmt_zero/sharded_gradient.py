@@ -15,19 +15,15 @@ from torch import Tensor
 
 from bmt_comm import Communicator, Slice
 
+from .stage_entry import STAGE_LOCAL_ATTRIBUTE, is_stage_local
+
 _NORMS = ("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm")
 
 
 class ShardedGradient(Tensor):
-    """This rank's rows of a gradient that other ranks have other rows of.
-
-    Attributes:
-        bmt_slice: which rows of which logical tensor.
-        is_stage_local: whether other pipeline stages have other parameters.
-    """
+    """This rank's rows of a gradient that other ranks have other rows of; ``bmt_slice`` says which."""
 
     bmt_slice: Slice
-    is_stage_local: bool
 
     def to_local(self) -> Tensor:
         """This rank's rows, as a plain tensor on the same memory."""
@@ -35,7 +31,7 @@ class ShardedGradient(Tensor):
             return self.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), sharded_gradient(self.to_local().clone(), self.bmt_slice, self.is_stage_local))
+        return memo.setdefault(id(self), sharded_gradient(self.to_local().clone(), self))
 
     @classmethod
     def __torch_function__(
@@ -53,10 +49,13 @@ class ShardedGradient(Tensor):
             return result
 
 
-def sharded_gradient(rows: Tensor, where: Slice, is_stage_local: bool) -> ShardedGradient:
-    """This rank's rows, on the same memory, as a gradient of which other ranks have other elements."""
+def sharded_gradient(rows: Tensor, like: Any) -> Tensor:
+    """This rank's rows, on the same memory, as a gradient of the sharded parameter ``like``, or of that of ``like``."""
+    if not like.bmt_slice.comms:
+        return rows
     grad = local_rows(rows).as_subclass(ShardedGradient)
-    grad.bmt_slice, grad.is_stage_local = where, is_stage_local
+    grad.bmt_slice = like.bmt_slice
+    setattr(grad, STAGE_LOCAL_ATTRIBUTE, is_stage_local(like))
     return grad
 
 
@@ -110,7 +109,7 @@ def _comms(grads: Sequence[Tensor]) -> list[Communicator]:
     columns: dict[Communicator, None] = {}
     for grad in grads:
         if isinstance(grad, ShardedGradient):
-            if grad.is_stage_local:
+            if is_stage_local(grad):
                 raise RuntimeError(
                     "this function sees the gradients of one pipeline stage only; use OptimManager, whose "
                     "clip_grad_norm and loss scale take all stages into account"

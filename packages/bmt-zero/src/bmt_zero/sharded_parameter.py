@@ -18,14 +18,12 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from bmt_comm import Slice, join_pieces, select_rows
 
@@ -34,7 +32,8 @@ class ShardedParameter(nn.Parameter):
     """A parameter whose rows are spread over ranks; a tensor of this rank's rows, shape (rows, \\*rest).
 
     The object never changes shape or identity, so optimizers may keep it. A rank may hold no rows at all. See
-    [Note: operations on a sharded parameter].
+    [Note: operations on a sharded parameter]. Hooks of ``register_hook`` are called with each reduced gradient of this
+    rank's rows, before it is added to ``.grad``; those of ``register_post_accumulate_grad_hook`` after that.
 
     Attributes:
         bmt_slice: the rows of the logical parameter that this rank holds (:class:`bmt_comm.Slice`).
@@ -42,7 +41,6 @@ class ShardedParameter(nn.Parameter):
         init_method: fills the logical parameter when ``init_parameters`` runs.
         tp_mode: whether tensor-parallel ranks hold different shards of it.
         sequence_parallel: whether a tensor-parallel rank's gradient covers only its part of the sequence.
-        hooks: what :meth:`register_hook` and :meth:`register_post_accumulate_grad_hook` have noted.
         awaits_values: whether it was built on the meta device and not filled since.
         handle: how it reaches its group and storage (a ``parameter_group.GroupHandle``, which imports this module).
     """
@@ -53,7 +51,6 @@ class ShardedParameter(nn.Parameter):
     tp_mode: bool = False
     sequence_parallel: bool = False
     awaits_values: bool = False
-    hooks: GradientHooks | None = None
     handle: Any
 
     @property
@@ -103,17 +100,6 @@ class ShardedParameter(nn.Parameter):
         """This rank's rows with the tensor-parallel dimension unsharded; not differentiable."""
         return join_pieces(self.data, self.bmt_slice)
 
-    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-        """Call ``hook(gradient)`` with each reduced gradient of this rank's rows, before it is added to ``.grad``.
-
-        If it returns a tensor, that takes the gradient's place.
-        """
-        return _registered(self, hook, "before")
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        """Call ``hook(parameter)`` after a reduced gradient was added to ``.grad``."""
-        return _registered(self, hook, "after")
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) not in memo:
             copy.deepcopy(self.handle.group, memo)  # with all of its parameters
@@ -156,35 +142,6 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
             args, kwargs = tree_map_only(ShardedParameter, _logical, (args, kwargs))
         return func(*args, **kwargs)
-
-
-class GradientHooks:
-    """The hooks of a parameter, which run when its reduced gradient arrives."""
-
-    def __init__(self, before: Any = None, after: Any = None) -> None:
-        self.before: Any = OrderedDict() if before is None else before
-        self.after: Any = OrderedDict() if after is None else after
-
-    def changed(self, grad: Tensor) -> Tensor:
-        """What the hooks before accumulation make of a gradient."""
-        for hook in list(self.before.values()):
-            result = hook(grad)
-            grad = grad if result is None else result
-        return grad
-
-    def accumulated(self, param: ShardedParameter) -> None:
-        """Run the hooks after accumulation."""
-        for hook in list(self.after.values()):
-            hook(param)
-
-
-def _registered(param: ShardedParameter, hook: Any, when: str) -> RemovableHandle:
-    if param.hooks is None:
-        param.hooks = GradientHooks()
-    hooks = getattr(param.hooks, when)
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 def _filled(param: ShardedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedParameter:
@@ -254,17 +211,17 @@ _RANDOM = _names(
 # Functions of torch.nn.init whose values depend on all dimensions of a matrix, or that leave out a rank without rows.
 _INITIALIZERS_OF_MATRICES = _names("kaiming_normal_ orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
 
-# Operations on this rank's rows, beside in-place operations and properties.
+# Operations on this rank's rows, beside in-place methods and torch's internal functions.
 _LOCAL = _names(
     """
-    __deepcopy__ __reduce_ex__ __repr__ __hash__ __len__ __bool__ __dlpack_device__ __set__ __get__ __delete__
-    __format__ __str__ __dir__ __cuda_array_interface__ __dlpack__ backward copy_ data_ptr detach dim element_size
-    empty_like full_like get_device has_names is_complex is_contiguous is_conj is_floating_point is_inference is_neg
-    is_nonzero is_pinned is_same_size is_set_to is_shared is_signed layout named_parameters ndimension new_empty
-    new_empty_strided new_full new_ones new_tensor new_zeros ones_like pin_memory rand_like randint_like randn_like
-    register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad share_memory_ size storage
-    storage_offset storage_type stride sym_numel sym_size untyped_storage zeros_like split_with_sizes _is_view
-    _typed_storage
+    __bool__ __cuda_array_interface__ __deepcopy__ __delete__ __dir__ __dlpack__ __dlpack_device__ __format__ __get__
+    __hash__ __len__ __reduce_ex__ __repr__ __set__ __str__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__
+    __imod__ __ipow__ __iand__ __ior__ __ixor__ backward data_ptr detach dim element_size empty_like full_like
+    get_device has_names is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_nonzero is_pinned
+    is_same_size is_set_to is_shared is_signed layout named_parameters ndimension new_empty new_empty_strided new_full
+    new_ones new_tensor new_zeros ones_like pin_memory rand_like randint_like randn_like register_hook
+    register_post_accumulate_grad_hook result_type retain_grad size split_with_sizes storage storage_offset storage_type
+    stride sym_numel sym_size untyped_storage zeros_like
     """
 )
 
@@ -292,10 +249,6 @@ _LOGICAL_WITHOUT_GRADIENTS = _names(
     """
 )
 
-_IN_PLACE_OPERATORS = _names(
-    "__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__"
-)
-
 
 def _means_logical(name: str, args: tuple[Any, ...]) -> bool:
     """Whether the operation of this name, which is not in ``_LOCAL``, computes with the logical parameter."""
@@ -304,7 +257,7 @@ def _means_logical(name: str, args: tuple[Any, ...]) -> bool:
             f"this rank holds some rows of a parameter of shape {args[0].bmt_slice.shape}, and an index refers to the "
             f"logical parameter: write into to_local(), or load a state dict"
         )
-    if name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+    if name.endswith("_") and not name.endswith("__"):
         return False
     if name in _LOGICAL_WITHOUT_GRADIENTS:
         return True

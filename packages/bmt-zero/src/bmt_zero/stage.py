@@ -11,8 +11,7 @@ from bmt_comm import ParallelContext, current_context
 
 from .block import Block, check_no_blocks
 from .flat_parameter import FlatParameter
-from .parameter_group import Options
-from .precision import MixedPrecision
+from .options import Options
 from .shard import (
     build_standalone,
     check_groups,
@@ -108,7 +107,7 @@ def _move_parameters(
             value = values_of(param, context.device, flat.shard_comm, flat.shard_comm)
             values.append(value if keep else None)
         if keep:
-            options = Options(3, MixedPrecision(), stage_local=True)
+            options = Options(3, stage_local=True)
             for param, value in zip(list(flat.params), values, strict=True):
                 build_standalone(param, context, value, options)
             flat.drop_storage()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +81,15 @@ def as_statistics(numbers: Tensor) -> list[Statistics | None]:
         std = math.sqrt(squares / (count - 1)) if count > 1 else math.nan
         results.append(Statistics(int(count), mean, std, largest, smallest) if count else None)
     return results
+
+
+def summary_of(values: Statistics | None, grad: Statistics | None, absent: float | None) -> dict[str, Any]:
+    """The entries of a summary: ``max``, ``min``, ``mean``, ``std`` and the same with ``grad_``."""
+    return {
+        prefix + key: absent if of is None else getattr(of, key)
+        for prefix, of in (("", values), ("grad_", grad))
+        for key in ("max", "min", "mean", "std")
+    }
 
 
 def over_several(numbers: Tensor, comms: Sequence[Communicator]) -> Tensor:

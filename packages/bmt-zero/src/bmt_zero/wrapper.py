@@ -19,18 +19,11 @@ from bmt_comm import ParallelContext, check_agreement, current_context, not_comp
 from .block import Block
 from .caches import turn_off_caches
 from .hooks import ForwardHooks, link
-from .parameter_group import Options, Slot
+from .options import Options
+from .parameter_group import Slot
 from .precision import MixedPrecision
 from .repeated_layers import find_layers
-from .shard import (
-    build_group,
-    check_buffer,
-    check_level,
-    check_parameter,
-    find_slots,
-    sharding_of,
-    share_buffers,
-)
+from .shard import build_group, check_level, check_parameter, find_slots, is_standalone, sharding_of, share_buffers
 from .sharded_parameter import ShardedParameter
 from .stage_entry import is_stage_local
 
@@ -81,14 +74,21 @@ def BMTrainModelWrapper(
         return model
     level = check_level(zero_level, context)
     layers = find_layers(model)
-    rest = _slots_outside(model, layers)
-    _check(model, layers, rest, context)
+    if isinstance(model, nn.RNNBase):
+        raise ValueError("a recurrent module by itself is sharded by Block(model)")
+    rest = _slots_outside(model, layers, context)
+    facts = [
+        f"{name}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}"
+        for name, p in model.named_parameters()
+        if not is_stage_local(p)  # other stages do not have those
+    ]
+    check_agreement(context.outer_zero, f"the parameters of {type(model).__name__}", facts)
     precision = precision or MixedPrecision()
     inside = dataclasses.replace(precision, output_dtype=None)
     for module in layers:
         Block(module, use_checkpoint, level, precision=inside)
-    share_buffers(model, context)
     options = Options(level, inside)
+    share_buffers(model, context, options)
     outside = _shard_rest(model, rest, options, precision, context)
     parts = {module: [sharding.hooks] for module in layers if (sharding := sharding_of(module)) is not None}
     for path, module in model.named_modules():
@@ -251,22 +251,28 @@ def _summary(model: nn.Module, layers: Container[nn.Module], large: Container[nn
     return f"BMTrainModelWrapper({type(model).__name__}): {what}{alone}"
 
 
-def _slots_outside(model: nn.Module, layers: dict[nn.Module, None]) -> list[Slot]:
-    """Where parameters are that are not sharded yet and belong to no layer."""
-    slots: list[Slot] = []
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        if sharding_of(module) is not None or module in layers:
-            return
-        for name, param in module._parameters.items():
-            if param is not None and not isinstance(param, ShardedParameter):
-                slots.append(Slot(module, name, prefix + name))
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(child, f"{prefix}{name}.")
-
-    visit(model, "")
-    return slots
+def _slots_outside(model: nn.Module, layers: dict[nn.Module, None], context: ParallelContext) -> list[Slot]:
+    """Where parameters are that belong to no layer and are not sharded yet, after checking that all can be sharded."""
+    inside_blocks = [p for p in model.parameters() if isinstance(p, ShardedParameter) and not is_standalone(p)]
+    inside = {part for m in model.modules() if sharding_of(m) is not None for part in m.modules()}
+    paths = {path: module for path, module in model.named_modules(remove_duplicate=False) if module in layers}
+    owners: dict[int, nn.Module | None] = {}
+    rest = []
+    for slot in find_slots(model, context, inside_blocks):
+        parts = slot.path.split(".")
+        owner = next((paths[path] for i in range(len(parts)) if (path := ".".join(parts[:i])) in paths), None)
+        if owner is None:
+            if isinstance(slot.param, ShardedParameter) or slot.module in inside:
+                continue
+            rest.append(slot)
+        if owners.setdefault(id(slot.param), owner) is not owner:
+            other = owners[id(slot.param)]
+            where = "another layer" if owner and other else "the model outside of the layers"
+            raise ValueError(
+                f"parameter {slot.path!r} of layer {type(owner or other).__name__} is shared with {where}; "
+                f"a Block must own its parameters"
+            )
+    return rest
 
 
 def _shard_rest(
@@ -306,28 +312,3 @@ def _connected(slots: list[Slot]) -> list[list[Slot]]:
         parts = [part for part in parts if part not in joined]
         parts.append([s for part in joined for s in part] + [slot])
     return parts
-
-
-def _check(model: nn.Module, layers: dict[nn.Module, None], rest: list[Slot], context: ParallelContext) -> None:
-    """Raise before anything is changed."""
-    if isinstance(model, nn.RNNBase):
-        raise ValueError("a recurrent module by itself is sharded by Block(model)")
-    owners: dict[int, nn.Module | None] = {id(slot.param): None for slot in rest}
-    for layer in layers:
-        for slot in find_slots(layer, context):
-            if owners.setdefault(id(slot.param), layer) is not layer:
-                where = "the model outside of the layers" if owners[id(slot.param)] is None else "another layer"
-                raise ValueError(
-                    f"parameter {slot.path!r} of layer {type(layer).__name__} is shared with {where}; "
-                    f"a Block must own its parameters"
-                )
-    for slot in rest:
-        check_parameter(slot.path, slot.param, context)
-    for name, buffer in model.named_buffers():
-        check_buffer(name, buffer, context)
-    facts = [
-        f"{n}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}"
-        for n, p in model.named_parameters()
-        if not is_stage_local(p)  # other stages do not have those
-    ]
-    check_agreement(context.outer_zero, f"the parameters of {type(model).__name__}", facts)

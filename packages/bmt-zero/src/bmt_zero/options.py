@@ -1,0 +1,48 @@
+"""How the parameters of a module are sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bmt_comm import Communicator, ParallelContext
+
+from .precision import MixedPrecision
+
+
+def ranks_of(context: ParallelContext, tp_mode: bool, stage_local: bool = False) -> Communicator:
+    """The ranks that share a parameter, of all stages or of this one."""
+    if stage_local:
+        return context.tp_zero if tp_mode else context.zero
+    return context.outer_tp_zero if tp_mode else context.outer_zero
+
+
+@dataclass(frozen=True)
+class Options:
+    """How parameters are sharded; see :func:`bmt_zero.shard`.
+
+    Attributes:
+        level: ZeRO level.
+        precision: dtypes of computation and reduction.
+        comms: the shard group and the replicate group; None: by level.
+        stage_local: whether only the ranks of this pipeline stage have the parameters.
+        reshard_after_forward: whether parameters are resharded between forward and backward; None: at level 3.
+        name: for messages.
+    """
+
+    level: int
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
+    comms: tuple[Communicator, Communicator] | None = None
+    stage_local: bool = False
+    reshard_after_forward: bool | None = None
+    name: str = "a parameter"
+
+    def ranks(self, context: ParallelContext) -> tuple[Communicator, ...]:
+        """The communicators whose ranks together have the module."""
+        return self.comms or (ranks_of(context, False, self.stage_local),)
+
+    def groups(self, context: ParallelContext, tp_mode: bool) -> tuple[Communicator, Communicator]:
+        """The shard group and the replicate group of a parameter."""
+        if self.comms is not None:
+            return self.comms
+        comm = ranks_of(context, tp_mode, self.stage_local)
+        return (context.alone, comm) if self.level == 0 else (comm, context.alone)
