@@ -1,7 +1,7 @@
 """The hooks before and after the forward of a sharded module, and its calls in forward and backward.
 
 [Note: how a parameter group meets autograd]
-    The unsharded parameters enter a computation as the outputs of one autograd node (:class:`_Enter`) per call.
+    The unsharded parameters enter a computation as the outputs of one autograd node (:class:`Enter`) per call.
     Autograd calls that node's backward once, when all gradients of the parameters have arrived: then they are reduced.
     Frozen parameters get no gradient; if a group has some, the call ends when the gradients of its inputs have arrived,
     too.
@@ -31,7 +31,7 @@ from bmt_comm import not_compiled
 
 from .backward_context import current_backward
 from .outputs import find_tensors
-from .parameter_group import ParameterGroup
+from .parameter_group import Enter, ParameterGroup
 
 
 class Call:
@@ -50,11 +50,12 @@ class Call:
     def enter(self) -> list[Tensor]:
         """The unsharded parameters, in the order of ``group.params``; their gradients come to this call."""
         views = self.group.views()
-        entered = _Enter.apply(self, views, self.group.anchor) if any(self.trainable) else ()
+        trainable = list(itertools.compress(views, self.trainable))
+        entered = Enter.apply(self, trainable, self.group.anchor) if trainable else ()
         if len(entered) == len(views):
             return list(entered)
-        trainable = iter(entered)
-        return [next(trainable) if trains else view for trains, view in zip(self.trainable, views, strict=True)]
+        arriving = iter(entered)
+        return [next(arriving) if trains else view for trains, view in zip(self.trainable, views, strict=True)]
 
     def follow_outputs(self, outputs: Sequence[Tensor], inputs: Mapping[int, Tensor]) -> bool:
         """Begin backward when the gradients of ``outputs`` arrive; whether any will.
@@ -133,23 +134,6 @@ class Call:
     def accepts(self, output: int, tensors: Sequence[Tensor]) -> bool:
         """See :class:`bmt_comm.GradientReceiver`."""
         return self.group.may_wait(tensors)
-
-
-class _Enter(torch.autograd.Function):
-    """() → the trainable ones of the unsharded parameters; see [Note: how a parameter group meets autograd]."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, views: list[Tensor], _anchor: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.gradient_receiver = call
-        return tuple(itertools.compress(views, call.trainable))
-
-    @staticmethod
-    @not_compiled
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
-        with torch._C.DisableTorchFunctionSubclass():
-            ctx.gradient_receiver.params_arrived(grads)
-        return None, None, None
 
 
 class ForwardHooks:

@@ -82,7 +82,9 @@ class GroupHandle:
             cached = self._cached[1]()
             if cached is not None:
                 return cached  # a tied weight is used twice and gathered once
-        unsharded: Tensor = _GatherOne.apply(self.group.anchor, self, casts)
+        gathered = flat.gather_stored(self.index) if casts else flat.gather_one(self.index)
+        unsharded: Tensor
+        [unsharded] = Enter.apply(self, [gathered], self.group.anchor)
         if not casts:
             self._cached = (param._version, TensorWeakRef(unsharded))
         return unsharded
@@ -121,26 +123,26 @@ class GroupHandle:
         [grads[self.index]] = _added([grad], late or {})
         self.group.reduce([(self.reducer, grads)])
 
-    def reduce_gathered(self, grad: Tensor | None) -> None:
-        """Reduce the gradient of the tensor that :meth:`gather` returned."""
+    def params_arrived(self, grads: Sequence[Tensor | None]) -> None:
+        """The gradient of the tensor that :meth:`gather` returned has arrived: reduce it."""
         self._cached = None
-        self.group.reduce_in_time(self, functools.partial(self.reduce, grad))
+        self.group.reduce_in_time(self, functools.partial(self.reduce, grads[0]))
 
 
-class _GatherOne(torch.autograd.Function):
-    """An unsharded parameter in storage of its own, which lives as long as it is used."""
+class Enter(torch.autograd.Function):
+    """() → unsharded parameters. ``receiver.params_arrived`` is called once, when all their gradients have arrived."""
 
     @staticmethod
-    def forward(ctx: Any, _anchor: Tensor, handle: GroupHandle, stored: bool) -> Tensor:
+    def forward(ctx: Any, receiver: Any, tensors: list[Tensor], _anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.gradient_receiver = handle
-        return handle.flat.gather_stored(handle.index) if stored else handle.flat.gather_one(handle.index)
+        ctx.gradient_receiver = receiver
+        return tuple(tensors)
 
     @staticmethod
     @not_compiled
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         with torch._C.DisableTorchFunctionSubclass():
-            ctx.gradient_receiver.reduce_gathered(grad)
+            ctx.gradient_receiver.params_arrived(grads)
         return None, None, None
 
 

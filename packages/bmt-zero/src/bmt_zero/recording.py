@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -67,17 +68,14 @@ class Entry:
             tensor.register_hook(self._arrived.note)
 
 
+@dataclass
 class _Arrived:
-    """What a tensor's hook has seen. It has no reference to the tensor, which has one to it.
+    """What a tensor's hook has seen. It has no reference to the tensor, which has one to it."""
 
-    Args:
-        keeps: whether to keep the gradient, because a pipeline clears that of the leaves of its micro-batches.
-    """
-
-    def __init__(self, keeps: bool = False) -> None:
-        self.keeps = keeps
-        self.loss_scale: float | Tensor = 1.0
-        self.grad: Tensor | None = None
+    keeps: bool = False
+    """Whether to keep the gradient, because a pipeline clears that of the leaves of its micro-batches."""
+    loss_scale: float | Tensor = 1.0
+    grad: Tensor | None = None
 
     def note(self, grad: Tensor) -> None:
         self.loss_scale = last_loss_scale()
@@ -85,12 +83,12 @@ class _Arrived:
             self.grad = grad.detach().clone() if self.grad is None else self.grad + grad.detach()
 
 
+@dataclass
 class Session:
     """What was recorded since recording began."""
 
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.pipeline_calls = 0
+    entries: list[Entry] = field(default_factory=list)
+    pipeline_calls: int = 0
 
 
 Mark = list[Entry]
