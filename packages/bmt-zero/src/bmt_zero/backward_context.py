@@ -163,8 +163,8 @@ class StepContext:
         one group at most."""
         reducers, self._reducing = self._reducing, []
         for reducer in reducers:
-            if reducer.finish():
-                self.use.note(reducer)
+            reducer.finish()
+            self.use.note(reducer)
 
     def reduce_accumulated(self, reducers: Sequence[GradientReducer]) -> None:
         """Reduce what was accumulated under ``no_sync`` if no backward will do so; all ranks must call it."""

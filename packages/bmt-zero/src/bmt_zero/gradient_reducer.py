@@ -109,21 +109,20 @@ class GradientReducer:
         if self._accumulated is not None and not self.no_sync:
             self.reduce([None] * len(self.flat.params), needed=False)
 
-    def finish(self) -> bool:
-        """Complete a started reduction; whether there was one.
+    def finish(self) -> None:
+        """Complete a started reduction, if there is one.
 
         After this the parameters' ``.grad`` include it, except those of [Note: parameters without a gradient], which
         wait for :meth:`decide`.
         """
         reduction, self.pending = self.pending, None
         if reduction is None:
-            return False
+            return
         reduced = reduction.finish()
         if reduction.is_partial:
             self._watch_gradients()
-            return False
-        self.add_gradient(reduced)
-        return True
+        else:
+            self.add_gradient(reduced)
 
     @property
     def accumulates(self) -> bool:
@@ -371,7 +370,7 @@ class UseAgreement:
         self._waiting: dict[GradientReducer, None] = {}
 
     def note(self, reducer: GradientReducer) -> None:
-        """``reducer`` has added a reduced gradient."""
+        """``reducer`` may have added a reduced gradient."""
         if reducer.undecided:
             self._waiting[reducer] = None
 

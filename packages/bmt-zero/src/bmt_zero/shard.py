@@ -296,9 +296,7 @@ def _plan(
     for (_, _, tp_mode), members in kinds.items():
         shard_comm, _ = options.groups(context, tp_mode)
         for layout in plan_layouts([slice_of(p).piece_shape for p in members], shard_comm.size):
-            chosen = sorted(p.index for p in layout.placements)
-            placements = tuple(dataclasses.replace(p, index=chosen.index(p.index)) for p in layout.placements)
-            plans.append((dataclasses.replace(layout, placements=placements), [members[index] for index in chosen]))
+            plans.append((layout, [members[index] for index in sorted(p.index for p in layout.placements)]))
     return plans
 
 
@@ -356,9 +354,9 @@ def _build(
     dtype, tp_mode = params[0].dtype, getattr(params[0], "tp_mode", False)
     comms = options.groups(context, tp_mode)
     storage = torch.zeros(layout.shard_numel, dtype=dtype, device=context.device)
-    for placement in layout.placements:
+    for param, placement in zip(params, sorted(layout.placements, key=lambda p: p.index), strict=True):
         if not standalone:  # gather one at a time: never more than one is unsharded beside the shards
-            value = values_of(params[placement.index], context.device, *comms)
+            value = values_of(param, context.device, *comms)
         if value is not None:
             write_rows(storage, layout, placement, comms[0].rank, value)
     before = [] if standalone else [p.handle.flat for p in params if isinstance(p, ShardedParameter)]
@@ -398,11 +396,9 @@ def values_of(
 
 
 def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
-    """Turn a parameter, the same object, into a sharded one that has all its rows."""
+    """Turn a parameter, the same object, into a sharded one."""
     param.grad = None
     if isinstance(param, ShardedParameter):
-        unsharded = dataclasses.replace(param.bmt_slice, row_start=0, row_stop=0, row_comm=None, row_dims=1)
-        param.bmt_slice = dataclasses.replace(unsharded, row_stop=unsharded.piece_rows)
         return param
     own, awaits_values = slice_of(param), param.is_meta
     hooks = param._backward_hooks or {}

@@ -185,8 +185,7 @@ def _check_initializer(param: ShardedParameter) -> None:
 
 def is_row_sharded(param: ShardedParameter) -> bool:
     """Whether other ranks hold other rows of the parameter."""
-    row_comm = param.bmt_slice.row_comm
-    return row_comm is not None and row_comm.size > 1
+    return param.bmt_slice.row_comm is not None
 
 
 def _logical(param: ShardedParameter) -> Tensor:
@@ -202,10 +201,7 @@ def _names(text: str) -> frozenset[str]:
 
 # Functions that fill a tensor with random values.
 _RANDOM = _names(
-    """
-    bernoulli_ cauchy_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_ random_ trunc_normal_
-    uniform_
-    """
+    "bernoulli_ cauchy_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_ random_ trunc_normal_ uniform_"
 )
 
 # Functions of torch.nn.init whose values depend on all dimensions of a matrix, or that leave out a rank without rows.
