@@ -104,7 +104,8 @@ def test_stages_of_several_ranks(ctx: Any, level: int) -> None:
     assert_own_values(layers, plain)
     for param in layers.parameters():
         group = param.handle.group
-        assert [comm.size for comm in group.reducers[0].comms] == ([1, 2] if level == 0 else [2, 1])
+        flat = group.reducers[0].flat
+        assert (flat.shard_comm.size, flat.replicate_comm.size) == ((1, 2) if level == 0 else (2, 1))
         assert group.level == level
 
 
