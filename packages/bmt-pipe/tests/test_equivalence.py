@@ -70,6 +70,21 @@ def test_loss_inside_with_data_parallel_stages(ctx: ParallelContext, level: int,
     compare(ctx, 5, [2, 3], tail=True, level=level, tail_schedule=schedule)
 
 
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=90)
+@pytest.mark.parametrize("tail", [False, True])
+def test_hooks_of_parameters_change_a_gradient_once(ctx: ParallelContext, tail: bool) -> None:
+    model = pipeline_model(5, False)
+    batch = batch_of(0, 3)
+    model(*batch, tail=tail).backward()
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = None
+        param.register_hook(lambda grad: 2 * grad)
+    model(*batch, tail=tail).backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.add(0), 2 * grads[name], msg=name)
+
+
 @pytest.mark.ranks(1, timeout=60)
 @pytest.mark.parametrize("tail", [False, True])
 def test_one_stage(ctx: ParallelContext, tail: bool) -> None:
