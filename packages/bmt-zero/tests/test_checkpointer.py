@@ -389,6 +389,41 @@ def test_many_saves_leave_nothing_behind(ctx: Any, tmp_path: Path) -> None:
     assert after[2] <= before[2] * 1.01
 
 
+def peak() -> int:
+    """Bytes of host memory that this process has held at most since the last call."""
+    status = Path("/proc/self/status").read_text()
+    found = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")
+    return found
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_little_memory_is_needed_beside_the_copy_and_the_shard(ctx: Any, tmp_path: Path) -> None:
+    def make(device: str) -> nn.Module:
+        with torch.device(device):
+            layers = [nn.Linear(2048, 2048, bias=False) for _ in range(24)]
+        return bmt_zero.BMTrainModelWrapper(nn.Sequential(*layers))
+
+    extra, shard = 64 << 20, 24 * 2048 * 2048 * 4 // 2
+    model, checkpointer = make("cpu"), Checkpointer(tmp_path / "c")
+    gc.collect()
+    peak()
+    before = peak()
+    checkpointer.save(1, model=model)
+    checkpointer.wait()
+    assert shard < peak() - before < shard + extra
+    before = peak()
+    checkpointer.save(2, model=model)  # into the same memory
+    checkpointer.wait()
+    assert peak() - before < extra
+    checkpointer.close()
+    ctx.world.barrier()
+    peak()
+    before = peak()
+    bmt_zero.load(make("meta"), tmp_path / "c" / "step-00000002")
+    assert shard * 0.9 < peak() - before < shard + extra
+
+
 # --- objects --------------------------------------------------------------------------------------
 
 

@@ -431,6 +431,23 @@ def test_all_that_a_state_dict_may_have_is_saved(ctx: Any, tmp_path: Path) -> No
         assert archive.testzip() is None
 
 
+@pytest.mark.ranks(1)
+def test_files_of_many_gigabytes_have_the_long_form(ctx: Any, tmp_path: Path) -> None:
+    """As if records were too long for the short form of a zip archive from 100 bytes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zipfile, "ZIP64_LIMIT", 100)
+        bmt_zero.save(plain(width=40), tmp_path / "m.pt")
+    wanted = plain(width=40).state_dict()
+    found = torch.load(tmp_path / "m.pt", weights_only=True, mmap=True)
+    same(found, wanted)
+    addresses = {value.data_ptr() % 64 for value in found.values()}
+    assert len(addresses) == 1  # aligned alike in the file
+    same(read_state_dict(tmp_path / "m.pt"), wanted)
+    with zipfile.ZipFile(tmp_path / "m.pt") as archive:
+        assert max(info.header_offset for info in archive.infolist()) > 1000
+        assert archive.testzip() is None
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.ranks(1, timeout=900)

@@ -67,14 +67,22 @@ class PtSource:
             if name not in self._packed:
                 self._packed = {name: self._tensor(record).contiguous().view(-1).view(torch.uint8)}
             return self._packed[name][low:high]
-        at = self._places[record.storage.key][0] + record.offset * record.dtype.itemsize
+        at = self._begin(record)
         return self._file.read(at + low, at + high)
 
     def expect(self, name: str, low: int, high: int) -> None:
         """Nothing: all has just been read to compare the checksums."""
 
     def read_into(self, name: str, low: int, out: Tensor) -> None:
-        out.copy_(self.read(name, low, low + len(out)))
+        record = self._records[name]
+        if record.is_contiguous:
+            self._file.read_into(self._begin(record) + low, out)
+        else:
+            out.copy_(self.read(name, low, low + len(out)))
+
+    def _begin(self, record: TensorRecord) -> int:
+        """Where a contiguous tensor begins in the file."""
+        return self._places[record.storage.key][0] + record.offset * record.dtype.itemsize
 
     def finish(self) -> None:
         """Nothing is left to compare."""
