@@ -182,6 +182,18 @@ def test_a_failure_in_the_background_is_the_futures(ctx: Any, tmp_path: Path, su
             assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.ranks(2)
+def test_too_little_memory_for_the_copy_is_told_to_every_rank(ctx: Any, tmp_path: Path) -> None:
+    def fail(tensor: Tensor) -> Tensor:
+        raise MemoryError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_host_copy", fail)
+        with pytest.raises(RuntimeError, match=r"rank 0 could not write .*: MemoryError: no memory"):
+            bmt_zero.save(sharded(), tmp_path / "m.pt", non_blocking=True)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.ranks(1, 2)
 @SUFFIX
 @pytest.mark.parametrize("method", ["open", "write", "close"])

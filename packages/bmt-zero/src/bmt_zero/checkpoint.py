@@ -90,7 +90,8 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     )
     done: Future[None] = Future()
     if non_blocking:
-        kept = [(n, torch.empty(t.shape, dtype=t.dtype).copy_(t)) for n, t in tensors if context.rank == 0]
+        kept: list[tuple[list[str], Tensor]] = []
+        _on_rank0(context, path, lambda: kept.extend((names, _host_copy(t)) for names, t in tensors), tensors)
         if context.rank == 0:
             done = _writer.submit(write, kept)
             done.add_done_callback(_log_failure)
@@ -116,6 +117,10 @@ def _on_rank0(context: ParallelContext, path: Path, call: Callable[[], None], te
             problem.__cause__ = error
     deque(tensors, maxlen=0)  # what rank 0 has not come to, if writing has failed
     raise_on_all(context.world, problem)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def _by_name(tensors: Iterable[tuple[list[str], Tensor]], path: Path) -> Iterator[tuple[str, list[Tensor]]]:
