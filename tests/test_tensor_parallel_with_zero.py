@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bmt_comm import Communicator
 from bmt_tp import (
@@ -230,6 +231,44 @@ def test_torch_clips_by_the_norm_over_all_ranks(ctx, level):
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01), expected)
     torch.testing.assert_close(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item(), 0.01)
+
+
+@pytest.mark.ranks(4, tp_size=2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_torch_s_tools(ctx, level):
+    """Hooks, the gradient scaler, AdamW, averages and copies of a model, vectors of parameters."""
+    torch.manual_seed(0)
+    plain, plan = PlainModel(), {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    model = BMTrainModelWrapper(parallelize(copy.deepcopy(plain), plan), zero_level=level)
+    models = (plain, model)
+    for which in models:
+        which.get_parameter("layers.0.up.weight").register_hook(lambda grad: grad * 2)
+    optimizers = [torch.optim.AdamW(which.parameters(), lr=0.01) for which in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) for _ in models]
+    averages = [AveragedModel(which, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for which in models]
+    for step in range(4):
+        for which, scaler in zip(models, scalers, strict=True):
+            ids, targets = batches(step, 12)
+            if which is model:
+                ids, targets = (t.chunk(ctx.data_size)[ctx.data_rank] for t in (ids, targets))
+            loss = F.cross_entropy(which(ids).flatten(0, 1), targets.flatten())
+            scaler.scale(loss / (ctx.replicas if which is model else 1)).backward()
+        if step == 2:  # on one rank alone; at level 0 its replica has the same gradients
+            plain.get_parameter("layers.0.up.weight").grad[0, 0] = float("inf")
+            if ctx.rank == 3 or (ctx.rank == 1 and level == 0):
+                next(p for p in model.parameters() if p.grad is not None and p.grad.numel()).grad.fill_(float("inf"))
+        for which, optimizer, scaler, average in zip(models, optimizers, scalers, averages, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            average.update_parameters(which)
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    for found, wanted in ((model, plain), (copy.deepcopy(model), plain), (averages[1].module, averages[0].module)):
+        for name, param in found.named_parameters():
+            expected = wanted.get_parameter(name).detach()
+            torch.testing.assert_close(param.full_tensor().detach(), expected, rtol=1e-4, atol=1e-5, msg=name)
+    with pytest.raises(RuntimeError, match=r"load_state_dict|invalid for input"):
+        torch.nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in plain.parameters())), model.parameters())
 
 
 @pytest.mark.ranks(3, tp_size=3)

@@ -340,11 +340,13 @@ class ParameterGroup:
     def _check_places(self) -> None:
         """Raise if a module has another tensor in the place of a sharded parameter; it would be ignored."""
         for slot in self.slots:
-            param = self.params[slot.index]
-            if slot.module._parameters.get(slot.name, param) is not param:
+            param, module = self.params[slot.index], slot.module
+            if module._parameters.get(slot.name) is param:
+                continue
+            if slot.name in module._parameters or all(p is not param for p in module.parameters()):  # parametrized
                 raise RuntimeError(
-                    f"parameter {slot.path!r} of {self.name} was replaced by another tensor after it was sharded, "
-                    f"which would be ignored: copy values into it (copy_, load_state_dict), or replace it before"
+                    f"parameter {slot.path!r} of {self.name} was replaced by another tensor after it was sharded: copy "
+                    f"values into it (copy_, load_state_dict), or replace or parametrize it before"
                 )
 
     def uninstall(self) -> None:
