@@ -1,7 +1,9 @@
 """Collectives through shared memory give what messages give, whatever their sizes, their order and the ranks' pace."""
 
 import contextlib
+import datetime
 import gc
+import logging
 import mmap
 import os
 import random
@@ -243,12 +245,75 @@ def test_ranks_that_disagree_are_told_by_their_global_ranks(ctx):
     if ctx.rank > 0:
         assert comm.share_memory()
         work = comm.all_reduce(torch.ones(3 + comm.rank), async_op=True)
-        sent, expects = (16, 12) if comm.rank == 0 else (12, 16)
-        message = f"rank {3 - ctx.rank} has sent {sent} bytes where rank {ctx.rank} expects {expects}"
+        message = (
+            f"ranks call different operations: rank {3 - ctx.rank} is at operation 1, all_reduce sum of float32 "
+            rf"\({4 - comm.rank},\), rank {ctx.rank} at operation 1, all_reduce sum of float32 \({3 + comm.rank},\)"
+        )
         for _ in range(2):  # waiting again does not pass for success
             with pytest.raises(RuntimeError, match=message):
                 work.wait()
     ctx.world.barrier()
+
+
+def two_calls(comm, name):
+    """One collective, and another that has messages of the same sizes on each rank."""
+    x, out, n = torch.ones(12), torch.empty(12 * comm.size), comm.size
+    first = comm.rank == 0
+    return {
+        "reduction": lambda: comm.all_reduce(x, "sum" if first else "max"),
+        "root": lambda: comm.broadcast(x, 1 if first else 0),
+        "dtype": lambda: comm.all_reduce(x if first else x.int()),
+        "shape": lambda: comm.all_reduce(x if first else x.view(3, 4)),
+        "kind": lambda: comm.all_gather(out, x) if first else comm.reduce_scatter(out, torch.ones(12 * n * n)),
+        "label": lambda: comm.all_gather(out, x, label="one" if first else "two"),
+        "halves": lambda: comm.all_reduce(torch.ones(200_000), "sum" if first else "max"),
+    }[name]
+
+
+@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.parametrize("name", ["reduction", "root", "dtype", "shape", "kind", "label", "halves"])
+def test_collectives_that_differ_but_for_their_sizes_are_refused(ctx, name):
+    comm = Communicator(dist.new_group([0, 1]))
+    assert comm.share_memory()
+    with pytest.raises(RuntimeError, match=r"ranks call different operations: rank \d is at operation 1, .* 1"):
+        two_calls(comm, name)()
+    ctx.world.barrier()
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_collectives_that_differ_without_a_wait_are_refused_at_the_next_wait(ctx):
+    comm = Communicator(dist.new_group([0, 1]))
+    assert comm.share_memory()
+
+    def run():
+        comm.broadcast(torch.ones(3), comm.rank)  # a root does not wait
+        comm.barrier()
+
+    with pytest.raises(RuntimeError, match="is at operation 1, broadcast from"):
+        run()
+    ctx.world.barrier()
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_collectives_in_another_order_are_refused_where_large_ones_have_a_lane_of_their_own(ctx):
+    comm = Communicator(dist.new_group([0, 1]))
+    assert comm.share_memory()
+    sizes = [2, 500_000] if ctx.rank else [500_000, 2]
+    works = [comm.all_reduce(torch.ones(size), async_op=True) for size in sizes]
+    for work in works:
+        with pytest.raises(RuntimeError, match=r"rank \d is at operation [12], all_reduce"):
+            work.wait()
+    ctx.world.barrier()
+
+
+@pytest.mark.ranks(2, init=False, timeout=60)
+def test_by_messages_collectives_that_differ_do_not_take_each_others_data():
+    for name in ("reduction", "root", "dtype", "shape", "kind", "label", "halves"):
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
+        comm = Communicator(dist.group.WORLD)
+        with pytest.raises(RuntimeError):
+            two_calls(comm, name)()
+        dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2, init=False, timeout=40)
@@ -299,6 +364,34 @@ def test_a_rank_that_is_killed_is_missed_at_once(tmp_path, numel):
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+FORKS = """
+import os, sys, torch
+from bmt_comm import init_distributed
+ctx = init_distributed(sys.argv[1], device="cpu")
+ctx.world.barrier()
+child = os.fork()
+if child == 0:
+    sys.exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+ctx.world.barrier()
+"""
+
+
+def test_a_fork_ends_by_itself(tmp_path):
+    ranks = []
+    try:
+        for rank in range(2):
+            environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"}
+            command = [sys.executable, "-c", FORKS, f"file://{tmp_path}/store"]
+            ranks.append(subprocess.Popen(command, env=environ, start_new_session=True))
+        assert [process.wait(timeout=60) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.mark.ranks(2, init=False, timeout=60)
@@ -375,6 +468,63 @@ def test_a_collective_that_was_interrupted_in_its_middle_does_not_pass_for_succe
             with pytest.raises(RuntimeError, match="interrupted in its middle"):
                 again()
         messages.barrier()
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_rank_that_fails_within_a_collective_leaves_nobody_waiting(ctx):
+    comm = Communicator(dist.new_group([0, 1]))
+    assert comm.share_memory()
+    x = torch.ones(3)
+
+    def fails(*arguments):
+        raise MemoryError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 1:
+            patch.setattr(bmt_comm.shared_memory, "combine", fails)
+            with pytest.raises(MemoryError):
+                comm.all_reduce(x)
+        else:
+            comm.all_reduce(x)
+            with pytest.raises(RuntimeError, match="rank 1 has ended or closed its memory"):
+                comm.all_reduce(x)
+    ctx.world.barrier()
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_collective_that_was_late_is_not_waited_for_again(ctx):
+    comm = Communicator(dist.new_group([0, 1]))
+    assert comm.share_memory(datetime.timedelta(seconds=1))
+    if ctx.rank == 0:
+        works = [comm.all_reduce(torch.ones(2), async_op=True) for _ in range(3)]
+        start = time.monotonic()
+        for work in [*works, *works]:
+            with pytest.raises(RuntimeError, match="for 1 seconds"):
+                work.wait()
+        assert time.monotonic() - start < 1.9
+    ctx.world.barrier()
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+@pytest.mark.parametrize("shares", [True, False])
+def test_it_is_said_once_why_memory_is_not_shared(shares):
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("bmt_comm").addHandler(handler)
+    bmt_comm.communicator._say_why_memory_is_not_shared.cache_clear()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if not shares:
+                patch.setattr(memory, "_open", lambda *told: None)
+            for _ in range(2):
+                rank = init_distributed(device="cpu", tp_size=2).rank
+                shutdown()
+    finally:
+        logging.getLogger("bmt_comm").removeHandler(handler)
+    said = [record.getMessage() for record in records]
+    assert len(said) == (0 if shares or rank else 1)
+    assert all("gloo" in text and "another host" in text for text in said)
 
 
 @pytest.mark.ranks(2)

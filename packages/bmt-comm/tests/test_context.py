@@ -148,6 +148,77 @@ def test_twice_is_an_error_and_again_after_shutdown_works(device_type):
     second.synchronize()
 
 
+@pytest.mark.ranks(2, init=False, timeout=30)
+@pytest.mark.parametrize("adopt", [False, True])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("seed", (10, 11)),
+        ("seed", (0, None)),
+        ("tp_size", (1, 2)),
+        ("pipe_size", (2, 1)),
+        ("num_micro_batches", (1, 3)),
+        ("zero_level", (3, 2)),
+        ("timeout", (20.0, 30.0)),
+    ],
+)
+def test_arguments_that_differ_are_an_error_on_every_rank(adopt, name, values):
+    rank = int(os.environ["RANK"])
+    if adopt:
+        dist.init_process_group("gloo")
+    with pytest.raises(ValueError, match=rf"{name} is \S+ on rank 0, \S+ on rank 1"):
+        init_distributed(device="cpu", **{name: values[rank]})
+    assert dist.is_initialized() == adopt
+    init_distributed(device="cpu")
+
+
+LATE = """
+    import os, sys, time
+    import torch.distributed as dist
+    from bmt_comm.startup import meet
+    how, rank = sys.argv[1], int(sys.argv[2])
+    store = dist.FileStore(sys.argv[3], 3)
+    if how == "never" and rank == 2:
+        sys.exit(0)
+    if rank == 2:
+        time.sleep(60)
+    if how == "ends" and rank == 1:
+        import threading
+        threading.Timer(1.0, os._exit, [9]).start()
+    start = time.monotonic()
+    try:
+        meet(store, rank, 3, {}, 3.0 if how == "never" else 50.0)
+    except RuntimeError as error:
+        print(f"{error}; {time.monotonic() - start < 10}", flush=True)
+    if rank > 0:
+        time.sleep(5)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("ends", "rank 1 ended while rank 0 waited for rank 2 to start; True\n"),
+        ("never", "rank 2 did not come to init_distributed() in 3 seconds; True\n"),
+    ],
+)
+def test_a_rank_that_ends_or_does_not_come_at_the_start_is_named(tmp_path, how, said):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(LATE))
+    ranks = []
+    try:
+        for rank in range(3):
+            command = [sys.executable, str(script), how, str(rank), str(tmp_path / "store")]
+            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert ranks[0].communicate(timeout=60)[0] == said
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
 @pytest.mark.ranks(4, init=False)
 def test_an_existing_process_group_is_adopted_and_left_standing():
     dist.init_process_group("gloo")

@@ -122,6 +122,56 @@ def test_a_message_of_another_size_or_none_is_an_error_and_stays_the_next_one():
     assert a.receive([12, 8], torch.float32)[1].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("theirs", [(1, b"all_reduce max"), (2, b"all_reduce sum"), (1, b"all_reduce summ"), (0, b"")])
+def test_a_message_of_another_operation_is_an_error_and_stays_the_next_one(theirs):
+    a, b = connected(2)
+    a.send([torch.zeros(2)], 1, b"all_reduce sum")
+    b.send([torch.zeros(2)], *theirs)
+    name = theirs[1].decode() or "which has no name"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"member 1 is at operation {theirs[0]}, {name}, member 0 at"):
+            a.receive([8, 8], torch.float32, 1, b"all_reduce sum")
+    with pytest.raises(RuntimeError, match="member 0 is at operation 1, all_reduce sum, member 1 at operation"):
+        b.receive([8, 8], torch.float32, *theirs)
+    assert a.receive([8, 8], torch.float32, *theirs)
+
+
+def test_only_the_first_part_of_a_long_name_is_compared():
+    a, b = connected(2)
+    long = b"x" * 96
+    for member, name in ((a, long + b"a"), (b, long + b"b")):
+        member.send([torch.zeros(2)], 1, name)
+    a.receive([8, 8], torch.float32, 1, long + b"a")
+
+
+def test_the_operation_of_an_empty_message_is_compared_when_it_is_there():
+    a, b = connected(2)
+    for number in (1, 2):
+        a.send([torch.zeros(2)], number, b"from 0")
+        a.receive([8, 0], torch.float32, number, b"from 0")  # does not wait
+        a.release()
+    b.send([], 1, b"from 0")
+    b.send([torch.zeros(1)], 2, b"from 1")
+    a.send([], 3, b"from 1")
+    with pytest.raises(RuntimeError, match="member 1 is at operation 2, from 1, member 0 at operation 2, from 0"):
+        a.receive([0, 4], torch.float32, 3, b"from 1")
+
+
+def test_what_empty_messages_were_for_is_not_kept_for_ever():
+    a, b = connected(2, capacity=1 << 30)
+    for number in range(MOST):
+        a.send([torch.zeros(1)], number, b"x")
+        a.receive([4, 0], torch.float32, number, b"x")
+        a.release()
+    for number in range(MOST):
+        b.send([], number, b"x")
+        b.receive([4, 0], torch.float32, number, b"x")
+        b.release()
+    a.send([torch.zeros(1)])
+    a.receive([4, 0], torch.float32)
+    assert sum(map(len, a._uncompared.values())) == 1
+
+
 def test_one_that_sleeps_is_woken(monkeypatch):
     monkeypatch.setattr(shared_memory, "_SLEEP", 30.0)
     a, b = connected(2, timeout=60.0)
@@ -256,7 +306,7 @@ def test_memory_is_taken_of_what_is_in_use_only_and_much_is_given_back(monkeypat
     def taken(member):
         return os.stat(f"/proc/self/fd/{member.handle[1]}").st_blocks * 512
 
-    monkeypatch.setattr(shared_memory, "_KEPT", 8 * PAGE)
+    monkeypatch.setattr(shared_memory, "_KEPT", 16 * PAGE)
     members = connected(2, capacity=1 << 40)
     message = torch.arange(6 * PAGE // 8)
     for _ in range(50):
@@ -265,17 +315,45 @@ def test_memory_is_taken_of_what_is_in_use_only_and_much_is_given_back(monkeypat
         for member in members:
             member.receive([6 * PAGE] * 2, torch.int64)
             member.release()
-    assert [taken(member) for member in members] == [7 * PAGE] * 2  # with the header
+    assert [taken(member) for member in members] == [8 * PAGE] * 2  # with two of the header
     for _ in range(5):
         for member in members:
             member.send([message])
-    assert [taken(member) for member in members] == [31 * PAGE] * 2
+    assert [taken(member) for member in members] == [32 * PAGE] * 2
     for _ in range(5):
         for member in members:
             assert all(torch.equal(found, message) for found in member.receive([6 * PAGE] * 2, torch.int64))
             member.release()
     assert all(member.has_room(1) for member in members)
-    assert [taken(member) for member in members] == [9 * PAGE] * 2
+    assert sum(taken(member) for member in members) == (16 + 2 * 2) * PAGE
+
+
+def test_all_exchanges_of_a_process_keep_so_much_together(monkeypatch):
+    monkeypatch.setattr(shared_memory, "_KEPT", 8 * PAGE)
+    gc.collect()
+    groups = [connected(2, capacity=1 << 30) for _ in range(3)]
+    message = torch.arange(3 * PAGE // 8)
+    for members in groups:
+        for _ in range(2):
+            for member in members:
+                member.send([message])
+            for member in members:
+                member.receive([3 * PAGE] * 2, torch.int64)
+                member.release()
+        assert all(member.has_room(1) for member in members)
+    assert sum(member._kept for members in groups for member in members) == 8 * PAGE
+
+
+def test_one_that_is_late_is_waited_for_once():
+    a, b = connected(2, timeout=0.5)
+    a.send([torch.ones(2)])
+    start = time.monotonic()
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match=r"for 0\.5 seconds"):
+            a.receive([8, 8], torch.float32)
+    assert time.monotonic() - start < 0.95
+    b.send([torch.ones(2)])
+    assert a.receive([8, 8], torch.float32)[1].tolist() == [1.0, 1.0]
 
 
 def test_one_that_is_closed_is_missed_but_what_it_has_sent_still_counts():

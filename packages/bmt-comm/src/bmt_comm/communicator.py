@@ -10,7 +10,10 @@ Every rank of a communicator must call the same collectives on it in the same or
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -22,8 +25,11 @@ from torch import Tensor
 from . import _compat
 from .combine import check_op
 from .direct_exchange import TAG_RANGE, DirectExchange
+from .operation import Operation, describe
 from .shared_memory import SharedMemoryCollectives, connect_shared_memory
 from .work import DONE, Pending, Work
+
+_log = logging.getLogger("bmt_comm")
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -71,13 +77,13 @@ class Transport(Protocol):
     in_order: bool
     eager: bool
 
-    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> Work: ...
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work: ...
 
-    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Work: ...
+    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work: ...
 
-    def all_reduce(self, flat: Tensor, op: str) -> Work: ...
+    def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work: ...
 
-    def broadcast(self, flat: Tensor, root: int) -> Work: ...
+    def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work: ...
 
     def all_gather_object(self, obj: Any) -> list[Any]: ...
 
@@ -95,6 +101,7 @@ transports: dict[str, Callable[[dist.ProcessGroup], Transport]] = {}
 
 # The communicators that stand on one process group have it in common.
 _host_collectives: WeakKeyDictionary[dist.ProcessGroup, DirectExchange | SharedMemoryCollectives] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 class Communicator:
@@ -104,6 +111,11 @@ class Communicator:
     wait for several in different orders. A rank that waits needs the others to have called the collective, and, for
     all-reduces of more than 256 KiB on the CPU, to come to a wait. On the CPU, 4096 may be in flight that some rank has
     not waited for.
+
+    Ranks whose next collectives differ do not take each other's data: through shared memory all of them raise a
+    RuntimeError that names both, and with gloo they time out. Collectives are the same if they have the same reduction
+    or root, dtype, shape (of ``src`` of an all-gather, ``out`` of a reduce-scatter), and ``label``, a short text that
+    says what the collective is for.
 
     Args:
         group: a ``torch.distributed`` process group this process belongs to; ``None`` for this rank alone.
@@ -137,6 +149,7 @@ class Communicator:
         self._transport = None if make_transport is None or group is None else make_transport(group)
         if group is not None and group not in _host_collectives:
             _host_collectives[group] = DirectExchange(group)
+        self._numbers = itertools.count(1) if group is None else _numbers.setdefault(group, itertools.count(1))
 
     @property
     def in_order(self) -> bool:
@@ -180,7 +193,9 @@ class Communicator:
         on_host = self._on_host
         if isinstance(on_host, DirectExchange):
             connected = connect_shared_memory(on_host, self.ranks, timeout)
-            if connected is not None:
+            if isinstance(connected, str):
+                _say_why_memory_is_not_shared(connected, self.ranks[0])
+            else:
                 _host_collectives[self.group] = connected
         return isinstance(self._on_host, SharedMemoryCollectives)
 
@@ -190,10 +205,14 @@ class Communicator:
             traffic.calls += 1
             traffic.bytes += sent
 
+    def _begin(self, kind: str, detail: object, tensor: Tensor, label: str) -> Operation:
+        """All ranks of the process group are to begin an operation."""
+        return Operation(next(self._numbers), *describe(kind, detail, tensor.dtype, tensor.shape, label))
+
     # --- collectives ------------------------------------------------------------------------------
 
     @_compat.not_compiled
-    def all_gather(self, out: Tensor, src: Tensor, async_op: bool = False) -> Work:
+    def all_gather(self, out: Tensor, src: Tensor, async_op: bool = False, label: str = "") -> Work:
         """Concatenate every rank's ``src`` into ``out``, in rank order.
 
         ``out`` (size × numel) and ``src`` (numel) are contiguous; ``src`` may be this rank's part of ``out``.
@@ -217,11 +236,13 @@ class Communicator:
             return DONE
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         _copy_unless_same(chunks[self.rank], mine)
-        work = self._on_host.all_gather(chunks, mine)
+        work = self._on_host.all_gather(chunks, mine, self._begin("all_gather", "", src, label))
         return self._finish_now(work, async_op)
 
     @_compat.not_compiled
-    def reduce_scatter(self, out: Tensor, src: Tensor, op: str = "sum", async_op: bool = False) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, src: Tensor, op: str = "sum", async_op: bool = False, label: str = ""
+    ) -> Work:
         """Reduce ``src`` over the ranks and keep this rank's part of the result in ``out``.
 
         ``src`` (size × numel) and ``out`` (numel) are contiguous and do not overlap. On CPU ``src`` must
@@ -246,10 +267,11 @@ class Communicator:
         if numel == 0:
             return DONE
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
-        return self._finish_now(self._on_host.reduce_scatter(mine, chunks, op), async_op)
+        operation = self._begin("reduce_scatter", op, out, label)
+        return self._finish_now(self._on_host.reduce_scatter(mine, chunks, op, operation), async_op)
 
     @_compat.not_compiled
-    def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Work:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False, label: str = "") -> Work:
         """Reduce ``tensor`` (contiguous) over the ranks, in place on every rank.
 
         The result is the same, bit for bit, on every rank.
@@ -263,10 +285,11 @@ class Communicator:
             return self._finish_now(
                 dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=async_op), async_op
             )
-        return self._finish_now(self._on_host.all_reduce(_flat(tensor), op), async_op)
+        operation = self._begin("all_reduce", op, tensor, label)
+        return self._finish_now(self._on_host.all_reduce(_flat(tensor), op, operation), async_op)
 
     @_compat.not_compiled
-    def broadcast(self, tensor: Tensor, root: int, async_op: bool = False) -> Work:
+    def broadcast(self, tensor: Tensor, root: int, async_op: bool = False, label: str = "") -> Work:
         """Copy rank ``root``'s ``tensor`` (contiguous) to every rank's, in place."""
         self._check_rank("root", root)
         self._check_contiguous(tensor=tensor)
@@ -275,7 +298,8 @@ class Communicator:
             return DONE
         flat = _flat(tensor)
         if not tensor.is_cuda:
-            return self._finish_now(self._on_host.broadcast(flat, root), async_op)
+            operation = self._begin("broadcast from", root, tensor, label)
+            return self._finish_now(self._on_host.broadcast(flat, root, operation), async_op)
         work = dist.broadcast(_wire(flat), self.ranks[root], group=self.group, async_op=async_op)
         return self._finish_now(work, async_op)
 
@@ -394,6 +418,13 @@ class Communicator:
             raise ValueError(f"tag={tag} is out of range; choose one from 0 to {TAG_RANGE - 1}")
         self._check_contiguous(tensor=tensor)
         return _wire(_flat(tensor))
+
+
+@functools.cache
+def _say_why_memory_is_not_shared(reason: str, first_rank: int) -> None:
+    """Once in a process, and not on every rank."""
+    if dist.get_rank() == 0 and first_rank == 0:
+        _log.warning("ranks send messages over gloo and do not share memory, which would be faster: %s", reason)
 
 
 def stop_sharing_memory(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -7,6 +7,7 @@ Ranks form a grid of (pipe, data, tensor), tensor fastest:
 from __future__ import annotations
 
 import atexit
+import ctypes
 import datetime
 import math
 import os
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .backend_threads import let_backend_threads_rest
 from .communicator import Communicator, stop_sharing_memory
 from .slice import forget_communicators
+from .startup import meet
 from .topology import TopologyNames
 
 MESH_DIMS = ("pipe", "data", "tensor")
@@ -111,6 +113,7 @@ class ParallelContext(TopologyNames):
 
 
 _current: ParallelContext | None = None
+_process = os.getpid()  # that the context belongs to
 
 
 def is_initialized() -> bool:
@@ -159,10 +162,11 @@ def init_distributed(
         timeout: seconds, or a timedelta, after which a collective that a rank has not joined fails.
 
     Raises:
-        RuntimeError: called twice without :func:`shutdown`.
-        ValueError: sizes that do not divide the world, a device that does not exist, or an argument out of range.
+        RuntimeError: called twice without :func:`shutdown`; a rank has not come in time, or has ended.
+        ValueError: sizes that do not divide the world, a device that does not exist, an argument out of range, or
+            arguments that differ between ranks.
     """
-    global _current
+    global _current, _process
     if _current is not None:
         raise RuntimeError("init_distributed() was called already; call shutdown() before calling it again")
     pipe_size = 1 if pipe_size == -1 else pipe_size
@@ -204,6 +208,26 @@ def init_distributed(
             store = dist.PrefixStore(f"bmt_comm/{times}", store)
         else:
             store, rank, size = dist.HashStore(), 0, 1
+        meeting = store
+    else:
+        rank, size = dist.get_rank(), world_size
+        meeting = dist.distributed_c10d._get_default_store()
+        times = meeting.add(f"bmt_comm/starts/{rank}", 1)
+        meeting = dist.PrefixStore(f"bmt_comm/{times}", meeting)
+    facts = {
+        "seed": seed,
+        "pipe_size": pipe_size,
+        "num_micro_batches": num_micro_batches or pipe_size,
+        "tp_size": tp_size,
+        "zero_level": zero_level,
+        "device": chosen.type,
+        "backend": backend,
+        "timeout": timeout,
+    }
+    if size > 1:
+        meet(dist.PrefixStore("start", meeting), rank, size, facts, timeout.total_seconds())
+    if not adopt:
+        assert backend is not None
         # NCCL connects when a process group is made, and knows which GPU is this process's.
         bound = chosen if "nccl" in backend else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
@@ -221,7 +245,7 @@ def init_distributed(
     )
     if seed is not None:
         _seed_generators(seed)
-    _current = context
+    _current, _process = context, os.getpid()
     return context
 
 
@@ -247,6 +271,12 @@ def shutdown() -> None:
 
 
 def _shutdown_at_exit() -> None:
+    if os.getpid() != _process:
+        # A fork. The process groups' threads do not run here, so their destructors would abort or wait for ever.
+        if _current is not None and dist.is_initialized():
+            for group in dist.distributed_c10d._world.pg_map:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        return
     # After an exception the other ranks may be stuck in a collective; waiting for them would hide it.
     if not hasattr(sys, "last_type"):
         shutdown()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .combine import combine
+from .operation import TAG_BITS, Operation
 from .work import Pending, Work
 
 # An all-reduce of up to this many bytes (of fewer on more ranks, in proportion) takes one trip: everyone sends all it
@@ -29,9 +30,11 @@ from .work import Pending, Work
 _ONE_TRIP_BYTES = 1 << 18
 _ONE_TRIP_RANKS = 8
 
-# Gloo's tags are 31-bit. The upper half is for these messages, whose tags only have to differ from those still in
-# flight; the lower half is for the caller's sends and receives.
+# Gloo's tags are 31-bit. The upper half is for these messages. Their tags have to differ from those in flight, and
+# say which operation the message belongs to: ranks that call different ones do not take each other's messages. The
+# lower half is for the caller's sends and receives.
 TAG_RANGE = 1 << 30
+_TAGS = TAG_RANGE >> TAG_BITS  # of one operation's
 
 
 class DirectExchange:
@@ -44,31 +47,31 @@ class DirectExchange:
         self._all_reduces: deque[Callable[[], None]] = deque()
         """The second halves of all-reduces in flight, in the order in which they began."""
 
-    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> Work:
-        return Pending(self._exchange([mine] * self.size, chunks, self._next_tag()), None, (chunks, mine))
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
+        return Pending(self._exchange([mine] * self.size, chunks, self._next_tag(operation)), None, (chunks, mine))
 
-    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Work:
+    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
         received = out.new_empty(self.size - 1, out.numel())
         parts = [received[r if r < self.rank else r - 1] for r in range(self.size) if r != self.rank]
         parts.insert(self.rank, chunks[self.rank])
-        works = self._exchange(chunks, parts, self._next_tag())
+        works = self._exchange(chunks, parts, self._next_tag(operation))
         return Pending(works, lambda: combine(out, parts, op), (received, chunks))
 
-    def broadcast(self, flat: Tensor, root: int) -> Work:
+    def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
         nothing = flat[:0]
         sends = [flat if self.rank == root else nothing] * self.size
         recvs = [flat if r == root else nothing for r in range(self.size)]
-        return Pending(self._exchange(sends, recvs, self._next_tag()), None, flat)
+        return Pending(self._exchange(sends, recvs, self._next_tag(operation)), None, flat)
 
-    def all_reduce(self, flat: Tensor, op: str) -> Work:
+    def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
         # Not gloo's: its max and min lose a NaN, or keep it, depending on who holds it.
         if flat.nbytes * max(self.size, _ONE_TRIP_RANKS) <= _ONE_TRIP_BYTES * _ONE_TRIP_RANKS:
-            return self._one_trip_all_reduce(flat, op)
-        return self._all_reduce_in_halves(flat, op)
+            return self._one_trip_all_reduce(flat, op, operation)
+        return self._all_reduce_in_halves(flat, op, operation)
 
-    def _one_trip_all_reduce(self, flat: Tensor, op: str) -> Work:
+    def _one_trip_all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
         reduced = torch.empty_like(flat)
-        reduce = self.reduce_scatter(reduced, [flat] * self.size, op)
+        reduce = self.reduce_scatter(reduced, [flat] * self.size, op, operation)
 
         def finish() -> None:
             reduce.wait()
@@ -76,13 +79,13 @@ class DirectExchange:
 
         return Pending([], finish, flat)
 
-    def _all_reduce_in_halves(self, flat: Tensor, op: str) -> Work:
+    def _all_reduce_in_halves(self, flat: Tensor, op: str, operation: Operation) -> Work:
         chunks = evenly_cut(flat, self.size)
         mine = chunks[self.rank]
         reduced = torch.empty_like(mine)
-        reduce = self.reduce_scatter(reduced, chunks, op)
+        reduce = self.reduce_scatter(reduced, chunks, op, operation)
         # Taken now, so that ranks which wait for their collectives in different orders still agree.
-        tag = self._next_tag()
+        tag = self._next_tag(operation)
         done = False
 
         def complete() -> None:
@@ -102,8 +105,8 @@ class DirectExchange:
 
         return Pending([], finish, flat)
 
-    def _next_tag(self) -> int:
-        return TAG_RANGE + next(self._tags) % TAG_RANGE
+    def _next_tag(self, operation: Operation) -> int:
+        return TAG_RANGE + (next(self._tags) % _TAGS << TAG_BITS) + operation.tag
 
     def _exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], tag: int) -> list[Any]:
         """Send ``sends[r]`` to, and receive ``recvs[r]`` from, every other rank r at once.

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .combine import combine
 from .direct_exchange import DirectExchange, evenly_cut
+from .operation import Operation
 from .work import Pending, Work
 
 _LARGEST_BYTES = 1 << 30  # of a message that is sent at the call
@@ -48,11 +49,13 @@ class Exchange(Protocol):
 
     def wait_for_room(self, size: int) -> None: ...
 
-    def send(self, parts: Sequence[Tensor]) -> None: ...
+    def send(self, parts: Sequence[Tensor], operation: int, name: bytes) -> None: ...
 
-    def receive(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]: ...
+    def receive(self, sizes: Sequence[int], dtype: torch.dtype, operation: int, name: bytes) -> list[Tensor]: ...
 
     def release(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -65,6 +68,7 @@ class _Piece:
         dtype: of all of it.
         read: called with the ranks' messages as vectors.
         needs: how many pieces of the collective must have been read before ``parts`` are what is to be sent.
+        number, name: of the operation; ranks compare them.
     """
 
     parts: Sequence[Tensor]
@@ -72,6 +76,8 @@ class _Piece:
     dtype: torch.dtype
     read: Callable[[list[Tensor]], None]
     needs: int = 0
+    number: int = 0
+    name: bytes = b""
 
     @property
     def sent_bytes(self) -> int:
@@ -93,32 +99,32 @@ class SharedMemoryCollectives:
         self.direct = direct
         self._whole, self._pieces = _Lane(whole), _Lane(pieces)
 
-    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> Work:
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
         if mine.nbytes > _LARGEST_BYTES:
-            return self.direct.all_gather(chunks, mine)
-        return self._whole.start([self._gather(chunks, mine)])
+            return self.direct.all_gather(chunks, mine, operation)
+        return self._whole.start([self._gather(chunks, mine)], operation)
 
-    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Work:
+    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
         if out.nbytes * (self.size - 1) > _LARGEST_BYTES:
-            return self.direct.reduce_scatter(out, chunks, op)
-        return self._whole.start([self._reduce(out, chunks, op)])
+            return self.direct.reduce_scatter(out, chunks, op, operation)
+        return self._whole.start([self._reduce(out, chunks, op)], operation)
 
-    def broadcast(self, flat: Tensor, root: int) -> Work:
+    def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
         if flat.nbytes > _LARGEST_BYTES:
-            return self.direct.broadcast(flat, root)
+            return self.direct.broadcast(flat, root, operation)
         nothing = flat[:0]
         chunks = [flat if r == root else nothing for r in range(self.size)]
-        return self._whole.start([self._gather(chunks, chunks[self.rank])])
+        return self._whole.start([self._gather(chunks, chunks[self.rank])], operation)
 
-    def all_reduce(self, flat: Tensor, op: str) -> Work:
+    def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
         if flat.nbytes <= _PIECE_BYTES:
-            return self._whole.start([self._reduce_all(flat, op)])
+            return self._whole.start([self._reduce_all(flat, op)], operation)
         if self.size == 2:  # less waiting than in halves, and not more to copy
-            return self._pieces.start([self._reduce_all(part, op) for (part,) in _cut_up([flat], 1)])
+            return self._pieces.start([self._reduce_all(part, op) for (part,) in _cut_up([flat], 1)], operation)
         chunks = evenly_cut(flat, self.size)
         reducing = [self._reduce(cut[self.rank], cut, op) for cut in _cut_up(chunks, self.size - 1)]
         gathering = [self._gather(cut, cut[self.rank], needs=len(reducing)) for cut in _cut_up(chunks, 1)]
-        return self._pieces.start([*reducing, *gathering])
+        return self._pieces.start([*reducing, *gathering], operation)
 
     # --- pieces -----------------------------------------------------------------------------------
 
@@ -178,10 +184,11 @@ class _Lane:
         self._started = self._read = 0  # pieces
         self._in_step = False
 
-    def start(self, pieces: Iterable[_Piece]) -> Work:
+    def start(self, pieces: Iterable[_Piece], operation: Operation) -> Work:
         """Begin a collective."""
         before = self._started
         for piece in pieces:
+            piece.number, piece.name = operation.number, operation.name
             if piece.needs:
                 piece.needs += before
             self._unsent.append(piece)
@@ -196,7 +203,7 @@ class _Lane:
             if self._unsent and self._unsent[0] is piece:
                 self._exchange.wait_for_room(piece.sent_bytes)
             self._send_ahead()
-            messages = self._exchange.receive(piece.sizes, piece.dtype)
+            messages = self._exchange.receive(piece.sizes, piece.dtype, piece.number, piece.name)
             with self._step():
                 piece.read(messages)
                 self._exchange.release()
@@ -209,7 +216,7 @@ class _Lane:
             if piece.needs > self._read or not self._exchange.has_room(piece.sent_bytes):
                 return
             with self._step():
-                self._exchange.send(piece.parts)
+                self._exchange.send(piece.parts, piece.number, piece.name)
                 self._unsent.popleft()
 
     @contextlib.contextmanager
@@ -218,46 +225,61 @@ class _Lane:
         if self._in_step:
             raise RuntimeError("a collective was interrupted in its middle: its result is lost, and so is the order")
         self._in_step = True
-        yield
+        try:
+            yield
+        except BaseException:
+            self._exchange.abandon()  # this process may live on
+            raise
         self._in_step = False
+
+
+_OBSTACLES = (
+    "a rank lacks bmt_kernels, or its system cannot share memory",
+    "the system of a rank gives it no shared memory",
+    "a rank is on another host, in another container or of another user",
+)
 
 
 def connect_shared_memory(
     direct: DirectExchange, ranks: Sequence[int], timeout: datetime.timedelta
-) -> SharedMemoryCollectives | None:
+) -> SharedMemoryCollectives | str:
     """Find the memory of the other ranks, whose global ranks are given.
 
-    A collective; ``None``, on all ranks, where one of them cannot.
+    A collective; the reason, on all ranks, where one of them cannot.
     """
-    lanes, failure = None, None
+    lanes, obstacle, failure = None, 0, None
     try:
-        lanes = _create(direct.rank, [f"rank {rank}" for rank in ranks], timeout.total_seconds())
+        lanes, obstacle = _create(direct.rank, [f"rank {rank}" for rank in ranks], timeout.total_seconds())
     except Exception as error:  # to be raised when the others know
         failure = error
     told = [(0, 0, 0)] * len(_CAPACITIES) if lanes is None else [lane.handle for lane in lanes]
     mine = torch.tensor(told, device="cpu")
     handles = mine.repeat(direct.size, 1, 1)
-    direct.all_gather([theirs.flatten() for theirs in handles], mine.flatten()).wait()
-    connected = lanes is not None and all(
-        lane.connect([(a, b, c) for a, b, c in handles[:, n].tolist()]) for n, lane in enumerate(lanes)
-    )
-    agreed = torch.tensor([int(connected)], device="cpu")
-    direct.all_reduce(agreed, "min").wait()
+    meeting = Operation(0, b"share_memory", 0)
+    direct.all_gather([theirs.flatten() for theirs in handles], mine.flatten(), meeting).wait()
+    if lanes is not None:
+        connected = all(lane.connect([(a, b, c) for a, b, c in handles[:, n].tolist()]) for n, lane in enumerate(lanes))
+        obstacle = len(_OBSTACLES) - (0 if connected else 1)
+    least = torch.tensor([obstacle], device="cpu")
+    direct.all_reduce(least, "min", meeting).wait()
     if failure is not None:
         raise failure
-    return None if lanes is None or not agreed.item() else SharedMemoryCollectives(*lanes, direct)
+    if lanes is None or least.item() < len(_OBSTACLES):
+        return _OBSTACLES[int(least.item())]
+    return SharedMemoryCollectives(*lanes, direct)
 
 
-def _create(rank: int, names: Sequence[str], timeout: float) -> tuple[Exchange, Exchange] | None:
-    """The exchanges for what is sent at the call and in pieces, where this process can share memory."""
+def _create(rank: int, names: Sequence[str], timeout: float) -> tuple[tuple[Exchange, Exchange] | None, int]:
+    """The exchanges for what is sent at the call and in pieces, where this process can share memory; or an obstacle."""
     try:
         from bmt_kernels import SharedMemoryExchange
     except ImportError:
-        return None
+        return None, 0
     if not SharedMemoryExchange.available():
-        return None
+        return None, 0
     whole, pieces = _CAPACITIES
     try:
-        return SharedMemoryExchange(rank, names, whole, timeout), SharedMemoryExchange(rank, names, pieces, timeout)
-    except OSError:  # the system gives no such memory
-        return None
+        lanes = SharedMemoryExchange(rank, names, whole, timeout), SharedMemoryExchange(rank, names, pieces, timeout)
+    except OSError:
+        return None, 1
+    return lanes, len(_OBSTACLES)

@@ -43,11 +43,18 @@ class Pending:
         self._works = works
         self._finish = finish
         self._keep = keep
+        self._error: Exception | None = None
 
     def wait(self) -> None:
-        # What has failed stays, so that waiting again does not pass for success.
+        # What has failed stays, so that waiting again neither passes for success nor takes the time-out again.
+        if self._error is not None:
+            raise self._error
         while self._works:
-            self._works[-1].wait()
+            try:
+                self._works[-1].wait()
+            except Exception as error:
+                self._error = error
+                raise
             self._works.pop()
         if self._finish is not None:
             self._finish()

@@ -2,10 +2,10 @@
 
 [Note: memory of messages]
     Each process owns a piece of anonymous memory that the others map, too, and only the owner writes: messages, a table
-    of where they lie, and two counters. ``sent`` says how many messages the owner has written; ``received`` says how
-    many messages *of every process* it has received. So the place of a message is free once all processes have
-    received it. A message takes the first place that is large enough: as long as the others keep up, all messages lie
-    in the same few pages, which stay in the caches, and no memory is taken for the rest.
+    of where they lie and what they are for, and two counters. ``sent`` says how many messages the owner has written;
+    ``received`` says how many messages *of every process* it has received. So the place of a message is free once all
+    processes have received it. A message takes the first place that is large enough: as long as the others keep up, all
+    messages lie in the same few pages, which stay in the caches, and no memory is taken for the rest.
 
     Whoever waits for a counter looks at it for a moment and then sleeps on it (a futex): messages need no thread that
     would have to get a processor first, and a message that is there already costs no system call.
@@ -37,9 +37,13 @@ from bmt_kernels import _native
 # different cache lines.
 _TOKEN, _SENT, _RECEIVED, _CLOSED, _TABLE = 0, 64, 128, 192, 256
 _MOST_MESSAGES = 4096
+_ENTRY = 128  # bytes: place, size, number of the message, number of the operation, and the operation's name
+_WORDS = 4  # of 8 bytes, before the name
+_NAME = _ENTRY - 8 * _WORDS  # bytes; a longer name is cut
 _PAGE = mmap.PAGESIZE
-_HEADER = (_TABLE + 16 * _MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
-_KEPT = 1 << 26  # bytes that stay this process's when messages are gone; what lies beyond is given back
+_HEADER = (_TABLE + _ENTRY * _MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
+_MASK = (1 << 32) - 1  # of the counters
+_KEPT = 1 << 26  # bytes that stay this process's when messages are gone, in all exchanges; the others are given back
 
 _SPIN = 100e-6  # seconds: longer than waking up takes
 _SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
@@ -50,6 +54,9 @@ class SharedMemoryExchange:
 
     All processes send and receive the same number of messages, in the same order. There is room for 4096 messages, and
     ``capacity`` bytes, that some process has not received.
+
+    A message may carry the number and the name of the operation that it belongs to. Each process compares those of the
+    others with its own. That of an empty message, which is not waited for, is compared once it is there.
 
     Args:
         rank: this process's place among the processes.
@@ -85,10 +92,17 @@ class SharedMemoryExchange:
         self._sent = self._received = 0
         self._in_use: deque[tuple[int, int, int]] = deque()  # numbers of messages, and where they begin and end
         self._taken: list[tuple[int, int]] = []  # where these begin and end, in the order of places
+        # Of empty messages that were not there yet: by rank, their numbers, and the operations they must belong to.
+        self._uncompared: dict[int, deque[tuple[int, int, bytes]]] = {}
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
+        self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
         self._spin = _SPIN if len(names) <= len(os.sched_getaffinity(0)) else 0.0
+        self._kept = 0  # bytes, from the beginning of the memory, that stay when messages are gone
+        self._alive.add(self)
         # Not at exit: others notice that a process ends, and until then something may still be sent.
         weakref.finalize(self, _close, own, self._fd, os.getpid()).atexit = False
+
+    _alive: ClassVar[weakref.WeakSet[SharedMemoryExchange]] = weakref.WeakSet()
 
     @staticmethod
     def available() -> bool:
@@ -133,8 +147,10 @@ class SharedMemoryExchange:
             for rank in self._memories:
                 self._wait(rank, _RECEIVED, self._in_use[0][0])
 
-    def send(self, parts: Sequence[Tensor]) -> None:
+    def send(self, parts: Sequence[Tensor], operation: int = 0, name: bytes = b"") -> None:
         """Send the next message: ``parts`` (CPU, one-dimensional, of one dtype), end to end.
+
+        ``operation`` and ``name`` say what it belongs to; the first 96 bytes of the name travel.
 
         Raises:
             ValueError: they are longer than ``capacity``.
@@ -149,32 +165,40 @@ class SharedMemoryExchange:
         for part in parts:
             own.message(begin, part.nbytes, part.dtype).copy_(part)
             begin += part.nbytes
-        entry = self._entry(number)
-        own.words[entry], own.words[entry + 1] = place, size
+        own.describe(self._entry(number), place, size, number, operation, name)
         end = place + _pages(size)
         self._in_use.append((number, place, end))
         bisect.insort(self._taken, (place, end))
         self._sent = number
         self._set(_SENT, number)
 
-    def receive(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    def receive(self, sizes: Sequence[int], dtype: torch.dtype, operation: int = 0, name: bytes = b"") -> list[Tensor]:
         """Every process's next message, by rank: vectors of ``dtype`` with as many bytes as ``sizes`` says.
 
         They lie in the shared memory: they are not to be written, nor read after :meth:`release`, which must be
         called before the next ``receive``. Processes whose messages are empty are not waited for.
 
         Raises:
-            RuntimeError: a process has gone, has sent a message of another size, or has not sent it in time. The
-                message stays the next one.
+            RuntimeError: a process has gone, has sent a message of another operation or size, or has not sent it in
+                time. The message stays the next one.
         """
         number = self._received + 1
         entry = self._entry(number)
         messages = []
+        name = name[:_NAME].ljust(_NAME, b"\0")
         for (rank, memory), size in zip(self._memories.items(), sizes, strict=True):
+            if rank in self._uncompared:
+                self._compare_late(rank)
             if size == 0:
                 messages.append(memory.message(0, 0, dtype))
+                if self._reached(rank, _SENT, number):
+                    self._compare(rank, number, operation, name)
+                else:
+                    self._uncompared.setdefault(rank, deque()).append((number, operation, name))
                 continue
             self._wait(rank, _SENT, number)
+            if rank != self.rank:
+                self._compare(rank, number, operation, name)
             begin, found = memory.words[entry], memory.words[entry + 1]
             if found != size:
                 raise RuntimeError(
@@ -184,10 +208,34 @@ class SharedMemoryExchange:
             messages.append(memory.message(begin, size, dtype))
         return messages
 
+    def _compare(self, rank: int, number: int, operation: int, name: bytes) -> None:
+        """Raise if a message that was sent belongs to another operation than the one given."""
+        memory, entry = self._memories[rank], self._entry(number)
+        theirs = memory.words[entry + 3], memory.name(entry)
+        # What was overwritten since is not known any more.
+        if memory.words[entry + 2] == number & _MASK and (theirs[0] != operation or theirs[1] != name):
+            raise RuntimeError(
+                f"ranks call different operations: {self.names[rank]} is at {_told(*theirs)}, "
+                f"{self.names[self.rank]} at {_told(operation, name)}"
+            )
+
+    def _compare_late(self, rank: int) -> None:
+        """Compare the empty messages that have come since."""
+        waiting = self._uncompared[rank]
+        while waiting and self._reached(rank, _SENT, waiting[0][0]):
+            self._compare(rank, *waiting[0])
+            waiting.popleft()
+        if not waiting:
+            del self._uncompared[rank]
+
     def release(self) -> None:
         """Give back the places of the messages that :meth:`receive` has returned."""
         self._received += 1
         self._set(_RECEIVED, self._received)
+
+    def abandon(self) -> None:
+        """Let the others, which may wait for messages, know that this process sends no more."""
+        self._memories[self.rank].words[_CLOSED // 8] = 1
 
     def _check_size(self, size: int) -> None:
         if size > self.capacity:
@@ -198,8 +246,11 @@ class SharedMemoryExchange:
         while self._in_use and all(self._reached(rank, _RECEIVED, self._in_use[0][0]) for rank in self._memories):
             _, begin, end = self._in_use.popleft()
             self._taken.remove((begin, end))
-            if end > _KEPT:
-                self._memories[self.rank].give_back(max(begin, _KEPT), end)
+            if end > self._kept:  # all exchanges of the process have _KEPT in common
+                others = sum(exchange._kept for exchange in self._alive) - self._kept
+                self._kept = max(self._kept, min(end, (_KEPT - others) // _PAGE * _PAGE))
+                if end > self._kept:
+                    self._memories[self.rank].give_back(max(begin, self._kept), end)
         if len(self._in_use) == _MOST_MESSAGES:
             return None
         size, cursor = _pages(size), 0
@@ -212,26 +263,27 @@ class SharedMemoryExchange:
     @staticmethod
     def _entry(number: int) -> int:
         """Where in the tables it stands where a message lies, and how long it is."""
-        return _TABLE // 8 + 2 * (number % _MOST_MESSAGES)
+        return (_TABLE + _ENTRY * (number % _MOST_MESSAGES)) // 8
 
     def _set(self, counter: int, number: int) -> None:
         assert _native.cpu_module is not None
-        _native.cpu_module.counter_set(self._memories[self.rank].address + counter, number & 0xFFFFFFFF)
+        _native.cpu_module.counter_set(self._memories[self.rank].address + counter, number & _MASK)
 
     def _reached(self, rank: int, counter: int, number: int, spin: float = 0.0, sleep: float = 0.0) -> bool:
         assert _native.cpu_module is not None
         address = self._memories[rank].address + counter
-        return _native.cpu_module.counter_wait(address, number & 0xFFFFFFFF, spin, sleep)
+        return _native.cpu_module.counter_wait(address, number & _MASK, spin, sleep)
 
     def _wait(self, rank: int, counter: int, number: int) -> None:
         if self._reached(rank, counter, number, self._spin):
             return
-        deadline = time.monotonic() + self.timeout
-        while not self._reached(rank, counter, number, sleep=_SLEEP):
+        deadline = time.monotonic() + (0.0 if rank in self._late else self.timeout)
+        while not self._reached(rank, counter, number, sleep=0.0 if rank in self._late else _SLEEP):
             # What it has done before it went still counts.
             if self._memories[rank].is_gone() and not self._reached(rank, counter, number):
                 raise RuntimeError(f"{self.names[rank]} has ended or closed its memory, and a message of it is missing")
             if time.monotonic() > deadline:
+                self._late.add(rank)
                 raise RuntimeError(
                     f"{self.names[rank]} has not sent or received a message for {self.timeout:g} seconds"
                 )
@@ -242,7 +294,8 @@ class _Memory:
 
     def __init__(self, fd: int, capacity: int, process: int | None = None) -> None:
         self._mapped = mmap.mmap(fd, _HEADER + capacity)
-        self.words = memoryview(self._mapped)[:_HEADER].cast("q")  # of 8 bytes
+        self._header = memoryview(self._mapped)[:_HEADER]
+        self.words = self._header.cast("q")  # of 8 bytes
         self.address = torch.frombuffer(self._mapped, dtype=torch.uint8, count=1).data_ptr()
         self._process = None if process is None else _Process.of(process)
 
@@ -252,6 +305,17 @@ class _Memory:
             return torch.empty(0, dtype=dtype, device="cpu")
         count = size // dtype.itemsize
         return torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=_HEADER + begin)
+
+    def describe(self, entry: int, place: int, size: int, number: int, operation: int, name: bytes) -> None:
+        """Write an entry of the table."""
+        words, begin = self.words, 8 * (entry + _WORDS)
+        words[entry], words[entry + 1], words[entry + 2], words[entry + 3] = place, size, number & _MASK, operation
+        self._header[begin : begin + _NAME] = name[:_NAME].ljust(_NAME, b"\0")
+
+    def name(self, entry: int) -> memoryview:
+        """Of an operation, padded with zeros."""
+        begin = 8 * (entry + _WORDS)
+        return self._header[begin : begin + _NAME]
 
     def give_back(self, begin: int, end: int) -> None:
         """Let the system have the memory of some messages."""
@@ -284,6 +348,11 @@ class _Process:
         poll = select.poll()  # threads may not use one at the same time
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
+
+
+def _told(operation: int, name: bytes | memoryview) -> str:
+    """An operation in words."""
+    return f"operation {operation}, {bytes(name).rstrip(bytes(1)).decode(errors='replace') or 'which has no name'}"
 
 
 def _pages(size: int) -> int:

@@ -94,6 +94,7 @@ class FlatParameter:
         self._arrived: torch.cuda.Event | None = None  # recorded after the all-gather in the side stream
         self._version = -1  # sum of the parameters' versions when they were unsharded
         self._borrower: Callable[[], object] | None = None  # returns the storage of ``unsharded``
+        self.label = ""  # names the collectives
         self.use_storage(shard)
 
     # --- storage ----------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ class FlatParameter:
             own = self._own_part(unsharded)
             if own.data_ptr() != self.shard.data_ptr():
                 own.copy_(self.shard.data)
-            self._work = self.shard_comm.all_gather(unsharded, own, async_op=self.stream is None)
+            self._work = self.shard_comm.all_gather(unsharded, own, async_op=self.stream is None, label=self.label)
             self._arrived = record_event(self.stream)
         self.state = State.UNSHARDING
         self._version = version
@@ -281,7 +282,7 @@ class FlatParameter:
         flat = torch.empty(self.layout.numel, dtype=self.unsharded.dtype, device=self.unsharded.device)
         own = self._own_part(flat)
         own.copy_(self.shard.data)
-        self.shard_comm.all_gather(flat, own)
+        self.shard_comm.all_gather(flat, own, label=self.label)
         # ``data``, because a view would be kept alive in graphs through its base: no weak reference to it would last.
         return _strided_views(flat, self._unsharded_geometry[index : index + 1])[0].data
 

@@ -318,10 +318,10 @@ class _Reduction:
                 total.div_(self.divisor_before)
             if comm.size > 1:
                 self.reduced = torch.empty(flat.layout.shard_numel, dtype=total.dtype, device=total.device)
-                self.work = comm.reduce_scatter(self.reduced, total, async_op=on_cpu)
+                self.work = comm.reduce_scatter(self.reduced, total, async_op=on_cpu, label=reducer.flat.label)
             elif reducer.flat.replicate_comm.size > 1 and not self.is_partial:
                 self._add_partial()
-                self.work = reducer.flat.replicate_comm.all_reduce(total, async_op=on_cpu)
+                self.work = reducer.flat.replicate_comm.all_reduce(total, async_op=on_cpu, label=reducer.flat.label)
             if not on_cpu:
                 self._complete()
                 self.done = record_event(flat.stream)
@@ -349,7 +349,7 @@ class _Reduction:
             reducer.partial = self.reduced if is_sharded else self.reduced.clone()  # its storage may be borrowed
             return
         if is_sharded and reducer.flat.replicate_comm.size > 1:
-            reducer.flat.replicate_comm.all_reduce(self.reduced)
+            reducer.flat.replicate_comm.all_reduce(self.reduced, label=reducer.flat.label)
         scale = reducer.grad_scale * self.divisor_before / settings.divisor
         if scale != 1.0:
             self.reduced.mul_(scale)
@@ -386,7 +386,7 @@ class UseAgreement:
             flags = [flag for reducer in members for flag in reducer.take_used_here()]
             used = torch.tensor(flags, dtype=torch.uint8, device=members[0].flat.shard.device)
             for comm in comms:
-                comm.all_reduce(used, "max")
+                comm.all_reduce(used, "max", label="the parameters that ranks have used")
             answers = iter(used.tolist())
             for reducer in members:
                 reducer.decide([bool(next(answers)) for _ in reducer.flat.params])

@@ -289,6 +289,8 @@ class ParameterGroup:
             text = f"{self.name}, {f'frozen: {frozen}' if frozen else 'all parameters trained'}"
             self.trains, self._labelled_name, self.waits = trains, self.name, None
             self.label = self.step.sequences.label(text)
+            for flat in self.flats:
+                flat.label = self.name
         for reducer in reducers:
             if reducer.flat.was_moved():
                 reducer.finish()

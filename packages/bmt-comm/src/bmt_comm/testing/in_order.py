@@ -37,6 +37,7 @@ from torch import Tensor
 
 from bmt_comm.combine import combine
 from bmt_comm.communicator import transports
+from bmt_comm.operation import Operation as Begun
 from bmt_comm.testing.protocol import receive, send
 from bmt_comm.testing.rules import MESSAGES, Message, Operation
 from bmt_comm.work import Work
@@ -279,7 +280,7 @@ class _Transport:
 
     # --- collectives ------------------------------------------------------------------------------
 
-    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> Work:
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Begun) -> Work:
         source = _Buffer(mine)
         own = chunks[self.rank]
         received = [_Buffer(c) for r, c in enumerate(chunks) if r != self.rank or c.data_ptr() != mine.data_ptr()]
@@ -288,9 +289,11 @@ class _Transport:
         def finish(found: list[bytes]) -> list[bytes]:
             return [data for r, data in enumerate(found) if r != self.rank or not in_place]
 
-        return self._collective("all_gather", (mine.nbytes,), source, [(source, source.read())], received, finish)
+        return self._collective(
+            "all_gather", (mine.nbytes, operation.name), source, [(source, source.read())], received, finish
+        )
 
-    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str) -> Work:
+    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Begun) -> Work:
         source = _Buffer(torch.cat([chunk.reshape(-1) for chunk in chunks]))  # posted; the callers' may not change
         sent = [(buffer, buffer.read()) for buffer in map(_Buffer, chunks)]
 
@@ -298,21 +301,23 @@ class _Transport:
             part = slice(self.rank * out.nbytes, (self.rank + 1) * out.nbytes)
             return [_combined([data[part] for data in found], out.dtype, op)]
 
-        return self._collective("reduce_scatter", (out.nbytes, op), source, sent, [_Buffer(out)], finish)
+        return self._collective("reduce_scatter", (out.nbytes, operation.name), source, sent, [_Buffer(out)], finish)
 
-    def all_reduce(self, flat: Tensor, op: str) -> Work:
+    def all_reduce(self, flat: Tensor, op: str, operation: Begun) -> Work:
         buffer = _Buffer(flat)
 
         def finish(found: list[bytes]) -> list[bytes]:
             return [_combined(found, flat.dtype, op)]
 
-        return self._collective("all_reduce", (flat.nbytes, op), buffer, [], [buffer], finish)
+        return self._collective("all_reduce", (flat.nbytes, operation.name), buffer, [], [buffer], finish)
 
-    def broadcast(self, flat: Tensor, root: int) -> Work:
+    def broadcast(self, flat: Tensor, root: int, operation: Begun) -> Work:
         buffer = _Buffer(flat)
         if self.rank == root:
-            return self._collective("broadcast", (flat.nbytes, root), buffer, [(buffer, buffer.read())])
-        return self._collective("broadcast", (flat.nbytes, root), None, [], [buffer], lambda found: [found[root]])
+            return self._collective("broadcast", (flat.nbytes, operation.name), buffer, [(buffer, buffer.read())])
+        return self._collective(
+            "broadcast", (flat.nbytes, operation.name), None, [], [buffer], lambda found: [found[root]]
+        )
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         work = self._collective("all_gather_object", (), pickle.dumps(obj))

@@ -1,0 +1,33 @@
+"""A rank that waits in vain waits the time-out once, not again while it recovers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from bmt_comm import init_distributed
+from bmt_zero import Block, TransformerBlockList
+
+
+@pytest.mark.ranks(2, init=False, timeout=60)
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_timeout_is_served_once(when):
+    init_distributed(device="cpu", timeout=2.0)
+    blocks = TransformerBlockList([Block(nn.Linear(4, 4), zero_level=3) for _ in range(4)])
+    x = torch.ones(2, 4)
+    blocks(x).sum().backward()
+    loss = blocks(x).sum() if when == "backward" else None
+    if os.environ["RANK"] == "1":
+        time.sleep(3.0)
+        return
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        blocks(x) if loss is None else loss.backward()
+    with contextlib.suppress(RuntimeError):
+        blocks(x)
+    assert time.monotonic() - start < 3.5
