@@ -6,12 +6,13 @@ from types import ModuleType as _ModuleType
 from . import nccl, store
 from ._compat import not_compiled
 from ._version import __version__
-from .agreement import CallSequences, check_agreement
+from .agreement import CallSequences, check_agreement, note_step
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
 from .combine import REDUCE_OPS
 from .communicator import Communicator, Traffic
 from .config import Config, config, rank, world_size
 from .context import ParallelContext, current_context, init_distributed, is_initialized, shutdown
+from .journal import note_place
 from .loss_scale import last_loss_scale, note_loss_scale
 from .printing import print_block, print_dict, print_rank, see_memory
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
@@ -29,6 +30,7 @@ from .slice import (
 from .state_record import StateRecord
 from .store import allgather_objects, broadcast_object
 from .topology import TopologyNames
+from .watch import RankFailureError
 from .weight_gradients import (
     DeferredWeightGradients,
     GradientReceiver,
@@ -50,6 +52,7 @@ __all__ = [
     "DeferredWeightGradients",
     "GradientReceiver",
     "ParallelContext",
+    "RankFailureError",
     "Slice",
     "StateRecord",
     "TopologyNames",
@@ -79,6 +82,8 @@ __all__ = [
     "nccl",
     "not_compiled",
     "note_loss_scale",
+    "note_place",
+    "note_step",
     "print_block",
     "print_dict",
     "print_rank",

@@ -27,6 +27,13 @@ def not_compiled(function: _F) -> _F:
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Let the operations of a process group end with an error; nothing where torch cannot."""
+    if hasattr(group, "abort"):
+        group.abort()
+
+
 # A thread that ends with an object left in it may wait for the interpreter for ever; torch 2.13 can remove it.
 _remove: Any = getattr(torch._C, "_remove_obj_from_tls", None)
 

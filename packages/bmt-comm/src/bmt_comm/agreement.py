@@ -28,7 +28,7 @@ def check_agreement(comm: Communicator, what: str, facts: Sequence[str]) -> None
     digest = hashlib.sha256(repr((what, list(facts))).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(comm.device)
     everyone = torch.empty(comm.size, 32, dtype=torch.uint8, device=comm.device)
-    comm.all_gather(everyone, mine)
+    comm.all_gather(everyone, mine, label="an agreement")
     if bool((everyone == everyone[0]).all()):
         return
     reports = comm.all_gather_object((what, list(facts)))
@@ -41,6 +41,21 @@ def check_agreement(comm: Communicator, what: str, facts: Sequence[str]) -> None
         if a != b:
             a, b = ("nothing" if fact is None else fact for fact in (a, b))
             raise RuntimeError(f"ranks disagree on {what}: item {index} is {a} on {names[0]} and {b} on {names[1]}")
+
+
+_steps = 0
+
+
+def note_step() -> None:
+    """An optimizer steps; ranks compare how often they have."""
+    global _steps
+    _steps += 1
+
+
+def forget_steps() -> None:
+    """A job begins."""
+    global _steps
+    _steps = 0
 
 
 class CallSequences:
@@ -88,9 +103,9 @@ class CallSequences:
         digests, self._digests = self._digests, {}
         started, self._operations = self._operations, {}
         for comm, digest in digests.items():
-            mine = torch.tensor([digest], dtype=torch.int64, device=comm.device)
+            mine = torch.tensor([digest ^ _steps], dtype=torch.int64, device=comm.device)
             everyone = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
-            comm.all_gather(everyone, mine)
+            comm.all_gather(everyone, mine, label="the order of operations")
             if comm.device.type == "cuda":
                 on_host = torch.empty(comm.size, dtype=torch.int64, pin_memory=True).copy_(everyone, non_blocking=True)
                 event = torch.cuda.current_stream(comm.device).record_event()
@@ -103,7 +118,8 @@ class CallSequences:
         if digests.count(digests[0]) == len(digests):
             return
         self._digests, self._operations, self._late = {}, {}, []
-        reports = comm.all_gather_object([self._names[label] for label in operations])
+        told = comm.all_gather_object((_steps, [self._names[label] for label in operations]))
+        steps, reports = [steps for steps, _ in told], [names for _, names in told]
         other = next(rank for rank in range(comm.size) if digests[rank] != digests[0])
         for number, (a, b) in enumerate(zip_longest(reports[0], reports[other], fillvalue="nothing")):
             if a != b:
@@ -111,4 +127,9 @@ class CallSequences:
                     f"ranks disagree on the order of operations: operation {number} is {a} on rank {comm.ranks[0]} and "
                     f"{b} on rank {comm.ranks[other]}; what was computed since the last step is wrong"
                 )
+        if steps[0] != steps[other]:
+            raise RuntimeError(
+                f"ranks have stepped their optimizers differently often: rank {comm.ranks[0]} {steps[0]} times, "
+                f"rank {comm.ranks[other]} {steps[other]} times"
+            )
         raise RuntimeError(f"ranks {comm.ranks} disagree on the order of operations, too long ago to say where")

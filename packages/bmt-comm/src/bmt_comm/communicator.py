@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import datetime
 import functools
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -25,8 +25,10 @@ from torch import Tensor
 from . import _compat
 from .combine import check_op
 from .direct_exchange import TAG_RANGE, DirectExchange
+from .journal import Journal, begin_wait, journals, waits
 from .operation import Operation, describe
 from .shared_memory import SharedMemoryCollectives, connect_shared_memory
+from .watch import explained
 from .work import DONE, Pending, Work
 
 _log = logging.getLogger("bmt_comm")
@@ -101,7 +103,6 @@ transports: dict[str, Callable[[dist.ProcessGroup], Transport]] = {}
 
 # The communicators that stand on one process group have it in common.
 _host_collectives: WeakKeyDictionary[dist.ProcessGroup, DirectExchange | SharedMemoryCollectives] = WeakKeyDictionary()
-_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 class Communicator:
@@ -149,7 +150,9 @@ class Communicator:
         self._transport = None if make_transport is None or group is None else make_transport(group)
         if group is not None and group not in _host_collectives:
             _host_collectives[group] = DirectExchange(group)
-        self._numbers = itertools.count(1) if group is None else _numbers.setdefault(group, itertools.count(1))
+        if group is not None and group not in journals:
+            journals[group] = Journal(group.group_name, self.ranks)
+        self._journal = Journal("", self.ranks) if group is None else journals[group]
 
     @property
     def in_order(self) -> bool:
@@ -207,7 +210,11 @@ class Communicator:
 
     def _begin(self, kind: str, detail: object, tensor: Tensor, label: str) -> Operation:
         """All ranks of the process group are to begin an operation."""
-        return Operation(next(self._numbers), *describe(kind, detail, tensor.dtype, tensor.shape, label))
+        return self._journal.begin(*describe(kind, detail, tensor.dtype, tensor.shape, label))
+
+    def _note(self, kind: str, peers: object, tensor: Tensor) -> Operation:
+        """Some ranks of the process group begin an operation."""
+        return self._journal.note(describe(kind, peers, tensor.dtype, tensor.shape, "")[0])
 
     # --- collectives ------------------------------------------------------------------------------
 
@@ -229,15 +236,15 @@ class Communicator:
         if self.size == 1:
             _copy_unless_same(flat, mine)
             return DONE
-        if out.is_cuda:
-            work = _compat.all_gather_single(_wire(flat), _wire(mine), group=self.group, async_op=async_op)
-            return self._finish_now(work, async_op)
         if numel == 0:
             return DONE
+        operation = self._begin("all_gather", "", src, label)
+        if out.is_cuda:
+            work = _compat.all_gather_single(_wire(flat), _wire(mine), group=self.group, async_op=async_op)
+            return self._finish_now(work, async_op, operation)
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         _copy_unless_same(chunks[self.rank], mine)
-        work = self._on_host.all_gather(chunks, mine, self._begin("all_gather", "", src, label))
-        return self._finish_now(work, async_op)
+        return self._finish_now(self._on_host.all_gather(chunks, mine, operation), async_op, operation)
 
     @_compat.not_compiled
     def reduce_scatter(
@@ -261,14 +268,14 @@ class Communicator:
         if self.size == 1:
             _copy_unless_same(mine, flat)
             return DONE
-        if src.is_cuda:
-            work = _compat.reduce_scatter_single(mine, flat, _REDUCE_OPS[op], group=self.group, async_op=async_op)
-            return self._finish_now(work, async_op)
         if numel == 0:
             return DONE
-        chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         operation = self._begin("reduce_scatter", op, out, label)
-        return self._finish_now(self._on_host.reduce_scatter(mine, chunks, op, operation), async_op)
+        if src.is_cuda:
+            work = _compat.reduce_scatter_single(mine, flat, _REDUCE_OPS[op], group=self.group, async_op=async_op)
+            return self._finish_now(work, async_op, operation)
+        chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
+        return self._finish_now(self._on_host.reduce_scatter(mine, chunks, op, operation), async_op, operation)
 
     @_compat.not_compiled
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False, label: str = "") -> Work:
@@ -281,12 +288,11 @@ class Communicator:
         self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
         if self.size == 1 or tensor.numel() == 0:
             return DONE
-        if tensor.is_cuda:
-            return self._finish_now(
-                dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=async_op), async_op
-            )
         operation = self._begin("all_reduce", op, tensor, label)
-        return self._finish_now(self._on_host.all_reduce(_flat(tensor), op, operation), async_op)
+        if tensor.is_cuda:
+            work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=async_op)
+            return self._finish_now(work, async_op, operation)
+        return self._finish_now(self._on_host.all_reduce(_flat(tensor), op, operation), async_op, operation)
 
     @_compat.not_compiled
     def broadcast(self, tensor: Tensor, root: int, async_op: bool = False, label: str = "") -> Work:
@@ -297,30 +303,32 @@ class Communicator:
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         flat = _flat(tensor)
+        operation = self._begin("broadcast from", root, tensor, label)
         if not tensor.is_cuda:
-            operation = self._begin("broadcast from", root, tensor, label)
-            return self._finish_now(self._on_host.broadcast(flat, root, operation), async_op)
+            return self._finish_now(self._on_host.broadcast(flat, root, operation), async_op, operation)
         work = dist.broadcast(_wire(flat), self.ranks[root], group=self.group, async_op=async_op)
-        return self._finish_now(work, async_op)
+        return self._finish_now(work, async_op, operation)
 
     @_compat.not_compiled
     def send(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
         """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv` with the same tag."""
         data = self._message(tensor, peer, tag)
         self._count("send", _bytes(tensor))
+        operation = self._note("send to", peer, tensor)
         if self._transport is not None:
-            return self._finish_now(self._transport.send(data, peer, tag), async_op)
+            return self._finish_now(self._transport.send(data, peer, tag), async_op, operation, (peer,))
         work = dist.isend(data, self.ranks[peer], group=self.group, tag=tag)
-        return self._finish_now(Pending([work], None, tensor), async_op)
+        return self._finish_now(Pending([work], None, tensor), async_op, operation, (peer,))
 
     @_compat.not_compiled
     def recv(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
         """Receive into ``tensor`` (contiguous) what rank ``peer`` sends."""
         data = self._message(tensor, peer, tag)
+        operation = self._note("receive from", peer, tensor)
         if self._transport is not None:
-            return self._finish_now(self._transport.recv(data, peer, tag), async_op)
+            return self._finish_now(self._transport.recv(data, peer, tag), async_op, operation, (peer,))
         work = dist.irecv(data, self.ranks[peer], group=self.group, tag=tag)
-        return self._finish_now(Pending([work], None, tensor), async_op)
+        return self._finish_now(Pending([work], None, tensor), async_op, operation, (peer,))
 
     @_compat.not_compiled
     def send_recv(
@@ -344,7 +352,10 @@ class Communicator:
             ops = [dist.P2POp(dist.irecv, data, self.ranks[peer], self.group) for data, peer in incoming]
             ops += [dist.P2POp(dist.isend, data, self.ranks[peer], self.group) for data, peer in outgoing]
             works = dist.batch_isend_irecv(ops)
-        return self._finish_now(Pending(works, None, (sends, recvs)), async_op)
+        peers = tuple({peer for _, peer in (*incoming, *outgoing)})
+        first = recvs[0] if recvs else sends[0]
+        operation = self._note("send and receive with", peers, first[0])
+        return self._finish_now(Pending(works, None, (sends, recvs)), async_op, operation, peers)
 
     @_compat.not_compiled
     def barrier(self) -> None:
@@ -364,7 +375,8 @@ class Communicator:
         if self._transport is not None:
             return self._transport.all_gather_object(obj)
         out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, obj, group=self.group)
+        gather = _Call(lambda: dist.all_gather_object(out, obj, group=self.group))
+        self._finish_now(gather, False, self._journal.begin(b"all_gather_object", 0))
         return out
 
     @_compat.not_compiled
@@ -376,7 +388,10 @@ class Communicator:
         if self._transport is not None:
             return self._transport.broadcast_object(obj, root)
         box = [obj]
-        dist.broadcast_object_list(box, self.ranks[root], group=self.group, device=self.device)
+        broadcast = _Call(
+            lambda: dist.broadcast_object_list(box, self.ranks[root], group=self.group, device=self.device)
+        )
+        self._finish_now(broadcast, False, self._journal.begin(f"broadcast_object from {root}".encode(), 0))
         return box[0]
 
     @property
@@ -388,12 +403,17 @@ class Communicator:
 
     # --- checks -----------------------------------------------------------------------------------
 
-    @staticmethod
-    def _finish_now(work: Work, async_op: bool) -> Work:
+    def _finish_now(
+        self, work: Work, async_op: bool, operation: Operation, peers: tuple[int, ...] | None = None
+    ) -> Work:
+        """``peers``: the ranks of this communicator without which the operation does not end; None: all."""
+        if work is None:  # torch returns None for a collective it has already enqueued
+            return DONE
+        ranks = self.ranks if peers is None else tuple(self.ranks[peer] for peer in peers)
+        watched = _Watched(work, self._journal, operation, ranks)
         if async_op:
-            return work
-        if work is not None:  # torch returns None for a collective it has already enqueued
-            work.wait()
+            return watched
+        watched.wait()
         return DONE
 
     @staticmethod
@@ -418,6 +438,52 @@ class Communicator:
             raise ValueError(f"tag={tag} is out of range; choose one from 0 to {TAG_RANGE - 1}")
         self._check_contiguous(tensor=tensor)
         return _wire(_flat(tensor))
+
+
+class _Watched:
+    """An operation in flight; while it is waited for, the watch knows."""
+
+    __slots__ = ("_journal", "_operation", "_peers", "_work")
+
+    def __init__(self, work: Work, journal: Journal, operation: Operation, peers: tuple[int, ...]) -> None:
+        self._work, self._journal, self._operation, self._peers = work, journal, operation, peers
+
+    def wait(self) -> None:
+        begin_wait(self._journal, self._operation, self._peers)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            better = explained(error)
+            if better is error:
+                raise
+            raise better from error
+        finally:
+            waits.pop(threading.get_ident(), None)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+class _Call:
+    """An operation that takes place in ``wait``."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+
+    def wait(self) -> None:
+        self._run()
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def stop_waiting(message: str) -> None:
+    """Let all waits of this process end with an error, and NCCL's kernels with them."""
+    for group, on_host in list(_host_collectives.items()):
+        if isinstance(on_host, SharedMemoryCollectives):
+            on_host.stop(message)
+        if waits or "nccl" in dist.get_backend(group):
+            threading.Thread(target=_compat.abort, args=(group,), daemon=True).start()
 
 
 @functools.cache

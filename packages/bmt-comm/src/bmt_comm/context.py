@@ -22,8 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import watch
+from .agreement import forget_steps
 from .backend_threads import let_backend_threads_rest
-from .communicator import Communicator, stop_sharing_memory
+from .communicator import Communicator, stop_sharing_memory, stop_waiting
+from .journal import journals, note_place
+from .report import ranks_in_words
 from .slice import forget_communicators
 from .startup import meet
 from .topology import TopologyNames
@@ -225,24 +229,32 @@ def init_distributed(
         "timeout": timeout,
     }
     if size > 1:
-        meet(dist.PrefixStore("start", meeting), rank, size, facts, timeout.total_seconds())
-    if not adopt:
-        assert backend is not None
-        # NCCL connects when a process group is made, and knows which GPU is this process's.
-        bound = chosen if "nccl" in backend else None
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
-    context = _lay_out(
-        chosen,
-        pipe_size,
-        tp_size,
-        local_rank=local_rank,
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size if launched else 1))),
-        num_micro_batches=num_micro_batches or pipe_size,
-        seed=0 if seed is None else seed,
-        zero_level=zero_level,
-        owns_process_group=not adopt,
-        timeout=timeout,
-    )
+        seconds = timeout.total_seconds()
+        peers = meet(dist.PrefixStore("start", meeting), rank, size, facts, seconds)
+        watch.start(dist.PrefixStore("watch", meeting), rank, peers, seconds, stop_waiting)
+    try:
+        if not adopt:
+            assert backend is not None
+            # NCCL connects when a process group is made, and knows which GPU is this process's.
+            bound = chosen if "nccl" in backend else None
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
+        context = _lay_out(
+            chosen,
+            pipe_size,
+            tp_size,
+            local_rank=local_rank,
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size if launched else 1))),
+            num_micro_batches=num_micro_batches or pipe_size,
+            seed=0 if seed is None else seed,
+            zero_level=zero_level,
+            owns_process_group=not adopt,
+            timeout=timeout,
+        )
+    except BaseException:
+        watch.stop(leaves=False)
+        raise
+    _name_journals(context)
+    forget_steps()
     if seed is not None:
         _seed_generators(seed)
     _current, _process = context, os.getpid()
@@ -258,6 +270,8 @@ def shutdown() -> None:
     context, _current = _current, None
     if context is None:
         return
+    watch.stop(leaves=True)
+    note_place("")
     forget_communicators()
     if not dist.is_initialized() or context.world.group is not dist.group.WORLD:
         return  # somebody else has destroyed the process groups
@@ -280,6 +294,7 @@ def _shutdown_at_exit() -> None:
     # After an exception the other ranks may be stuck in a collective; waiting for them would hide it.
     if not hasattr(sys, "last_type"):
         shutdown()
+    watch.stop(leaves=False)  # its thread must not run while the interpreter ends
     let_backend_threads_rest()
 
 
@@ -382,6 +397,15 @@ def _lay_out(
         owns_process_group=owns_process_group,
         subgroups=tuple(groups.made),
     )
+
+
+def _name_journals(context: ParallelContext) -> None:
+    """Let messages name the process groups as the context does; one that serves several has the first name."""
+    names = ("world", "zero", "tp_zero", "tp", "pipe", "outer_zero", "outer_tp_zero", "pipe_host", "tp_zero_host")
+    for name in reversed(names):
+        comm: Communicator = getattr(context, name)
+        if comm.group is not None and comm.size > 1:
+            journals[comm.group].name = f"{name} ({ranks_in_words(comm.ranks)})"
 
 
 def _parts(grid: Tensor, *dims: int) -> list[list[int]]:

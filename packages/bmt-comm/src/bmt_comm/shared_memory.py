@@ -57,6 +57,8 @@ class Exchange(Protocol):
 
     def abandon(self) -> None: ...
 
+    def stop(self, why: str) -> None: ...
+
 
 @dataclass(eq=False)
 class _Piece:
@@ -83,6 +85,10 @@ class _Piece:
     def sent_bytes(self) -> int:
         """Of this rank's message."""
         return sum(part.nbytes for part in self.parts)
+
+
+class InterruptedCollectiveError(RuntimeError):
+    """An exception has left a collective half done."""
 
 
 class SharedMemoryCollectives:
@@ -125,6 +131,11 @@ class SharedMemoryCollectives:
         reducing = [self._reduce(cut[self.rank], cut, op) for cut in _cut_up(chunks, self.size - 1)]
         gathering = [self._gather(cut, cut[self.rank], needs=len(reducing)) for cut in _cut_up(chunks, 1)]
         return self._pieces.start([*reducing, *gathering], operation)
+
+    def stop(self, why: str) -> None:
+        """Let waits, in other threads too, end with an error."""
+        for lane in (self._whole, self._pieces):
+            lane.stop(why)
 
     # --- pieces -----------------------------------------------------------------------------------
 
@@ -197,6 +208,9 @@ class _Lane:
         self._send_ahead()
         return Pending([], partial(self._complete, self._started), None)
 
+    def stop(self, why: str) -> None:
+        self._exchange.stop(why)
+
     def _complete(self, last: int) -> None:
         while self._read < last:
             piece = self._unread[0]
@@ -223,7 +237,9 @@ class _Lane:
     def _step(self) -> Iterator[None]:
         """What has to be done once and as a whole."""
         if self._in_step:
-            raise RuntimeError("a collective was interrupted in its middle: its result is lost, and so is the order")
+            raise InterruptedCollectiveError(
+                "a collective was interrupted in its middle: its result is lost, and so is the order"
+            )
         self._in_step = True
         try:
             yield

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .report import ranks_in_words
+
 _PAUSE = 0.02  # seconds between two looks at the store
 _PATIENCE = 30.0  # seconds after which it is said who is missing
 _log = logging.getLogger("bmt_comm")
@@ -107,13 +109,15 @@ def meet(store: Any, rank: int, size: int, facts: Mapping[str, object], timeout:
             break
         ended = [other for other, (_, peer) in came.items() if peer.state() == "ended"]
         if ended:
-            raise RuntimeError(f"{_ranks(ended)} ended while rank {rank} waited for {_ranks(missing)} to start")
+            raise RuntimeError(
+                f"{ranks_in_words(ended)} ended while rank {rank} waited for {ranks_in_words(missing)} to start"
+            )
         waited = time.monotonic() - begun
         if waited > timeout:
-            raise RuntimeError(f"{_ranks(missing)} did not come to init_distributed() in {timeout:g} seconds")
+            raise RuntimeError(f"{ranks_in_words(missing)} did not come to init_distributed() in {timeout:g} seconds")
         if waited > _PATIENCE and not said and rank == min(came):
             said = True
-            _log.warning("%s did not come to init_distributed() in %g seconds yet", _ranks(missing), _PATIENCE)
+            _log.warning("%s did not come to init_distributed() in %g seconds yet", ranks_in_words(missing), _PATIENCE)
         time.sleep(_PAUSE)
     _compare([came[other][0] for other in range(size)])
     return [came[other][1] for other in range(size)]
@@ -125,13 +129,7 @@ def _compare(everyone: Sequence[Mapping[str, str]]) -> None:
         values = [facts.get(name, "nothing") for facts in everyone]
         if len(set(values)) > 1:
             told = ", ".join(
-                f"{value} on {_ranks([rank for rank, each in enumerate(values) if each == value])}"
+                f"{value} on {ranks_in_words([rank for rank, each in enumerate(values) if each == value])}"
                 for value in dict.fromkeys(values)
             )
             raise ValueError(f"ranks call init_distributed() with different arguments: {name} is {told}")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words."""
-    listed = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -49,6 +49,10 @@ _SPIN = 100e-6  # seconds: longer than waking up takes
 _SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
 
 
+class MismatchError(RuntimeError):
+    """Processes exchange messages that do not belong together."""
+
+
 class SharedMemoryExchange:
     """Messages between the processes of one host: each goes to all of them.
 
@@ -95,6 +99,7 @@ class SharedMemoryExchange:
         # Of empty messages that were not there yet: by rank, their numbers, and the operations they must belong to.
         self._uncompared: dict[int, deque[tuple[int, int, bytes]]] = {}
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
+        self._stopped = ""  # why this one does not wait any more
         self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
         self._spin = _SPIN if len(names) <= len(os.sched_getaffinity(0)) else 0.0
         self._kept = 0  # bytes, from the beginning of the memory, that stay when messages are gone
@@ -179,8 +184,8 @@ class SharedMemoryExchange:
         called before the next ``receive``. Processes whose messages are empty are not waited for.
 
         Raises:
-            RuntimeError: a process has gone, has sent a message of another operation or size, or has not sent it in
-                time. The message stays the next one.
+            MismatchError: a process has sent a message of another operation or size. The message stays the next one.
+            RuntimeError: a process has gone, or has not sent its message in time.
         """
         number = self._received + 1
         entry = self._entry(number)
@@ -201,7 +206,7 @@ class SharedMemoryExchange:
                 self._compare(rank, number, operation, name)
             begin, found = memory.words[entry], memory.words[entry + 1]
             if found != size:
-                raise RuntimeError(
+                raise MismatchError(
                     f"{self.names[rank]} has sent {found} bytes where {self.names[self.rank]} expects {size}: "
                     "they call different collectives, or with different shapes or dtypes"
                 )
@@ -214,7 +219,7 @@ class SharedMemoryExchange:
         theirs = memory.words[entry + 3], memory.name(entry)
         # What was overwritten since is not known any more.
         if memory.words[entry + 2] == number & _MASK and (theirs[0] != operation or theirs[1] != name):
-            raise RuntimeError(
+            raise MismatchError(
                 f"ranks call different operations: {self.names[rank]} is at {_told(*theirs)}, "
                 f"{self.names[self.rank]} at {_told(operation, name)}"
             )
@@ -236,6 +241,10 @@ class SharedMemoryExchange:
     def abandon(self) -> None:
         """Let the others, which may wait for messages, know that this process sends no more."""
         self._memories[self.rank].words[_CLOSED // 8] = 1
+
+    def stop(self, why: str) -> None:
+        """Let what waits here, in another thread, raise a RuntimeError within a tenth of a second."""
+        self._stopped = why
 
     def _check_size(self, size: int) -> None:
         if size > self.capacity:
@@ -282,6 +291,10 @@ class SharedMemoryExchange:
             # What it has done before it went still counts.
             if self._memories[rank].is_gone() and not self._reached(rank, counter, number):
                 raise RuntimeError(f"{self.names[rank]} has ended or closed its memory, and a message of it is missing")
+            if self._stopped:
+                raise RuntimeError(self._stopped)
+            if rank in self._uncompared:
+                self._compare_late(rank)  # it may have found that it is elsewhere, and wait for nothing
             if time.monotonic() > deadline:
                 self._late.add(rank)
                 raise RuntimeError(

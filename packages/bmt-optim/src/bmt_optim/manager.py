@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import ParallelContext, current_context, note_loss_scale
+from bmt_comm import ParallelContext, check_agreement, current_context, note_loss_scale, note_place, note_step
 
 from .adam import AdamOptimizer
 from .convert import distributed_where_needed
@@ -80,6 +80,7 @@ class OptimManager:
         context: ParallelContext | None = None,
     ) -> None:
         self.context = current_context() if context is None else context
+        self._compared = False  # the optimizers with those of the other ranks
         if loss_scale_factor < 1:
             raise ValueError(f"loss_scale_factor={loss_scale_factor!r} must be at least 1")
         if loss_scale_steps < 1:
@@ -221,6 +222,17 @@ class OptimManager:
             )
         self._rejected = reason
 
+    def _settings(self) -> list[str]:
+        """What must be the same on all ranks."""
+        scale = self.loss_scale if self.loss_scale_enabled else None
+        found = [f"loss scale {scale}, {'steps checked' if self._checks else 'steps not checked'}"]
+        for number, optimizer in enumerate(self.optimizers):
+            found.append(f"optimizer {number}: {type(optimizer).__name__}")
+            for index, group in enumerate(optimizer.param_groups):
+                options = {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple, type(None)))}
+                found.append(f"optimizer {number}, group {index}: {options}")
+        return found
+
     def step(self) -> bool:
         """Step every optimizer and its scheduler; or, if a gradient overflowed anywhere, none of them.
 
@@ -233,6 +245,11 @@ class OptimManager:
         Raises:
             RuntimeError: more than ``max_skipped_steps`` steps were skipped in a row.
         """
+        note_place("the optimizer step")
+        if not self._compared:
+            self._compared = True
+            check_agreement(self.context.world, "the optimizers", self._settings())
+        note_step()
         together = [optimizer for optimizer in self.optimizers if steps_with_others(optimizer)]
         flag = self._overflow() if self._checks else None
         if not run(begin_steps(together, self.loss_scale), flag, self.context.world):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 
-from bmt_comm import ParallelContext, deferred_weight_gradients
+from bmt_comm import ParallelContext, deferred_weight_gradients, note_place
 from bmt_zero.backward_context import outside_backward, step_context
 from bmt_zero.gradient_reducer import GradientReducer
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
@@ -252,6 +252,9 @@ class Run:
     # --- actions ----------------------------------------------------------------------------------
 
     def _do(self, action: Action) -> None:
+        note_place(
+            f"{action.kind.name.lower()} of micro-batch {action.micro_batch}, stage {self.stage}, chunk {action.chunk}"
+        )
         kinds: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import ParallelContext, check_agreement, current_context
+from bmt_comm import ParallelContext, check_agreement, current_context, note_place
 
 from .checkpoints.headers import DTYPES
 from .checkpoints.pretrained import KeyMap, WeightLoader, open_source
@@ -64,6 +64,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     context = current_context()
     path = Path(file_name)
     has_code = _has_own_code(model, context, loading=False)
+    note_place("save")
     check_agreement(context.world, "save", _facts(model, has_code))
     entries = model.state_dict() if has_code else local_entries(model)
     names: dict[int, list[str]] = {}  # of each value, by its identity
@@ -161,6 +162,7 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
         _load_parts(model, path, strict, key_map, context)
         return
     has_code = _has_own_code(model, context, loading=True) or _has_own_code(model, context, loading=False)
+    note_place("load")
     check_agreement(context.world, "load", _facts(model, has_code))
     reading = _Reading(path, context)
     try:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map, tree_map_only
 
-from bmt_comm import not_compiled
+from bmt_comm import not_compiled, note_place
 
 from .backward_context import current_backward
 from .outputs import find_tensors
@@ -95,6 +95,7 @@ class Call:
             )
         with torch._C.DisableTorchFunctionSubclass():
             group.step.enter(group)
+            note_place(group.places[1])
             group.in_backward.add(self)
             self._awaits_params = any(self.trainable)
             for node in self.inputs:
@@ -203,6 +204,7 @@ class ForwardHooks:
                 following = self.prefetch_in_forward or ([] if self.next is None else [self.next])
             try:
                 group.unshard(look=True)
+                note_place(group.places[0])
                 for hooks in following:
                     step.prefetch(hooks.group, keep=bool(self.prefetch_in_forward))
                 group.wait()

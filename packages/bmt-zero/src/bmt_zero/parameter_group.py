@@ -219,6 +219,7 @@ class ParameterGroup:
         self.waits: bool | None = None
         self.label = -1
         self._labelled_name = ""
+        self.places = ("", "")  # of forward and backward, for messages about failures
         self._installed = False
         self._recurrent = list({s.module: None for s in self.slots if isinstance(s.module, nn.RNNBase)})
         self.params: list[ShardedParameter] = []
@@ -291,6 +292,7 @@ class ParameterGroup:
             self.label = self.step.sequences.label(text)
             for flat in self.flats:
                 flat.label = self.name
+            self.places = f"the forward of {self.name}", f"the backward of {self.name}"
         for reducer in reducers:
             if reducer.flat.was_moved():
                 reducer.finish()

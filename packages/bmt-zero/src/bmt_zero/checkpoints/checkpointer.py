@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bmt_comm import note_place
+
 from .directory import DirectoryLock, clean_up, complete_checkpoints, listed_steps, step_name, sync_directory
 from .headers import MAX_FILE_SIZE, DamagedError
 from .job import Job, SaveError, run_job
@@ -126,6 +128,7 @@ class Checkpointer:
         """
         if self.readonly:
             raise RuntimeError("this checkpointer is readonly; make one without readonly=True to save")
+        note_place("the saving of a checkpoint")
         self._settle(f"save({step})")
         job = Job(step if isinstance(step, int) else -1)
         problem: Exception | None = None

@@ -1,0 +1,97 @@
+"""The last operations of this process, and those that it waits for.
+
+Each process group has a ring of its last operations. To note one costs less than a microsecond. Where in the program an
+operation was called is not noted: the Python stack tells it of the one that is waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from .operation import Operation
+
+_KEPT = 64  # operations per process group
+
+
+class Journal:
+    """The operations of one process group.
+
+    Attributes:
+        key: the process group's name, the same on all its ranks.
+        name: of the communicator, for people.
+        ranks: global ranks.
+        count: how many collectives this rank has begun; the same on all ranks that have come equally far.
+        last: when each operation began, the operation, and :func:`place` then.
+    """
+
+    __slots__ = ("__weakref__", "count", "key", "last", "name", "ranks")
+
+    def __init__(self, key: str, ranks: tuple[int, ...]) -> None:
+        self.key = key
+        self.name = f"ranks {', '.join(map(str, ranks))}"
+        self.ranks = ranks
+        self.count = 0
+        self.last: deque[tuple[float, Operation, str]] = deque(maxlen=_KEPT)
+
+    def begin(self, name: bytes, tag: int) -> Operation:
+        """Note a collective that begins."""
+        self.count = number = self.count + 1
+        operation = Operation(number, name, tag)
+        self.last.append((time.monotonic(), operation, _place))
+        return operation
+
+    def note(self, name: bytes) -> Operation:
+        """Note an operation between some of the ranks, which has no number."""
+        operation = Operation(0, name, 0)
+        self.last.append((time.monotonic(), operation, _place))
+        return operation
+
+
+journals: WeakKeyDictionary[dist.ProcessGroup, Journal] = WeakKeyDictionary()
+
+_place = ""
+
+
+def place() -> str:
+    """What the program is at, as :func:`note_place` was told."""
+    return _place
+
+
+def note_place(text: str) -> None:
+    """Note what the program is at: a module, a micro-batch. Messages about failures tell it."""
+    global _place
+    _place = text
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A wait for an operation.
+
+    Attributes:
+        begun: when (``time.monotonic``).
+        journal: of the process group.
+        operation: what is waited for.
+        peers: the global ranks without which it does not end.
+        place: see :func:`place`.
+    """
+
+    begun: float
+    journal: Journal
+    operation: Operation
+    peers: tuple[int, ...]
+    place: str
+
+
+waits: dict[int, Wait] = {}
+"""Of each thread that waits, by its identity."""
+
+
+def begin_wait(journal: Journal, operation: Operation, peers: tuple[int, ...]) -> None:
+    """This thread begins to wait; ``waits.pop`` ends it."""
+    waits[threading.get_ident()] = Wait(time.monotonic(), journal, operation, peers, _place)

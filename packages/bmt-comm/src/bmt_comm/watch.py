@@ -1,0 +1,321 @@
+"""A thread that finds out why a job does not go on, and tells all ranks.
+
+[Note: the end of a job that has failed]
+    Each rank has a watching thread. It raises the alarm when this rank has waited for an operation longer than the
+    time-out, when another rank waits for another operation in its place, when an operation has failed because another
+    rank cannot be reached, when an exception ends this rank, or when another process of this host has ended without
+    :func:`bmt_comm.shutdown`. The alarm is a key in the rendezvous
+    store, at which all watching threads look a few times a second. Then every rank writes into the store where it is,
+    and reads what the others have written. What waits for an operation gets an error that tells all of it. A rank that
+    does not wait, or cannot be woken, is ended: nobody needs what it computes.
+
+    Nothing of this goes over a communicator, and operations do not touch the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from .journal import Wait, journals, place, waits
+from .report import Waiting, Word, describe
+from .startup import Peer
+
+_PERIOD = 0.25  # seconds between two looks
+_ANSWER = 1.0  # seconds that the ranks have to tell where they are
+_SUSPICIOUS = 2.0  # seconds of a wait after which ranks compare what they wait for
+_WAKE = 0.7  # seconds that the main thread has to raise the error
+_OURS = ("bmt_comm", "bmt_zero", "bmt_tp", "bmt_pipe", "bmt_optim", "bmt_kernels", "bmtrain", "torch", "contextlib")
+_log = logging.getLogger("bmt_comm")
+
+
+class RankFailureError(RuntimeError):
+    """A rank has failed, or is not where the others wait for it; the message tells which one and where it is."""
+
+
+class Watch:
+    """Watches this rank and hears of the others.
+
+    Args:
+        store: which nothing else uses; used by this object's thread.
+        rank: this one.
+        peers: the processes, by rank.
+        timeout: seconds after which a wait fails.
+        wake: called with a message that all waits of this process are to raise.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, peers: Sequence[Peer], timeout: float, wake: Callable[[str], None]
+    ) -> None:
+        self.rank, self.peers, self.timeout = rank, list(peers), timeout
+        self._store, self._wake = store, wake
+        self._reason = ""  # why this rank raises the alarm
+        self._raised = ""  # the traceback of the exception that ends this rank
+        self._main = threading.main_thread().ident
+        self._news, self._concluded, self._delivered = threading.Event(), threading.Event(), threading.Event()
+        self._stopping = False
+        self._message = ""
+        self._told = ""  # what this rank has last told that it waits for
+        self._hook = sys.excepthook
+        sys.excepthook = self._uncaught
+        self._thread = threading.Thread(target=self._run, name="bmt-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self, leaves: bool) -> None:
+        """End the thread. ``leaves``: this rank ends as it should, and the others may go on."""
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._hook
+        self._stopping = True
+        self._news.set()
+        self._thread.join(2 * _ANSWER)
+        if leaves and not self._thread.is_alive():
+            self._tell(f"left/{self.rank}", "")
+
+    def explain(self, error: Exception) -> Exception:
+        """What to raise in place of ``error``, by which the wait of this thread has failed."""
+        if self._stopping or os.getpid() != self.peers[self.rank].process:
+            return error
+        wait = waits.get(threading.get_ident())
+        told = "" if wait is None else f" (in {wait.journal.name}, {wait.operation.name.decode()})"
+        self._alarm(f"rank {self.rank}: {error}{told}")
+        self._concluded.wait(_ANSWER + 1.0)
+        message = self._message or describe(self._reason, {self.rank: self._word()}, self._states(), len(self.peers))
+        self._delivered.set()
+        return RankFailureError(message)
+
+    # --- in any thread ----------------------------------------------------------------------------
+
+    def _alarm(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self._news.set()
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
+        self._hook(kind, error, stack)
+        if issubclass(kind, Exception) and not isinstance(error, RankFailureError) and not self._stopping:
+            self._raised = "".join(traceback.format_exception(kind, error, stack))
+            self._delivered.set()
+            self._alarm(f"rank {self.rank} raised {traceback.format_exception_only(kind, error)[-1].strip()}")
+            self._concluded.wait(_ANSWER + 1.0)
+
+    def _word(self) -> Word:
+        now = time.monotonic()
+        frame = sys._current_frames().get(self._main or 0)
+        found = list(waits.values())
+        groups = {}
+        last: tuple[float, str] = (0.0, "")
+        for journal in list(journals.values()):
+            entries = list(journal.last)
+            names = {str(operation.number): operation.name.decode() for _, operation, _ in entries if operation.number}
+            groups[journal.key] = (journal.count, names)
+            if entries and entries[-1][0] > last[0]:
+                begun, operation, where = entries[-1]
+                number = f"operation {operation.number} of " if operation.number else ""
+                text = f"{number}{journal.name}, {operation.name.decode()}"
+                text += f", in {where}" if where else ""
+                last = begun, f"its last operation was {text}, {now - begun:.1f} s ago"
+        return Word(
+            waiting=[self._waiting(wait, now) for wait in found],
+            groups=groups,
+            last=last[1],
+            place=place(),
+            line=_line_of_user(frame),
+            stack="".join(traceback.format_stack(frame)) if frame is not None else "",
+            raised=self._raised,
+        )
+
+    @staticmethod
+    def _waiting(wait: Wait, now: float) -> Waiting:
+        return Waiting(
+            key=wait.journal.key,
+            group=wait.journal.name,
+            number=wait.operation.number,
+            name=wait.operation.name.decode(),
+            peers=list(wait.peers),
+            seconds=now - wait.begun,
+            place=wait.place,
+        )
+
+    def _states(self) -> dict[int, str]:
+        return {rank: peer.state() for rank, peer in enumerate(self.peers)}
+
+    # --- in the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._news.wait(_PERIOD)
+            if self._stopping and not self._reason:
+                return
+            self._look()
+            if self._reason:
+                self._conclude()
+                return
+
+    def _look(self) -> None:
+        """Find a reason for an alarm."""
+        told = self._read("alarm")
+        if told is not None:
+            self._reason = told
+            return
+        now = time.monotonic()
+        late = next((wait for wait in list(waits.values()) if now - wait.begun > self.timeout), None)
+        if self._reason:
+            return
+        for wait in list(waits.values()):
+            if wait.operation.number and now - wait.begun > _SUSPICIOUS:
+                self._compare(wait)
+        if self._reason:
+            return
+        if late is not None:
+            self._reason = (
+                f"rank {self.rank} has waited for {now - late.begun:.1f} seconds for {late.operation.name.decode()} "
+                f"in {late.journal.name}"
+            )
+            return
+        for rank, peer in enumerate(self.peers):
+            if rank == self.rank or peer.state() != "ended":
+                continue
+            if self._read(f"left/{rank}") is None and self._store is not None:
+                self._reason = f"rank {rank} has ended"
+                return
+
+    def _compare(self, wait: Wait) -> None:
+        """Find out whether a rank that waits, too, waits for something else in its place."""
+        journal, (number, name, _) = wait.journal, wait.operation
+        mine = json.dumps([journal.key, number, name.decode()])
+        if self._told != mine:
+            self._told = mine
+            self._tell(f"waits/{self.rank}", mine)
+        for peer in wait.peers:
+            told = None if peer == self.rank else self._read(f"waits/{peer}")
+            key, theirs, what = ("", 0, "") if told is None else json.loads(told)
+            if key == journal.key and theirs == number and what != name.decode():
+                self._reason = (
+                    f"ranks call different operations: rank {self.rank} is at operation {number} of {journal.name}, "
+                    f"{name.decode()}, rank {peer} at {what}"
+                )
+                return
+
+    def _conclude(self) -> None:
+        """Tell where this rank is, read where the others are, and let this rank's waits end."""
+        self._tell("alarm", self._reason)
+        word = self._word()
+        self._tell(f"word/{self.rank}", json.dumps(word))
+        words: dict[int, Word] = {self.rank: word}
+        deadline = time.monotonic() + _ANSWER
+        while self._store is not None and time.monotonic() < deadline:
+            states = self._states()
+            for rank in range(len(self.peers)):
+                told = None if rank in words else self._read(f"word/{rank}")
+                if told is not None:
+                    words[rank] = json.loads(told)
+            if all(rank in words or states[rank] == "ended" for rank in range(len(self.peers))):
+                break
+            time.sleep(0.02)
+        states = self._states()
+        for rank in range(len(self.peers)):
+            if rank not in words and self._read(f"left/{rank}") is not None:
+                states[rank] = "ended"
+        message = describe(self._reason, words, states, len(self.peers))
+        path = Path(os.environ.get("BMT_FAULT_DIR", tempfile.gettempdir()))
+        path = path / f"bmt-fault-rank{self.rank}-{os.getpid()}.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(message + "\n")
+            message += f"\n(rank {self.rank} has written this to {path})"
+        except OSError as error:
+            _log.warning("the report of rank %d could not be written: %s", self.rank, error)
+        self._message = message
+        if self.rank == 0:
+            time.sleep(0.1)  # this process may keep the store, and the others still read
+        self._concluded.set()
+        if self._delivered.wait(0.1) or self._stopping:
+            return
+        self._wake(message)
+        if self._delivered.wait(_WAKE) or self._stopping:
+            return
+        sys.stderr.write(f"{message}\nrank {self.rank} is ended\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _read(self, key: str) -> str | None:
+        """A value from the store; None where there is none, or no store any more."""
+        if self._store is None:
+            return None
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except RuntimeError:  # its process has ended
+            self._store = None
+            return None
+
+    def _tell(self, key: str, value: str) -> None:
+        if self._store is None:
+            return
+        try:
+            self._store.set(key, value)
+        except RuntimeError:
+            self._store = None
+
+
+_current: Watch | None = None
+
+
+def start(store: Any, rank: int, peers: Sequence[Peer], timeout: float, wake: Callable[[str], None]) -> None:
+    """Watch this rank from now on."""
+    global _current
+    _current = Watch(_own_connection(store), rank, peers, timeout, wake)
+
+
+def stop(leaves: bool) -> None:
+    """Watch this rank no more. ``leaves``: it ends as it should."""
+    global _current
+    watch, _current = _current, None
+    if watch is not None and os.getpid() == watch.peers[watch.rank].process:
+        watch.stop(leaves)
+
+
+def explained(error: Exception) -> Exception:
+    """What a wait is to raise in place of the error by which it has failed."""
+    watch = _current
+    # Errors of classes of their own tell all that there is to say.
+    lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    return error if watch is None or not lost else watch.explain(error)
+
+
+def _own_connection(store: Any) -> Any:
+    """The store over a connection of its own, which does not wait for what other threads do."""
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if not isinstance(base, dist.TCPStore) or not hasattr(store, "clone"):
+        return store
+    return store.clone()
+
+
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+def _line_of_user(frame: FrameType | None) -> str:
+    """The innermost line that is not of a library."""
+    innermost = frame
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        if module not in _OURS and not frame.f_code.co_filename.startswith(_LIBRARY):
+            break
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return "no line of Python"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
