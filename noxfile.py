@@ -242,6 +242,16 @@ def tests_across(session: nox.Session) -> None:
 
 @nox.session(default=False)
 @summarized
+def faults(session: nox.Session) -> None:
+    """Every fault of one rank at every point of a training step, over gloo and shared memory; half an hour."""
+    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install_ours(session)
+    session.env["BMT_ALL_FAULTS"] = "1"
+    run_tests(session, "faults", "-s", "tests/test_faults.py")
+
+
+@nox.session(default=False)
+@summarized
 def nccl_rules(session: nox.Session) -> None:
     """Tests on communicators that obey NCCL's rules, on CPU: what would hang or race on GPUs fails.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -69,8 +69,7 @@ def note_place(text: str) -> None:
     _place = text
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """A wait for an operation.
 
     Attributes:

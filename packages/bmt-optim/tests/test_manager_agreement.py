@@ -1,0 +1,51 @@
+"""Ranks whose optimizers differ, or step differently often, are told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bmt_comm import init_distributed, note_step, shutdown
+from bmt_comm.agreement import CallSequences
+from bmt_optim import AdamOptimizer, Lamb, OptimManager
+
+
+def manager(ctx, differs, kind):
+    """An OptimManager that differs on rank 1."""
+    there = differs and ctx.rank == 1
+    model = nn.Linear(3, 3)
+    lr = 0.2 if there and kind == "lr" else 0.1
+    optimizer = (Lamb if there and kind == "kind" else AdamOptimizer)(model.parameters(), lr=lr)
+    result = OptimManager(loss_scale=2.0 if there and kind == "scale" else 1.0)
+    result.add_optimizer(optimizer)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    return result
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("kind", "said"), [("lr", "0.1.*0.2"), ("kind", "Adam.*Lamb"), ("scale", "1.0.*2.0")])
+def test_optimizers_that_differ_are_an_error_at_the_first_step(ctx, kind, said):
+    for _ in range(3):
+        manager(ctx, False, kind).step()
+    with pytest.raises(RuntimeError, match=f"ranks disagree on the optimizers: item .*{said}"):
+        manager(ctx, True, kind).step()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_a_step_that_one_rank_leaves_out_is_found_by_the_next_comparison():
+    ctx = init_distributed(device="cpu")
+    sequences = CallSequences()
+    label = sequences.label("a Block")
+    sequences.add(ctx.world, label)
+    sequences.compare()
+    if ctx.rank == 0:
+        note_step()
+    sequences.add(ctx.world, label)
+    with pytest.raises(RuntimeError, match="differently often: rank 0 1 times, rank 1 0 times"):
+        sequences.compare()
+    shutdown()
+    ctx = init_distributed(device="cpu")
+    sequences.add(ctx.world, label)
+    sequences.compare()  # a new job begins at none
