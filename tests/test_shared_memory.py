@@ -357,7 +357,8 @@ def test_a_rank_that_is_killed_is_missed_at_once(tmp_path, numel):
             command = [sys.executable, "-c", KILLED, f"file://{tmp_path}/store", str(numel)]
             ranks.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True))
         said, _ = ranks[0].communicate(timeout=100)
-        assert said == "rank 1 has ended or closed its memory, and a message of it is missing\n"
+        assert "rank 1 has ended" in said.splitlines()[0]
+        assert "rank 1: has ended" in said
         assert ranks[1].wait(timeout=10) == -signal.SIGKILL
     finally:
         for process in ranks:

@@ -183,6 +183,10 @@ def _place() -> str:
     return " < ".join(places)
 
 
+class BufferInUseError(RuntimeError):
+    """Memory that an operation reads or writes was written meanwhile."""
+
+
 class _Buffer:
     """Memory that an operation reads, writes, or both."""
 
@@ -252,10 +256,10 @@ class _Posted:
         self.result = found
         for buffer, before in self._sent:
             if buffer.read() != before:
-                raise RuntimeError(f"a buffer was written into while it was sent: {self._operation}")
+                raise BufferInUseError(f"a buffer was written into while it was sent: {self._operation}")
         for buffer in self._received:
             if not buffer.is_poisoned():
-                raise RuntimeError(f"a buffer was written into while a result was to arrive in it: {self._operation}")
+                raise BufferInUseError(f"a buffer was written into while a result was to arrive in it: {self._operation}")
         if self._received:
             for buffer, data in zip(self._received, self._finish(found), strict=True):
                 buffer.write(data)
