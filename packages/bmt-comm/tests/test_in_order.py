@@ -83,7 +83,7 @@ def test_what_is_in_flight_may_not_be_written_into(ctx: ParallelContext) -> None
         work.wait()
     work = comm.all_gather(out, mine, async_op=True)
     out[-1 - ctx.rank * 2] = 0
-    with pytest.raises(RuntimeError, match="while a result was to arrive in it: all_gather"):
+    with pytest.raises(RuntimeError, match="while a result was to arrive: all_gather"):
         work.wait()
 
 

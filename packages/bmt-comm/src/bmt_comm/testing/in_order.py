@@ -259,7 +259,7 @@ class _Posted:
                 raise BufferInUseError(f"a buffer was written into while it was sent: {self._operation}")
         for buffer in self._received:
             if not buffer.is_poisoned():
-                raise BufferInUseError(f"a buffer was written into while a result was to arrive in it: {self._operation}")
+                raise BufferInUseError(f"a buffer was written into while a result was to arrive: {self._operation}")
         if self._received:
             for buffer, data in zip(self._received, self._finish(found), strict=True):
                 buffer.write(data)
