@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # now, and not in each case
 from torch import nn
 
 import bmt_comm
@@ -24,7 +25,7 @@ from bmt_optim import AdamOptimizer, OptimManager
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_zero import Block, TransformerBlockList, save
 
-TIMEOUT = 4.0
+TIMEOUT = 6.0
 AT_MOST = 60.0  # seconds for a case, after which it is killed
 
 ENDS: dict[str, Callable[[], None]] = {

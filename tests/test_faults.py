@@ -28,7 +28,7 @@ FEW = {
     "gloo": ["raise-forward", "spin-backward", "kill-step", "shape-save", "sleep-pipeline", "skip-forward"],
     "shm": ["exit-forward", "stop-backward", "kill-pipeline", "frozen-step", "twice-forward"],
 }
-SLACK = 2.0  # seconds after the time-out
+SLACK = 3.0  # seconds after the time-out, on a busy machine
 
 
 def cases(backend: str) -> list[str]:
