@@ -312,7 +312,7 @@ def _line_of_user(frame: FrameType | None) -> str:
     innermost = frame
     while frame is not None:
         module = frame.f_globals.get("__name__", "").partition(".")[0]
-        if module not in _OURS and not frame.f_code.co_filename.startswith(_LIBRARY):
+        if module not in _OURS and not frame.f_code.co_filename.startswith((_LIBRARY, "<frozen ")):
             break
         frame = frame.f_back
     frame = frame or innermost
