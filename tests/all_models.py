@@ -50,7 +50,8 @@ cannot do it; "not run" where a check was left out. Errors are of fp32 arithmeti
 below 1e-12 in fp64.
 
 A start on the meta device is refused where no module fills a parameter (Apertus, OpenAI GPT): build these on a device.
-ModernBERT fills a tied weight twice, by the rule of its embedding and of its head; on the meta device the head's is last.
+ModernBERT fills a tied weight twice, by the rules of its embedding and of its head; on the meta device the head comes
+last, which is wrong.
 
 FSMT computes something else with a cache than without, also in plain PyTorch (it leaves out the causal mask), so it is
 tried with `use_cache=False`. Layers that are given a cache (learned prefixes; XLM and Flaubert, which always make one)
