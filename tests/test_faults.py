@@ -58,14 +58,15 @@ def test_every_fault_ends_the_job_and_names_the_rank(tmp_path: Path, backend: st
     results = [json.loads(line) for line in printed.splitlines()]
     assert [result["case"] for result in results] == wanted
     for result in results:
-        fault = result["case"].split("-")[0]
+        fault, point, _ = result["case"].split("-")
         said = (tmp_path / result["case"] / "rank0").read_text(errors="replace")
         text = f"{result}\n{said[-3000:]}"
         assert result["codes"][0] == 1, text
         assert result["codes"][1] == {"exit": 0, "kill": -signal.SIGKILL, "stop": "hangs"}.get(fault, 1), text
         assert max(result["seconds"][:1] if fault == "stop" else result["seconds"]) < fault_cases.TIMEOUT + SLACK, text
         assert "rank 1" in said, text
-        for expected in EXPECTED.get(fault, []):
+        told_by_stage = fault == "raise" and point == "pipeline"  # stages tell each other of exceptions
+        for expected in ["stage 1", "(rank 1) failed: ValueError"] if told_by_stage else EXPECTED.get(fault, []):
             assert expected in said, text
     print("longest wait:", max(result["seconds"][0] for result in results))
 
