@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from saving_helpers import peak
 from torch import nn
 
 import bmt_zero
@@ -387,14 +388,6 @@ def test_many_saves_leave_nothing_behind(ctx: Any, tmp_path: Path) -> None:
     assert after[0] <= before[0]
     assert after[1] <= before[1]
     assert after[2] <= before[2] * 1.01
-
-
-def peak() -> int:
-    """Bytes of host memory that this process has held at most since the last call."""
-    status = Path("/proc/self/status").read_text()
-    found = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-    Path("/proc/self/clear_refs").write_text("5")
-    return found
 
 
 @pytest.mark.ranks(2, timeout=120)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from saving_helpers import Doubling
+from saving_helpers import Doubling, peak
 from torch import Tensor, nn
 
 import bmt_zero
@@ -246,6 +246,24 @@ def test_any_form_converts_into_any_other(files: str, form: str, tmp_path: Path)
         convert(source, tmp_path / "no" / "x.pt")
     with pytest.raises(FileNotFoundError):
         convert(tmp_path / "nothing", tmp_path / "y.pt")
+
+
+def test_conversion_takes_little_memory_and_says_how_far_it_is(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(3)]))
+    checkpointer.close()
+    del checkpointer
+    size, source = 3 * 4096 * 4096 * 4, tmp_path / "c" / "step-00000001"
+    for name in ("x.pt", "x.safetensors", "x", "y.pt"):
+        seen: list[tuple[int, int]] = []
+        peak()
+        before = peak()
+        convert(source, tmp_path / name, report=lambda done, total, seen=seen: seen.append((done, total)))
+        assert peak() - before < 64 << 20 < size
+        assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+        assert seen[-1] == (size, size)
+        source = tmp_path / name  # the next one is made of this one
+    same(open_tensors(tmp_path / "y.pt"), open_tensors(tmp_path / "x"))
 
 
 def test_checkpoints_are_found_described_and_verified(files: str, tmp_path: Path) -> None:
