@@ -688,6 +688,30 @@ def test_a_damaged_checkpoint_is_passed_over(ctx: Any, tmp_path: Path, how: str)
     assert checkpointer.load_latest(model=sharded(3, width=300)) == 2
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_flipped_byte_in_any_piece_is_noticed(ctx: Any, tmp_path: Path) -> None:
+    """Of tensors of several pieces, which are compared while more is read."""
+    checkpointer = Checkpointer(tmp_path / "c")
+    model = bmt_zero.BMTrainModelWrapper(nn.Sequential(*[nn.Linear(1100, 1100) for _ in range(2)]))
+    checkpointer.save(1, model=model)
+    checkpointer.wait()
+    path = tmp_path / "c" / "step-00000001" / "model-00001-of-00001.safetensors"
+    for at in [*range(1 << 19, path.stat().st_size, 1 << 20), path.stat().st_size - 1]:
+        for flipped in (True, False):
+            ctx.world.barrier()
+            if ctx.rank == 0:
+                with open(path, "rb+") as file:
+                    file.seek(at)
+                    (byte,) = file.read(1)
+                    file.seek(at)
+                    file.write(bytes([byte ^ 4]))
+            ctx.world.barrier()
+            if flipped:
+                with pytest.raises(DamagedError, match=f"checksum of bytes {at >> 20 << 20} to"):
+                    checkpointer.load(1, model=model)
+    checkpointer.load(1, model=model)
+
+
 @pytest.mark.ranks(2)
 def test_if_all_are_damaged_that_is_an_error(ctx: Any, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "c")
