@@ -255,6 +255,34 @@ def test_a_tied_parameter_is_that_of_the_first_module() -> None:
     assert model.state_dict()["1.bias"].all()
 
 
+class HeadByTheModel(nn.Module):
+    """The model fills its head, whose weight is that of the embedding, in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):
+            module.weight.data.fill_(1.0)
+        elif module is self:
+            self.head.weight.data.fill_(2.0)
+            self.head.bias.data.fill_(3.0)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_module_around_a_tied_head_does_not_fill_the_embedding() -> None:
+    with torch.device("meta"):
+        model = HeadByTheModel()
+    bmt_zero.BMTrainModelWrapper(model)
+    bmt_zero.init_parameters(model)
+    state = model.state_dict()
+    assert (state["embedding.weight"] == 1).all()
+    assert (state["head.bias"] == 3).all()
+
+
 @pytest.mark.ranks(2)
 def test_one_parameter_at_a_time_is_whole() -> None:
     sizes: list[int] = []

@@ -130,16 +130,17 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
         ValueError: nothing fills some of them.
     """
     modules = list(model.modules())
-    owners: dict[int, nn.Module] = {}  # a tied parameter belongs to the first module that has it
+    owners: dict[int, tuple[nn.Module, str]] = {}  # a tied parameter belongs to the first module that has it
     family: dict[nn.Module, nn.Module | None] = {}  # the innermost module with _init_weights around each
     for module in modules:
         if hasattr(module, "_init_weights"):
             family[module] = module
         for child in module.children():
             family.setdefault(child, family.get(module))
-        for param in module._parameters.values():
+        for name, param in module._parameters.items():
             if id(param) in waiting:
-                owners.setdefault(id(param), module)
+                owners.setdefault(id(param), (module, name))
+    first = {i: (id(module._parameters), name) for i, (module, name) in owners.items()}
     unfilled = {**waiting, **{id(b): name for name, b in model.named_buffers() if b.is_meta}}
     resets = []
     for path, module in _inner_first(model):
@@ -156,11 +157,16 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
             for name, tensor in tensors.items()
             if tensor is not None
         ]
-        mine = {id(t[n]) for t, n in places if id(t[n]) in unfilled or owners.get(id(t[n])) in inside}
+        mine = {i for t, n in places if (i := id(t[n])) in unfilled or (i in owners and owners[i][0] in inside)}
         if not mine:
             continue
         written = _written_by(function, places)
-        fills = [(tensors, name) for tensors, name in written if id(tensors[name]) in mine]
+        # As in construction, where modules are tied last: what fills a head does not count for the embedding.
+        fills = [
+            (tensors, name)
+            for tensors, name in written
+            if (i := id(tensors[name])) in mine and (i in unfilled or first[i] == (id(tensors), name))
+        ]
         if fills:
             identities = [id(tensors[name]) for tensors, name in fills]
             names = [waiting.get(i) or unfilled.get(i) or name for i, (_, name) in zip(identities, fills, strict=True)]
@@ -217,21 +223,20 @@ class _Writes(TorchDispatchMode):
 
 def _written_by(function: Callable[[], Any], places: list[_Place]) -> list[_Place]:
     """The places that ``function`` writes to or puts other tensors into."""
-    trial = {id(t[n]): _like(t[n], torch.device("meta")) for t, n in places}
-    before = [(t, n, t[n]) for t, n in places]
+    before = [(t, n, t[n], _like(t[n], torch.device("meta"))) for t, n in places]
     try:
-        for tensors, name, tensor in before:
-            tensors[name] = trial[id(tensor)]
+        for tensors, name, _, trial in before:
+            tensors[name] = trial
         with warnings.catch_warnings(), torch.no_grad(), _Writes() as writes, _Questions(writes.storages):
             warnings.simplefilter("ignore")  # they come again where values are filled
             function()
         return [
             (tensors, name)
-            for tensors, name, tensor in before
-            if tensors[name] is not trial[id(tensor)] or trial[id(tensor)].untyped_storage()._cdata in writes.storages
+            for tensors, name, _, trial in before
+            if tensors[name] is not trial or trial.untyped_storage()._cdata in writes.storages
         ]
     finally:
-        for tensors, name, tensor in before:
+        for tensors, name, tensor, _ in before:
             tensors[name] = tensor
 
 
