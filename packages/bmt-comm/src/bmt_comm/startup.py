@@ -13,7 +13,7 @@ from typing import Any
 
 from .report import ranks_in_words
 
-_PAUSE = 0.02  # seconds between two looks at the store
+_PAUSES = 0.001, 0.1  # seconds between two looks at the store, the first and the last
 _PATIENCE = 30.0  # seconds after which it is said who is missing
 _log = logging.getLogger("bmt_comm")
 
@@ -97,7 +97,7 @@ def meet(store: Any, rank: int, size: int, facts: Mapping[str, object], timeout:
     told = {name: str(value) for name, value in facts.items()}
     store.set(f"here/{rank}", json.dumps([told, [mine.host, mine.process, mine.started]]))
     came: dict[int, tuple[dict[str, str], Peer]] = {}
-    begun, said = time.monotonic(), False
+    begun, said, pause = time.monotonic(), False, _PAUSES[0]
     while len(came) < size:
         missing = [other for other in range(size) if other not in came]
         for other in missing:
@@ -118,7 +118,8 @@ def meet(store: Any, rank: int, size: int, facts: Mapping[str, object], timeout:
         if waited > _PATIENCE and not said and rank == min(came):
             said = True
             _log.warning("%s did not come to init_distributed() in %g seconds yet", ranks_in_words(missing), _PATIENCE)
-        time.sleep(_PAUSE)
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES[1])
     _compare([came[other][0] for other in range(size)])
     return [came[other][1] for other in range(size)]
 

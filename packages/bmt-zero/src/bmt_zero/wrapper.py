@@ -246,7 +246,7 @@ def _summary(model: nn.Module, layers: Container[nn.Module], large: Container[nn
     ]
     kept = "recomputed in backward" if use_checkpoint else "their activations are kept"
     what = f"Blocks ({kept}) in {'; '.join(blocks)}" if blocks else "no repeated layers"
-    others = [f"{path} ({type(module).__name__})" for path, module in model.named_modules() if module in large]
+    others = [f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path and module in large]
     alone = f"; unsharded by themselves: {', '.join(others)}" if others else ""
     return f"BMTrainModelWrapper({type(model).__name__}): {what}{alone}"
 
