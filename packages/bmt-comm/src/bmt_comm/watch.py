@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -275,7 +276,7 @@ _current: Watch | None = None
 def start(store: Any, rank: int, peers: Sequence[Peer], timeout: float, wake: Callable[[str], None]) -> None:
     """Watch this rank from now on."""
     global _current
-    _current = Watch(_own_connection(store), rank, peers, timeout, wake)
+    _current = Watch(_own_connection(store, rank), rank, peers, timeout, wake)
 
 
 def stop(leaves: bool) -> None:
@@ -294,14 +295,36 @@ def explained(error: Exception) -> Exception:
     return error if watch is None or not lost else watch.explain(error)
 
 
-def _own_connection(store: Any) -> Any:
-    """The store over a connection of its own, which does not wait for what other threads do."""
+_connection: tuple[object, Any] | None = None  # the last one, and what it leads to
+
+
+def _own_connection(store: Any, rank: int) -> Any:
+    """The store over a connection of its own, which does not wait for what other threads do.
+
+    A process that meets others again at the same store keeps its connection: a new one makes the store look up the name
+    of this host, which takes seconds where name service is bad.
+    """
+    global _connection
     base = store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store
-    if not isinstance(base, dist.TCPStore) or not hasattr(store, "clone"):
+    if not isinstance(base, dist.TCPStore) or not hasattr(base, "clone"):
         return store
-    return store.clone()
+    if rank == 0:
+        store.set("name", uuid.uuid4().hex)
+    name = store.get("name").decode()
+    target = (base.host, base.port, os.getpid())
+    if _connection is None or _connection[0] != target or not _answers(_connection[1]):
+        _connection = target, base.clone()
+    return dist.PrefixStore(name, _connection[1])
+
+
+def _answers(store: Any) -> bool:
+    try:
+        store.check(["name"])
+    except RuntimeError:
+        return False
+    return True
 
 
 _LIBRARY = sysconfig.get_paths()["stdlib"]
