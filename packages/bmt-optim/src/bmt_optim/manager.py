@@ -222,16 +222,18 @@ class OptimManager:
             )
         self._rejected = reason
 
-    def _settings(self) -> list[str]:
-        """What must be the same on all ranks."""
+    def _check_settings(self) -> None:
+        """Raise unless all ranks have the same optimizers; pipeline stages may have other parameter groups."""
         scale = self.loss_scale if self.loss_scale_enabled else None
-        found = [f"loss scale {scale}, {'steps checked' if self._checks else 'steps not checked'}"]
+        kinds = [f"loss scale {scale}, {'steps checked' if self._checks else 'steps not checked'}"]
+        options = []
         for number, optimizer in enumerate(self.optimizers):
-            found.append(f"optimizer {number}: {type(optimizer).__name__}")
+            kinds.append(f"optimizer {number}: {type(optimizer).__name__}")
             for index, group in enumerate(optimizer.param_groups):
-                options = {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple, type(None)))}
-                found.append(f"optimizer {number}, group {index}: {options}")
-        return found
+                plain = {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple, type(None)))}
+                options.append(f"optimizer {number}, group {index}: {plain}")
+        check_agreement(self.context.world, "the optimizers", kinds)
+        check_agreement(self.context.zero, "the optimizers", options)
 
     def step(self) -> bool:
         """Step every optimizer and its scheduler; or, if a gradient overflowed anywhere, none of them.
@@ -248,7 +250,7 @@ class OptimManager:
         note_place("the optimizer step")
         if not self._compared:
             self._compared = True
-            check_agreement(self.context.world, "the optimizers", self._settings())
+            self._check_settings()
         note_step()
         together = [optimizer for optimizer in self.optimizers if steps_with_others(optimizer)]
         flag = self._overflow() if self._checks else None
