@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import bmt_zero
-from bmt_comm import slice_of
+from bmt_comm import LAYER_ATTRIBUTE, slice_of
 from bmt_optim import AdamOptimizer, OptimManager, save_optimizer
 from bmt_optim.upstream_state import merge_ranks
 from bmt_pipe import PipelineTransformerBlockList
@@ -170,6 +170,8 @@ def test_states_of_bmtrain_are_loaded_in_a_pipeline(ctx: Any, gathered: bool, in
         return PipelineTransformerBlockList([bmt_zero.Block(layer) for layer in layers], interleave=interleave)
 
     model = bmt_zero.BMTrainModelWrapper(build(blocks))
+    # Stages count the lists of their context alike, though their processes may have had other ones before.
+    assert {getattr(param, LAYER_ATTRIBUTE)[0] for param in model[1].parameters()} == {0}
     own = {name.rpartition(".")[0] for name, _ in model[1].named_parameters(prefix="1")}
     stages = ctx.world.all_gather_object(own)  # which layers each rank has
     cuts = {

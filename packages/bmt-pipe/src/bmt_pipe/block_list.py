@@ -23,8 +23,8 @@ from .recording import Recorder
 from .schedule import Schedule, make_schedule
 from .simulate import Timeline
 
-_pipelines = itertools.count()
-"""Numbers the lists of this process."""
+# How many lists each context has: the same on all its ranks, whatever their processes have done before.
+_numbers: weakref.WeakKeyDictionary[ParallelContext, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class PipelineTransformerBlockList(StagedState):
@@ -178,7 +178,7 @@ class PipelineTransformerBlockList(StagedState):
         """Make Blocks of this stage's layers, and drop the others."""
         owner_of = _owners(self.all_chunks, context.pipe_size)
         seen = _Seen(owner_of)
-        pipeline = next(_pipelines)
+        pipeline = next(_numbers.setdefault(context, itertools.count()))
         for index in range(self.num_layers):
             try:
                 layer = next(layers)
