@@ -50,8 +50,7 @@ cannot do it; "not run" where a check was left out. Errors are of fp32 arithmeti
 below 1e-12 in fp64.
 
 A start on the meta device is refused where no module fills a parameter: build such models on a device. It is wrong for
-ModernBERT, which fills a tied weight twice (on the meta device the rule of its head comes last), and for XLNet, whose
-attention is left with arbitrary values: build these two on a device, too.
+XLNet, whose attention is left with arbitrary values: build it on a device, too.
 
 FSMT computes something else with a cache than without, also in plain PyTorch (it leaves out the causal mask), so it is
 tried with `use_cache=False`. Layers that are given a cache (learned prefixes; XLM and Flaubert, which always make one)
