@@ -23,7 +23,7 @@ def test_a_timeout_is_served_once(when):
     blocks(x).sum().backward()
     loss = blocks(x).sum() if when == "backward" else None
     if os.environ["RANK"] == "1":
-        time.sleep(3.0)
+        time.sleep(2.5)  # the time-out has come, and the end of ranks that are elsewhere, a second later, has not
         return
     start = time.monotonic()
     with pytest.raises(RuntimeError):

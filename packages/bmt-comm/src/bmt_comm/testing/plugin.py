@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import sys
 from collections.abc import Sequence
 from typing import cast
 
@@ -60,6 +61,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "GPUs fail; eager: as if init_process_group had been given a device_id",
     )
     parser.addini("bmt_device", "default of --bmt-device", default="auto")
+    parser.addini(
+        "bmt_preload",
+        "packages that ranks have imported from the start, if the tests import them; they must start no threads",
+        type="args",
+    )
     parser.addini("bmt_ranks_timeout", "seconds a test marked ranks may take", default=str(DEFAULT_TIMEOUT))
 
 
@@ -103,6 +109,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=other)
         dropped = set(other)
         items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _pool.preload = [name for name in session.config.getini("bmt_preload") if name in sys.modules]
 
 
 def _ranks_of(item: pytest.Function) -> int | None:

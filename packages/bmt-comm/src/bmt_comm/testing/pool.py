@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import pickle
 import re
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 
 from torch.distributed import TCPStore
 
+from bmt_comm.testing.fork_server import ForkServer
 from bmt_comm.testing.modules import ModuleSource
 from bmt_comm.testing.protocol import Call, CleanUp, Done, Failed, receive, send
 from bmt_comm.testing.report import Outcome, RankError, RankReport
@@ -30,38 +30,32 @@ START_TIMEOUT = 300.0  # seconds a process may take to import torch
 CLEAN_UP_TIMEOUT = 30.0  # seconds a process may take to tear down its process groups
 GRACE = 3.0  # seconds the others may go on after the first rank has failed
 
-# The stack dump is armed before torch is imported, so that a process that hangs there can be asked, too.
-_BOOTSTRAP = """
-import faulthandler, json, signal, sys
-path, connection, stacks, threads = json.loads(sys.argv[1])
-faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-sys.path[:] = path
-from bmt_comm.testing.worker import main
-main(connection, threads)
-"""
-
 
 class RankPool:
     """Processes that serve as ranks; the first ``n`` of them run a call on ``n`` ranks.
 
-    Processes start when first needed, each with a fresh interpreter, and import torch once. The ranks of a call
-    find the environment of ``torchrun`` (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
-    with a store of its own, so ``torch.distributed.init_process_group`` works in every call. After a call, process
-    groups are destroyed and the process-wide settings of torch are put back; after a failed call, the ranks that
-    took part are killed, and the next call gets new ones.
+    Processes start when first needed: two servers import torch, and fork the ranks of even and of odd numbers. (Ranks
+    of one server have the same hash seed, so that a dependence on the order of a set could go unnoticed.) The ranks of
+    a call find the environment of ``torchrun`` (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT) with a store of its own, so ``torch.distributed.init_process_group`` works in every call. After a
+    call, process groups are destroyed and the process-wide settings of torch are put back; after a failed call, the
+    ranks that took part are killed, and the next call gets new ones.
 
     Args:
         max_ranks: the largest ``n`` that :meth:`run` accepts; None for no limit.
         threads: CPU threads per rank.
+        preload: names of packages that the servers import, where they are installed. They must start no threads.
 
     Use it as a context manager, or call :meth:`close`. POSIX only.
     """
 
-    def __init__(self, max_ranks: int | None = None, *, threads: int = 1) -> None:
+    def __init__(self, max_ranks: int | None = None, *, threads: int = 1, preload: Sequence[str] = ()) -> None:
         if max_ranks is not None and max_ranks < 1:
             raise ValueError(f"max_ranks={max_ranks}: at least 1 is needed")
         self.max_ranks = max_ranks
         self.threads = threads
+        self.preload = preload
+        self._servers: list[ForkServer] = []
         self._workers: list[_Worker] = []
         self._calls = 0
 
@@ -123,6 +117,9 @@ class RankPool:
         for worker in self._workers:
             worker.kill(patience=1.0)
         self._workers.clear()
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
 
     @functools.cached_property
     def _store(self) -> TCPStore:
@@ -145,12 +142,15 @@ class RankPool:
     def _first(self, n: int) -> list[_Worker]:
         """The first ``n`` processes, started where missing or dead."""
         new = []
+        environ = {**os.environ, **_torchrun_environ(0, 1, 0, self.threads)}
+        while len(self._servers) < min(n, 2):
+            self._servers.append(ForkServer(self.preload, self.threads, environ, START_TIMEOUT))
         for rank in range(n):
             if rank == len(self._workers):
-                self._workers.append(_Worker(self.threads))
+                self._workers.append(_Worker(self._servers[rank % 2]))
             elif not self._workers[rank].alive:
                 self._workers[rank].kill()
-                self._workers[rank] = _Worker(self.threads)
+                self._workers[rank] = _Worker(self._servers[rank % 2])
             if not self._workers[rank].ready:
                 new.append(self._workers[rank])
         if new:
@@ -281,22 +281,15 @@ class _Log:
 class _Worker:
     """One rank process, seen from the pool."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, server: ForkServer) -> None:
         self.ready = False
         self.stdout, self.stderr, self.stacks = _Log(), _Log(), _Log()
         self.connection, theirs = Pipe()
-        inherited = (theirs.fileno(), self.stacks.file.fileno())
-        environ = {**os.environ, **_torchrun_environ(0, 1, 0, threads)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, json.dumps([sys.path, *inherited, threads])],
-            stdin=subprocess.DEVNULL,
-            stdout=self.stdout.file,
-            stderr=self.stderr.file,
-            pass_fds=inherited,
-            env=environ,
-            start_new_session=True,  # an interrupt from the keyboard is the pool's to handle
-        )
-        theirs.close()
+        logs = (log.file.fileno() for log in (self.stdout, self.stderr, self.stacks))
+        try:
+            self.process = server.fork(theirs.fileno(), *logs)
+        finally:
+            theirs.close()
 
     @property
     def alive(self) -> bool:
@@ -308,7 +301,7 @@ class _Worker:
 
     def signal(self, number: int) -> None:
         if self.alive:
-            self.process.send_signal(number)
+            os.kill(self.process.pid, number)
 
     def exit_status(self) -> str:
         try:
@@ -329,6 +322,7 @@ class _Worker:
         if patience:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(patience)
+        self.signal(signal.SIGKILL)  # it may not lead a group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

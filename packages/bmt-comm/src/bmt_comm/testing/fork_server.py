@@ -1,0 +1,153 @@
+"""A process that has imported torch and forks ranks, because each import of torch takes seconds of processor time.
+
+The server is a fresh interpreter without further threads, so a fork of it is like a process of its own that has
+imported the same. It is asked over a socket: each request is one message, and so is each answer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+
+# The stack dump is armed before torch is imported, so that a server that hangs there can be asked, too.
+_BOOTSTRAP = """
+import faulthandler, json, sys
+path, control, modules, threads = json.loads(sys.argv[1])
+faulthandler.enable()
+sys.path[:] = path
+from bmt_comm.testing.fork_server import serve
+serve(control, modules, threads)
+"""
+_NOT_ENDED = -(1 << 30)  # an answer that is no exit status
+
+
+class ForkServer:
+    """The pool's side of a server, whose process is started here.
+
+    Args:
+        modules: imported before the first fork, where they are installed.
+        threads: CPU threads per rank.
+        environ: environment of the server, which its forks begin with.
+        timeout: seconds that the server may take for its imports.
+    """
+
+    def __init__(self, modules: Sequence[str], threads: int, environ: Mapping[str, str], timeout: float) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(timeout)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, json.dumps([sys.path, theirs.fileno(), list(modules), threads])],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=dict(environ),
+            start_new_session=True,  # an interrupt from the keyboard is the pool's to handle
+        )
+        theirs.close()
+
+    def fork(self, connection: int, stdout: int, stderr: int, stacks: int) -> Fork:
+        """Fork a rank that serves ``connection``. All arguments are file descriptors.
+
+        Raises:
+            RuntimeError: the server has ended, or does not answer.
+        """
+        return Fork(self, self._ask({"fork": True}, [connection, stdout, stderr, stacks]))
+
+    def exit_status(self, pid: int) -> int | None:
+        """The exit status of a fork, as ``subprocess.Popen.returncode`` has it; None while it runs."""
+        status = self._ask({"status": pid})
+        return None if status == _NOT_ENDED else status
+
+    def close(self) -> None:
+        """End the server. Its forks go on until their own connections close."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _ask(self, question: dict[str, int], descriptors: Sequence[int] = ()) -> int:
+        try:
+            socket.send_fds(self._control, [json.dumps(question).encode()], list(descriptors))
+            answer = self._control.recv(64)
+        except OSError as error:
+            raise RuntimeError(f"the process that forks ranks does not answer: {error}") from error
+        if not answer:
+            raise RuntimeError(f"the process that forks ranks has ended with exit code {self._process.wait()}")
+        return int(answer)
+
+
+class Fork:
+    """A forked process, seen from the pool, with as much of ``subprocess.Popen`` as the pool needs."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            self._status = self._server.exit_status(self.pid)
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status; raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
+        start, pause = time.monotonic(), 0.001
+        while (status := self.poll()) is None:
+            if timeout is not None and time.monotonic() - start > timeout:
+                raise subprocess.TimeoutExpired("rank", timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return status
+
+
+def serve(control_fd: int, modules: Sequence[str], threads: int) -> None:
+    """Fork ranks until the pool closes its end."""
+    from bmt_comm.testing import worker
+
+    os.set_inheritable(control_fd, False)
+    for name in modules:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is here now is garbage of no fork
+    control = socket.socket(fileno=control_fd)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1024, 4)
+        if not message:
+            os._exit(0)
+        question = json.loads(message)
+        if "status" in question:
+            pid, status = os.waitpid(question["status"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else _NOT_ENDED
+        else:
+            answer = os.fork()
+            if answer == 0:
+                control.close()
+                _become_rank(worker, descriptors, threads)
+            for descriptor in descriptors:
+                os.close(descriptor)
+        control.send(str(answer).encode())
+
+
+def _become_rank(worker: object, descriptors: Sequence[int], threads: int) -> None:
+    """What a fork does, to its end."""
+    try:
+        os.setsid()
+        connection, stdout, stderr, stacks = descriptors
+        for descriptor, number in ((stdout, 1), (stderr, 2)):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        worker.main(connection, threads)  # type: ignore[attr-defined]
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
