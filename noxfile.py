@@ -5,6 +5,7 @@ CI runs those of the tag ``ci``: these, and some that find what a change seldom 
 Environment:
     BMT_TORCH       the torch version of the test environments (2.8.0, say) instead of the pin in constraints.txt
     PIP_FIND_LINKS  folders or pages with further wheels, such as another build of torch; uv gets them, too
+    BMT_ALL_SIZES   1: tests of ranks run on all their numbers of ranks, as in CI; otherwise on one of them, by turns
     BMT_CUDA        AUTO (the default): CUDA kernels for the GPUs that are visible; ON: for all GPUs, for releases; OFF
 
 bmt-kernels is compiled once: sessions share a wheel of it, in nox's cache, for as long as its sources, the settings,
@@ -70,6 +71,8 @@ NOT_BY_NCCLS_RULES = {
     "bmt-zero": ["--deselect=tests/test_block_recovery.py::test_leaving_a_list_early"],
 }
 TWO_AT_A_TIME = ["-n", "2"]  # while ranks of one test wait, those of another compute
+# Tests of ranks take one of their numbers of ranks for each set of parameters, by turns; CI takes all.
+SIZES = [] if os.environ.get("BMT_ALL_SIZES") else ["--bmt-one-size"]
 # Threads of one test that wait for each other take the cores from the other test, and half of all time.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
@@ -214,6 +217,8 @@ def tests_alone(session: nox.Session) -> None:
         shutil.copy(ROOT / "packages" / name / "README.md", folder)
         with session.chdir(folder):
             settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), *TWO_AT_A_TIME]
+            if name != "bmt-kernels":  # which has no tests of ranks
+                settings += SIZES
             title = f"[{number}/{len(names)}] {name}"
             try:
                 if name in OVER_MESSAGES:
@@ -235,7 +240,7 @@ def tests_across(session: nox.Session) -> None:
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     uninstall_ours(session)
     install_wheels(session, *PACKAGES)
-    run_tests(session, "tests of packages together", *TWO_AT_A_TIME, *(session.posargs or ["tests"]))
+    run_tests(session, "tests of packages together", *TWO_AT_A_TIME, *SIZES, *(session.posargs or ["tests"]))
     with step(session, "links and examples of the documentation", "2 minutes"):
         session.run("python", ".ci/check_docs.py", env=ONE_THREAD)
 

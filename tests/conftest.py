@@ -8,5 +8,5 @@ sys.path.append(str(Path(__file__).parent))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for name in ("bmtrain", "transformers.models.llama.modeling_llama"):
+    for name in ("torch._dynamo", "bmtrain", "transformers.models.llama.modeling_llama"):
         config.addinivalue_line("bmt_preload", name)

@@ -98,6 +98,25 @@ def test_only_some_numbers_of_ranks(pytest_run: Callable[..., Run]) -> None:
     assert run.outcomes == {"test_on_ranks[ranks=1]": "passed", "test_alone": "passed"}
 
 
+def test_one_number_of_ranks_for_each_set_of_parameters(pytest_run: Callable[..., Run]) -> None:
+    body = """
+        import pytest
+
+        @pytest.mark.ranks(1, 2, init=False)
+        @pytest.mark.parametrize("value", [5, 6])
+        def test_on_ranks(value):
+            pass
+
+        def test_alone():
+            pass
+        """
+    run = pytest_run(body, "--bmt-one-size")
+    first = {"test_on_ranks[ranks=1-5]", "test_on_ranks[ranks=2-6]", "test_alone"}
+    second = {"test_on_ranks[ranks=2-5]", "test_on_ranks[ranks=1-6]", "test_alone"}
+    assert set(run.outcomes) in (first, second)
+    assert set(pytest_run(body, "--bmt-one-size").outcomes) == set(run.outcomes)
+
+
 def test_keyword_arguments_reach_init_distributed(pytest_run: Callable[..., Run]) -> None:
     run = pytest_run(
         """

@@ -92,6 +92,18 @@ def test_a_result_that_cannot_be_pickled_is_an_error(pool: RankPool) -> None:
         pool.run(return_a_lambda, 1)
 
 
+def hash_and_modules() -> tuple[int, bool]:
+    return hash("text"), "wave" in sys.modules
+
+
+def test_ranks_have_imported_what_is_asked_for_and_not_all_the_same_order_of_sets() -> None:
+    with RankPool(2, preload=["wave", "no_such_module.part"]) as pool:
+        (first, imported), (second, imported_too) = pool.run(hash_and_modules, 2)
+    assert first != second
+    assert imported
+    assert imported_too
+
+
 @pytest.mark.parametrize("n", [0, 3])
 def test_a_wrong_number_of_ranks_is_refused(pool: RankPool, n: int) -> None:
     with pytest.raises(ValueError, match=f"n={n}"):

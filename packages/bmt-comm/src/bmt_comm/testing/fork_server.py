@@ -114,7 +114,7 @@ def serve(control_fd: int, modules: Sequence[str], threads: int) -> None:
 
     os.set_inheritable(control_fd, False)
     for name in modules:
-        if importlib.util.find_spec(name) is not None:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is here now is garbage of no fork

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import sys
+import re
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -54,6 +56,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of tests marked ranks, run those on this number of ranks alone (may be given several times)",
     )
     group.addoption(
+        "--bmt-one-size",
+        action="store_true",
+        help="run each test marked ranks, with each set of its parameters, on one of its numbers of ranks, by turns",
+    )
+    group.addoption(
         "--bmt-nccl-rules",
         choices=["off", "lazy", "eager"],
         default="off",
@@ -63,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("bmt_device", "default of --bmt-device", default="auto")
     parser.addini(
         "bmt_preload",
-        "packages that ranks have imported from the start, if the tests import them; they must start no threads",
+        "modules that ranks have imported from the start, where they are installed; they must start no threads",
         type="args",
     )
     parser.addini("bmt_ranks_timeout", "seconds a test marked ranks may take", default=str(DEFAULT_TIMEOUT))
@@ -104,18 +111,34 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted = config.getoption("--bmt-ranks")
-    if wanted:
-        other = [item for item in items if isinstance(item, pytest.Function) and _ranks_of(item) not in (None, *wanted)]
-        config.hook.pytest_deselected(items=other)
-        dropped = set(other)
-        items[:] = [item for item in items if item not in dropped]
+    keep = [item for item in items if not wanted or _ranks_of(item) in (None, *wanted)]
+    if config.getoption("--bmt-one-size"):
+        keep = _one_size_of_each(keep)
+    if len(keep) < len(items):
+        kept = set(keep)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = keep
+
+
+def _one_size_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of items that differ in their number of ranks alone, one. The choice depends on their names only."""
+    groups: dict[str, list[pytest.Item]] = {}
+    turns: Counter[str] = Counter()
+    for item in items:
+        groups.setdefault(re.sub(rf"\branks={_ranks_of(item)}\b", "", item.nodeid), []).append(item)
+    chosen = set()
+    for group in groups.values():
+        test = group[0].nodeid.partition("[")[0]
+        chosen.add(group[(zlib.crc32(test.encode()) + turns[test]) % len(group)])
+        turns[test] += 1
+    return [item for item in items if item in chosen]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    _pool.preload = [name for name in session.config.getini("bmt_preload") if name in sys.modules]
+    _pool.preload = session.config.getini("bmt_preload")
 
 
-def _ranks_of(item: pytest.Function) -> int | None:
+def _ranks_of(item: pytest.Item) -> int | None:
     """The number of ranks that a test runs on; None without the mark."""
     callspec = getattr(item, "callspec", None)
     return None if callspec is None else callspec.params.get(_WORLD_SIZE)
