@@ -28,7 +28,7 @@ def test_killed_runs_go_on_from_a_complete_checkpoint(tmp_path: Path) -> None:
     """torchrun restarts one run, and the other one is started again by hand. The session ``checkpoint_faults`` of nox
     kills more often."""
     kills = int(os.environ.get("BMT_KILLS", "1"))
-    steps = 12 * (1 + kills)  # a run that is killed takes 3 to 8 steps before
+    steps = 60 + 12 * kills  # a run that is killed takes 3 to 8 steps before
     plain, restarted, by_hand = tmp_path / "plain", tmp_path / "restarted", tmp_path / "by_hand"
     for folder in (plain, restarted, by_hand):
         folder.mkdir()
