@@ -37,6 +37,7 @@ from metrics import Metrics, plot  # noqa: E402
 from models import GPT, PRESETS, GPTConfig  # noqa: E402
 from optimizers import LEARNING_RATES  # noqa: E402
 from plot import plot_runs  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from train import Trainer, train  # noqa: E402
 
@@ -420,7 +421,9 @@ def evaluation(step, loss):
 
 @pytest.mark.ranks(1)
 def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+    folder = tmp_path / "run"
+    folder.mkdir()
+    path = folder / "metrics.jsonl"
     path.write_text("".join(json.dumps(evaluation(step, 1.0)) + "\n" for step in (0, 5, 10)))
     metrics = Metrics(path, step=5, steps=20)
     metrics.write(evaluation(10, 0.5))
@@ -429,7 +432,7 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
     assert [(record["step"], record["eval_loss"]) for record in records] == [(0, 1.0), (5, 1.0), (10, 0.5)]
     path.write_text(path.read_text() + '{"step": 12, "lo')  # the power failed
     metrics = Metrics(path, step=10, steps=20)
-    path.unlink()
+    shutil.rmtree(folder)
     metrics.write(evaluation(15, 0.25))
     metrics.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 5, 10, 15]
@@ -623,6 +626,17 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(single, tmp_path, alwa
     assert len(set(skipped["skipped"])) == 8
     assert skipped["bad"] == skipped["skipped"][4:]
     assert all(math.isfinite(loss) for _, loss in losses(tmp_path.parent, tmp_path / "run") if loss is not None)
+
+
+@pytest.mark.ranks(2, init=False, timeout=120)
+def test_a_learning_rate_that_is_far_too_large_is_an_error_and_finite_weights_are_kept(single, tmp_path):
+    folder, _ = single
+    flags = ["--lr", "1e30", "--warmup", "0", "--steps", "40", "--keep", "1", "--out", str(tmp_path / "run")]
+    with pytest.raises(UsageError, match="steps in a row had gradients that are not finite"):
+        run_here(folder, "", *flags)
+    (kept,) = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1:]
+    for path in kept.glob("model*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(path).values())
 
 
 @pytest.mark.ranks(2, 4, init=False, timeout=120)

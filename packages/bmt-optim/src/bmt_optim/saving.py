@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bmt_comm.durable import complete_file
+
 from .manager import OptimManager, gathers
 from .state_dict import keeps_gathered_state
 
@@ -139,14 +141,8 @@ def _background() -> ThreadPoolExecutor:
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with complete_file(path) as part:
         torch.save(state, part)
-        with open(part, "rb+") as written:
-            os.fsync(written.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _log_failure(done: Future[None]) -> None:

@@ -5,7 +5,6 @@ Its checkpoints of models are state dicts in files of ``torch.save``, which need
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmt_comm.durable import complete_file
 from bmt_optim.upstream_state import merge_ranks, to_own_form
-from bmt_zero.checkpoints.directory import sync_directory
 from bmt_zero.checkpoints.pt_files import read_state_dict
 
 
@@ -81,13 +80,5 @@ def _optimizer(
 
 
 def _write(content: dict[str, Any], path: Path) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        sync_directory(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
+    with complete_file(path) as part:
+        torch.save(content, part)

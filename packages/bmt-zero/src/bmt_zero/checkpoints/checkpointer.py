@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bmt_comm import note_place
+from bmt_comm.durable import sync_to_disk
 
-from .directory import DirectoryLock, clean_up, complete_checkpoints, listed_steps, step_name, sync_directory
+from .directory import DirectoryLock, clean_up, complete_checkpoints, listed_steps, step_name
 from .headers import MAX_FILE_SIZE, DamagedError
 from .job import Job, SaveError, run_job
 from .loading import Loading
@@ -95,7 +96,7 @@ class Checkpointer:
         if self._meeting.rank == 0 and not readonly:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                sync_directory(self.directory.parent)
+                sync_to_disk(self.directory.parent)
                 self._lock = DirectoryLock(self.directory)
                 clean_up(self.directory)
             except (OSError, RuntimeError) as error:

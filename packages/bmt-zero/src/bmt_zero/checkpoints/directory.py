@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bmt_comm.durable import sync_to_disk
+
 from .headers import DamagedError
 from .manifest import Manifest, read_manifest
 
@@ -150,7 +152,7 @@ def publish(directory: Path, part: Path, step: int) -> None:
     if replaces:
         os.rename(target, old)
     os.rename(part, target)
-    sync_directory(directory)
+    sync_to_disk(directory)
     if replaces:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -171,12 +173,3 @@ def retire(directory: Path, keep: int) -> None:
             shutil.rmtree(old, ignore_errors=True)
             os.rename(directory / step_name(step), old)
             shutil.rmtree(old, ignore_errors=True)
-
-
-def sync_directory(directory: Path) -> None:
-    """Write a directory's entries to disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

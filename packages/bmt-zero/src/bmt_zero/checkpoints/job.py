@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .directory import publish, retire, step_name, sync_directory
+from bmt_comm.durable import sync_to_disk
+
+from .directory import publish, retire, step_name
 from .headers import DTYPES, Entry, FileLayout, index_of, lay_out
 from .manifest import NAME, FileRecord, Manifest
 from .meeting import Meeting
@@ -254,7 +256,7 @@ def _conclude(job: Job, directory: Path, reports: Sequence[bytes], space: Addres
             raise SaveError(f"{part / file.name} has {size} bytes, and {file.size} were written")
         records[file.name] = FileRecord(size, tuple(checksums[piece] for piece in range(first, first + count)))
     write_small_file(part / NAME, Manifest(job.step, is_finite, records).to_json())
-    sync_directory(part)
+    sync_to_disk(part)
     publish(directory, part, job.step)
     if keep is not None:
         retire(directory, keep)

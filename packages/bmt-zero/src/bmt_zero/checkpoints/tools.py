@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .directory import listed_steps, step_name, sync_directory
+from bmt_comm.durable import sync_to_disk
+
+from .directory import listed_steps, step_name
 from .headers import DTYPES, MAX_FILE_SIZE, DamagedError, Entry, index_of, lay_out, parse_json
 from .manifest import NAME, Manifest, is_file_name, read_manifest, read_small_file
 from .pretrained import open_source
@@ -123,9 +125,9 @@ def convert(
         for path in sorted(source.iterdir()) if source.is_dir() else []:
             if _is_carried(path):
                 write_small_file(part / path.name, path.read_bytes())
-        sync_directory(part)
+        sync_to_disk(part)
         os.rename(part, target)
-        sync_directory(target.parent)
+        sync_to_disk(target.parent)
     finally:
         opened.close()
         shutil.rmtree(part, ignore_errors=True)

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .directory import sync_directory
+from bmt_comm.durable import complete_file, sync_to_disk
+
 from .headers import Entry, FileLayout, dtype_name, lay_out_file
 from .memory import view_of
 from .pickles import STORAGES
@@ -158,8 +159,7 @@ class PtFile:
             self._add(f"data/{key}", view_of(tensor))
         self._add("version", b"3\n")
         self._archive.close()
-        with open(self._path, "rb+") as file:
-            os.fsync(file.fileno())
+        sync_to_disk(self._path)
 
     def abort(self) -> None:
         # Both write to the file, which may be what has failed.
@@ -189,20 +189,17 @@ def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, Ite
     Args:
         tensors: the name of each, and its bytes in parts: uint8, 1-D, on the CPU.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        file.open(part)
-        for name, parts in tensors:
-            at = 0
-            for content in parts:
-                file.write(name, at, content)
-                at += len(content)
-        file.close()
-        os.replace(part, path)
-        sync_directory(path.parent)
-    finally:
-        file.abort()
-        part.unlink(missing_ok=True)
+    with complete_file(path) as part:
+        try:
+            file.open(part)
+            for name, parts in tensors:
+                at = 0
+                for content in parts:
+                    file.write(name, at, content)
+                    at += len(content)
+            file.close()
+        finally:
+            file.abort()
 
 
 def weight_file(path: Path, state: Mapping[str, Any]) -> WeightFile:

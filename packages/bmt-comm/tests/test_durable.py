@@ -1,0 +1,55 @@
+"""A file takes its name when it is complete and on the disk, or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bmt_comm.durable import complete_file
+
+
+def test_content_is_on_the_disk_before_the_name_and_the_name_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(handle: int) -> None:
+        events.append(("fsync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def noted_replace(source: Path, target: Path) -> None:
+        events.append(("replace", str(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    path = tmp_path / "file"
+    path.write_text("old")
+    with complete_file(path) as part:
+        part.write_text("new")
+        assert path.read_text() == "old"
+        assert not events
+    assert events == [("fsync", str(part)), ("replace", str(path)), ("fsync", str(tmp_path))]
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_failure_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write() -> None:
+        with complete_file(path) as part:
+            part.write_text("ne")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        write()
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+    with pytest.raises(FileNotFoundError), complete_file(path):
+        pass  # nothing is written
+    assert path.read_text() == "old"
