@@ -49,8 +49,8 @@ A cell has the error, or "right"; *refused* or **wrong**, with the number of a m
 cannot do it; "not run" where a check was left out. Errors are of fp32 arithmetic; those of LongT5, T5, MT5 and UMT5 are
 below 1e-12 in fp64.
 
-A start on the meta device is refused where no module fills a parameter: build such models on a device. It is wrong for
-XLNet, whose attention is left with arbitrary values: build it on a device, too.
+A start on the meta device is refused where no module fills a parameter: build such models on a device. Build XLNet on
+one, too: its attention does not heed the meta device and has arbitrary values; `init_parameters` warns of it.
 
 FSMT computes something else with a cache than without, also in plain PyTorch (it leaves out the causal mask), so it is
 tried with `use_cache=False`. Layers that are given a cache (learned prefixes; XLM and Flaubert, which always make one)

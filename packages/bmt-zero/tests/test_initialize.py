@@ -283,6 +283,29 @@ def test_a_module_around_a_tied_head_does_not_fill_the_embedding() -> None:
     assert (state["head.bias"] == 3).all()
 
 
+class Heedless(Family):
+    """A part of it is not built on the meta device, whatever the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].bias = nn.Parameter(torch.FloatTensor(3))
+
+
+@pytest.mark.ranks(1, 2)
+def test_parameters_that_do_not_heed_the_meta_device_are_named() -> None:
+    with torch.device("meta"):
+        model = Heedless()
+    bmt_zero.BMTrainModelWrapper(model)
+    with pytest.warns(UserWarning, match=r"leaves 1 parameters as they are, .*: layers\.1\.bias; if nothing"):
+        bmt_zero.init_parameters(model)
+    assert (model.state_dict()["layers.0.bias"] == 0).all()
+    # Marked as transformers marks what it has loaded.
+    with torch.device("meta"):
+        model = Heedless()
+    model.layers[1]._is_hf_initialized = True
+    bmt_zero.init_parameters(bmt_zero.BMTrainModelWrapper(model))
+
+
 @pytest.mark.ranks(2)
 def test_one_parameter_at_a_time_is_whole() -> None:
     sizes: list[int] = []

@@ -126,6 +126,10 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
     Inner modules come before outer ones: as in construction, a module may overwrite what its parts have set. Which
     tensors a module fills is seen by a trial on the meta device, which costs no memory.
 
+    Warns where a module in ``waiting`` has parameters with values of their own as well, which its ``_init_weights``
+    would fill: some classes build them in ways that do not heed the meta device (``torch.FloatTensor(2, 3)``), and
+    then their values are arbitrary.
+
     Raises:
         ValueError: nothing fills some of them.
     """
@@ -142,6 +146,14 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
                 owners.setdefault(id(param), (module, name))
     first = {i: (id(module._parameters), name) for i, (module, name) in owners.items()}
     unfilled = {**waiting, **{id(b): name for name, b in model.named_buffers() if b.is_meta}}
+    others = {
+        id(p): name
+        for name, p in model.named_parameters()
+        if id(p) not in waiting
+        and not (isinstance(p, ShardedParameter) and p.init_method is not None)
+        and not getattr(p, "_is_hf_initialized", False)
+    }
+    left: dict[int, str] = {}
     resets = []
     for path, module in _inner_first(model):
         function: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -161,6 +173,8 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
         if not mine:
             continue
         written = _written_by(function, places)
+        if family.get(module) is not None and not getattr(module, "_is_hf_initialized", False):
+            left.update((i, others[i]) for tensors, name in written if (i := id(tensors[name])) in others)
         # As in construction, where modules are tied last: what fills a head does not count for the embedding.
         fills = [
             (tensors, name)
@@ -179,6 +193,13 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
         raise ValueError(
             f"{len(unfilled)} tensors were built on the meta device, and no module has a reset_parameters (or "
             f"_init_weights) that fills them: {some}; give the modules one, or load a state dict instead"
+        )
+    if left:
+        warnings.warn(
+            f"init_parameters leaves {len(left)} parameters as they are, which were not built on the meta device as "
+            f"others were: {', '.join([*left.values()][:5])}; if nothing has given them values, build the model on a "
+            "real device",
+            stacklevel=3,
         )
     return resets
 
