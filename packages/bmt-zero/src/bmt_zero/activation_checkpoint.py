@@ -28,7 +28,6 @@ from bmt_comm import not_compiled
 from .backward_context import current_backward
 from .caches import with_copied_caches
 from .parameter_group import ParameterGroup
-from .recording import Mark, marked, replayed
 
 # Buffers from before a forward, by (index of module, name); None: a buffer was not copied.
 _Copies = dict[tuple[int, str], Tensor | None]
@@ -64,19 +63,19 @@ class CheckpointedForward:
             return forward(*args, **kwargs)
         if self._modules is None:
             self._modules = [m for m in self.module.modules() if m._buffers]
-        views, copies, mark = {group: c.views for group, c in calls.items()}, _Copies(), Mark()
+        views, copies = {group: c.views for group, c in calls.items()}, _Copies()
         before = with_copied_caches((args, kwargs))
         first = True
 
         def run(*args: Any) -> Any:
-            nonlocal first, mark
+            nonlocal first
             if not first:
                 given, named = with_copied_caches(before)
-                with replayed(mark), torch.jit.optimized_execution(False):
+                with torch.jit.optimized_execution(False):
                     return self._recompute(views, copies, functools.partial(forward, *given, **named))
             first = False
             notes = self._noting_writes(copies) if self._modules else contextlib.nullcontext()
-            with notes, marked() as mark, torch.jit.optimized_execution(False):
+            with notes, torch.jit.optimized_execution(False):
                 return forward(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False)

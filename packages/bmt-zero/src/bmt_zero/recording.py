@@ -1,9 +1,10 @@
 """Recording tensors of a forward, once each, however often the forward is computed.
 
 [Note: recomputation]
-    A checkpointed forward runs twice. The first run marks which entries it has made (:func:`marked`), and the second
-    one is given them (:func:`replayed`): it adds none. If the first run was without gradients, as in a pipeline, the
-    second one puts its tensors in the places of the first one's, so that an entry has a gradient in the end.
+    A checkpointed forward runs twice. What runs within a backward records nothing. A pipeline runs its layers without
+    gradients first and with them later, before their backward: the first run marks which entries it has made
+    (:func:`marked`), and the second one, which is given them (:func:`replayed`), puts its tensors in their places, so
+    that an entry has a gradient in the end.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
         if entry is None or entry.tensor.requires_grad:
             return
         entry.set_tensor(x)
-    elif _session is None or torch._C._current_graph_task_id() != -1:  # computed again by someone else's checkpointing
+    elif _session is None or torch._C._current_graph_task_id() != -1:  # computed again by checkpointing
         return
     else:
         entry = Entry(name, group, x, _place)
