@@ -131,7 +131,8 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", *[str(path) for path in sorted(ROOT.glob("packages/*/src/*"))])
-    run_tests(session, "lint: versions, layering", "-q", "--noconftest", "tests/test_versions.py", "tests/test_layering.py")
+    files = ["tests/test_versions.py", "tests/test_layering.py"]
+    run_tests(session, "lint: versions, layering", "-q", "--noconftest", *files)
 
 
 @nox.session(default=False)
