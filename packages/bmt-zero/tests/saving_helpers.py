@@ -1,8 +1,12 @@
-"""A module with code of its own for saving and loading, and the memory that a process takes."""
+"""Modules and objects that tests save, and the memory that a process takes."""
 
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
+
+import bmt_zero
 
 
 class Doubling(nn.Linear):
@@ -25,3 +29,48 @@ def peak() -> int:
     found = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
     Path("/proc/self/clear_refs").write_text("5")
     return found
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(width)
+        self.scale = nn.Parameter(torch.randn(()))
+        self.low = nn.Parameter(torch.randn(5, 3).bfloat16())
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+
+def plain(seed: int = 1, width: int = 7) -> Model:
+    torch.manual_seed(seed)
+    return Model(width)
+
+
+def sharded(seed: int = 1, width: int = 7, level: int = 3) -> Model:
+    return bmt_zero.BMTrainModelWrapper(plain(seed, width), zero_level=level)
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert list(found) == list(wanted)
+    for name in wanted:
+        assert found[name].dtype == wanted[name].dtype, name
+        assert torch.equal(found[name], wanted[name]), name
+
+
+def files_of_model(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name.startswith("model")}
+
+
+class Position:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bmt_zero import Block, BMTrainModelWrapper, ShardedParameter
+from bmt_zero import Block, BMTrainModelWrapper, ShardedParameter, TransformerBlockList
 
 STEPS = 5
 
@@ -202,3 +202,20 @@ def test_a_new_linear_elsewhere_changes_nothing(ctx):
     before = block(torch.ones(1, 3))
     Block(nn.Linear(3, 3))
     assert torch.equal(block(torch.ones(1, 3)), before)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_without_the_wrapper_they_are_refused_by_name(ctx, use_checkpoint):
+    layers = TransformerBlockList([Block(Layer(), use_checkpoint) for _ in range(2)])
+    x = torch.ones(2, 5)
+    layers(x)
+    twin = copy.deepcopy(layers)
+    layers[1].up = Adapted(layers[1].up)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"parameter 'up.a.weight', of a Linear, came into .* after it was sharded"
+        ):
+            layers(x)
+    nn.Linear(2, 2)  # looks again, and finds nothing
+    twin(x).sum().backward()

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -32,6 +32,8 @@ from bmt_comm import not_compiled, note_place
 from .backward_context import current_backward
 from .outputs import find_tensors
 from .parameter_group import Enter, ParameterGroup
+from .registrations import registrations
+from .sharded_parameter import ShardedParameter
 
 
 class Call:
@@ -146,6 +148,8 @@ class ForwardHooks:
         needed_in_backward: whether its backward reads the parameters' values; that of an embedding does not.
         previous, next: the hooks of the modules whose forward is before and after, for prefetching; see :func:`link`.
         prefetch_in_forward, prefetch_in_backward: what is prefetched instead, and kept until it is used.
+        seen: how many registrations there were when the hooks last looked for new parameters.
+        ignored: parameters of the module that are not sharded.
         outermost_only: whether a call of the module counts only if no module around it has unsharded the group.
     """
 
@@ -158,6 +162,8 @@ class ForwardHooks:
         self.next: ForwardHooks | None = None
         self.prefetch_in_forward: list[ForwardHooks] = []
         self.prefetch_in_backward: list[ForwardHooks] = []
+        self.seen = registrations.count
+        self.ignored = [param for _, _, param in self._unsharded()]
         self._handles = [
             module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
             module.register_forward_hook(self.after, always_call=True),
@@ -177,6 +183,7 @@ class ForwardHooks:
         # Neighbours prefetch each other again if they are copied together: whichever is copied last links both.
         twin.previous, twin.next = memo.get(id(self.previous)), memo.get(id(self.next))
         twin.prefetch_in_forward, twin.prefetch_in_backward = [], []
+        twin.seen, twin.ignored = self.seen, copy.deepcopy(self.ignored, memo)
         if twin.previous is not None:
             twin.previous.next = twin
         if twin.next is not None:
@@ -195,6 +202,8 @@ class ForwardHooks:
         if group.replaced:
             step.calls.append(call)
             return None
+        if self.seen != registrations.count:
+            self._look()
         with torch._C.DisableTorchFunctionSubclass():
             following: Sequence[ForwardHooks] = ()
             if current_backward() is None:
@@ -263,6 +272,25 @@ class ForwardHooks:
         if not differentiable or (group.reshard_after_forward and not begins_backward):
             group.reshard()
         return result if result is not output else None
+
+    def _unsharded(self) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+        """Path, module and value of each parameter that is not sharded, but for those in place of a sharded one."""
+        places = {(slot.module, slot.name) for slot in self.group.slots}
+        for path, part in self.module.named_modules():
+            for name, param in part._parameters.items():
+                is_plain = isinstance(param, nn.Parameter) and not isinstance(param, ShardedParameter)
+                if is_plain and (part, name) not in places:
+                    yield f"{path}.{name}".lstrip("."), part, param
+
+    def _look(self) -> None:
+        """Raise if the module has new parameters: ranks would train them apart, each on its own part of the batch."""
+        for path, part, param in self._unsharded():
+            if all(param is not known for known in self.ignored):
+                raise RuntimeError(
+                    f"parameter {path!r}, of a {type(part).__name__}, came into {self.group.name} after that was "
+                    f"sharded: add it before, or let BMTrainModelWrapper shard the model, which takes in what is added"
+                )
+        self.seen = registrations.count
 
     def _is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in storage that is released after the call."""

@@ -9,10 +9,6 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from bmt_comm import ParallelContext, check_agreement, current_context, not_compiled, print_rank, slice_of
 
@@ -22,6 +18,7 @@ from .hooks import ForwardHooks, link
 from .options import Options
 from .parameter_group import Slot
 from .precision import MixedPrecision
+from .registrations import registrations
 from .repeated_layers import find_layers
 from .shard import build_group, check_level, check_parameter, find_slots, is_standalone, sharding_of, share_buffers
 from .sharded_parameter import ShardedParameter
@@ -108,20 +105,6 @@ def _link(model: nn.Module, hooks: Mapping[nn.Module, list[ForwardHooks]]) -> No
     link([each for module in model.modules() for each in hooks.get(module, ())])
 
 
-class _Registrations:
-    """Counts the parameters and modules that were registered with any module of this process."""
-
-    count = 0
-
-    def __call__(self, *_args: Any) -> None:
-        self.count += 1
-
-
-_registrations = _Registrations()
-register_module_parameter_registration_hook(_registrations)
-register_module_module_registration_hook(_registrations)
-
-
 class _Wrapped:
     """A hook before the forward of a wrapped model: shards parameters that were added since it looked last.
 
@@ -144,7 +127,7 @@ class _Wrapped:
         self.hooks = hooks
         self.options = options
         self.precision = precision
-        self.seen = _registrations.count
+        self.seen = registrations.count
         self.key = -1
 
     def register(self, model: nn.Module) -> None:
@@ -169,7 +152,7 @@ class _Wrapped:
         Raises:
             RuntimeError: others were removed, so that new ones are in their places; ranks have added different ones.
         """
-        if self.seen == _registrations.count:
+        if self.seen == registrations.count:
             return []
         slots, count = list(_added(model)), len(self.hooks.get(model, ()))
         if slots:
@@ -182,7 +165,7 @@ class _Wrapped:
                     f"are one rank's part. Change heads and embeddings first, and wrap the model then"
                 )
             self._shard(model, slots)
-        self.seen = _registrations.count
+        self.seen = registrations.count
         hooks = self.hooks.get(model, [])
         return hooks[: len(hooks) - count]
 

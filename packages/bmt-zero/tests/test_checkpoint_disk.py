@@ -1,0 +1,192 @@
+"""What the disk does: order of flushes, limits, a full or read-only disk, a directory that goes away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saving_helpers import plain, sharded
+
+from bmt_zero import Checkpointer, SaveError
+
+
+def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power failure at any instant depends on."""
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(handle: int) -> None:
+        events.append(("fsync", os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path)))
+        fsync(handle)
+
+    def noted_rename(source: Any, target: Any) -> None:
+        events.append(("rename", os.path.relpath(source, tmp_path)))
+        rename(source, target)
+
+    checkpointer = Checkpointer(tmp_path / "c")
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    checkpointer.save(1, model=plain(width=700))
+    checkpointer.close()
+    monkeypatch.undo()
+    part = "c/.step-00000001.part"
+    files = {f"{part}/{name}" for name in os.listdir(tmp_path / "c" / "step-00000001")}
+    assert len(files) > 4
+    at = events.index(("rename", part))
+    assert {name for kind, name in events[:at] if kind == "fsync"} == {*files, part}
+    assert events.index(("fsync", f"{part}/manifest.json")) > max(
+        events.index(("fsync", name)) for name in files if not name.endswith("manifest.json")
+    )
+    assert events[at - 1] == ("fsync", part)
+    assert events[at + 1] == ("fsync", "c")
+
+
+LIMITED = """
+import os, resource, sys
+from pathlib import Path
+import torch
+from torch import nn
+from bmt_zero import Checkpointer, SaveError
+model = nn.Linear(300, 300)
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, model=model)
+checkpointer.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+checkpointer.save(2, model=model)
+try:
+    checkpointer.wait()
+except SaveError as error:
+    print(error)
+print(sorted(os.listdir(sys.argv[1])))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+checkpointer.save(3, model=model)
+checkpointer.wait()
+print(checkpointer.steps())
+"""
+
+
+def test_a_limit_of_the_file_size_is_named_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "c")], capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    message, listing, steps = result.stdout.splitlines()
+    assert message == (
+        "the checkpoint of step 2 was not written: rank 0: File too large. Earlier checkpoints are as they were"
+    )
+    assert listing == "['.lock', 'step-00000001']"
+    assert steps == "[1, 3]"
+
+
+FULL_DISK = """
+import os, sys
+from pathlib import Path
+from torch import nn
+from bmt_zero import Checkpointer, SaveError
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, model=nn.Linear(300, 300))
+checkpointer.wait()
+filler = Path(sys.argv[2])
+filler.write_bytes(b"x" * 1_200_000)
+checkpointer.save(2, model=nn.Linear(700, 700))
+try:
+    checkpointer.wait()
+except SaveError as error:
+    print(error)
+print(sorted(os.listdir(sys.argv[1])))
+filler.unlink()
+checkpointer.save(3, model=nn.Linear(300, 300))
+checkpointer.wait()
+print(checkpointer.steps())
+"""
+
+
+UNSHARED = ["unshare", "--map-root-user", "--mount"]
+MOUNTS = pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run([*UNSHARED, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode != 0,
+    reason="this process may not mount file systems; limits of the file size are tested everywhere",
+)
+
+
+@MOUNTS
+def test_a_full_disk_is_named_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    """A file system of 3 MiB."""
+    mount = [*UNSHARED, "sh", "-c", 'mount -t tmpfs -o size=3m none "$0" && exec "$@"']
+    result = subprocess.run(
+        [*mount, str(tmp_path), sys.executable, "-c", FULL_DISK, str(tmp_path / "c"), str(tmp_path / "filler")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    message, listing, steps = result.stdout.splitlines()
+    assert message == (
+        "the checkpoint of step 2 was not written: rank 0: No space left on device. Earlier checkpoints are as they "
+        "were"
+    )
+    assert listing == "['.lock', 'step-00000001']"
+    assert steps == "[1, 3]"
+
+
+READ_ONLY = """
+import subprocess, sys
+from torch import nn
+from bmt_zero import Checkpointer, SaveError
+model, path = nn.Linear(30, 30), sys.argv[1]
+running = Checkpointer(path)
+running.save(1, model=model)
+running.wait()
+subprocess.run(["mount", "--bind", path, path], check=True)
+subprocess.run(["mount", "-o", "remount,ro,bind", path], check=True)
+try:
+    running.save(2, model=model)
+    running.wait()
+except SaveError as error:
+    print(error)
+running.close()
+try:
+    Checkpointer(path)
+except RuntimeError as error:
+    print(error)
+print(Checkpointer(path, readonly=True).load_latest(model=model))
+"""
+
+
+@MOUNTS
+def test_a_read_only_directory_is_named_and_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    result = subprocess.run(
+        [*UNSHARED, sys.executable, "-c", READ_ONLY, str(path)], capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    failed, refused, step = result.stdout.splitlines()
+    assert failed == (
+        f"the checkpoint of step 2 was not written: {path}/.step-00000002.part: Read-only file system. Earlier "
+        "checkpoints are as they were"
+    )
+    assert refused.startswith(f"{path} cannot be used for checkpoints: ")
+    assert "Read-only file system" in refused
+    assert step == "1"
+
+
+@pytest.mark.ranks(2)
+def test_a_directory_that_is_removed_meanwhile_is_named(ctx: Any, tmp_path: Path) -> None:
+    model = sharded(width=300)
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=model)
+    checkpointer.wait()
+    ctx.world.barrier()
+    if ctx.rank == 0:
+        shutil.rmtree(tmp_path / "c")
+    ctx.world.barrier()
+    checkpointer.save(2, model=model)
+    with pytest.raises(SaveError, match=r"not written: .*/c/.step-00000002.part: No such file or directory"):
+        checkpointer.wait()

@@ -1,0 +1,157 @@
+"""What is saved beside the model: objects with a state, random generators, states of replicas."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saving_helpers import Position, plain, same, sharded
+from torch import nn
+
+import bmt_zero
+from bmt_zero import Checkpointer, SaveError
+from bmt_zero.checkpoints import trainer_state
+from bmt_zero.checkpoints import writer as writer_module
+from bmt_zero.checkpoints.manifest import Manifest
+
+
+@pytest.mark.ranks(2)
+def test_objects_with_a_state_are_saved(ctx: Any, tmp_path: Path) -> None:
+    value = {"a": (1, 2.5, None, True), 3: [b"x", "é"], "t": torch.arange(3, dtype=torch.int16), "nan": float("inf")}
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(
+        1, model=sharded(), common=Position(value), own=Position(ctx.rank), per_replica=["own"], empty=Position([])
+    )
+    common, own = Position(None), Position(None)
+    assert checkpointer.load_latest(model=sharded(), common=common, own=own) == 1
+    assert own.value == ctx.rank
+    assert torch.equal(common.value.pop("t"), value.pop("t"))
+    assert common.value == value
+    with pytest.raises(ValueError, match="has no state of 'other'"):
+        checkpointer.load(1, other=common)
+    checkpointer.save(2, model=sharded(), own=Position(ctx.rank))
+    with pytest.raises(SaveError, match=r"state of 'own' is not the same on ranks 0 and 1; .* per_replica=\['own'\]"):
+        checkpointer.wait()
+    assert checkpointer.steps() == [1]
+
+
+@pytest.mark.ranks(2)
+def test_random_generators_go_back(ctx: Any, tmp_path: Path) -> None:
+    import random
+
+    torch.manual_seed(ctx.rank)
+    random.seed(ctx.rank)
+    torch.randn(3)
+    random.gauss(0, 1)
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=sharded_without_randomness())
+    wanted = (torch.randn(4).tolist(), random.random(), random.gauss(0, 1))
+    torch.manual_seed(77)
+    random.seed(77)
+    checkpointer.load_latest(model=sharded_without_randomness())
+    assert (torch.randn(4).tolist(), random.random(), random.gauss(0, 1)) == wanted
+
+
+def numbers() -> tuple[list[float], float]:
+    import random
+
+    return torch.rand(4).tolist(), random.random()
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("alike", [True, False])
+def test_random_generators_at_another_number_of_ranks(tmp_path: Path, alike: bool) -> None:
+    """The states that all ranks had, or new ones: another for each replica, the same whenever it is loaded."""
+    import random
+
+    import bmt_comm
+
+    ctx = bmt_comm.init_distributed(tp_size=2, seed=0)
+    # As if by three ranks: files of states are all that says so.
+    if ctx.rank == 0:
+        writer = Alone(tmp_path / "c", 3)
+        for rank in range(3):
+            torch.manual_seed(5 if alike else rank)
+            random.seed(5 if alike else rank)
+            torch.rand(3)
+            writer.write(rank)
+        wanted = numbers()
+        writer.publish()
+    ctx.world.barrier()
+    checkpointer = Checkpointer(tmp_path / "c", readonly=True)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(ctx.rank)
+        random.seed(ctx.rank)
+        assert checkpointer.load_latest() == 1
+        drawn.append(numbers())
+    assert drawn[0] == drawn[1]
+    everyone = ctx.world.all_gather_object(drawn[0])
+    if alike:
+        assert everyone == [ctx.world.broadcast_object(wanted if ctx.rank == 0 else None)] * 4
+    else:
+        assert everyone[0] == everyone[1] != everyone[2] == everyone[3]  # tensor-parallel ranks are one replica
+        torch.manual_seed(0)
+        random.seed(0)
+        assert numbers() not in everyone
+    bmt_comm.shutdown()
+
+
+class Alone:
+    """Writes a checkpoint of nothing but the states of random generators, as several ranks would."""
+
+    def __init__(self, directory: Path, ranks: int) -> None:
+        self.part, self.directory, self.ranks = directory / ".part", directory, ranks
+        self.part.mkdir(parents=True)
+        self.records: dict[str, Any] = {}
+
+    def add(self, name: str, content: bytes) -> None:
+        self.records[name] = writer_module.write_small_file(self.part / name, content)
+
+    def write(self, rank: int) -> None:
+        name = trainer_state.rng_file(rank, self.ranks)
+        self.add(name, trainer_state.small_safetensors(name, trainer_state.random_state()))
+
+    def publish(self) -> None:
+        self.add("trainer.json", json.dumps(trainer_state.describe_run(1, self.ranks)).encode())
+        (self.part / "manifest.json").write_bytes(Manifest(1, True, self.records).to_json())
+        self.part.rename(self.directory / "step-00000001")
+
+
+@pytest.mark.ranks(4, init=False)
+def test_states_of_replicas_need_as_many_replicas(tmp_path: Path) -> None:
+    import bmt_comm
+
+    ctx = bmt_comm.init_distributed(tp_size=2)
+    replica = ctx.rank // 2
+    checkpointer = Checkpointer(tmp_path / "c")
+    model, data = sharded(), Position(replica)
+    checkpointer.save(1, model=model, data=data, per_replica=["data"])
+    checkpointer.close()
+    states = [name for name in os.listdir(tmp_path / "c" / "step-00000001") if name.startswith("state-data")]
+    assert sorted(states) == ["state-data-00000-of-00002.json", "state-data-00001-of-00002.json"]
+    bmt_comm.shutdown()
+    ctx = bmt_comm.init_distributed()
+    checkpointer = Checkpointer(tmp_path / "c")
+    other, mine = sharded(2), Position(7)
+    before = other.state_dict()
+    with pytest.raises(ValueError, match="has the states of 'data' of 2 replicas, and there are 4 now; leave data out"):
+        checkpointer.load_latest(model=other, data=mine)
+    same(other.state_dict(), before)
+    assert mine.value == 7
+    assert checkpointer.load_latest(model=other) == 1
+    same(other.state_dict(), plain().state_dict())
+    checkpointer.close()
+    bmt_comm.shutdown()
+
+
+def sharded_without_randomness() -> nn.Module:
+    model = nn.Linear(3, 3)
+    state = torch.get_rng_state()
+    model = bmt_zero.BMTrainModelWrapper(model)
+    torch.set_rng_state(state)
+    return model
