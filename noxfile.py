@@ -581,8 +581,9 @@ def uninstall_ours(session: nox.Session) -> None:
 
 def install_wheels(session: nox.Session, *packages: str) -> None:
     """Install packages of ours, and whatever of ours they require, from dist/; nothing else may be missing."""
-    session.install("--no-index", "--find-links", str(DIST), *packages)
+    # Without a cache: uv takes a wheel that it has seen under the same name, whatever is in it.
+    session.install("--no-cache-dir", "--no-index", "--find-links", str(DIST), *packages)
 
 
 if __name__ == "__main__":
-    sys.exit("run this file by nox: python3 -m pip install nox && python3 -m nox")
+    sys.exit("run this file by nox: python3 -m pip install nox uv && python3 -m nox")

@@ -214,7 +214,7 @@ def test_without_the_wrapper_they_are_refused_by_name(ctx, use_checkpoint):
     layers[1].up = Adapted(layers[1].up)
     for _ in range(2):
         with pytest.raises(
-            RuntimeError, match=r"parameter 'up.a.weight', of a Linear, came into .* after it was sharded"
+            RuntimeError, match=r"parameter 'up.a.weight', of a Linear, came into .* after that was sharded"
         ):
             layers(x)
     nn.Linear(2, 2)  # looks again, and finds nothing
