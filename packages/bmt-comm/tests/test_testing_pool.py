@@ -104,6 +104,18 @@ def test_ranks_have_imported_what_is_asked_for_and_not_all_the_same_order_of_set
     assert imported_too
 
 
+def test_an_answer_that_an_interrupt_has_left_is_not_taken_for_another() -> None:
+    with RankPool(1) as pool:
+        (pid,) = pool.run(os.getpid, 1)
+        unread = b'{"status": %d, "number": 0}' % pid
+        pool._servers[0]._control.send(unread)
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until_gone([pid], seconds=3)
+        pool._servers[0]._control.send(unread)
+        assert pool.pids == []
+        assert pool.run(os.getpid, 1) != [pid]
+
+
 @pytest.mark.parametrize("n", [0, 3])
 def test_a_wrong_number_of_ranks_is_refused(pool: RankPool, n: int) -> None:
     with pytest.raises(ValueError, match=f"n={n}"):

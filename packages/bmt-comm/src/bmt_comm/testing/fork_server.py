@@ -45,6 +45,7 @@ class ForkServer:
     def __init__(self, modules: Sequence[str], threads: int, environ: Mapping[str, str], timeout: float) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(timeout)
+        self._asked = 0
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOTSTRAP, json.dumps([sys.path, theirs.fileno(), list(modules), threads])],
             stdin=subprocess.DEVNULL,
@@ -74,14 +75,18 @@ class ForkServer:
         self._process.wait()
 
     def _ask(self, question: dict[str, int], descriptors: Sequence[int] = ()) -> int:
+        self._asked += 1
+        number, answer = 0, 0
         try:
-            socket.send_fds(self._control, [json.dumps(question).encode()], list(descriptors))
-            answer = self._control.recv(64)
+            socket.send_fds(self._control, [json.dumps({**question, "number": self._asked}).encode()], descriptors)
+            while number < self._asked:  # an interrupt may have left an earlier answer
+                message = self._control.recv(64)
+                if not message:
+                    raise RuntimeError(f"the process that forks ranks has ended with exit code {self._process.wait()}")
+                number, answer = map(int, message.split())
         except OSError as error:
             raise RuntimeError(f"the process that forks ranks does not answer: {error}") from error
-        if not answer:
-            raise RuntimeError(f"the process that forks ranks has ended with exit code {self._process.wait()}")
-        return int(answer)
+        return answer
 
 
 class Fork:
@@ -119,22 +124,27 @@ def serve(control_fd: int, modules: Sequence[str], threads: int) -> None:
     gc.collect()
     gc.freeze()  # what is here now is garbage of no fork
     control = socket.socket(fileno=control_fd)
+    ended: dict[int, int] = {}  # exit statuses: an answer may be lost, and the system tells each only once
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1024, 4)
         if not message:
             os._exit(0)
         question = json.loads(message)
         if "status" in question:
-            pid, status = os.waitpid(question["status"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else _NOT_ENDED
+            answer = ended.get(question["status"], _NOT_ENDED)
+            if answer == _NOT_ENDED:
+                pid, status = os.waitpid(question["status"], os.WNOHANG)
+                if pid:
+                    answer = ended[pid] = os.waitstatus_to_exitcode(status)
         else:
             answer = os.fork()
             if answer == 0:
                 control.close()
                 _become_rank(worker, descriptors, threads)
+            ended.pop(answer, None)
             for descriptor in descriptors:
                 os.close(descriptor)
-        control.send(str(answer).encode())
+        control.send(f"{question['number']} {answer}".encode())
 
 
 def _become_rank(worker: object, descriptors: Sequence[int], threads: int) -> None:
