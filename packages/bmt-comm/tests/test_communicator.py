@@ -265,8 +265,14 @@ def test_barrier_holds_every_rank_until_the_last_has_come(ctx):
     assert time.monotonic() - start >= 0.28
 
 
+def wait_for(path):
+    """Be elsewhere, but not for so long that this rank is ended: that is a second after the time-out."""
+    while not path.exists():
+        time.sleep(0.02)
+
+
 @pytest.mark.ranks(2, init=False, timeout=30)
-def test_a_collective_that_a_rank_skips_fails_within_the_timeout():
+def test_a_collective_that_a_rank_skips_fails_within_the_timeout(tmp_path):
     ctx = init_distributed(timeout=1.5, device="cpu")
     ctx.world.barrier()
     start = time.monotonic()
@@ -277,20 +283,23 @@ def test_a_collective_that_a_rank_skips_fails_within_the_timeout():
         assert 1 < time.monotonic() - start < 10
         with pytest.raises(RuntimeError):  # waiting again does not pass for success
             work.wait()
+        (tmp_path / "0").touch()
     else:
-        time.sleep(3)
+        wait_for(tmp_path / "0")
 
 
 @pytest.mark.ranks(4, init=False, timeout=40)
-def test_the_timeout_holds_for_every_communicator_of_the_layout():
+def test_the_timeout_holds_for_every_communicator_of_the_layout(tmp_path):
     ctx = init_distributed(timeout=1.5, tp_size=2, device="cpu")
     start = time.monotonic()
     if ctx.tp_rank == 0:
         with pytest.raises(RuntimeError):
             ctx.tp.all_reduce(torch.ones(3))
         assert 1 < time.monotonic() - start < 10
+        (tmp_path / str(ctx.rank)).touch()
     else:
-        time.sleep(3)
+        wait_for(tmp_path / "0")
+        wait_for(tmp_path / "2")
 
 
 def test_one_rank_alone_needs_no_process_group():

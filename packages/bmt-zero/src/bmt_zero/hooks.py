@@ -20,7 +20,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -274,13 +274,21 @@ class ForwardHooks:
         return result if result is not output else None
 
     def _unsharded(self) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-        """Path, module and value of each parameter that is not sharded, but for those in place of a sharded one."""
+        """Path, module and value of each parameter that is not sharded, but for those in place of a sharded one and
+        those in modules with hooks of their own."""
         places = {(slot.module, slot.name) for slot in self.group.slots}
-        for path, part in self.module.named_modules():
+
+        def visit(path: str, part: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
             for name, param in part._parameters.items():
                 is_plain = isinstance(param, nn.Parameter) and not isinstance(param, ShardedParameter)
                 if is_plain and (part, name) not in places:
-                    yield f"{path}.{name}".lstrip("."), part, param
+                    yield path + name, part, cast(nn.Parameter, param)
+            for name, child in part.named_children():
+                hooks = child._forward_pre_hooks.values()
+                if not any(isinstance(getattr(hook, "__self__", None), ForwardHooks) for hook in hooks):
+                    yield from visit(f"{path}{name}.", child)
+
+        return visit("", self.module)
 
     def _look(self) -> None:
         """Raise if the module has new parameters: ranks would train them apart, each on its own part of the batch."""

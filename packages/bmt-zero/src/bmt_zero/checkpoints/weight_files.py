@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bmt_comm.durable import complete_file, sync_to_disk
+from bmt_comm.durable import complete_file
 
 from .headers import Entry, FileLayout, dtype_name, lay_out_file
 from .memory import view_of
@@ -40,7 +40,7 @@ class WeightFile(Protocol):
         ...
 
     def close(self) -> None:
-        """Flush to the disk, and close. Everything must have been written."""
+        """Close the file, to which everything must have been written. It may not be on the disk yet."""
         ...
 
     def abort(self) -> None:
@@ -65,14 +65,13 @@ class SafetensorsFile:
         write_all(self._handle, view_of(content), self._offsets[name] + at)
 
     def close(self) -> None:
-        assert self._handle is not None
-        os.fsync(self._handle)
-        self.abort()
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            os.close(handle)
 
     def abort(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        with suppress(OSError):
+            self.close()
 
 
 class Placeholder:
@@ -140,7 +139,6 @@ class PtFile:
         self._left = 0
 
     def open(self, path: Path) -> None:
-        self._path = path
         self._archive = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED)
         self._add("data.pkl", self._content)
         self._add("byteorder", b"little")
@@ -159,7 +157,6 @@ class PtFile:
             self._add(f"data/{key}", view_of(tensor))
         self._add("version", b"3\n")
         self._archive.close()
-        sync_to_disk(self._path)
 
     def abort(self) -> None:
         # Both write to the file, which may be what has failed.
