@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from dataclasses import dataclass
 
 import pytest
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bmt_zero import Block, TransformerBlockList
-from bmt_zero.shard import group_of
+from bmt_zero.shard import forget_sharding, group_of
+from bmt_zero.sharded_gradient import local_rows
 
 OPTIONS = [
     pytest.param({"use_checkpoint": checkpointing, "zero_level": level}, id=f"{level}{'c' * checkpointing}")
@@ -742,3 +744,47 @@ def test_functional_use_of_weights(ctx, options):
             return F.linear(torch.tanh(F.linear(x, self.w[0])), self.w[1].detach()) * self.w[1].sum()
 
     compare(ctx, *pair(Functional, **options), lambda module, x: module(x).square().sum())
+
+
+class Doubling(nn.Module):
+    """Its forward is replaced on the instance, as libraries that patch models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+        def patched(module, x):
+            module.calls += 1
+            return 2 * type(module).forward(module, x)
+
+        self.forward = types.MethodType(patched, self)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_forward_that_was_set_on_the_instance_is_checkpointed(ctx, copied):
+    torch.manual_seed(1)
+    layer = Doubling()
+    weight = layer.linear.weight.detach().clone().requires_grad_()
+    bias = layer.linear.bias.detach().clone()
+    x = seeded(2, 3, 4)
+    block = Block(layer)
+    if copied:
+        block = copy.deepcopy(block)
+        assert block.forward.replaced.__self__ is block
+    y = block(x)
+    assert block.calls == 1
+    y.square().sum().backward()
+    assert block.calls == 2  # computed again
+    wanted = 2 * torch.tanh(F.linear(x, weight, bias))
+    wanted.square().sum().backward()
+    assert torch.allclose(y, wanted)
+    own = block.linear.weight.bmt_slice
+    grad = local_rows(block.linear.weight.grad)
+    assert torch.allclose(grad, ctx.world_size * weight.grad[own.row_start : own.row_stop], rtol=1e-5)
+    forget_sharding(block)
+    assert block.forward.__func__.__name__ == "patched"

@@ -11,7 +11,7 @@ from block_helpers import assert_same_gradients, seeded, space
 from torch import nn
 
 from bmt_comm import Communicator, shutdown
-from bmt_zero import Block, MixedPrecision
+from bmt_zero import Block, BMTrainModelWrapper, DistributedModule, DistributedParameter, MixedPrecision
 
 
 def unchanged(module):
@@ -140,3 +140,33 @@ def test_sharding_in_pairs_and_replicating_over_them(ctx, level, precision):
         assert space(block) == 0
     twin = copy.deepcopy(block)
     torch.testing.assert_close(twin(seeded(0, 3, 5)), plain(seeded(0, 3, 5)))
+
+
+class Standalone(DistributedModule):
+    def __init__(self, rows):
+        super().__init__()
+        self.weight = DistributedParameter(torch.full((rows, 4), 7.0))
+        self.bias = DistributedParameter(torch.full((4,), 7.0))
+
+    def forward(self, x):
+        return x @ self.weight.t()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("rows", [4, 1])
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("wrapper", [False, True])
+def test_what_was_written_into_data_before_is_kept(ctx, rows, level, wrapper):
+    module = Standalone(rows)
+    own = module.weight.bmt_slice
+    values = torch.arange(4.0 * rows).view(rows, 4)
+    module.weight.data.copy_(values[own.row_start : own.row_stop])
+    module.bias.data.zero_()
+    if wrapper:
+        model = nn.ModuleList([module, Standalone(rows)])
+        BMTrainModelWrapper(model, zero_level=level)
+    else:
+        Block(module, zero_level=level)
+    assert torch.equal(module.weight.full_tensor(), values)
+    assert not module.bias.full_tensor().any()
+    assert torch.equal(module(torch.ones(1, 4)), values.sum(1)[None])

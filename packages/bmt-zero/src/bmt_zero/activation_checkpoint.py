@@ -38,6 +38,7 @@ class CheckpointedForward:
 
     Attributes:
         enabled: whether it does; otherwise activations are kept.
+        replaced: the forward that was set on the instance before; it is called instead of the class's.
     """
 
     def __init__(self, module: nn.Module, group: ParameterGroup) -> None:
@@ -48,15 +49,23 @@ class CheckpointedForward:
         self._modules: list[nn.Module] | None = None
         self._written: set[tuple[int, str]] | None = None  # (index of module, name) of written buffers; None: unknown
         self._compiled: Callable[..., Any] | None = None
-        functools.update_wrapper(self, type(module).forward.__get__(module))
+        self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
+        functools.update_wrapper(self, self._forward)
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        if self.replaced is not None:
+            return self.replaced
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the module's forward; takes the place of its ``compile``. The arguments are ``torch.compile``'s."""
-        self._compiled = torch.compile(type(self.module).forward.__get__(self.module), *args, **kwargs)
+        self._compiled = torch.compile(self._forward, *args, **kwargs)
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._compiled or type(self.module).forward.__get__(self.module)
+        forward = self._compiled or self._forward
         # One call for each group of the module; the innermost ones, if the module calls itself.
         calls = {c.hooks.group: c for c in self.group.step.calls if c.hooks.module is self.module}
         if not self.enabled or not calls or any(c.call is None for c in calls.values()):
@@ -140,6 +149,7 @@ class CheckpointedForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
         twin = CheckpointedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.group, memo))
         twin.enabled = self.enabled
+        twin.replaced = copy.deepcopy(self.replaced, memo)
         return twin
 
 

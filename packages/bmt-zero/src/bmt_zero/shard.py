@@ -157,8 +157,13 @@ def forget_sharding(module: nn.Module) -> None:
     """Take the hooks off a module whose parameters will be sharded again."""
     sharding: Sharding = module.__dict__.pop(_ATTRIBUTE)
     sharding.hooks.remove()
-    if sharding.checkpoint is not None:
-        del module.forward, module.compile
+    checkpoint = sharding.checkpoint
+    if checkpoint is not None:
+        del module.compile
+        if module.__dict__["forward"] is checkpoint:
+            del module.forward
+            if checkpoint.replaced is not None:
+                module.forward = checkpoint.replaced
 
 
 # --- validate -------------------------------------------------------------------------------------
@@ -338,8 +343,6 @@ def build_standalone(
     reducer = _build(layout, params, context, options, standalone=True, value=values)
     name = f"a parameter of shape {param.bmt_slice.shape}"
     ParameterGroup([reducer], context, dataclasses.replace(options, name=name))
-    if values is not None:
-        param.handle.original = (values, param._version)
 
 
 def _build(
@@ -378,12 +381,8 @@ def values_of(
             if param.awaits_values:
                 return None
             handle: GroupHandle = param.handle
-            if handle.original is None or handle.original[1] != param._version:
-                return handle.gather_stored()
-            values = handle.original[0].to(device).contiguous()
-            if replicate_comm.size > 1:  # replicas must agree; ranks of the shard group take different rows
-                values = values.clone()
-                replicate_comm.broadcast(values, 0)
+            values = handle.gather_stored()
+            replicate_comm.broadcast(values, 0)  # replicas must agree
             return values
         if param.is_meta:
             return None
