@@ -259,8 +259,11 @@ def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, con
         problem: Exception | None = None
         try:
             call()
-        except (OSError, ValueError, TypeError) as error:
+        except Exception as error:  # the others wait to hear of it
             problem = error
+            if not isinstance(error, (OSError, ValueError, TypeError, RuntimeError)):
+                problem = RuntimeError(_one_line(error))
+                problem.__cause__ = error
         raise_on_all(context.world, problem)
 
     try:

@@ -19,7 +19,7 @@ from bmt_comm.durable import sync_to_disk
 
 from .directory import DirectoryLock, clean_up, complete_checkpoints, listed_steps, step_name
 from .headers import MAX_FILE_SIZE, DamagedError
-from .job import Job, SaveError, run_job
+from .job import Job, SaveError, Target, run_job
 from .loading import Loading
 from .meeting import Meeting
 from .memory import Snapshot
@@ -56,8 +56,9 @@ class Checkpointer:
 
     Args:
         directory: it is made if need be. All ranks must see the same one.
-        keep: so many of the newest checkpoints are kept; ``None``: all. The newest one whose weights are finite is
-            always kept.
+        keep: so many of the newest checkpoints are kept; ``None``: all. The newest is the one that was saved last,
+            whatever its step. It is always kept, and so is the newest one whose parameters are finite. Those that
+            were found damaged while they were loaded do not count.
         timeout: seconds that a rank waits for others.
         readonly: only load; other runs may write to the directory.
         max_file_size: of a file, in bytes; a tensor is never divided.
@@ -92,6 +93,7 @@ class Checkpointer:
         self._writing = 0  # the step that the thread writes
         self._failure: Exception | None = None
         self._broken: Exception | None = None
+        self._damaged: set[int] = set()  # steps that could not be loaded
         problem = ""
         if self._meeting.rank == 0 and not readonly:
             try:
@@ -134,21 +136,23 @@ class Checkpointer:
         job = Job(step if isinstance(step, int) else -1)
         problem: Exception | None = None
         try:
-            if not isinstance(step, int) or not 0 <= step < 10**18:
-                raise ValueError(f"step={step!r} must be a whole number, 0 or more")
+            _check_step(step)
             meeting = self._meeting
             prepare_job(job, Objects(objects), per_replica, meeting.rank, meeting.size, self._snapshot)
         except Exception as error:  # the others must hear of it
             problem = error
             job = Job(job.step, problem=f"{type(error).__name__}: {error}")
         self._writing = job.step
-        self._written = self._writer.submit(self._run, job)
+        damaged = self._damaged - {job.step}
+        target = Target(self.directory, self._lock, self.keep, self.max_file_size, damaged)
+        self._written = self._writer.submit(self._run, job, target)
         if problem is not None:
             raise problem
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job, target: Target) -> None:
         try:
-            run_job(job, self.directory, self._meeting, self.keep, self.max_file_size)
+            run_job(job, target, self._meeting)
+            self._damaged.discard(job.step)
         except SaveError as error:
             self._failure = error
         except Exception as error:
@@ -197,14 +201,17 @@ class Checkpointer:
     # --- loading ----------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, in ascending order."""
-        return sorted(step for step, _ in complete_checkpoints(self.directory))
+        """The steps of the complete checkpoints in the order in which they were saved, the newest last."""
+        return [step for step, _ in reversed(complete_checkpoints(self.directory))]
 
     def load_latest(self, **objects: Any) -> int:
         """Go back to the newest checkpoint that is complete and undamaged. Every rank must call it.
 
-        A checkpoint that is damaged is passed over with a warning, and so is one with weights that are not finite if
-        there is one with finite weights before it.
+        The newest is the one that was saved last. After ``load(500)`` and ``save(600)`` that is 600, although there may
+        be one of step 2000 that was saved before.
+
+        A checkpoint that is damaged is passed over with a warning, and so is one with parameters that are not finite
+        if there is one with finite parameters before it.
 
         Args:
             objects: as for :meth:`save`; those that are given are loaded, in place.
@@ -250,27 +257,31 @@ class Checkpointer:
             FileNotFoundError: there is no checkpoint of this step.
             DamagedError: a file is missing or damaged (on every rank). If it is not known before it is read, the model
                 may be loaded in part.
-            ValueError: the checkpoint is of another model or other optimizers, or has the states of an object of
-                another number of replicas; nothing was changed.
+            ValueError: ranks give different steps; the checkpoint is of another model or other optimizers, or has the
+                states of an object of another number of replicas. Nothing was changed.
+            Exception: what ``load_state_dict`` of an object or the model's own code raises, where it raises. On the
+                other ranks it is a RuntimeError, or has its type if it is a TypeError or a ValueError.
         """
         self._settle(f"load({step})")
+        steps = [each.decode() for each in self._meeting.exchange(repr(step).encode())]
+        if len(set(steps)) > 1:
+            raise ValueError(f"ranks load different steps, in the order of the ranks: {', '.join(steps[:20])}")
+        _check_step(step)
         if not self._from_rank_0(lambda: (self.directory / step_name(step)).is_dir()):
             raise FileNotFoundError(f"{self.directory} has no checkpoint of step {step}")
         self._load(step, objects)
 
     def _candidates(self) -> list[int]:
         """The steps to try, newest first."""
-        complete = list(complete_checkpoints(self.directory))
+        complete = complete_checkpoints(self.directory)
         if not complete and (steps := listed_steps(self.directory)):
             raise DamagedError(f"none of the checkpoints {steps[-5:]} is complete; remove them to begin anew")
-        newest_finite = max((step for step, manifest in complete if manifest.is_finite), default=-1)
-        found = []
+        finite = [step for step, manifest in complete if manifest.is_finite]
         for step, manifest in complete:
-            if not manifest.is_finite and 0 <= newest_finite < step:
-                _log.warning("the checkpoint of step %d is passed over: its weights are not finite", step)
-            else:
-                found.append(step)
-        return found
+            if manifest.is_finite or not finite:
+                break
+            _log.warning("the checkpoint of step %d is passed over: its parameters are not finite", step)
+        return finite or [step for step, _ in complete]
 
     def _from_rank_0(self, call: Callable[[], Any]) -> Any:
         """What a call gives on rank 0, or a RuntimeError with what it raises there, on every rank."""
@@ -278,8 +289,9 @@ class Checkpointer:
         if self._meeting.rank == 0:
             try:
                 answer = {"value": call()}
-            except (OSError, DamagedError) as error:
-                answer = {"problem": str(error)}
+            except Exception as error:  # the others wait to hear of it
+                expected = isinstance(error, (OSError, DamagedError))
+                answer = {"problem": str(error) if expected else f"{type(error).__name__}: {error}"}
         answer = json.loads(self._meeting.announce(json.dumps(answer).encode()))
         if "problem" in answer:
             raise RuntimeError(f"{self.directory}: {answer['problem']}")
@@ -288,17 +300,25 @@ class Checkpointer:
     def _load(self, step: int, objects: Mapping[str, Any]) -> None:
         path = self.directory / step_name(step)
         loading = Loading(path, step, self._meeting.rank, self._meeting.size)
-        self._together(lambda: loading.prepare(Objects(objects, loading=True)))
-        everyone = self._meeting.exchange(to_json(loading.names()))
-        self._together(lambda: loading.check([json.loads(each) for each in everyone]))
         try:
+            self._together(lambda: loading.prepare(Objects(objects, loading=True)))
+            everyone = self._meeting.exchange(to_json(loading.names()))
+            self._together(lambda: loading.check([json.loads(each) for each in everyone]))
             self._together(loading.read)
-            loading.commit()
+            self._together(loading.commit)
+        except DamagedError:
+            self._damaged.add(step)
+            raise
         finally:
             loading.close()
+        self._damaged.discard(step)
 
     def _together(self, call: Callable[[], None]) -> None:
-        """Call on every rank, and raise on all of them what one has raised."""
+        """Call on every rank, and raise on all of them what one has raised.
+
+        A rank raises its own error. If all ranks find the checkpoint damaged, or some do and nothing else is wrong, all
+        raise DamagedError, so that all go on to the checkpoint before.
+        """
         problem: Exception | None = None
         try:
             call()
@@ -310,11 +330,18 @@ class Checkpointer:
         found = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
         # A checkpoint that does not fit is an error of the call; one that is damaged leads to the one before.
         found.sort(key=lambda item: item[1][0] == "DamagedError")
-        for rank, (kind, text) in found:
+        for rank, (kind, text) in found[:1]:
+            if problem is not None and not isinstance(problem, DamagedError):
+                raise problem
             where = "" if self._meeting.size == 1 or rank == self._meeting.rank else f"rank {rank}: "
             if kind not in kinds and kind != "ValueError":
                 raise RuntimeError(f"{where}{kind}: {text}") from problem
             raise kinds.get(kind, ValueError)(f"{where}{text}") from problem
+
+
+def _check_step(step: Any) -> None:
+    if not isinstance(step, int) or not 0 <= step < 10**18:
+        raise ValueError(f"step={step!r} must be a whole number, 0 or more")
 
 
 def _wait_at_exit(reference: weakref.ref[Checkpointer]) -> None:

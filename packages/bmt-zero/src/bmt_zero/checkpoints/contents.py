@@ -130,8 +130,15 @@ def contents_of_optimizer(records: Iterable[StateRecord], names: Mapping[Tensor,
     return found
 
 
-def records_of(optimizer: Any) -> list[StateRecord]:
+State = dict[Tensor, dict[str, Any]]
+"""The state of an optimizer of torch, by parameter."""
+
+
+def records_of(optimizer: Any, made: State | None = None) -> list[StateRecord]:
     """The state of an optimizer: of ours, or of any whose state tensors have the shapes of their parameters.
+
+    Args:
+        made: what :func:`make_state` has made for the optimizer.
 
     Raises:
         TypeError: a state is something else.
@@ -143,13 +150,15 @@ def records_of(optimizer: Any) -> list[StateRecord]:
         _record(optimizer, param, key, value)
         for group in optimizer.param_groups
         for param in group["params"]
-        for key, value in optimizer.state.get(param, {}).items()
+        for key, value in (optimizer.state.get(param) or (made or {}).get(param, {})).items()
         if value is not None
     ]
 
 
-def adopt_records(optimizer: Any, records: Iterable[StateRecord]) -> None:
-    """Let an optimizer go on from what was written into its records."""
+def adopt_records(optimizer: Any, records: Iterable[StateRecord], made: State) -> None:
+    """Let an optimizer go on from what was written into its records, and into what was made for it."""
+    for param, state in made.items():
+        optimizer.state[param].update(state)
     if hasattr(optimizer, "adopt_state_records"):
         optimizer.adopt_state_records(records)
         return
@@ -159,8 +168,10 @@ def adopt_records(optimizer: Any, records: Iterable[StateRecord]) -> None:
             optimizer.state[record.param][record.key] = type(value)(record.tensor.item())
 
 
-def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, Entry]) -> None:
-    """Give an optimizer of torch, which makes its state in its first step, room for what was saved.
+def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, Entry]) -> State:
+    """Room for what was saved, for an optimizer of torch, which makes its state in its first step.
+
+    The optimizer is not changed: :func:`adopt_records` gives it the state when it has been read.
 
     Raises:
         ValueError: a saved state is neither a number nor like its parameter.
@@ -169,10 +180,11 @@ def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, 
     for name, entry in saved.items():
         param_name, _, key = name.rpartition(".")
         by_param.setdefault(param_name, []).append((key, entry))
+    made: State = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            state = optimizer.state[param]
-            for key, entry in by_param.get(names.get(param, ""), []) if not state else []:
+            state: dict[str, Any] = {}
+            for key, entry in by_param.get(names.get(param, ""), []) if not optimizer.state.get(param) else []:
                 dtype, shape = DTYPES[entry.dtype], slice_of(param).shape
                 if entry.shape == shape:
                     like = param.detach()
@@ -184,6 +196,9 @@ def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, 
                         f"{entry} is neither a number nor like the parameter of shape {shape}; it was saved by another "
                         f"optimizer than {type(optimizer).__name__}"
                     )
+            if state:
+                made[param] = state
+    return made
 
 
 def _record(optimizer: Any, param: Tensor, key: str, value: Any) -> StateRecord:

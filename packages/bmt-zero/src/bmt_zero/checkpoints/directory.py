@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from bmt_comm.durable import sync_to_disk
@@ -50,12 +51,15 @@ def listed_steps(directory: Path) -> list[int]:
     return sorted(step for step in found if (directory / step_name(step)).is_dir())
 
 
-def complete_checkpoints(directory: Path, log: bool = True) -> Iterator[tuple[int, Manifest]]:
+def complete_checkpoints(directory: Path, log: bool = True) -> list[tuple[int, Manifest]]:
     """The checkpoints whose manifests are valid and whose files are there in their sizes, newest first.
+
+    The newest is the one that was saved last. Its step may be lower than others, if a run has gone back.
 
     Args:
         log: whether what is passed over is said in the log.
     """
+    found = []
     for step in reversed(listed_steps(directory)):
         try:
             manifest = read_manifest(directory / step_name(step))
@@ -65,7 +69,8 @@ def complete_checkpoints(directory: Path, log: bool = True) -> Iterator[tuple[in
             if log:
                 _log.warning("the checkpoint %s is passed over: %s", directory / step_name(step), error)
             continue
-        yield step, manifest
+        found.append((step, manifest))
+    return sorted(found, key=lambda each: (each[1].order, each[0]), reverse=True)
 
 
 class DirectoryLock:
@@ -77,12 +82,13 @@ class DirectoryLock:
 
     Raises:
         RuntimeError: another run holds the lock.
+        OSError: the file system cannot lock.
     """
 
     def __init__(self, directory: Path, patience: float = 5.0) -> None:
         if fcntl is None:
             raise RuntimeError("checkpoints need a POSIX system, whose locks and positioned writes they use")
-        path = directory / ".lock"
+        path = self._path = directory / ".lock"
         # To open and close a file again would release a lock that this process has on it.
         if path.exists() and _identity(os.stat(path)) in _held:
             raise _taken(directory, "this process")
@@ -94,7 +100,10 @@ class DirectoryLock:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):  # which say that it is taken
+                    self._file.close()
+                    raise
                 if time.monotonic() > deadline:
                     self._file.seek(0)
                     owner = self._file.read(200).strip() or "unknown"
@@ -105,6 +114,15 @@ class DirectoryLock:
         self._file.truncate(0)
         self._file.write(json.dumps({"host": socket.gethostname(), "process": os.getpid()}) + "\n")
         self._file.flush()
+
+    def check(self) -> None:
+        """Raise RuntimeError if somebody has removed the lock, so that another run may write to the directory."""
+        try:
+            held = _identity(os.stat(self._path)) == self._key
+        except FileNotFoundError:
+            held = not self._path.parent.exists()  # what writes to the directory says that it is gone
+        if not held:
+            raise RuntimeError(f"its lock was removed or replaced: {self._path}; another run may write there")
 
     def release(self) -> None:
         """Let other runs in."""
@@ -151,24 +169,34 @@ def publish(directory: Path, part: Path, step: int) -> None:
     replaces = target.exists()
     if replaces:
         os.rename(target, old)
-    os.rename(part, target)
-    sync_to_disk(directory)
+    try:
+        os.rename(part, target)
+        sync_to_disk(directory)
+    except OSError:
+        if not part.exists():
+            os.rename(target, part)
+        if replaces:
+            os.rename(old, target)
+        raise
     if replaces:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def retire(directory: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` complete checkpoints, and the newest one whose weights are finite.
+def retire(directory: Path, keep: int, saved: int, damaged: Collection[int] = ()) -> None:
+    """Remove all but the newest ``keep`` complete checkpoints, and the newest one whose parameters are finite.
 
-    Checkpoints that are not complete and older than those go, too.
+    Checkpoints that are not complete, or damaged, do not count. They are removed if their steps are below all that is
+    kept.
+
+    Args:
+        saved: the step that was saved last; it is always kept.
+        damaged: steps whose files have turned out not to have their checksums.
     """
-    complete = list(complete_checkpoints(directory, log=False))
-    kept = {step for step, _ in complete[:keep]}
-    kept.update([step for step, manifest in complete if manifest.is_finite][:1])
-    if not kept:
-        return
+    complete = [each for each in complete_checkpoints(directory, log=False) if each[0] not in damaged]
+    steps = [step for step, _ in complete]
+    kept = {saved, *steps[:keep], *[step for step, manifest in complete if manifest.is_finite][:1]}
     for step in listed_steps(directory):
-        if step not in kept and (step < min(kept) or any(step == s for s, _ in complete)):
+        if step not in kept and (step < min(kept) or step in steps):
             old = directory / f".{step_name(step)}.old"
             shutil.rmtree(old, ignore_errors=True)
             os.rename(directory / step_name(step), old)

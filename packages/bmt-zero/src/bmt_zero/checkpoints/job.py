@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import shutil
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from bmt_comm.durable import sync_to_disk
 
-from .directory import publish, retire, step_name
+from .directory import DirectoryLock, complete_checkpoints, publish, retire, step_name
 from .headers import DTYPES, Entry, FileLayout, index_of, lay_out
 from .manifest import NAME, FileRecord, Manifest
 from .meeting import Meeting
@@ -26,6 +27,7 @@ from .reader import is_finite
 from .regions import Region
 from .writer import PieceWriter, write_small_file
 
+_log = logging.getLogger("bmt_zero.checkpoints")
 SECTIONS = ("model", "optimizer")
 EXTRA_STATE = "extra-state.json"
 """What modules returned from ``get_extra_state``."""
@@ -79,7 +81,26 @@ class Job:
     problem: str | None = None
 
 
-def run_job(job: Job, directory: Path, meeting: Meeting, keep: int | None, max_file_size: int) -> None:
+@dataclass
+class Target:
+    """Where checkpoints are written.
+
+    Attributes:
+        directory: that of the run.
+        lock: of the directory, on rank 0.
+        keep: so many of the newest checkpoints stay; ``None``: all.
+        max_file_size: of a file, in bytes.
+        damaged: steps of checkpoints that do not count among them.
+    """
+
+    directory: Path
+    lock: DirectoryLock | None
+    keep: int | None
+    max_file_size: int
+    damaged: Collection[int] = ()
+
+
+def run_job(job: Job, target: Target, meeting: Meeting) -> None:
     """Write a checkpoint together with the other ranks, each of which runs its own job of this step.
 
     Raises:
@@ -88,14 +109,16 @@ def run_job(job: Job, directory: Path, meeting: Meeting, keep: int | None, max_f
     """
     _agree(job, meeting)
     holders = _Holders(meeting.exchange(_holdings(job)))
-    files = [layout for section in SECTIONS for layout in lay_out(section, holders.entries(section), max_file_size)]
+    files = [
+        layout for section in SECTIONS for layout in lay_out(section, holders.entries(section), target.max_file_size)
+    ]
     space = AddressSpace(files)
     try:
         plan = holders.plan(space, meeting.rank)
     except ValueError as error:  # the same on every rank
         raise SaveError(f"the checkpoint of step {job.step} was not written: {error}") from None
-    part = directory / f".{step_name(job.step)}.part"
-    problem = _problem_of(lambda: _make_empty(part)) if meeting.rank == 0 else None
+    part = target.directory / f".{step_name(job.step)}.part"
+    problem = _problem_of(lambda: _make_empty(part, target.lock)) if meeting.rank == 0 else None
     _raise_announced(job, meeting, problem)
 
     own = {space.number[tensor.section, tensor.entry.name]: tensor.content for tensor in job.tensors}
@@ -106,16 +129,19 @@ def run_job(job: Job, directory: Path, meeting: Meeting, keep: int | None, max_f
     records: dict[str, FileRecord] = {}
     finite: list[bool] = []
     if problem is None:
-        weights = [tensor for tensor in job.tensors if tensor.section == "model"]
+        # Buffers such as causal masks may have infinite numbers.
+        weights = [tensor for tensor in job.tensors if tensor.section == "model" and not tensor.is_single]
         problem = _problem_of(lambda: finite.extend(is_finite(t.content, DTYPES[t.entry.dtype]) for t in weights))
     if problem is None:
         problem = _problem_of(lambda: _write_files(part, job.own_files, records))
     reports = meeting.report(_report(problem, all(finite), writer.checksums, records, job.extra))
     problem = None
     if reports is not None:
-        problem = _problem_of(lambda: _conclude(job, directory, reports, space, keep))
+        problem = _problem_of(lambda: _conclude(job, target, reports, space))
         if problem is not None:
             shutil.rmtree(part, ignore_errors=True)
+        else:
+            _retire(job, target)
     _raise_announced(job, meeting, problem)
 
 
@@ -200,7 +226,9 @@ class _Holders:
 # --- what the ranks have written ------------------------------------------------------------------
 
 
-def _make_empty(part: Path) -> None:
+def _make_empty(part: Path, lock: DirectoryLock | None) -> None:
+    if lock is not None:
+        lock.check()
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
 
@@ -229,8 +257,9 @@ def _report(
     }).encode()  # fmt: skip
 
 
-def _conclude(job: Job, directory: Path, reports: Sequence[bytes], space: AddressSpace, keep: int | None) -> None:
+def _conclude(job: Job, target: Target, reports: Sequence[bytes], space: AddressSpace) -> None:
     """Rank 0's part: the small files, the manifest, and the name."""
+    directory = target.directory
     part = directory / f".{step_name(job.step)}.part"
     checksums: dict[int, int] = {}
     records: dict[str, FileRecord] = {}
@@ -255,11 +284,23 @@ def _conclude(job: Job, directory: Path, reports: Sequence[bytes], space: Addres
         if size != file.size:
             raise SaveError(f"{part / file.name} has {size} bytes, and {file.size} were written")
         records[file.name] = FileRecord(size, tuple(checksums[piece] for piece in range(first, first + count)))
-    write_small_file(part / NAME, Manifest(job.step, is_finite, records).to_json())
+    order = 1 + max((manifest.order for _, manifest in complete_checkpoints(directory, log=False)), default=0)
+    write_small_file(part / NAME, Manifest(job.step, is_finite, records, order).to_json())
     sync_to_disk(part)
+    if target.lock is not None:
+        target.lock.check()
     publish(directory, part, job.step)
-    if keep is not None:
-        retire(directory, keep)
+
+
+def _retire(job: Job, target: Target) -> None:
+    """Remove older checkpoints. The new one is there, whether that succeeds or not."""
+    if (keep := target.keep) is None:
+        return
+    problem = _problem_of(lambda: retire(target.directory, keep, job.step, target.damaged))
+    if problem is not None:
+        _log.warning(
+            "older checkpoints than step %d in %s could not be removed: %s", job.step, target.directory, problem
+        )
 
 
 def _indices(files: Sequence[FileLayout]) -> dict[str, bytes]:
@@ -285,7 +326,7 @@ def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f"{os.fspath(error.filename)}: " if error.filename else ""
         return f"{where}{error.strerror}"
-    return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {error}"
+    return str(error) if type(error) in (SaveError, RuntimeError) else f"{type(error).__name__}: {error}"
 
 
 def _raise_announced(job: Job, meeting: Meeting, problem: str | None) -> None:

@@ -37,20 +37,23 @@ class Manifest:
 
     Attributes:
         step: the step.
-        is_finite: whether all weights are finite numbers.
+        is_finite: whether all parameters are finite numbers.
         files: by name.
+        order: the place of this save among all of the directory; the newest has the highest.
     """
 
     step: int
     is_finite: bool
     files: Mapping[str, FileRecord]
+    order: int = 0
 
     def to_json(self) -> bytes:
         files = {
             name: {"size": record.size, "crc32": "".join(f"{value:08x}" for value in record.checksums)}
             for name, record in sorted(self.files.items())
         }
-        body = _canonical({"format": FORMAT, "step": self.step, "is_finite": self.is_finite, "files": files})
+        facts = {"format": FORMAT, "step": self.step, "order": self.order, "is_finite": self.is_finite}
+        body = _canonical({**facts, "files": files})
         return b'{"body":' + body + f',"crc32":"{zlib.crc32(body):08x}"}}'.encode()
 
 
@@ -101,10 +104,11 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
         raise DamagedError(f"{path} is damaged: its checksum is another one")
     if body.get("format") != FORMAT:
         raise DamagedError(f"{path} has the format {body.get('format')!r}; this version reads {FORMAT}")
-    step, is_finite, files = body.get("step"), body.get("is_finite"), body.get("files")
-    if type(step) is not int or type(is_finite) is not bool or not isinstance(files, dict):
+    step, order, is_finite, files = (body.get(name) for name in ("step", "order", "is_finite", "files"))
+    if type(step) is not int or type(order) is not int or type(is_finite) is not bool or not isinstance(files, dict):
         raise DamagedError(f"{path} lacks what a manifest has")
-    return Manifest(step, is_finite, {name: _parse_record(path, name, record) for name, record in files.items()})
+    records = {name: _parse_record(path, name, record) for name, record in files.items()}
+    return Manifest(step, is_finite, records, order)
 
 
 def _parse_record(path: Path, name: str, record: Any) -> FileRecord:

@@ -84,7 +84,9 @@ class Meeting:
             return None
         keys = [f"{key}/{rank}" for rank in range(self.size)]
         self._wait(keys)
-        return [bytes(self._store.get(each)) for each in keys]
+        found = [bytes(self._store.get(each)) for each in keys]
+        self._forget()  # every rank has come here, so it has heard all announcements before
+        return found
 
     def announce(self, value: bytes | None = None) -> bytes:
         """Rank 0's ``value`` on every rank."""
@@ -97,18 +99,22 @@ class Meeting:
             self._set(key, value)
             return value
         self._wait([key])
-        return bytes(self._store.get(key))
+        value = bytes(self._store.get(key))
+        self._forget()  # rank 0 has come here, so it has read all reports before
+        return value
 
     def _next_key(self) -> str:
         self._calls += 1
         return f"call/{self._calls}"
 
     def _set(self, key: str, value: bytes) -> None:
-        # An announcement follows every report. When the third announcement after it is made, everybody has read it.
         self._store.set(key, value)
         self._old.append(key)
-        while len(self._old) > 8:
-            self._store.delete_key(self._old.pop(0))
+
+    def _forget(self) -> None:
+        """Remove what this rank has set, which everybody has read."""
+        while self._old:
+            self._store.delete_key(self._old.pop())
 
     def _wait(self, keys: Sequence[str]) -> None:
         """Return when the keys are there. The store stays free for others meanwhile."""

@@ -14,6 +14,7 @@ from bmt_comm import StateRecord
 
 from .contents import (
     Content,
+    State,
     adopt_records,
     contents_of_model,
     contents_of_optimizer,
@@ -41,7 +42,7 @@ class Objects:
 
     def __init__(self, objects: Mapping[str, Any], loading: bool = False) -> None:
         self.others = dict(objects)
-        self.records: list[tuple[Any, list[StateRecord]]] = []
+        self.records: list[tuple[Any, list[StateRecord], State]] = []
         self.model: nn.Module | None = self.others.pop("model", None)
         self.manager: Any = self.others.pop("manager", None)
         optimizer: Any = self.others.pop("optimizer", None)
@@ -80,10 +81,11 @@ class Objects:
         found: dict[str, Content] = {}
         names = {} if self.model is None else parameter_names(self.model)
         for number, optimizer in enumerate(self.optimizers):
+            made: State = {}
             if saved is not None and not hasattr(optimizer, "state_records"):
-                make_state(optimizer, names, saved)
-            records = records_of(optimizer)
-            self.records.append((optimizer, records))
+                made = make_state(optimizer, names, saved)
+            records = records_of(optimizer, made)
+            self.records.append((optimizer, records, made))
             for content in contents_of_optimizer(records, names, f"optimizer {number} ({type(optimizer).__name__})"):
                 if content.entry.name in found:
                     raise ValueError(f"two optimizers have the state {content.entry.name!r}; a parameter is for one")
@@ -92,8 +94,8 @@ class Objects:
 
     def adopt_records(self) -> None:
         """Let the optimizers go on from what was written into their state."""
-        for optimizer, records in self.records:
-            adopt_records(optimizer, records)
+        for optimizer, records, made in self.records:
+            adopt_records(optimizer, records, made)
 
     def pretrained_files(self) -> dict[str, bytes]:
         """Configuration and tokenizer files, where the model carries them or such objects are given."""

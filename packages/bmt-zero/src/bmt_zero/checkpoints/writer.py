@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from .memory import view_of
 from .plan import PIECE, AddressSpace, Part, Task, WritePlan
 from .regions import local_view, logical_view, pack, unpack
 
+_T = TypeVar("_T")
 _AHEAD = 16
 """Pieces that messages are under way for."""
 
@@ -35,12 +37,12 @@ class PieceWriter:
 
     Attributes:
         checksums: of each piece that was written.
-        problem: the first error of the file system. After it messages are still exchanged, so that no rank waits.
+        problem: the first error of this rank. After it messages are still exchanged, so that no rank waits.
     """
 
     def __init__(self, directory: Path, plan: WritePlan, own: Mapping[int, Tensor], meeting: Meeting) -> None:
         self.checksums: dict[int, int] = {}
-        self.problem: OSError | None = None
+        self.problem: Exception | None = None
         self._directory, self._plan, self._own, self._meeting = directory, plan, own, meeting
         self._space: AddressSpace = plan.space
         self._handles: dict[int, int] = {}
@@ -57,17 +59,18 @@ class PieceWriter:
             while under_way:
                 self._finish(*under_way.popleft())
             for handle in self._handles.values():
-                self._attempt(lambda handle=handle: os.fsync(handle))
+                self._attempt(functools.partial(os.fsync, handle))
         finally:
             for handle in self._handles.values():
                 os.close(handle)
 
-    def _attempt(self, call: Any) -> None:
+    def _attempt(self, call: Callable[[], _T]) -> _T | None:
         if self.problem is None:
             try:
-                call()
-            except OSError as error:
+                return call()
+            except Exception as error:  # the others wait for messages
                 self.problem = error
+        return None
 
     def _messages(self, task: Task) -> Iterator[tuple[Part, Tensor, Any]]:
         """Start what a piece needs: (part, packed bytes, what to wait for)."""
@@ -75,15 +78,23 @@ class PieceWriter:
         for part in task.parts:
             if task.owner == rank and part.rank == rank:
                 continue
-            packed = torch.empty(part.nbytes, dtype=torch.uint8)
-            if task.owner == rank:
+            receives = task.owner == rank
+            packed = self._attempt(functools.partial(self._message, part, receives))
+            if packed is None:  # after an error the content of messages does not matter
+                packed = self._window[: part.nbytes]
+            if receives:
                 yield part, packed, dist.irecv(packed, part.rank, group=group)
             else:
-                at = 0
-                for number, region in part.regions:
-                    pack(packed[at : at + region.nbytes], self._own[number], [region])
-                    at += region.nbytes
                 yield part, packed, dist.isend(packed, task.owner, group=group)
+
+    def _message(self, part: Part, empty: bool) -> Tensor:
+        """The packed bytes of a part, or room for them."""
+        packed = torch.empty(part.nbytes, dtype=torch.uint8)
+        at = 0
+        for number, region in () if empty else part.regions:
+            pack(packed[at : at + region.nbytes], self._own[number], [region])
+            at += region.nbytes
+        return packed
 
     def _finish(self, task: Task, messages: list[tuple[Part, Tensor, Any]]) -> None:
         for _, _, work in messages:
@@ -91,8 +102,7 @@ class PieceWriter:
         if task.owner != self._meeting.rank:
             return
         low, high = self._space.piece_range(task.piece)
-        content = self._assembled(task, messages, low, high)
-        self._attempt(lambda: self._write(task.piece, low, content))
+        self._attempt(lambda: self._write(task.piece, low, self._assembled(task, messages, low, high)))
 
     def _assembled(self, task: Task, messages: list[tuple[Part, Tensor, Any]], low: int, high: int) -> memoryview:
         """The bytes of a piece."""
