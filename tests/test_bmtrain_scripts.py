@@ -411,3 +411,54 @@ def test_parameters_are_frozen_between_steps() -> None:
         else:
             assert [mine == old for mine, old in zip(lines[:2], before)] == [not weight, not bias]
         before = lines
+
+
+@pytest.mark.ranks(1, 2, init=False)
+@pytest.mark.parametrize("by_manager", [False, True])
+def test_gradients_are_shown_without_the_loss_scale_that_they_have(by_manager: bool) -> None:
+    """Two managers of different scales; and then a loss that nobody has scaled."""
+    bmt.init_distributed()
+    torch.manual_seed(0)
+    plain = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    heads = nn.ModuleList(bmt.Block(copy.deepcopy(layer)) for layer in plain)
+    optimizers = [optim.AdamOptimizer(heads[0].parameters(), lr=0.0), torch.optim.SGD(heads[1].parameters(), lr=0.0)]
+    managers = [optim.OptimManager(loss_scale=scale) for scale in (2.0**10, 2.0**4)]
+    for manager, optimizer in zip(managers, optimizers):
+        manager.add_optimizer(optimizer)
+    values = torch.randn(2, 4)
+    x = values.clone().requires_grad_()
+    hidden = torch.tanh(x)
+    hidden.retain_grad()
+    sum(head(hidden).square().mean() for head in plain).backward()
+
+    def check_parameters() -> None:
+        for item, param in zip(inspect.inspect_model(heads, "*"), plain.parameters()):
+            assert item["grad_std"] == pytest.approx(param.grad.double().std().item(), rel=1e-4), item["name"]
+
+    for scaled in (True, True, False):
+        with inspect.inspect_tensor() as inspector:
+            mine = values.clone().requires_grad_()
+            inspect.record_tensor(mine, "input")
+            mine_hidden = torch.tanh(mine)
+            inspect.record_tensor(mine_hidden, "hidden")
+            losses = [head(mine_hidden).square().mean() for head in heads]
+            if scaled:
+                for manager in managers:
+                    manager.zero_grad()
+                managers[0].scale_loss(losses[0]).backward(retain_graph=True)
+                if by_manager:
+                    managers[1].backward(losses[1])
+                else:
+                    managers[1].scale_loss(losses[1]).backward()
+            else:
+                heads.zero_grad()
+                (sum(losses) / bmt.world_size()).backward()
+        for item, grad in zip(inspector.get_summary(), (x.grad, hidden.grad)):
+            wanted = grad.double().repeat(bmt.world_size(), 1).std() / bmt.world_size()
+            assert item["grad_std"] == pytest.approx(wanted.item(), rel=1e-4), item["name"]
+        check_parameters()
+        if scaled:
+            for manager in managers:
+                manager.step()
+            if scaled and by_manager:
+                check_parameters()  # gradients are there until they are zeroed

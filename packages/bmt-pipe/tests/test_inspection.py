@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import note_loss_scale
+from bmt_comm import mark_scaled
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_zero import Block, inspect_model, inspect_tensor, load_state_dict, record_tensor
 
@@ -55,7 +55,6 @@ def test_statistics_are_those_of_one_process(ctx: Any, tail: str | None, checkpo
             if tensor.requires_grad:
                 tensor.retain_grad()
         mean_square(x).backward()
-        note_loss_scale(scale)
         mine = whole[ctx.rank].to(ctx.device)
         with inspect_tensor() as inspector:
             record_tensor(mine, "batch")  # outside of the pipeline, before it and after it
@@ -64,10 +63,11 @@ def test_statistics_are_those_of_one_process(ctx: Any, tail: str | None, checkpo
             else:
                 loss = layers(mine, tail=mean_square)
             record_tensor(mine, "batch")
-            (loss * scale / ctx.replicas).backward()
+            loss = loss * scale / ctx.replicas
+            mark_scaled(loss, scale)
+            loss.backward()
         found = inspector.get_summary()
         parameters = inspect_model(layers, "*")
-        note_loss_scale(1)
         assert [item["name"] for item in found] == [name for name, _ in kept]
         for item, (_, value) in zip(found, kept):
             assert item["shape"] == tuple(value.shape)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_comm import note_loss_scale
+from bmt_comm import mark_scaled
 from bmt_zero import (
     Block,
     BMTrainModelWrapper,
@@ -72,11 +72,11 @@ def test_parameters_and_gradients_are_those_of_one_process(ctx: Any, level: int)
     ids = torch.arange(12).view(4, 3) % 11
     for r in range(ctx.world_size):
         plain(ids + 0 if r == 0 else (ids + r) % 11).square().mean().backward()
-    note_loss_scale(8)
-    (model((ids + ctx.rank) % 11).square().mean() * 8).backward()
+    loss = model((ids + ctx.rank) % 11).square().mean() * 8
+    mark_scaled(loss, 8)
+    loss.backward()
     wanted = [expected(n, p, p.grad) for n, p in plain.named_parameters(remove_duplicate=False)]
     found = inspect_model(model, "*")
-    note_loss_scale(1)
     assert_same(found, wanted)
     assert [line.split()[0] for line in format_summary(found).splitlines()] == ["name", *(w["name"] for w in wanted)]
     assert ctx.world.all_gather_object(str(found)) == [str(found)] * ctx.world_size

@@ -10,7 +10,7 @@ import torch
 from test_inspect_model import assert_same
 from torch import Tensor, nn
 
-from bmt_comm import note_loss_scale
+from bmt_comm import mark_scaled
 from bmt_zero import Block, TransformerBlockList, inspect_tensor, record_tensor
 from bmt_zero.sharded_gradient import local_rows
 
@@ -80,9 +80,9 @@ def test_statistics_are_those_of_the_whole_batch(ctx: Any, checkpoint: bool, lev
     with inspect_tensor() as inspector:
         y = model(batch(ctx, ctx.rank))
         record_tensor(y, "output")
-        note_loss_scale(4)
-        (y.square().sum() / 64 * 4).backward()
-        note_loss_scale(1)
+        loss = y.square().sum() / 64 * 4
+        mark_scaled(loss, 4)
+        loss.backward()
     assert_same(inspector.get_summary(), summary_of(plain.kept))
     assert [item["summary_name"] for item in inspector.summary] == [name for name, _ in plain.kept]
     assert torch.equal(inspector.get_tensor("output"), y)

@@ -13,7 +13,7 @@ from .communicator import Communicator, Traffic
 from .config import Config, config, rank, world_size
 from .context import ParallelContext, current_context, init_distributed, is_initialized, shutdown
 from .journal import note_place
-from .loss_scale import last_loss_scale, note_loss_scale
+from .loss_scale import begin_backward, forget_scale, mark_scaled, note_scale, scale_in_backward, scale_of
 from .printing import print_block, print_dict, print_rank, see_memory
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
 from .slice import (
@@ -63,6 +63,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "allgather_objects",
+    "begin_backward",
     "benchmark",
     "broadcast",
     "broadcast_object",
@@ -73,16 +74,17 @@ __all__ = [
     "defer_weight_gradient",
     "deferred_weight_gradients",
     "deferring",
+    "forget_scale",
     "gather_result",
     "init_distributed",
     "is_initialized",
     "join_pieces",
-    "last_loss_scale",
     "local_tensor",
+    "mark_scaled",
     "nccl",
     "not_compiled",
-    "note_loss_scale",
     "note_place",
+    "note_scale",
     "note_step",
     "print_block",
     "print_dict",
@@ -90,6 +92,8 @@ __all__ = [
     "rank",
     "recv_activations",
     "reduce_scatter",
+    "scale_in_backward",
+    "scale_of",
     "see_memory",
     "select_rows",
     "send_activations",

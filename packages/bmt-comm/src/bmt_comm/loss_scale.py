@@ -1,16 +1,70 @@
-"""The scale of the gradients that backward has computed last, for those who show gradients."""
+"""The loss scale of gradients, for those who show gradients.
+
+A backward pass knows the scale of the loss it began with. Gradients of parameters stay after it, so those of the
+parameters that an ``OptimManager`` steps have a note of their scale. Other gradients have that of the last backward.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+_ATTRIBUTE = "bmt_loss_scale"  # of a gradient
+_current = 1.0
 _last = 1.0
 
 
-def note_loss_scale(scale: float) -> None:
-    """Say by how much the loss whose backward comes next is multiplied (``OptimManager`` does)."""
+def scale_in_backward() -> float:
+    """The loss scale of the backward pass that is running; 1 if its loss is not scaled."""
+    return _current
+
+
+def begin_backward() -> None:
+    """A backward pass runs."""
     global _last
-    _last = float(scale)
+    _last = _current
 
 
-def last_loss_scale() -> float:
-    """The scale noted last; 1 if there was none."""
-    return _last
+def forget_scale() -> None:
+    """The backward pass has ended, or has failed."""
+    global _current
+    _current = 1.0
+
+
+def mark_scaled(loss: Tensor, scale: float, after: Callable[[], None] | None = None) -> None:
+    """A backward pass from ``loss`` has the loss scale ``scale``, from its beginning to its end.
+
+    Args:
+        loss: the loss, which was multiplied by the scale.
+        after: is called when the backward pass has ended.
+    """
+
+    def begin(_grad: Tensor) -> None:
+        global _current
+        _current = float(scale)
+        begin_backward()
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(end))  # after the callbacks of this pass
+
+    def end() -> None:
+        forget_scale()
+        if after is not None:
+            after()
+
+    if loss.requires_grad:
+        loss.register_hook(begin)
+
+
+def note_scale(params: Iterable[Tensor], scale: float | None) -> None:
+    """The gradients that parameters have now are multiplied by ``scale``; None: they are to be computed anew."""
+    for param in params:
+        if param.grad is not None:
+            setattr(param.grad, _ATTRIBUTE, scale)
+
+
+def scale_of(grad: Tensor) -> float:
+    """The scale of a parameter's gradient."""
+    scale: float | None = getattr(grad, _ATTRIBUTE, None)
+    return _last if scale is None else scale

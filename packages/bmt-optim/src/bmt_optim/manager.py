@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import ParallelContext, check_agreement, current_context, note_loss_scale, note_place, note_step
+from bmt_comm import (
+    ParallelContext,
+    check_agreement,
+    current_context,
+    forget_scale,
+    mark_scaled,
+    note_place,
+    note_scale,
+    note_step,
+)
 
 from .adam import AdamOptimizer
 from .convert import distributed_where_needed
@@ -150,18 +159,28 @@ class OptimManager:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """``loss`` · loss_scale / grad_scale."""
         self._forget_norms()  # for gradients are going to change
-        note_loss_scale(self.loss_scale)
-        return loss * (self.loss_scale / self.grad_scale)
+        scale = self.loss_scale
+        scaled = loss * (scale / self.grad_scale)
+        if self.loss_scale_enabled:
+            mark_scaled(scaled, scale, lambda: note_scale(self._params(), scale))
+        return scaled
 
     def backward(self, loss: Tensor) -> None:
         """Run backward from the scaled loss."""
-        self.scale_loss(loss).backward()
+        try:
+            self.scale_loss(loss).backward()
+        finally:
+            forget_scale()
 
     def zero_grad(self) -> None:
         """Fill every gradient with zeros."""
         self._forget_norms()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=False)
+        note_scale(self._params(), None)
+
+    def _params(self) -> list[Tensor]:
+        return _parameters(group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     @torch.no_grad()
     def clip_grad_norm(
@@ -282,12 +301,12 @@ class OptimManager:
         if self.loss_scale != 1:
             for grad in local_grads(_parameters(optimizer.param_groups)):
                 grad.div_(self.loss_scale)
+            note_scale(_parameters(optimizer.param_groups), 1)
         optimizer.step()
 
     def _overflow(self) -> Tensor:
         """1 if this rank has found an inf or a NaN in the gradients, or in their norm, or rejects the step; else 0."""
-        params = _parameters(group for optimizer in self.optimizers for group in optimizer.param_groups)
-        unseen = [p for p in params if p not in self._in_norms]
+        unseen = [p for p in self._params() if p not in self._in_norms]
         flag = overflow_here(local_grads(unseen), self.context, self._bad_norms)
         self._forget_norms()
         return torch.ones_like(flag) if self._rejected else flag

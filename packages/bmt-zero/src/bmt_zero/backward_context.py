@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from bmt_comm import CallSequences, ParallelContext, not_compiled
+from bmt_comm import CallSequences, ParallelContext, begin_backward, not_compiled
 
 from .gradient_reducer import GradientReducer, UseAgreement
 
@@ -118,6 +118,7 @@ class StepContext:
         assert task is not None
         if task not in self._passes:
             self._passes[task] = {}
+            begin_backward()
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._finish(task))
             if not self._nested:

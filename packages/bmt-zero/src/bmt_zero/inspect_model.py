@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import Communicator, current_context, is_initialized, last_loss_scale, local_tensor, slice_of
+from bmt_comm import Communicator, current_context, is_initialized, local_tensor, scale_of, slice_of
 
 from .shard import sharding_of
 from .sharded_gradient import local_rows
@@ -28,8 +28,9 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[d
 
     Returns:
         The same on every rank: for each parameter a dictionary with ``name``, ``shape``, ``max``, ``min``, ``mean``,
-        ``std``, ``grad_max``, ``grad_min``, ``grad_mean`` and ``grad_std``. Gradients are divided by the last loss
-        scale of an ``OptimManager``. Those of a parameter without a gradient are 0.
+        ``std``, ``grad_max``, ``grad_min``, ``grad_mean`` and ``grad_std``. Gradients are divided by the loss scale
+        that they have: of the ``OptimManager`` that steps the parameter, or of the last backward. Those of a parameter
+        without a gradient are 0.
     """
     entries: list[tuple[str, nn.Parameter]] = []
     positions: list[tuple[int, tuple[Any, ...], int]] = []  # in the order of all stages
@@ -42,10 +43,10 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[d
             entries.append((prefix + name, param))
             positions.append((outside, natural_key(blocks[name]) if local else (), index))
     params = [param for _, param in entries]
-    scale = last_loss_scale()
     summary = [
         {"name": name, "shape": slice_of(param).shape, **summary_of(values, grad and grad.divided_by(scale), 0.0)}
         for (name, param), (values, grad) in zip(entries, _statistics(params), strict=True)
+        for scale in (1.0 if param.grad is None else scale_of(param.grad),)
     ]
     if not is_initialized() or current_context().pipe_size == 1:
         return summary

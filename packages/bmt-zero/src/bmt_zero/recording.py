@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmt_comm import current_context, is_initialized, last_loss_scale
+from bmt_comm import current_context, forget_scale, is_initialized, scale_in_backward
 
 from .backward_context import step_context
 
@@ -47,41 +48,53 @@ class Entry:
         self.name = name
         self.group = group
         self.place = place
-        self._arrived = _Arrived()
+        self._arrived = _Arrived(weakref.ref(tensor))
         self.set_tensor(tensor)
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient of the tensor, without the loss scale."""
-        grad = self._arrived.grad if self.tensor.grad is None else self.tensor.grad
-        return None if grad is None else grad / self._arrived.loss_scale
+        grad = self.tensor.grad if self._arrived.grad is None else self._arrived.grad
+        scale = self._arrived.loss_scale
+        return grad if grad is None or scale is None else grad / scale
 
     def rescale(self, factor: Tensor) -> None:
         """The gradient that has arrived is to be multiplied by ``factor`` (0-dim, fp64)."""
-        self._arrived.loss_scale = last_loss_scale() / factor
+        self._arrived.loss_scale = scale_in_backward() / factor
 
     def set_tensor(self, tensor: Tensor) -> None:
         """Take a tensor that the same call has computed, and ask autograd for its gradient."""
         self.tensor = tensor
         if tensor.requires_grad:
             tensor.retain_grad()
-            self._arrived = _Arrived(keeps=tensor.is_leaf)
+            self._arrived = _Arrived(weakref.ref(tensor), keeps=tensor.is_leaf)
             tensor.register_hook(self._arrived.note)
 
 
 @dataclass
 class _Arrived:
-    """What a tensor's hook has seen. It has no reference to the tensor, which has one to it."""
+    """What a tensor's hook has seen."""
 
+    tensor: weakref.ref[Tensor]  # which has a reference to this one
     keeps: bool = False
     """Whether to keep the gradient, because a pipeline clears that of the leaves of its micro-batches."""
-    loss_scale: float | Tensor = 1.0
+    loss_scale: float | Tensor | None = None
+    """The scale of ``grad``, or of the tensor's own gradient where ``grad`` is None; None before any has arrived."""
     grad: Tensor | None = None
+    """The sum of what has arrived, if it is kept or has come with several loss scales."""
 
     def note(self, grad: Tensor) -> None:
-        self.loss_scale = last_loss_scale()
-        if self.keeps:
-            self.grad = grad.detach().clone() if self.grad is None else self.grad + grad.detach()
+        scale = scale_in_backward()
+        before = self.grad
+        if self.loss_scale is None:
+            self.loss_scale = scale
+        elif before is None and scale != self.loss_scale:
+            tensor = self.tensor()
+            before = None if tensor is None else tensor.grad
+        if before is not None:
+            self.grad = before + grad.detach() * (self.loss_scale / scale)
+        elif self.keeps:
+            self.grad = grad.detach().clone()
 
 
 @dataclass
@@ -110,6 +123,8 @@ def begin_recording() -> Session:
     global _session
     if _session is not None:
         raise RuntimeError("inspect_tensor() is in use already; leave its context before you enter another one")
+    if torch._C._current_graph_task_id() == -1:
+        forget_scale()  # of a backward that has failed
     _session = Session()
     return _session
 
