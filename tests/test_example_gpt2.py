@@ -572,6 +572,42 @@ def test_a_signal_saves_and_leaves_at_any_moment(tmp_path, number):
     assert records[-1] == steps[1]
 
 
+def test_overwrite_leaves_a_run_alone_that_is_under_way(tmp_path):
+    write_text(tmp_path)
+    steps = ["--steps", "1000000", "--save-interval", "2", "--eval-interval", "0", "--schedule", "constant"]
+    command = [sys.executable, "-u", str(EXAMPLE / "train.py"), *FLAGS, *steps]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    out = tmp_path / "runs" / "gpt2"
+    with (
+        open(tmp_path / "output", "w") as output,
+        subprocess.Popen(command, cwd=tmp_path, env=env, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        killer = threading.Timer(100, process.kill)
+        killer.start()
+        try:
+            while not list(out.glob("checkpoints/step-*")):
+                assert process.poll() is None, (tmp_path / "output").read_text()
+            process.send_signal(signal.SIGSTOP)
+            files = {path: path.stat().st_ino for path in out.rglob("*")}
+            code, refused = run_training(tmp_path, "--overwrite", ranks=1)
+            assert code != 0
+            assert "another run writes checkpoints to" in refused
+            assert {path: path.stat().st_ino for path in out.rglob("*")} == files
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait() == 0, (tmp_path / "output").read_text()
+        finally:
+            process.kill()
+            killer.cancel()
+    # When it has ended, its files go.
+    left = set(out.glob("checkpoints/step-*"))
+    assert left
+    code, output = run_training(tmp_path, "--overwrite", "--steps", "1", ranks=1)
+    assert code == 0, output
+    assert [path.name for path in out.glob("checkpoints/step-*")] == ["step-00000001"]
+    assert [step for step, _ in losses(tmp_path)] == [0, 1, 1]  # the second 1 is the evaluation
+
+
 SHORT = ["--dropout", "0", "--steps", "8", "--lr", "3e-3", "--save-interval", "4"]
 
 

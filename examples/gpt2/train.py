@@ -14,6 +14,7 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -232,23 +233,41 @@ class Trainer:
 
 def prepare_output(args: argparse.Namespace) -> bmt.Checkpointer:
     """Make ``--out`` an empty folder, or leave an earlier run there to go on from; no other run may use it."""
+
+    def check() -> None:
+        check_output(args)
+        args.out.mkdir(parents=True, exist_ok=True)
+
+    def remove_run() -> None:
+        for checkpoint in (args.out / "checkpoints").glob("step-*"):
+            shutil.rmtree(checkpoint)
+        (args.out / "metrics.jsonl").unlink(missing_ok=True)
+
+    on_rank_0(check)
+    try:
+        checkpointer = bmt.Checkpointer(args.out / "checkpoints", keep=args.keep)
+    except RuntimeError as error:
+        raise UsageError(f"--out {args.out}: {error}") from error
+    if args.overwrite:  # only now is it known that no run is under way there
+        try:
+            on_rank_0(remove_run)
+        except UsageError:
+            checkpointer.close()
+            raise
+    return checkpointer
+
+
+def on_rank_0(call: Callable[[], None]) -> None:
+    """Call on rank 0; what goes wrong is a UsageError on every rank."""
     problem = ""
     if bmt.rank() == 0:
         try:
-            check_output(args)
-            if args.overwrite:
-                shutil.rmtree(args.out / "checkpoints", ignore_errors=True)
-                (args.out / "metrics.jsonl").unlink(missing_ok=True)
-            args.out.mkdir(parents=True, exist_ok=True)
+            call()
         except (UsageError, OSError) as error:
             problem = str(error)
     problem = bmt.store.broadcast_object(problem)
     if problem:
         raise UsageError(problem)
-    try:
-        return bmt.Checkpointer(args.out / "checkpoints", keep=args.keep)
-    except RuntimeError as error:
-        raise UsageError(f"--out {args.out}: {error}") from error
 
 
 def train(args: argparse.Namespace) -> None:
