@@ -165,7 +165,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor], count: int) -> Tensor:
     targets = batch["targets"]
     if logits.dim() > 2 and targets.dim() == 1:  # one class for a sequence
         logits = logits.mean(1)
-    return nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum") / count
+    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum") / count
 
 
 def size_of(model: Model) -> int:

@@ -505,40 +505,6 @@ def test_a_block_whose_output_is_not_in_the_loss(ctx, options):
     compare(ctx, plain, block, lambda module, x: module(x).square().sum())
 
 
-class PartlyUsed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used = nn.Linear(5, 5)
-        self.unused = nn.Linear(5, 5)
-
-    def forward(self, x, also=False):
-        x = self.used(x)
-        return self.unused(x) if also else x
-
-
-@pytest.mark.ranks(1, 2)
-@every_option
-def test_an_unused_parameter_has_no_gradient_so_that_weight_decay_leaves_it_alone(ctx, options):
-    _, block = pair(PartlyUsed, **options)
-    for _ in range(2):
-        block(seeded(ctx.rank, 3, 5)).square().sum().backward()
-    for name, param in block.named_parameters():
-        assert (param.grad is None) == name.startswith("unused"), name
-
-
-@pytest.mark.ranks(2)
-@every_option
-def test_a_parameter_that_one_rank_uses_has_a_gradient_on_all(ctx, options):
-    plain, block = pair(PartlyUsed, **options)
-    for step in range(3):  # unused at first, then by one rank
-        for rank in range(2):
-            plain(seeded(rank, 3, 5), also=rank == step == 1).square().sum().backward()
-        block(seeded(ctx.rank, 3, 5), also=ctx.rank == step == 1).square().sum().backward()
-    for (name, param), wanted in zip(block.named_parameters(), plain.parameters(), strict=True):
-        found = param.bmt_slice
-        torch.testing.assert_close(param.grad, wanted.grad[found.row_start : found.row_stop], msg=name)
-
-
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_checkpointing_changes_batch_norm_buffers_once(ctx, level):

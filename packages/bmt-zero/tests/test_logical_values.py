@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from block_helpers import pair, rows_of, seeded
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
+
+from bmt_zero import BMTrainModelWrapper
 
 
 def make() -> nn.Module:
@@ -84,3 +87,85 @@ def test_what_would_see_one_ranks_part_only_is_refused(ctx):
     assert float(loss.detach()) == 48.0
     (loss / 2).backward()
     torch.testing.assert_close(block.weight.grad.add(0), torch.full_like(start, -2.0))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_distances_from_logical_tensors(ctx, level):
+    """One rank holds all rows of the biases and of the norm: shapes do not tell it what is meant."""
+    plain, block = pair(make, zero_level=level)
+    goals = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(plain.parameters())]
+    for model, parts in ((plain, 1), (block, ctx.world_size)):
+        penalty = sum(((p - goal) ** 2).sum() for p, goal in zip(model.parameters(), goals, strict=True))
+        (penalty / parts).backward()
+    for (name, param), wanted in zip(block.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.add(0), rows_of(wanted.grad, param), msg=name)
+    for param, goal in zip(block.parameters(), goals, strict=True):
+        if param.handle.is_on_one_rank and param.bmt_slice.row_comm is not None:
+            for compute in (torch.equal, torch.sub):  # this rank's rows, or the logical parameter?
+                with torch.no_grad(), pytest.raises(RuntimeError, match="which one rank holds"):
+                    compute(param, goal)
+                with torch.no_grad(), pytest.raises(RuntimeError, match="which one rank holds"):
+                    compute(param, torch.zeros_like(param))
+        assert torch.equal(param.full_tensor(), param.full_tensor())
+
+
+class Scored(nn.Module):
+    """A head that is the transposed embedding, which is large enough for a group of its own."""
+
+    def __init__(self, attribute: str) -> None:
+        super().__init__()
+        self.embed, self.inner, self.attribute = nn.Embedding(30_001, 12), nn.Linear(12, 12), attribute
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(self.embed(ids)) @ getattr(self.embed.weight, self.attribute)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("attribute", ["T", "mT", "H"])
+def test_a_transposed_weight(ctx, level, attribute):
+    torch.manual_seed(0)
+    plain = Scored(attribute)
+    model = BMTrainModelWrapper(copy.deepcopy(plain), zero_level=level)
+    ids = torch.tensor([[1, 5, 30_000]])
+    for which, parts in ((plain, 1), (model, ctx.world_size)):
+        (which(ids).square().sum() / parts).backward()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), plain(ids))
+    for (name, param), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.add(0), rows_of(wanted.grad, param), rtol=1e-4, atol=1e-5, msg=name)
+    assert not hasattr(model.embed.weight, attribute)  # reading does not communicate
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_nothing_has_filled_is_named(ctx, level):
+    with torch.device("meta"):
+        inner = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model = BMTrainModelWrapper(inner, zero_level=level)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"meta device and nothing has filled them: \['0.weight', '0.bias'"):
+            model(torch.zeros(1, 5))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert not model(torch.zeros(1, 5)).any()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_swapped_parameters_are_refused(ctx, level):
+    _, block = pair(make, zero_level=level)
+    torch.utils.swap_tensors(block[0].weight, nn.Parameter(torch.zeros(7, 5)))
+    with pytest.raises(RuntimeError, match="swap_tensors"):
+        block(seeded(0, 2, 5))
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_evaluates_its_replica_alone(ctx):
+    plain, block = pair(make, zero_level=0)
+    if ctx.rank == 0:
+        with torch.no_grad():
+            torch.testing.assert_close(block(seeded(0, 2, 5)), plain(seeded(0, 2, 5)))
+    block(seeded(0, 2, 5)).sum().backward()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bmt_comm import init_distributed
-from bmt_zero import Block, TransformerBlockList
+from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
 
 @pytest.mark.ranks(2, init=False, timeout=60)
@@ -33,3 +33,16 @@ def test_a_timeout_is_served_once(when, tmp_path):
     with contextlib.suppress(RuntimeError):
         blocks(x)
     assert time.monotonic() - start < 3.5
+
+
+@pytest.mark.ranks(2, init=False, timeout=60)
+def test_a_state_dict_on_one_rank_says_what_it_is(tmp_path):
+    init_distributed(device="cpu", timeout=2.0)
+    model = BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    if os.environ["RANK"] == "1":  # is elsewhere until the time-out; it would be ended a second later
+        while not (tmp_path / "over").exists():
+            time.sleep(0.02)
+        return
+    with pytest.raises(RuntimeError, match=r"0\.weight of the small parameters of Sequential"):
+        model.state_dict()
+    (tmp_path / "over").touch()

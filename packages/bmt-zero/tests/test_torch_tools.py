@@ -148,29 +148,6 @@ def test_a_norm_is_that_of_the_logical_gradient_and_all_else_is_of_rows(ctx):
     torch.testing.assert_close(grad.norm(), wanted.norm())
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize(
-    "name",
-    ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"],
-)
-def test_element_wise_optimizers(ctx, level, name):
-    plain, block = pair(make, zero_level=level)
-    plain, block = plain.double(), block.double()  # divisions by small gradients show the order of sums in fp32
-    start = {name: p.detach().clone() for name, p in plain.named_parameters()}
-    optimizers = [getattr(torch.optim, name)(m.parameters(), lr=0.01) for m in (plain, block)]
-    for step in range(10):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        backward(ctx, plain, block, step)
-        for optimizer in optimizers:
-            optimizer.step()
-    for param_name, param in block.named_parameters():
-        update = plain.get_parameter(param_name).detach() - start[param_name]
-        found = param.full_tensor().detach() - start[param_name]
-        assert (found - update).norm() <= 1e-9 * update.norm(), param_name
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])

@@ -212,9 +212,9 @@ class Communicator:
         """All ranks of the process group are to begin an operation."""
         return self._journal.begin(*describe(kind, detail, tensor.dtype, tensor.shape, label))
 
-    def _note(self, kind: str, peers: object, tensor: Tensor) -> Operation:
+    def _note(self, kind: str, peers: object, tensor: Tensor, label: str = "") -> Operation:
         """Some ranks of the process group begin an operation."""
-        return self._journal.note(describe(kind, peers, tensor.dtype, tensor.shape, "")[0])
+        return self._journal.note(describe(kind, peers, tensor.dtype, tensor.shape, label)[0])
 
     # --- collectives ------------------------------------------------------------------------------
 
@@ -332,7 +332,11 @@ class Communicator:
 
     @_compat.not_compiled
     def send_recv(
-        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]], async_op: bool = False
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        recvs: Sequence[tuple[Tensor, int]],
+        async_op: bool = False,
+        label: str = "",
     ) -> Work:
         """Several :meth:`send` and :meth:`recv` (pairs of tensor and peer) at once.
 
@@ -354,7 +358,7 @@ class Communicator:
             works = dist.batch_isend_irecv(ops)
         peers = tuple({peer for _, peer in (*incoming, *outgoing)})
         first = recvs[0] if recvs else sends[0]
-        operation = self._note("send and receive with", peers, first[0])
+        operation = self._note("send and receive with", peers, first[0], label)
         return self._finish_now(Pending(works, None, (sends, recvs)), async_op, operation, peers)
 
     @_compat.not_compiled

@@ -79,7 +79,8 @@ class StepContext:
         """
         if self.forbidden is not None:
             raise RuntimeError(f"{group.name} cannot be unsharded {self.forbidden}")
-        for comm in group.comms:
+        # In forward, ranks of replicas need not compute the same; their backward passes reduce together.
+        for comm in group.gathering_comms if current_backward() is None else group.comms:
             self.sequences.add(comm, group.label)
 
     # --- forward ----------------------------------------------------------------------------------

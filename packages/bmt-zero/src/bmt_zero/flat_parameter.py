@@ -95,6 +95,7 @@ class FlatParameter:
         self._version = -1  # sum of the parameters' versions when they were unsharded
         self._borrower: Callable[[], object] | None = None  # returns the storage of ``unsharded``
         self.label = ""  # names the collectives
+        self.names: list[str] = []  # of the parameters
         self.use_storage(shard)
 
     # --- storage ----------------------------------------------------------------------------------
@@ -153,9 +154,14 @@ class FlatParameter:
         """Move the shard to the device and dtype that the parameters were moved to.
 
         Raises:
-            RuntimeError: the parameters were given different dtypes, or tensors of other shapes.
+            RuntimeError: the parameters were given different dtypes, or tensors of other shapes, or were swapped.
         """
         self.wait()
+        if not all(isinstance(p, ShardedParameter) for p in self.params):
+            raise RuntimeError(
+                "sharded parameters were swapped with other tensors (torch.utils.swap_tensors, or "
+                "torch.__future__.set_swap_module_params_on_conversion): copy values into them instead"
+            )
         first = self.params[0]
         if any(p.dtype != first.dtype for p in self.params):
             dtypes = sorted({str(p.dtype) for p in self.params})
@@ -273,6 +279,11 @@ class FlatParameter:
 
     # --- single parameters ------------------------------------------------------------------------
 
+    def is_on_one_rank(self, index: int) -> bool:
+        """Whether one rank of the shard group holds all rows of parameter ``index``."""
+        placement, size = self.placements[index], self.layout.shard_numel
+        return placement.offset // size == (placement.offset + max(1, placement.rows * placement.row_numel) - 1) // size
+
     def gather_one(self, index: int) -> Tensor:
         """Parameter ``index``, unsharded, in the dtype of computation and in storage of its own."""
         if self.is_shard:
@@ -305,6 +316,7 @@ class FlatParameter:
         comm.send_recv(
             [(own, rank) for rank in others if own.numel()],
             [(parts[rank], rank) for rank in others if parts[rank].numel()],
+            label=self.names[index] if self.names else self.label,
         )
         return result
 

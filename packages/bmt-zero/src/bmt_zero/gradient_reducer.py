@@ -1,9 +1,10 @@
 """Gradients of a flat parameter: accumulation, the reduction over ranks, and the parameters' ``.grad``.
 
 [Note: parameters without a gradient]
-    Parameters that no rank used have ``grad=None``, as in PyTorch. A rank knows only what it used itself. While there
-    are parameters that no rank is known to have used, the ranks exchange at the end of a backward pass which ones they
-    used, for all parameters at once (:class:`UseAgreement`). Otherwise nothing is exchanged.
+    A backward pass gives a gradient to the parameters that some rank has used in it, and to no others, as in one
+    process. A rank knows only what it used itself. So ranks exchange at the end of a backward pass which parameters
+    they used, for all parameters at once (:class:`UseAgreement`). A rank that has used all of them needs no answer and
+    does not wait for it.
 
 [Note: frozen parameters]
     Parameters are sorted into flat parameters by ``requires_grad`` once, when they are sharded. The layout never
@@ -26,7 +27,7 @@ from bmt_comm import Communicator, Work, current_context
 
 from .flat_parameter import FlatParameter, on_stream, record_event, wait_event
 from .replica_check import check_replicas
-from .sharded_gradient import local_rows, sharded_gradient
+from .sharded_gradient import ShardedGradient, sharded_gradient
 
 
 @dataclass
@@ -65,9 +66,9 @@ class GradientReducer:
         self._accumulated: Tensor | None = None  # unreduced gradients under no_sync
         self.partial: Tensor | None = None  # summed over the shard group and not over the replicate group
         self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _accumulated began
-        self.used = [False] * len(flat.params)  # by any rank, ever
         self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
-        self.undecided: list[Tensor | None] = []  # reduced gradients of parameters that no rank is known to have used
+        self.agrees = True  # the ranks know which parameters the reduced gradients are of
+        self.undecided: list[Tensor | None] = []  # reduced gradients of parameters that this rank has not used
         self._arrived: dict[GradientReducer, Tensor] | None = None  # see :meth:`apart`
         self._gaps = flat.layout.gaps
 
@@ -85,7 +86,7 @@ class GradientReducer:
         grads = self._prepared(grads)
         if not self._has_checked and self.grad_scale != 1.0:
             self._check_replicas(grads)
-        if not all(self.used):
+        if not all(self._used_here):
             self._used_here = [u or g is not None for u, g in zip(self._used_here, grads, strict=True)]
         accumulate = self.no_sync and self.settings.keeps_unsharded
         total = self._accumulated
@@ -109,10 +110,16 @@ class GradientReducer:
         if self._accumulated is not None and not self.no_sync:
             self.reduce([None] * len(self.flat.params), needed=False)
 
+    def follow_parameters(self) -> None:
+        """Notice that the parameters were moved, by ``model.to(...)`` for example."""
+        if self.flat.was_moved():
+            self.finish()
+            self.flat.rebind_storage()
+
     def finish(self) -> None:
         """Complete a started reduction, if there is one.
 
-        After this the parameters' ``.grad`` include it, except those of [Note: parameters without a gradient], which
+        After this the parameters' ``.grad`` include it, except those of parameters that this rank has not used, which
         wait for :meth:`decide`.
         """
         reduction, self.pending = self.pending, None
@@ -135,21 +142,25 @@ class GradientReducer:
         if reduction is not None:
             reduction.finish()
         self._accumulated = self.partial = None
-        self.undecided = []
-        self._used_here = [False] * len(self.used)
+        self.drop_undecided()
 
     # --- which parameters were used ---------------------------------------------------------------
 
     def take_used_here(self) -> list[bool]:
         """Which parameters this rank has used since the last call of this."""
-        used, self._used_here = self._used_here, [False] * len(self.used)
+        used, self._used_here, self.agrees = self._used_here, [False] * len(self.flat.params), True
         return used
+
+    def drop_undecided(self) -> None:
+        """Drop the gradients that wait for :meth:`decide`: what computed them has failed."""
+        self.undecided = []
+        self.take_used_here()
 
     def decide(self, used: Sequence[bool]) -> None:
         """Give parameters that some rank has used their gradients."""
-        self.used = [a or b for a, b in zip(self.used, used, strict=True)]
         undecided, self.undecided = self.undecided, []
-        self._add([grad if used_now else None for grad, used_now in zip(undecided, self.used, strict=True)])
+        if undecided:
+            self._add([grad if used_now else None for grad, used_now in zip(undecided, used, strict=True)])
 
     # --- the parameters' gradients ----------------------------------------------------------------
 
@@ -159,15 +170,16 @@ class GradientReducer:
             before = self._arrived.get(self)
             self._arrived[self] = reduced if before is None else before.add_(reduced)
             return
-        views = self.flat.local_views(reduced)
+        self._grads_then, self.agrees = [], False
+        views, used_here = self.flat.local_views(reduced), self._used_here
         rows: Sequence[Tensor | None] = views
-        if not all(self.used):
+        if not all(used_here):
             undecided = self.undecided or [None] * len(views)
             self.undecided = [
                 None if used or not param.requires_grad else view if before is None else before + view
-                for param, view, before, used in zip(self.flat.params, views, undecided, self.used, strict=True)
+                for param, view, before, used in zip(self.flat.params, views, undecided, used_here, strict=True)
             ]
-            rows = [view if used else None for view, used in zip(views, self.used, strict=True)]
+            rows = [view if used else None for view, used in zip(views, used_here, strict=True)]
         self._add(rows)
 
     def _add(self, rows: Sequence[Tensor | None]) -> None:
@@ -212,26 +224,37 @@ class GradientReducer:
     # --- accumulation -----------------------------------------------------------------------------
 
     def _watch_gradients(self) -> None:
-        """Let there be gradients, so that zeroing them is noticed while others wait to be reduced."""
+        """Let the parameters used have gradients, so that zeroing them is noticed while others wait to be reduced."""
         if self._arrived is not None:
             return
         params = self.flat.params
         if all(p.grad is None for p in params):
             zeros = self.flat.local_views(torch.zeros_like(self.flat.shard))
-            for param, view in zip(params, zeros, strict=True):
-                if param.requires_grad:
+            for param, view, used in zip(params, zeros, self._used_here, strict=True):
+                if used and param.requires_grad:
                     param.grad = sharded_gradient(view, param)
         self._grads_then = [(p.grad, p.grad._version) for p in params if p.grad is not None]
+        for grad, _ in self._grads_then:
+            if isinstance(grad, ShardedGradient):
+                grad.is_zeroed = False
 
     def _forget_zeroed(self) -> None:
-        """If gradients were zeroed since, drop those that wait to be reduced."""
-        if self._arrived is not None or (self._accumulated is None and self.partial is None):
+        """If gradients were zeroed since, drop those that wait to be reduced.
+
+        Zeros take their place: a rank that has used nothing, and has no gradients to notice it by, goes on to reduce.
+        """
+        if self._arrived is not None or not self._grads_then:
             return
         present = {id(p.grad) for p in self.flat.params if p.grad is not None}
-        gone = not any(id(grad) in present for grad, _ in self._grads_then)
-        written = any(grad._version != version for grad, version in self._grads_then)
-        if gone or (written and not any(bool(local_rows(grad).any()) for grad, _ in self._grads_then)):
-            self._accumulated = self.partial = None
+        if not any(id(grad) in present for grad, _ in self._grads_then) or all(
+            # Whether rows are zero may differ from rank to rank.
+            grad.is_zeroed if isinstance(grad, ShardedGradient) else grad._version != version and not grad.any()
+            for grad, version in self._grads_then
+        ):
+            if self._accumulated is not None:
+                self._accumulated.zero_()
+            self.partial = None
+            self._grads_then, self._used_here = [], [False] * len(self.flat.params)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -371,7 +394,7 @@ class UseAgreement:
 
     def note(self, reducer: GradientReducer) -> None:
         """``reducer`` may have added a reduced gradient."""
-        if reducer.undecided:
+        if not reducer.agrees:
             self._waiting[reducer] = None
 
     def settle(self, reducers: Iterable[GradientReducer] | None = None) -> None:
@@ -384,18 +407,20 @@ class UseAgreement:
             by_ranks.setdefault(reducer.flat.comms, []).append(reducer)
         for comms, members in by_ranks.items():
             flags = [flag for reducer in members for flag in reducer.take_used_here()]
-            used = torch.tensor(flags, dtype=torch.uint8, device=members[0].flat.shard.device)
-            for comm in comms:
-                comm.all_reduce(used, "max", label="the parameters that ranks have used")
-            answers = iter(used.tolist())
-            for reducer in members:
+            waits = any(reducer.undecided for reducer in members)
+            if comms:
+                used = torch.tensor(flags, dtype=torch.uint8, device=members[0].flat.shard.device)
+                for comm in comms:
+                    comm.all_reduce(used, "max", label="the parameters that ranks have used")
+                flags = used.tolist() if waits else flags  # otherwise the host does not wait for the device
+            answers = iter(flags)
+            for reducer in members if waits else ():
                 reducer.decide([bool(next(answers)) for _ in reducer.flat.params])
 
     def drop(self) -> None:
         """Drop the gradients that wait: what computed them has failed."""
         for reducer in self._waiting:
-            reducer.undecided = []
-            reducer.take_used_here()
+            reducer.drop_undecided()
         self._waiting.clear()
 
     def forget(self, reducers: Iterable[GradientReducer]) -> None:

@@ -204,6 +204,8 @@ class ForwardHooks:
             return None
         if self.seen != registrations.count:
             self._look()
+        if group.unfilled:
+            group.check_values()
         with torch._C.DisableTorchFunctionSubclass():
             following: Sequence[ForwardHooks] = ()
             if current_backward() is None:

@@ -64,6 +64,11 @@ class GroupHandle:
         self.saved: TensorWeakRef | None = None
         self._cached: tuple[int, TensorWeakRef] | None = None
 
+    @property
+    def is_on_one_rank(self) -> bool:
+        """Whether one rank holds all rows."""
+        return self.flat.is_on_one_rank(self.index)
+
     @not_compiled
     def gather(self, stored: bool = False) -> Tensor:
         """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably.
@@ -176,6 +181,7 @@ class ParameterGroup:
 
     Attributes:
         label: stands for the name and what is frozen, where ranks compare the order of what they unshard.
+        comms, gathering_comms: of several ranks that reduce the gradients; those of them that unshard the parameters.
         in_backward: the calls (``hooks.Call``) in backward, which need the parameters.
         trains: which parameters are trained, as last seen in forward.
         replaced: how many parameters modules have replacements for; see :func:`replaced_parameters`.
@@ -183,6 +189,7 @@ class ParameterGroup:
         unsharded_by_script: whether modules see unsharded parameters until they are resharded; see :meth:`show`.
         reshard_after_backward: whether parameters are resharded after backward.
         mesh: of the ranks that share the parameters.
+        unfilled: parameters that were built on the meta device and not seen with values yet.
         waits: whether reductions wait for gradients that come later; None: not known yet.
     """
 
@@ -205,6 +212,7 @@ class ParameterGroup:
         self.flats = [reducer.flat for reducer in self.reducers]
         self.step: StepContext = step_context(context)
         self.comms = list(dict.fromkeys(comm for flat in self.flats for comm in flat.comms))
+        self.gathering_comms = [comm for comm in self.comms if any(comm is flat.shard_comm for flat in self.flats)]
         self.anchor = torch.zeros((), requires_grad=True)
         # This node runs only in backward passes that accumulate gradients of all leaves.
         with torch.enable_grad():
@@ -223,6 +231,7 @@ class ParameterGroup:
         self._installed = False
         self._recurrent = list({s.module: None for s in self.slots if isinstance(s.module, nn.RNNBase)})
         self.params: list[ShardedParameter] = []
+        self.unfilled: list[ShardedParameter] = []
         self._parts: list[tuple[GradientReducer, slice]] = []  # reducers, and which of ``params`` are theirs
         for reducer in self.reducers:
             start = len(self.params)
@@ -230,6 +239,8 @@ class ParameterGroup:
             self._parts.append((reducer, slice(start, len(self.params))))
             for index, param in enumerate(reducer.flat.params):
                 param.handle = GroupHandle(self, reducer, index)
+                if param.is_unfilled:
+                    self.unfilled.append(param)
 
     def views(self) -> list[Tensor]:
         """The unsharded parameters, as new tensors, in the order of ``params``."""
@@ -284,19 +295,29 @@ class ParameterGroup:
 
     def look(self, reducers: Sequence[GradientReducer]) -> None:
         """Notice a new name, parameters that were frozen or unfrozen, and those of ``reducers`` that were moved."""
+        for reducer in reducers:
+            reducer.follow_parameters()
         trains = [p.requires_grad for p in self.params]
         if trains != self.trains or self.name != self._labelled_name:
             frozen = [slot.path for slot in self.slots if not trains[slot.index]]
             text = f"{self.name}, {f'frozen: {frozen}' if frozen else 'all parameters trained'}"
             self.trains, self._labelled_name, self.waits = trains, self.name, None
             self.label = self.step.sequences.label(text)
+            paths = {id(self.params[slot.index]): slot.path for slot in self.slots}
             for flat in self.flats:
                 flat.label = self.name
+                flat.names = [f"{paths.get(id(param), 'a parameter')} of {self.name}" for param in flat.params]
             self.places = f"the forward of {self.name}", f"the backward of {self.name}"
-        for reducer in reducers:
-            if reducer.flat.was_moved():
-                reducer.finish()
-                reducer.flat.rebind_storage()
+
+    def check_values(self) -> None:
+        """Raise if nothing has filled parameters that were built on the meta device."""
+        self.unfilled = [param for param in self.unfilled if param.is_unfilled]
+        if self.unfilled:
+            paths = [slot.path for slot in self.slots if any(self.params[slot.index] is p for p in self.unfilled)]
+            raise RuntimeError(
+                f"parameters of {self.name} were built on the meta device and nothing has filled them: {paths[:5]}; "
+                f"call init_parameters(model), load a state dict or a checkpoint, or write into them"
+            )
 
     def reshard(self) -> None:
         """Reshard, unless a call in backward needs the parameters."""
@@ -509,6 +530,7 @@ def _added(grads: Sequence[Tensor | None], late: Mapping[int, Tensor]) -> list[T
 def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientReducer:
     """A copy with parameters of its own; without gradients, as copies of parameters are."""
     reducer.finish()
+    reducer.follow_parameters()
     flat = reducer.flat
     twins = []
     for param in flat.params:

@@ -21,9 +21,15 @@ _NORMS = ("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm")
 
 
 class ShardedGradient(Tensor):
-    """This rank's rows of a gradient that other ranks have other rows of; ``bmt_slice`` says which."""
+    """This rank's rows of a gradient that other ranks have other rows of.
+
+    Attributes:
+        bmt_slice: which rows.
+        is_zeroed: whether setting it to zero was the last that was written into it.
+    """
 
     bmt_slice: Slice
+    is_zeroed = False
 
     def to_local(self) -> Tensor:
         """This rank's rows, as a plain tensor on the same memory."""
@@ -46,6 +52,10 @@ class ShardedGradient(Tensor):
             result = func(*args, **kwargs)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
                 _reduce(args[1], _comms(args[0]), "max")
+            if name.endswith("_") and not name.endswith("__"):
+                for grad in args[0] if name.startswith("_foreach") else args[:1]:
+                    if isinstance(grad, ShardedGradient):
+                        grad.is_zeroed = name in ("zero_", "_foreach_zero_")
             return result
 
 

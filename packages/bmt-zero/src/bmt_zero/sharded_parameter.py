@@ -11,6 +11,12 @@
     Without gradients, arithmetic with tensors of the shape of this rank's rows acts on rows, because optimizers combine
     parameters with gradients and states; so do copies (``clone``, ``float``). What autograd records always means the
     logical parameter: a penalty on weights in the loss has the value and the gradient that it has for the plain model.
+
+    If one rank holds all rows of a parameter (of most biases), a tensor of that shape may be meant either way there,
+    and not on the other ranks. Outside of optimizers' steps such arithmetic without gradients is refused on all ranks.
+
+    Products (``linear``, ``matmul``) with a parameter that tensor-parallel ranks hold different shards of act on this
+    rank's shard, as tensor-parallel layers do. Everything else means the logical parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bmt_comm import Slice, join_pieces, select_rows
+from bmt_comm import Slice, cut_piece, join_pieces, select_rows
+
+from .sharded_gradient import ShardedGradient
 
 
 class ShardedParameter(nn.Parameter):
@@ -68,20 +76,22 @@ class ShardedParameter(nn.Parameter):
         """The ranks that share the parameter (a ``DeviceMesh``): those of :func:`fully_shard`, or the context's."""
         return self.handle.group.mesh
 
+    @property
+    def is_unfilled(self) -> bool:
+        """Whether it was built on the meta device and nothing was written into it since."""
+        return self.awaits_values and self._version == 0
+
     def to_local(self) -> Tensor:
         """This rank's rows, as a plain tensor on the same memory; not differentiable."""
         return self.detach()
 
     def full_tensor(self) -> Tensor:
-        """The logical parameter, in the dtype that it is stored in. Every rank that holds a part of it must call this.
+        """The logical parameter, in the dtype that it is stored in; differentiable.
 
-        Differentiable, except where tensor-parallel ranks hold different shards.
+        Every rank that holds a part of it must call this.
         """
-        tp_comm = self.bmt_slice.tp_comm
-        if tp_comm is not None and tp_comm.size > 1:
-            return self.gather_all()
         unsharded: Tensor = self.handle.gather(stored=True)
-        return unsharded
+        return _joined(unsharded, self.bmt_slice)
 
     def gather(self) -> Tensor:  # type: ignore[override]
         """The unsharded parameter (under ``tp_mode`` this tensor-parallel rank's shard of it), differentiably.
@@ -134,39 +144,64 @@ class ShardedParameter(nn.Parameter):
                 if isinstance(target, ShardedParameter) and target.handle.group.comms:
                     return _filled(target, func, args, kwargs)
             elif name == "view_as":
-                if isinstance(args[1], ShardedParameter) and is_row_sharded(args[1]):
+                if isinstance(args[1], ShardedParameter) and args[1].bmt_slice.comms:
                     return _rows_of_vector(*args)
                 if isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
                     _check_initializer(args[0])
-            if name in _LOCAL or not _means_logical(name, args):
+            if name == "__get__" and func.__self__.__name__ in _TRANSPOSED:
+                if not _is_readable_transposed(args[0], func.__self__.__name__):
+                    return func(*args, **kwargs)
+            elif name in _LOCAL or not _means_logical(name, args):
                 return func(*args, **kwargs)
-            args, kwargs = tree_map_only(ShardedParameter, _logical, (args, kwargs))
+            logical = _shard_or_logical if name in _PRODUCTS else _logical
+            args, kwargs = tree_map_only(ShardedParameter, logical, (args, kwargs))
         return func(*args, **kwargs)
 
 
+class _Join(torch.autograd.Function):
+    """This tensor-parallel rank's shard → the logical tensor, of which all ranks compute the same."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, where: Slice) -> Tensor:
+        ctx.where = where
+        return join_pieces(shard, where)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return cut_piece(grad, ctx.where), None
+
+
+def _joined(shard: Tensor, where: Slice) -> Tensor:
+    if where.tp_comm is None or where.tp_comm.size == 1:
+        return shard
+    joined: Tensor = _Join.apply(shard, where)
+    return joined
+
+
 def _filled(param: ShardedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedParameter:
-    """A random function fills the logical parameter (under ``tp_mode`` this tensor-parallel rank's shard of it)."""
-    if param.bmt_slice.comms:
+    """A random function fills the logical parameter."""
+    where = param.bmt_slice
+    if where.comms:
         _check_initializer(param)
-    values = torch.empty(param.bmt_slice.piece_shape, dtype=param.dtype, device=param.device)
+    values = torch.empty(where.shape, dtype=param.dtype, device=param.device)
     with torch.no_grad():
         if args:
             func(values, *args[1:], **kwargs)
         else:
             func(**{**kwargs, "tensor": values})
-        param.handle.fill(values)
+        param.handle.fill(cut_piece(values, where).contiguous())
     return param
 
 
 def _rows_of_vector(values: Tensor, param: ShardedParameter) -> Tensor:
     """This rank's rows of a parameter from all of its values, for ``torch.nn.utils.vector_to_parameters``."""
     where = param.bmt_slice
-    if values.numel() != math.prod(where.piece_shape) or where.tp_dim is not None:
+    if values.numel() != math.prod(where.shape):
         raise RuntimeError(
             f"view_as of {values.numel()} values and a sharded parameter of shape {where.shape}: this rank holds other "
             f"values than other ranks; set the parameters of a model with load_state_dict"
         )
-    return select_rows(values, where).clone()
+    return select_rows(cut_piece(values.view(where.shape), where), where).clone()
 
 
 def _check_initializer(param: ShardedParameter) -> None:
@@ -188,11 +223,42 @@ def is_row_sharded(param: ShardedParameter) -> bool:
     return param.bmt_slice.row_comm is not None
 
 
-def _logical(param: ShardedParameter) -> Tensor:
+def _shard_or_logical(param: ShardedParameter) -> Tensor:
+    """The logical parameter, or this tensor-parallel rank's shard of it."""
     # A rank with all rows still needs the group for the gradient, which is reduced over the replicas.
     if is_row_sharded(param) or (torch.is_grad_enabled() and param.requires_grad):
         return param.gather()
     return param.detach()
+
+
+def _logical(param: ShardedParameter) -> Tensor:
+    return _joined(_shard_or_logical(param), param.bmt_slice)
+
+
+def _is_readable_transposed(param: ShardedParameter, name: str) -> bool:
+    """Whether ``param.T`` is that of the logical parameter; otherwise, of this rank's rows, which are all.
+
+    Raises:
+        AttributeError: it would be that of the logical parameter where nothing computes. Reading does not communicate.
+    """
+    if not is_row_sharded(param) and not (torch.is_grad_enabled() and param.requires_grad):
+        return False
+    if not param.handle.group.step.calls:
+        raise AttributeError(
+            f"{name} of a sharded parameter of shape {param.bmt_slice.shape} outside of a module's forward: use t() or "
+            f"transpose(), in which all ranks must take part, or that of full_tensor()"
+        )
+    return True
+
+
+def _in_optimizer_step() -> bool:
+    """Whether a step of a ``torch.optim.Optimizer`` is among the callers."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.optim.optimizer":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _names(text: str) -> frozenset[str]:
@@ -206,6 +272,17 @@ _RANDOM = _names(
 
 # Functions of torch.nn.init whose values depend on all dimensions of a matrix, or that leave out a rank without rows.
 _INITIALIZERS_OF_MATRICES = _names("kaiming_normal_ orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
+
+# Attributes that are views of another shape.
+_TRANSPOSED = _names("T mT H mH")
+
+# What tensor-parallel layers do with this rank's shard.
+_PRODUCTS = _names(
+    """
+    __get__ __matmul__ __rmatmul__ addbmm addmm addmv baddbmm bilinear bmm conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d einsum embedding embedding_bag linear matmul mm mv t tensordot transpose
+    """
+)
 
 # Operations on this rank's rows, beside in-place methods and torch's internal functions.
 _LOCAL = _names(
@@ -246,6 +323,13 @@ _LOGICAL_WITHOUT_GRADIENTS = _names(
 )
 
 
+def _may_mean_either(param: ShardedParameter, other: Tensor) -> bool:
+    """Whether the shape does not tell on every rank if ``other`` is logical or this rank's rows."""
+    if isinstance(other, ShardedGradient) or not is_row_sharded(param):
+        return False
+    return other.shape in (param.shape, param.bmt_slice.piece_shape) and param.handle.is_on_one_rank
+
+
 def _means_logical(name: str, args: tuple[Any, ...]) -> bool:
     """Whether the operation of this name, which is not in ``_LOCAL``, computes with the logical parameter."""
     if name == "__setitem__" and isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
@@ -267,6 +351,15 @@ def _means_logical(name: str, args: tuple[Any, ...]) -> bool:
     # An optimizer combines tensors of the shape of this rank's rows; a module computes with other shapes.
     others = [x for x in leaves if x.dim() and not isinstance(x, ShardedParameter)]
     shapes = {p.shape for p in params}
+    for param in params:
+        if any(_may_mean_either(param, x) for x in others):
+            if recorded and name not in _COMPARISONS:
+                return True
+            if not _in_optimizer_step():
+                raise RuntimeError(
+                    f"{name} of a sharded parameter of shape {param.bmt_slice.shape}, which one rank holds, with a "
+                    f"tensor that may be logical or one rank's rows: say full_tensor() or to_local()"
+                )
     if not all(x.shape in shapes for x in others):
         return True
     if others or len(params) > 1:
