@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bmt_comm import ParallelContext, check_agreement, current_context, note_place
 
 from .checkpoints.headers import DTYPES
-from .checkpoints.pretrained import KeyMap, WeightLoader, open_source
+from .checkpoints.pretrained import KeyMap, WeightLoader, give_memory, open_source
 from .checkpoints.reader import read_tensor
 from .checkpoints.regions import flat_bytes
 from .checkpoints.weight_files import Placeholder, WeightFile, weight_file, write_weights
@@ -140,8 +140,10 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     checksums of a file of ``torch.save``, are checked before anything is changed.
 
     From a directory (a checkpoint of a :class:`~bmt_zero.Checkpointer`, or what Hugging Face's ``save_pretrained``
-    writes), and with a ``key_map``, each rank reads what it holds; all ranks must see the files. Parameters and buffers
-    of plain modules may then be on the meta device, and names of tied weights may be missing but for one.
+    writes), and with a ``key_map``, each rank reads what it holds; all ranks must see the files. Names of tied weights
+    may then be missing but for one.
+
+    Parameters and buffers on the meta device get memory, but for those that the file does not have.
 
     Args:
         model: any module, sharded or not.
@@ -153,7 +155,10 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     Raises:
         FileNotFoundError: on every rank.
         ValueError: on every rank: the file is damaged, holds other things than tensors and plain values, or
-            has missing or surplus (under ``strict``) or misshapen entries. The model is then unchanged.
+            has missing or surplus (under ``strict``) or misshapen entries; a parameter of FSDP2's is on the meta
+            device. The model is then unchanged. Or a number is too large for the model's dtype, or a file that has
+            checksums per piece (a checkpoint of a ``Checkpointer``) is damaged where it is read: the model may then be
+            loaded in part.
         RuntimeError: ranks have different models.
     """
     context = current_context()
@@ -166,7 +171,7 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     check_agreement(context.world, "load", _facts(model, has_code))
     reading = _Reading(path, context)
     try:
-        _fill(model, reading, strict, has_code)
+        _fill(model, reading, strict, has_code, context.device)
     finally:
         reading.close()
 
@@ -215,11 +220,12 @@ class _Reading:
             self._source.close()
 
 
-def _fill(model: nn.Module, reading: _Reading, strict: bool, has_code: bool) -> None:
+def _fill(model: nn.Module, reading: _Reading, strict: bool, has_code: bool, device: torch.device) -> None:
     path, facts, receive = reading.path, reading.facts, reading.receive
     if has_code:
         state = {fact[0]: receive(*fact) for fact in facts}
         reading.check()
+        give_memory(model, device)
         load_state_dict(model, state, strict)
         return
     entries = local_entries(model)
@@ -228,16 +234,16 @@ def _fill(model: nn.Module, reading: _Reading, strict: bool, has_code: bool) -> 
         mine = dtype_of(entries.get(name))
         if mine is not None and not _converts(dtype, mine) and not is_extra_state(name):
             raise ValueError(f"{path}: {name!r} has dtype {dtype}, the model's has {mine}; nothing was loaded")
+    targets = {name: e.value if isinstance(e, StageEntry) else e for name, e in entries.items()}  # None elsewhere
+    made = give_memory(model, device, [targets[name] for name, _, _ in facts if name in targets])
     extra_state: dict[str, Any] = {}
     for name, shape, dtype in facts:
         if name not in entries:
             continue
         value = receive(name, shape, dtype)
-        target = entries[name]
-        if dtype is not None and _becomes_infinite(value, dtype_of(target)):
-            raise ValueError(f"{path}: {name!r} has numbers of {dtype} that are infinite in {dtype_of(target)}")
-        if isinstance(target, StageEntry):
-            target = target.value  # None on other stages
+        if dtype is not None and _becomes_infinite(value, dtype_of(entries[name])):
+            raise ValueError(f"{path}: {name!r} has numbers of {dtype} that are infinite in {dtype_of(entries[name])}")
+        target = made.get(id(targets[name]), targets[name])
         if is_extra_state(name):
             extra_state[name] = value
         elif isinstance(target, ShardedParameter):
@@ -273,7 +279,7 @@ def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, con
         together(lambda: loaders[0].check(elsewhere, strict))
         if any(has_code for _, has_code in everyone):
             state: dict[str, Tensor] = {}
-            together(lambda: state.update(loaders[0].read_whole()))
+            together(lambda: state.update(loaders[0].read_whole(context.device)))
             load_state_dict(model, state, strict)
         else:
             together(lambda: loaders[0].read(context.device))

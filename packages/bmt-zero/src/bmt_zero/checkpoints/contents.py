@@ -61,6 +61,20 @@ def contents_of_model(model: nn.Module) -> list[Content]:
     return found
 
 
+def require_memory(contents: Iterable[Content]) -> None:
+    """Raise ValueError if values would be written to the meta device, which does not keep them."""
+    for content in contents:
+        if content.tensor.is_meta:
+            raise without_memory(content.entry.name)
+
+
+def without_memory(name: str) -> ValueError:
+    return ValueError(
+        f"{name!r} is on the meta device and has no memory; call model.to_empty(device=...) before loading. Nothing "
+        "was loaded"
+    )
+
+
 def mark_loaded(contents: Iterable[Content]) -> None:
     """Parameters have got their values."""
     for content in contents:

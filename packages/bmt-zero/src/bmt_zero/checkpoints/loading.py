@@ -12,7 +12,7 @@ from torch import Tensor
 from bmt_zero.state import load_state_dict
 
 from . import trainer_state
-from .contents import Content, extra_states, has_own_code, mark_loaded, set_extra_states
+from .contents import Content, extra_states, has_own_code, mark_loaded, require_memory, set_extra_states
 from .headers import DamagedError, parse_json
 from .job import EXTRA_STATE
 from .manifest import read_manifest, read_small_file
@@ -66,6 +66,8 @@ class Loading:
             problems += check_fit(theirs, mine, f"the checkpoint's {section}", exact=section == "optimizer")
         if problems:
             raise ValueError(f"{self._path} does not fit; nothing was loaded: " + "; ".join(problems))
+        for contents in self._contents.values():
+            require_memory(contents)
         what = str(self._path / trainer_state.FILE)
         given = self._given
         self._settings: trainer_state.OptimizerSettings | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bmt_zero.sharded_parameter import ShardedParameter
 
-from .contents import Content, contents_of_model, distinct_tensors, has_own_code, mark_loaded
+from .contents import Content, contents_of_model, distinct_tensors, has_own_code, mark_loaded, without_memory
 from .headers import DamagedError, Entry
 from .manifest import NAME, read_manifest
 from .pt_files import PtSource
@@ -98,9 +98,11 @@ class WeightLoader:
         """Whether the model's own code loads it, on this rank."""
         return has_own_code(self._model)
 
-    def read_whole(self) -> dict[str, Tensor]:
-        """All of it, for such a model: a state dict."""
-        return read_whole(self._source)
+    def read_whole(self, device: torch.device) -> dict[str, Tensor]:
+        """All of it, for such a model: a state dict. What is on the meta device gets memory on ``device``."""
+        found = read_whole(self._source)
+        give_memory(self._model, device)
+        return found
 
     def check(self, elsewhere: set[str], strict: bool) -> None:
         """Raise ValueError unless the source fits.
@@ -125,7 +127,7 @@ class WeightLoader:
     def read(self, device: torch.device) -> None:
         """Fill the model. What is on the meta device gets memory on ``device``."""
         if any(content.tensor.is_meta for content in self._wanted):
-            give_memory(self._model, device)
+            give_memory(self._model, device, [content.owner for content in self._wanted])
             names = {content.entry.name for content in self._wanted}
             self._wanted = [content for content in contents_of_model(self._model) if content.entry.name in names]
         fill(self._wanted, self._source)
@@ -135,19 +137,39 @@ class WeightLoader:
         self._opened.close()
 
 
-def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Put tensors with memory in the places of parameters and saved buffers on the meta device; tied ones stay tied."""
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        for places in (module._parameters, module._buffers):
-            for name, tensor in places.items():
+def give_memory(model: nn.Module, device: torch.device, wanted: Iterable[Any] | None = None) -> dict[int, Tensor]:
+    """Put tensors with memory in the places of parameters and saved buffers on the meta device; tied ones stay tied.
+
+    Args:
+        wanted: those that will be filled; ``None``: all that a state dict has.
+
+    Returns:
+        what they have become, by the identity of what they were.
+
+    Raises:
+        ValueError: the device of one is for somebody else to change; nothing was changed.
+    """
+    ids = None if wanted is None else {id(each) for each in wanted}
+    found: list[tuple[dict[str, Any], str, Tensor]] = []
+    for path, module in model.named_modules():
+        saved = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for places, tensors in ((module._parameters, module._parameters.items()), (module._buffers, saved.items())):
+            for name, tensor in tensors:
                 if tensor is None or not tensor.is_meta or isinstance(tensor, ShardedParameter):
                     continue
-                if id(tensor) not in made:
-                    memory = torch.empty_like(tensor.detach(), device=device)
-                    is_param = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_param else memory
-                places[name] = made[id(tensor)]  # type: ignore[assignment]
+                if ids is not None and id(tensor) not in ids:
+                    continue
+                if hasattr(tensor, "placements"):  # its group has more references to it
+                    raise without_memory(f"{path}.{name}" if path else name)
+                found.append((places, name, tensor))
+    made: dict[int, Tensor] = {}
+    for places, name, tensor in found:
+        if id(tensor) not in made:
+            memory = torch.empty_like(tensor.detach(), device=device)
+            is_param = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_param else memory
+        places[name] = made[id(tensor)]
+    return made
 
 
 __all__ = ["DamagedError", "KeyMap", "WeightLoader", "open_source"]
