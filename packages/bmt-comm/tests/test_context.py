@@ -152,7 +152,7 @@ def test_twice_is_an_error_and_again_after_shutdown_works(device_type):
     assert not bmt_comm.is_initialized()
     second = init_distributed(device=device_type, tp_size=2, num_micro_batches=3, zero_level=2)
     assert second is not first
-    assert (second.tp.size, second.num_micro_batches, second.zero_level, second.seed) == (2, 3, 2, 0)
+    assert (second.tp.size, second.num_micro_batches, second.zero_level) == (2, 3, 2)
     second.synchronize()
 
 
@@ -295,14 +295,12 @@ def test_the_seed_reaches_the_generators_unless_it_is_none_and_nothing_else_chan
     torch.manual_seed(rank)
     numpy.random.seed(rank)
     before = state()
-    ctx = init_distributed(device=device_type, seed=None)
-    assert ctx.seed == 0
+    init_distributed(device=device_type, seed=None)
     assert state() == before
     shutdown()
     for arguments in ({}, {"seed": 5}):
-        ctx = init_distributed(device=device_type, **arguments)
+        init_distributed(device=device_type, **arguments)
         seed = arguments.get("seed", 0)
-        assert ctx.seed == seed
         drawn = (random.random(), torch.rand(1).item(), numpy.random.rand())
         random.seed(seed)
         torch.manual_seed(seed)

@@ -127,3 +127,21 @@ def test_other_arguments_out_of_range():
         NoDecay(sgd(), S, W, E).step(-1)
     with pytest.raises(TypeError):
         WarmupLRScheduler(sgd(), S, W, E)
+
+
+@pytest.mark.parametrize("kind", [NoDecay, Noam, Exponential])
+def test_a_decay_without_an_end_takes_none(kind):
+    with_end, without = (kind(sgd(), 0.5, 3, end) for end in (100, None))
+    for _ in range(10):
+        with_end.step()
+        without.step()
+        assert without.current_lr == with_end.current_lr
+    other = kind(sgd(), 0.1, 1, 7)
+    other.load_state_dict(without.state_dict())
+    assert (other.end_iter, other.current_lr) == (None, without.current_lr)
+
+
+@pytest.mark.parametrize("kind", [Linear, Cosine])
+def test_a_decay_with_an_end_refuses_none(kind):
+    with pytest.raises(ValueError, match="end_iter=None is not a number of iterations"):
+        kind(sgd(), 0.5, 3, None)

@@ -92,3 +92,23 @@ def test_a_loss_cannot_use_what_was_recorded(ctx: Any) -> None:
         RuntimeError, match=r"a loss uses a tensor that was recorded inside of a pipeline.*return_hidden"
     ):
         inspector.get_tensor("middle", "layer").sum().backward()
+
+
+@pytest.mark.ranks(2, 4, pipe_size=2, num_micro_batches=2)
+def test_stages_number_their_tensors_together(ctx: Any) -> None:
+    layers = PipelineTransformerBlockList([Block(Layer()) for _ in range(3)])
+    with inspect_tensor() as inspector:
+        layers(torch.randn(2, 1, WIDTH)).sum().backward()
+    if ctx.rank == 0:
+        assert inspector.summary  # no rank waits for another
+    own = [0, 1] if ctx.pipe_rank == 0 else [2]
+    middles = [item for item in inspector.summary if item["name"] == "middle"]
+    assert [(item["index"], item["summary_name"]) for item in middles] == [(i, f"layer.{i}.middle") for i in own]
+    everyone = [item["name"] for item in inspector.get_summary()]
+    assert everyone == [name for i in range(3) for name in (f"{i}.input", f"layer.{i}.middle")]
+    for index in range(3):
+        found = inspector.get_tensor("middle", "layer", index)
+        assert (found is not None) == (index in own)
+        assert found is None or found.shape == (2 * 2, 1, WIDTH)
+    assert inspector.get_tensor("middle", "layer") is not None
+    assert [item["name"] for item in inspector._summary] == ["input", "middle"] * (2 * len(own))

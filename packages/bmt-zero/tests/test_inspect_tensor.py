@@ -89,6 +89,10 @@ def test_statistics_are_those_of_the_whole_batch(ctx: Any, checkpoint: bool, lev
     assert inspector.get_tensor("middle", "layer", 2) is inspector.summary[5]["tensor"]
     assert inspector.get_tensor("input") is inspector.summary[0]["tensor"]
     assert inspector.get_tensor("middle") is None
+    assert [(item["name"], item["group"]) for item in inspector._summary] == [
+        (item["name"], item["group"]) for item in inspector.summary
+    ]
+    assert all(mine["tensor"] is item["tensor"] for mine, item in zip(inspector._summary, inspector.summary))
     with inspect_tensor() as later:
         pass
     assert later.get_summary() == []

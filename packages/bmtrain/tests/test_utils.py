@@ -61,3 +61,14 @@ def test_pieces_join_to_the_tensor(ctx):
         tp_split_tensor(x, 2)
     with pytest.raises(ValueError, match="split_dim=3 is not a dimension"):
         tp_split_tensor(x, 3)
+
+
+def test_storage_classes_of_the_gpu():
+    from bmtrain.block_layer import round_up, storage_type_cuda
+
+    assert round_up(5, 4) == 8
+    for storage in (torch.HalfStorage, torch.cuda.HalfStorage):
+        assert storage_type_cuda(storage) is torch.cuda.HalfStorage
+    for other in (int, torch.ComplexFloatStorage, torch.UntypedStorage):
+        with pytest.raises(ValueError, match="is no storage class"):
+            storage_type_cuda(other)

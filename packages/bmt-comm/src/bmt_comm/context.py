@@ -72,7 +72,6 @@ class ParallelContext(TopologyNames):
     data_size: int
     tp_size: int
     num_micro_batches: int
-    seed: int
     zero_level: int
     world: Communicator
     zero: Communicator
@@ -245,7 +244,6 @@ def init_distributed(
             local_rank=local_rank,
             local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size if launched else 1))),
             num_micro_batches=num_micro_batches or pipe_size,
-            seed=0 if seed is None else seed,
             zero_level=zero_level,
             owns_process_group=not adopt,
             timeout=timeout,
@@ -346,7 +344,6 @@ def _lay_out(
     local_rank: int,
     local_size: int,
     num_micro_batches: int,
-    seed: int,
     zero_level: int,
     owns_process_group: bool,
     timeout: datetime.timedelta,
@@ -381,7 +378,6 @@ def _lay_out(
         data_size=data_size,
         tp_size=tp_size,
         num_micro_batches=num_micro_batches,
-        seed=seed,
         zero_level=zero_level,
         world=world,
         zero=zero,

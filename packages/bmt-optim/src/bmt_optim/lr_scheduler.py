@@ -33,13 +33,15 @@ class WarmupLRScheduler(ABC):
         optimizer: every one of its parameter groups gets the rate.
         start_lr: the peak rate, at the end of the warm-up.
         warmup_iter: iterations of warm-up; 0 for none.
-        end_iter: the iteration at which the decay has ended, for those that end.
+        end_iter: the iteration at which the decay has ended, for those that end (Linear and Cosine); others take None.
         num_iter: the iteration to begin at.
 
     Raises:
-        ValueError: an argument is negative or not finite (``end_iter`` may be anything but NaN).
+        ValueError: an argument is negative or not finite (``end_iter`` may be anything but NaN); ``end_iter`` is None
+            though the decay has an end.
     """
 
+    _ENDS = False  # whether the decay depends on end_iter
     _STATE: tuple[str, ...] = ("start_lr", "warmup_iter", "end_iter", "num_iter")
 
     def __init__(
@@ -47,12 +49,12 @@ class WarmupLRScheduler(ABC):
         optimizer: torch.optim.Optimizer,
         start_lr: float,
         warmup_iter: float,
-        end_iter: float,
+        end_iter: float | None,
         num_iter: int = 0,
     ) -> None:
         for name, value in (("start_lr", start_lr), ("warmup_iter", warmup_iter), ("num_iter", num_iter)):
             _check_not_negative(name, value)
-        if math.isnan(end_iter):
+        if (end_iter is None and self._ENDS) or (end_iter is not None and math.isnan(end_iter)):
             raise ValueError(f"end_iter={end_iter!r} is not a number of iterations")
         self.optimizer = optimizer
         self.start_lr = start_lr
@@ -137,6 +139,9 @@ class Noam(WarmupLRScheduler):
 class Linear(WarmupLRScheduler):
     """Falls in a straight line to 0 at ``end_iter``, and stays there."""
 
+    _ENDS = True
+    end_iter: float
+
     def get_lr_decay(self, num_iter: float) -> float:
         if num_iter >= self.end_iter:
             return 0.0
@@ -145,6 +150,9 @@ class Linear(WarmupLRScheduler):
 
 class Cosine(WarmupLRScheduler):
     """Falls along half a cosine to 0 at ``end_iter``, and stays there (`SGDR <https://arxiv.org/abs/1608.03983>`_)."""
+
+    _ENDS = True
+    end_iter: float
 
     def get_lr_decay(self, num_iter: float) -> float:
         if num_iter >= self.end_iter:
@@ -165,7 +173,7 @@ class Exponential(WarmupLRScheduler):
         optimizer: torch.optim.Optimizer,
         start_lr: float,
         warmup_iter: float,
-        end_iter: float,
+        end_iter: float | None,
         num_iter: int = 0,
         gamma: float = 0.95,
     ) -> None:

@@ -20,10 +20,13 @@ class InspectTensorManager:
     """The context manager that :func:`inspect_tensor` returns."""
 
     def __enter__(self) -> InspectTensor:
-        return InspectTensor(begin_recording())
+        self._inspector = InspectTensor(begin_recording())
+        return self._inspector
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         end_recording()
+        if error is None:
+            self._inspector.number_with_stages()
 
 
 def inspect_tensor() -> InspectTensorManager:
@@ -47,6 +50,16 @@ class InspectTensor:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._elsewhere: list[_Label] = []  # what other stages of a pipeline have recorded
+
+    def number_with_stages(self) -> None:
+        """Learn what other stages of a pipeline have recorded, so that all number their tensors together.
+
+        Every rank must call it; leaving the context does.
+        """
+        if is_initialized() and current_context().pipe_size > 1:
+            stages = current_context().pipe_host.all_gather_object([each.label for each in self._tensors()])
+            self._elsewhere = [label for labels in stages for label in labels]
 
     @property
     def summary(self) -> list[dict[str, Any]]:
@@ -58,7 +71,7 @@ class InspectTensor:
         backward raises.
         """
         tensors = self._tensors()
-        indices = _indices(each.label for each in tensors)
+        indices = _indices([*self._elsewhere, *(each.label for each in tensors)])
         return [
             {
                 "name": each.label.name,
@@ -73,15 +86,20 @@ class InspectTensor:
             for each in tensors
         ]
 
+    @property
+    def _summary(self) -> list[dict[str, Any]]:
+        """``name``, ``group`` and ``tensor`` of what this rank has recorded, in order; of micro-batches one by one."""
+        return [{"name": each.name, "group": each.group, "tensor": each.tensor} for each in self._session.entries]
+
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> Tensor | None:
         """A recorded tensor of this rank; None if there is no such one.
 
         Args:
             name, group: as given to :func:`record_tensor`.
-            index: which one of several with the same name and group; by default the first.
+            index: which one of several with the same name and group; by default the first of this rank.
         """
         for item in self.summary:
-            if (item["name"], item["group"], item["index"]) == (name, group, index or 0):
+            if (item["name"], item["group"]) == (name, group) and index in (None, item["index"]):
                 tensor: Tensor = item["tensor"]
                 return tensor
         return None
@@ -117,15 +135,9 @@ class InspectTensor:
         return [{"name": _summary_name(label, indices), **everywhere[label]} for label in indices]
 
     def tensors(self) -> list[tuple[str, Tensor, Tensor | None]]:
-        """The tensors that this rank has recorded: names as in :meth:`get_summary`, values, and gradients.
-
-        Every rank must call it: stages number their tensors together.
-        """
+        """The tensors that this rank has recorded: names as in :meth:`get_summary`, values, and gradients."""
         mine = self._tensors()
-        stages = [[each.label for each in mine]]
-        if is_initialized() and current_context().pipe_size > 1:
-            stages = current_context().pipe_host.all_gather_object(stages[0])
-        indices = _indices(label for labels in stages for label in labels)
+        indices = _indices([*self._elsewhere, *(each.label for each in mine)])
         return [(_summary_name(each.label, indices), each.value, each.grad) for each in mine]
 
     def _tensors(self) -> list[_Tensor]:

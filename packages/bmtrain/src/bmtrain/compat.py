@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import importlib
 import sys
+from operator import attrgetter
 from types import ModuleType
 
 MODULES: dict[str, tuple[str, str]] = {
     # Module: where its names are, and which they are.
     "global_var": ("bmtrain", "config rank world_size"),
     "parameter": ("bmtrain", "DistributedParameter ParameterInitializer"),
-    "layer": ("bmtrain", "DistributedModule"),
+    "layer": ("bmtrain", "DistributedModule DistributedParameter"),
     "param_init": ("bmtrain", "grouped_parameters init_parameters"),
     "synchronize": ("bmtrain", "gather_result sum_loss synchronize wait_loader"),
-    "block_layer": ("bmtrain", "Block TransformerBlockList"),
+    "block_layer": (
+        "bmtrain",
+        "Block DistributedParameter TransformerBlockList utils.round_up utils.storage_type_cuda utils.tp_split_tensor",
+    ),
     "pipe_layer": ("bmtrain", "PipelineTransformerBlockList"),
     "wrapper": ("bmtrain", "BMTrainModelWrapper"),
     "inspect.format": ("bmtrain.inspect", "format_summary"),
@@ -53,9 +57,9 @@ def install() -> None:
     for path, (source, names) in MODULES.items():
         origin = importlib.import_module(source)
         module = ModuleType(f"bmtrain.{path}", f"BMTrain's module of this name; see :mod:`{source}`.")
-        module.__all__ = names.split()  # type: ignore[attr-defined]
-        for name in names.split():
-            setattr(module, name, getattr(origin, name))
+        found = {name.rpartition(".")[2]: attrgetter(name)(origin) for name in names.split()}
+        module.__all__ = list(found)  # type: ignore[attr-defined]
+        module.__dict__.update(found)
         parent, _, own = module.__name__.rpartition(".")
         sys.modules[module.__name__] = module
         if not hasattr(sys.modules[parent], own):  # bmtrain.synchronize and bmtrain.benchmark.all_gather are functions

@@ -17,6 +17,7 @@ __all__ = [
     "print_rank",
     "round_up",
     "see_memory",
+    "storage_type_cuda",
     "tp_split_tensor",
 ]
 
@@ -30,6 +31,19 @@ def round_up(x: int, d: int) -> int:
     if d <= 0:
         raise ValueError(f"d={d!r} must be positive")
     return -(-x // d) * d
+
+
+def storage_type_cuda(storage_type: type) -> type:
+    """The storage class on the GPU of a storage class of torch: ``torch.cuda.HalfStorage`` of ``torch.HalfStorage``.
+
+    Raises:
+        ValueError: it is none of a real dtype.
+    """
+    for kind in ("Float", "Double", "Half", "BFloat16", "Char", "Byte", "Short", "Int"):
+        cuda: type = getattr(torch.cuda, f"{kind}Storage")
+        if storage_type in (cuda, getattr(torch, f"{kind}Storage")):
+            return cuda
+    raise ValueError(f"storage_type={storage_type!r} is no storage class of a real dtype")
 
 
 def check_torch_version(version_str: str) -> int:
