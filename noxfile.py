@@ -5,7 +5,8 @@ CI runs those of the tag ``ci``: these, and some that find what a change seldom 
 Environment:
     BMT_TORCH       the torch version of the test environments (2.8.0, say) instead of the pin in constraints.txt
     PIP_FIND_LINKS  folders or pages with further wheels, such as another build of torch; uv gets them, too
-    BMT_ALL_SIZES   1: tests of ranks run on all their numbers of ranks, as in CI; otherwise on one of them, by turns
+    BMT_ALL_TESTS   1: all tests on all numbers of ranks, as in CI; otherwise not those that find what a change seldom
+                    breaks (pytest's mark "thorough"), and the others on one of their numbers of ranks, by turns
     BMT_CUDA        AUTO (the default): CUDA kernels for the GPUs that are visible; ON: for all GPUs, for releases; OFF
 
 bmt-kernels is compiled once: sessions share a wheel of it, in nox's cache, for as long as its sources, the settings,
@@ -70,9 +71,10 @@ NOT_BY_NCCLS_RULES = {
     # A gather that was started for nothing is still under way when its shard changes; its result is never read.
     "bmt-zero": ["--deselect=tests/test_block_recovery.py::test_leaving_a_list_early"],
 }
-TWO_AT_A_TIME = ["-n", "2"]  # while ranks of one test wait, those of another compute
+TWO_AT_A_TIME = ["-n", "2", "--dist", "worksteal"]  # while ranks of one test wait, those of another compute
+ALL_TESTS = bool(os.environ.get("BMT_ALL_TESTS"))
 # Tests of ranks take one of their numbers of ranks for each set of parameters, by turns; CI takes all.
-SIZES = [] if os.environ.get("BMT_ALL_SIZES") else ["--bmt-one-size"]
+SIZES = [] if ALL_TESTS else ["--bmt-one-size", "-m", "not thorough"]
 # Threads of one test that wait for each other take the cores from the other test, and half of all time.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
@@ -200,9 +202,9 @@ def cuda_build(session: nox.Session) -> None:
 def tests_alone(session: nox.Session) -> None:
     """Each package's tests with nothing of ours but what it requires; arguments are package names.
 
-    Those of OVER_MESSAGES run a part of their tests so, and all beside bmt-kernels, which they can use. Packages come
-    from the wheels in dist/ and tests run in a temporary folder, so a requirement that is not declared, a file that is
-    not packaged and a module that a folder shadows are noticed.
+    Those of OVER_MESSAGES run beside bmt-kernels, which they can use, and in CI a part of their tests without it.
+    Packages come from the wheels in dist/ and tests run in a temporary folder, so a requirement that is not declared, a
+    file that is not packaged and a module that a folder shadows are noticed.
     """
     needs_environment(session)
     install(session, "torch", *TEST_NEEDS)
@@ -223,7 +225,8 @@ def tests_alone(session: nox.Session) -> None:
             title = f"[{number}/{len(names)}] {name}"
             try:
                 if name in OVER_MESSAGES:
-                    run_tests(session, f"{title} without bmt-kernels", *settings, *OVER_MESSAGES[name])
+                    if ALL_TESTS:
+                        run_tests(session, f"{title} without bmt-kernels", *settings, *OVER_MESSAGES[name])
                     install_wheels(session, "bmt-kernels")
                 run_tests(session, title, *settings, "tests")
             except CommandFailed:

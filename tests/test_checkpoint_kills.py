@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
 
 
@@ -24,6 +26,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [tuple(json.loads(line)) for line in lines if line.endswith("]")]
 
 
+@pytest.mark.thorough
 def test_killed_runs_go_on_from_a_complete_checkpoint(tmp_path: Path) -> None:
     """torchrun restarts one run, and the other one is started again by hand. The session ``checkpoint_faults`` of nox
     kills more often."""

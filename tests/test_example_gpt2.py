@@ -41,6 +41,7 @@ from safetensors.torch import load_file  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from train import Trainer, train  # noqa: E402
 
+QUICK = ("adam", "muon", "adafactor")  # the optimizers of a bare nox
 TINY = GPTConfig(vocab_size=67, seq_len=12, num_layers=3, num_heads=2, hidden_size=14)
 
 
@@ -93,6 +94,10 @@ class PlainGPT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.final_norm(x) @ (self.head if hasattr(self, "head") else self.token_embedding).weight.T
+
+
+def thorough(value):
+    return pytest.param(value, marks=pytest.mark.thorough)
 
 
 def loss_of(model, sequences):
@@ -542,7 +547,7 @@ def test_training_learns_and_resumes_exactly(tmp_path):
     assert losses(tmp_path) == uninterrupted
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *map(thorough, [signal.SIGUSR1, signal.SIGINT])])
 def test_a_signal_saves_and_leaves_at_any_moment(tmp_path, number):
     write_text(tmp_path)
     flags = ["--steps", "1000000", "--save-interval", "0", "--eval-interval", "3", "--schedule", "constant"]
@@ -684,7 +689,7 @@ def test_losses_do_not_depend_on_the_tensor_parallel_size(single, tmp_path):
 
 
 @pytest.mark.ranks(2, init=False, timeout=120)
-@pytest.mark.parametrize("optimizer", LEARNING_RATES)
+@pytest.mark.parametrize("optimizer", [name if name in QUICK else thorough(name) for name in LEARNING_RATES])
 def test_every_optimizer_learns_resumes_exactly_and_does_the_same_at_any_layout(single, optimizer):
     folder, _ = single
     rate = 3e-3 if optimizer == "muon" else 3 * LEARNING_RATES[optimizer]
@@ -795,6 +800,7 @@ def meeting():
     bmt.shutdown()
 
 
+@pytest.mark.thorough
 def test_other_numbers_of_ranks_go_on_with_the_same_samples(single):
     folder, _ = single
     flags = ["--batch-size", "1", "--step-size", "24", "--save-interval", "2", "--keep", "9", "--resume"]

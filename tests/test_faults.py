@@ -23,7 +23,9 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux" or torch.cuda.is_available(), reason="ranks are on the CPU of Linux")
 ]
 
-BACKENDS = ["gloo", "shm"] if bmt_kernels.SharedMemoryExchange.available() else ["gloo"]
+BACKENDS = [pytest.param("gloo", marks=pytest.mark.thorough)]
+if bmt_kernels.SharedMemoryExchange.available():
+    BACKENDS += ["shm"]
 FEW = {
     "gloo": ["raise-forward", "spin-backward", "kill-step", "shape-save", "sleep-pipeline", "skip-forward"],
     "shm": ["exit-forward", "stop-backward", "kill-pipeline", "frozen-step", "twice-forward"],

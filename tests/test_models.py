@@ -26,13 +26,18 @@ MODELS = [
     Model("transformers", "ResNetForImageClassification", "image", "resnet"),
 ]
 
+QUICK = ("llama", "gpt2", "qwen3_moe", "bert", "t5", "vit")
+PARAMETERS = [
+    pytest.param(model, id=model.key, marks=() if model.key in QUICK else pytest.mark.thorough) for model in MODELS
+]
+
 # What the plain model cannot do by itself.
 NONE = {"padded": ("image",), "generate": ("image", "masked")}
 
 
 @pytest.mark.ranks(2, init=False, timeout=180)
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "compiled"])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.key)
+@pytest.mark.parametrize("model", PARAMETERS)
 def test_is_as_the_plain_model(model: Model, check: str) -> None:
     result = run(model, check)
     if model.kind in NONE.get(check, ()) or (model.key == "resnet" and "LoRA" in check):

@@ -181,7 +181,9 @@ class _State:
 
     def _seed(self) -> None:
         random.seed(0)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed takes milliseconds where there is no GPU
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(0)
