@@ -17,7 +17,7 @@ from bmt_comm import ParallelContext, check_agreement, current_context, note_pla
 
 from .checkpoints.headers import DTYPES
 from .checkpoints.pretrained import KeyMap, WeightLoader, give_memory, open_source
-from .checkpoints.reader import read_tensor
+from .checkpoints.reader import check_total, read_tensor
 from .checkpoints.regions import flat_bytes
 from .checkpoints.weight_files import Placeholder, WeightFile, weight_file, write_weights
 from .sharded_parameter import ShardedParameter
@@ -169,7 +169,7 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     has_code = _has_own_code(model, context, loading=True) or _has_own_code(model, context, loading=False)
     note_place("load")
     check_agreement(context.world, "load", _facts(model, has_code))
-    reading = _Reading(path, context)
+    reading = _Reading(path, context, at_once=has_code)
     try:
         _fill(model, reading, strict, has_code, context.device)
     finally:
@@ -179,24 +179,32 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
 class _Reading:
     """A file that rank 0 reads, for all ranks.
 
+    Args:
+        at_once: whether all of it will be in memory.
+
     Attributes:
         facts: name, shape (``None`` if it is no tensor) and dtype of all that is in it.
+        tied: the first name of each tensor that has several.
     """
 
-    def __init__(self, path: Path, context: ParallelContext) -> None:
+    def __init__(self, path: Path, context: ParallelContext, at_once: bool) -> None:
         self.path, self._context = path, context
         self._source: Any = None
         self._problem: Exception | None = None
         facts: list[tuple[str, tuple[int, ...] | None, torch.dtype | None]] = []
+        tied: dict[str, str] = {}
         if context.rank == 0:
             try:
                 self._source = open_source(path)
+                if at_once:
+                    check_total(self._source)
+                tied = dict(self._source.tied)
                 facts = [(name, each.shape, DTYPES[each.dtype]) for name, each in self._source.entries.items()]
                 facts += [(name, shape_of(value), dtype_of(value)) for name, value in self._source.others.items()]
             except Exception as error:  # the others wait to hear of it
                 self._problem = error
         self.check()
-        self.facts = context.world.broadcast_object(facts)
+        self.facts, self.tied = context.world.broadcast_object((facts, tied))
 
     def receive(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Any:
         """A value, on every rank; after an error on rank 0, which :meth:`check` raises, something else."""
@@ -223,7 +231,10 @@ class _Reading:
 def _fill(model: nn.Module, reading: _Reading, strict: bool, has_code: bool, device: torch.device) -> None:
     path, facts, receive = reading.path, reading.facts, reading.receive
     if has_code:
-        state = {fact[0]: receive(*fact) for fact in facts}
+        state: dict[str, Any] = {}
+        for name, shape, dtype in facts:
+            first = reading.tied.get(name, name)
+            state[name] = state[first] if first in state else receive(name, shape, dtype)
         reading.check()
         give_memory(model, device)
         load_state_dict(model, state, strict)

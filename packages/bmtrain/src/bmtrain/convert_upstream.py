@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bmt_comm.durable import complete_file
 from bmt_optim.upstream_state import merge_ranks, to_own_form
-from bmt_zero.checkpoints.pt_files import read_state_dict
+from bmt_zero.checkpoints.pt_files import read_shapes, read_state_dict
 
 
 def is_optimizer_file(path: Path) -> bool:
@@ -25,7 +24,7 @@ def is_optimizer_file(path: Path) -> bool:
     """
     if not path.is_file() or path.suffix == ".safetensors":
         return False
-    return not read_state_dict(path).keys().isdisjoint(("param_groups", "optimizers"))
+    return not read_shapes(path).keys().isdisjoint(("param_groups", "optimizers"))
 
 
 def convert_upstream(sources: Sequence[Path], target: Path, *, model: Path | None) -> None:
@@ -59,7 +58,7 @@ def convert_upstream(sources: Sequence[Path], target: Path, *, model: Path | Non
     for path, content in zip(sources, contents):
         if ("optimizers" if is_manager else "param_groups") not in content:
             raise ValueError(f"{path} is not the state of {kind}, as others are")
-    shapes = [value.shape for value in read_state_dict(model).values() if isinstance(value, Tensor)]
+    shapes = [torch.Size(shape) for shape in read_shapes(model).values() if shape is not None]
     _write(_manager(contents, shapes) if is_manager else _optimizer(contents, shapes, None), target)
 
 

@@ -61,6 +61,17 @@ class Renamed:
                 raise ValueError(f"key_map gives {self._names[mapped]!r} and {name!r} the same name {mapped!r}")
             self._names[mapped] = name
             self.entries[mapped] = Entry(mapped, entry.dtype, entry.shape)
+        names = {name: mapped for mapped, name in self._names.items()}
+        firsts: dict[str, str] = {}  # those that are read
+        self.tied: dict[str, str] = {}
+        for name, mapped in names.items():
+            first = firsts.setdefault(source.tied.get(name, name), mapped)
+            if first != mapped:
+                self.tied[mapped] = first
+
+    @property
+    def nbytes(self) -> int:
+        return self._source.nbytes
 
     def read(self, name: str, low: int, high: int) -> Tensor:
         return self._source.read(self._names[name], low, high)

@@ -6,6 +6,7 @@ A file is a zip archive of records that are not compressed: ``data.pkl``, and th
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import zipfile
@@ -32,7 +33,8 @@ class PtSource:
 
     Attributes:
         entries: the tensors, by name.
-        others: the other values of the state dict, by name, and tensors of dtypes that safetensors does not have.
+        tied: of a tensor that is another one of the file, by another name, the first name.
+        nbytes: of the file.
 
     Raises:
         DamagedError: the file is damaged, would run code, or holds no state dict.
@@ -42,7 +44,8 @@ class PtSource:
         self._path = path
         self._file = OpenFile(path, None, torch.empty(BUFFER, dtype=torch.uint8))
         self._places: dict[str, tuple[int, int]] = {}  # where the memory of a storage is, and its length
-        self._packed: dict[str, Tensor] = {}  # tensors that are not contiguous in the file
+        self._packed: dict[str, Tensor] = {}  # the tensor, not contiguous in the file, that was read last
+        self.nbytes = self._file.size
         try:
             self._state = self._open()
             self._records = {
@@ -53,19 +56,42 @@ class PtSource:
             for name, record in self._records.items():
                 self._check(name, record)
             self.entries = {n: Entry(n, NAMES[r.dtype], r.shape) for n, r in self._records.items()}
-            self.others = {n: self._value(v) for n, v in self._state.items() if n not in self._records}
+            self.tied: dict[str, str] = {}
+            first: dict[Any, str] = {}
+            for name, r in self._records.items():
+                kept = first.setdefault((r.storage.key, r.offset, r.shape, r.stride, r.dtype), name)
+                if kept != name:
+                    self.tied[name] = kept
         except (PickleError, RecursionError) as error:
             self.close()
-            raise DamagedError(f"{path} is damaged, or holds objects whose loading would run code: {error}") from None
+            raise self._damaged(error) from None
         except BaseException:
             self.close()
             raise
+
+    def _damaged(self, error: Exception) -> DamagedError:
+        return DamagedError(f"{self._path} is damaged, or holds objects whose loading would run code: {error}")
+
+    @functools.cached_property
+    def others(self) -> dict[str, Any]:
+        """The other values of the state dict, by name, and tensors of dtypes that safetensors does not have.
+
+        Raises:
+            DamagedError: one is damaged.
+        """
+        return self._values({name: value for name, value in self._state.items() if name not in self._records})
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """The shape of each value of the state dict; ``None`` if it is no tensor. No value is read."""
+        return {name: each.shape if isinstance(each, TensorRecord) else None for name, each in self._state.items()}
 
     def read(self, name: str, low: int, high: int) -> Tensor:
         record = self._records[name]
         if not record.is_contiguous:
             if name not in self._packed:
-                self._packed = {name: self._tensor(record).contiguous().view(-1).view(torch.uint8)}
+                self._packed.clear()
+                self._packed[name] = self._spanned(record).contiguous().view(-1).view(torch.uint8)
             return self._packed[name][low:high]
         at = self._begin(record)
         return self._file.read(at + low, at + high)
@@ -89,7 +115,15 @@ class PtSource:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, in memory."""
-        return {name: self._value(value) for name, value in self._state.items()}
+        return self._values(self._state)
+
+    def _values(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        known: dict[int, Any] = {}
+        memory: dict[str, Tensor] = {}
+        try:
+            return {name: self._value(value, known, memory) for name, value in state.items()}
+        except RecursionError as error:
+            raise self._damaged(error) from None
 
     def close(self) -> None:
         self._file.close()
@@ -178,30 +212,49 @@ class PtSource:
                 "view that repeats its elements"
             )
 
-    def _tensor(self, record: TensorRecord) -> Tensor:
-        at, length = self._places[record.storage.key]
-        memory = torch.empty(length // record.dtype.itemsize * record.dtype.itemsize, dtype=torch.uint8)
-        for low in range(0, len(memory), CHUNK):
-            part = memory[low : low + CHUNK]
-            self._file.read_into(at + low, part)
-        return memory.view(record.dtype).as_strided(record.shape, record.stride, record.offset)
+    def _spanned(self, record: TensorRecord) -> Tensor:
+        """A tensor in memory of its own, from its first to its last element."""
+        size = record.dtype.itemsize
+        span = 1 + sum((n - 1) * stride for n, stride in zip(record.shape, record.stride))
+        memory = self._memory(self._begin(record), span * size if math.prod(record.shape) else 0)
+        return memory.view(record.dtype).as_strided(record.shape, record.stride)
 
-    def _value(self, value: Any, known: dict[int, Any] | None = None) -> Any:
-        """A value with tensors in the places of their records."""
-        known = {} if known is None else known
+    def _tensor(self, record: TensorRecord, memory: dict[str, Tensor]) -> Tensor:
+        """A tensor in the memory of its storage, which is read once."""
+        key = record.storage.key
+        if key not in memory:
+            memory[key] = self._memory(*self._places[key])
+        flat = memory[key]
+        usable = len(flat) // record.dtype.itemsize * record.dtype.itemsize
+        return flat[:usable].view(record.dtype).as_strided(record.shape, record.stride, record.offset)
+
+    def _memory(self, at: int, length: int) -> Tensor:
+        """Bytes of the file."""
+        memory = torch.empty(length, dtype=torch.uint8)
+        for low in range(0, length, CHUNK):
+            self._file.read_into(at + low, memory[low : low + CHUNK])
+        return memory
+
+    def _value(self, value: Any, known: dict[int, Any], memory: dict[str, Tensor]) -> Any:
+        """A value with tensors in the places of their records.
+
+        Args:
+            known: what values have become, by identity.
+            memory: what storages have become, by their keys.
+        """
         if id(value) in known:
             return known[id(value)]
         if isinstance(value, TensorRecord):
             self._check("a tensor", value)
-            result: Any = self._tensor(value)
+            result: Any = self._tensor(value, memory)
         elif isinstance(value, dict):
             result = known[id(value)] = {}
-            result.update({key: self._value(each, known) for key, each in value.items()})
+            result.update({key: self._value(each, known, memory) for key, each in value.items()})
         elif isinstance(value, list):
             result = known[id(value)] = []
-            result.extend(self._value(each, known) for each in value)
+            result.extend(self._value(each, known, memory) for each in value)
         elif isinstance(value, tuple):
-            result = tuple(self._value(each, known) for each in value)
+            result = tuple(self._value(each, known, memory) for each in value)
         else:
             result = value
         known[id(value)] = result
@@ -221,4 +274,17 @@ def read_state_dict(path: Path) -> dict[str, Any]:
         source.close()
 
 
-__all__ = ["OtherTensor", "PtSource", "read_state_dict"]
+def read_shapes(path: Path) -> dict[str, tuple[int, ...] | None]:
+    """The names in a ``torch.save`` file, and the shapes of those that are tensors. The values are not kept.
+
+    Raises:
+        DamagedError: as of :func:`read_state_dict`.
+    """
+    source = PtSource(path)
+    try:
+        return source.shapes
+    finally:
+        source.close()
+
+
+__all__ = ["OtherTensor", "PtSource", "read_shapes", "read_state_dict"]

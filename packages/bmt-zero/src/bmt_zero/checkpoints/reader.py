@@ -11,10 +11,11 @@ from torch import Tensor
 from bmt_comm import whole
 
 from .contents import Content
-from .headers import DTYPES, Entry
+from .headers import DTYPES, DamagedError, Entry
 from .regions import Region, flat_bytes, local_view, logical_view, regions_of
 from .sources import CHUNK, Source
 
+_MOST_SHARING = 16
 _AHEAD = 16
 """Chunks that the disk is asked for before they are read."""
 
@@ -126,8 +127,30 @@ def read_tensor(source: Source, name: str) -> Tensor:
 
 
 def read_whole(source: Source) -> dict[str, Tensor]:
-    """All tensors of a source, as a state dict."""
-    return {name: read_tensor(source, name) for name in source.entries}
+    """All tensors of a source, as a state dict. Tied ones are one tensor.
+
+    Raises:
+        DamagedError: the source cannot be read, or its files tell of many times as much as they hold.
+    """
+    check_total(source)
+    found: dict[str, Tensor] = {}
+    for name in source.entries:
+        first = source.tied.get(name, name)
+        found[name] = found[first] if first in found else read_tensor(source, name)
+    return found
+
+
+def check_total(source: Source) -> None:
+    """Raise DamagedError if all tensors together would take far more memory than the files have bytes.
+
+    In a file of ``torch.save`` tensors may share memory. Some do; so many as to fill a machine do not.
+    """
+    total = sum(entry.nbytes for name, entry in source.entries.items() if name not in source.tied)
+    if total > _MOST_SHARING * source.nbytes:
+        raise DamagedError(
+            f"the file has {source.nbytes} bytes, and its {len(source.entries)} tensors, which share memory, have "
+            f"{total}; they are not all read at once"
+        )
 
 
 def _chunks(regions: Iterable[Region]) -> Iterator[Region]:

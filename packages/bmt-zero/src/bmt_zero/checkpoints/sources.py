@@ -41,6 +41,16 @@ class Source(Protocol):
         """Other values of a state dict, by name."""
         ...
 
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """The first name of each tensor that has several."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        ...
+
     def read(self, name: str, low: int, high: int) -> Tensor:
         """The bytes [low, high) of a tensor, at most :data:`CHUNK`: uint8, 1-D, valid until the next call.
 
@@ -189,12 +199,17 @@ class SafetensorsSource:
         self._places: dict[str, tuple[OpenFile, int]] = {}
         self.entries: dict[str, Entry] = {}
         self.others: dict[str, Any] = {}
+        self.tied: dict[str, str] = {}
         try:
             for path in paths:
                 self._add(path, None if records is None else records[path.name])
         except BaseException:
             self.close()
             raise
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self._files)
 
     def _add(self, path: Path, record: FileRecord | None) -> None:
         file = OpenFile(path, record, self._buffer, self._check)
