@@ -341,12 +341,12 @@ def docs(session: nox.Session) -> None:
 def models(session: nox.Session) -> None:
     """Put all models of transformers, torchvision and timm to every check, and write docs/models.md.
 
-    Arguments go to tests/all_models.py. torchvision and timm count where they fit the installed torch.
+    Arguments go to tests/all_models.py.
     """
-    install(session, "torch", "numpy", "safetensors", *MODEL_NEEDS)
+    install(session, "torch", "numpy", "safetensors", "pillow", *MODEL_NEEDS)
     install(session, "--no-deps", "torchvision", "timm")
     install_ours(session)
-    with step(session, "all models, all checks", "40 minutes on two cores, less with arguments"):
+    with step(session, "all models, all checks", "an hour on two cores, less with arguments"):
         session.run("python", "-W", "ignore", "tests/all_models.py", *session.posargs)
 
 

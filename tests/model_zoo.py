@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# torchvision's wheels are built for torch with CUDA. Beside another torch their operators (of detection: no model here
+# uses them) do not load, and torchvision, which transformers imports, too, asks for their names.
+_torchvision_operators = None
+if importlib.util.find_spec("torchvision") is not None and not torch.backends.cuda.is_built():
+    _torchvision_operators = torch.library.Library("torchvision", "DEF")
+    for _operator in ("nms", "qnms"):
+        _torchvision_operators.define(f"{_operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 VOCABULARY = 67
 CLASSES = 5
@@ -245,7 +253,7 @@ def vision_models() -> Iterator[Model]:
     for library, names in (("torchvision", TORCHVISION), ("timm", TIMM)):
         try:
             importlib.import_module(library)
-        except (ImportError, RuntimeError):  # it is not there, or was built for another torch
+        except ImportError:
             continue
         for name in names:
             yield Model(library, name, "image")
