@@ -74,3 +74,32 @@ def test_gradients_of_many_calls(ctx: Any, level: int) -> None:
         rows = slice(param.bmt_slice.row_start, param.bmt_slice.row_stop)
         expected = ctx.world_size * wanted.grad[rows]
         assert torch.allclose(local_rows(param.grad), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("before", [0, 1, 2, 6])
+@pytest.mark.parametrize("sizes", [(3,), (3, 2, 5, 1)])
+def test_the_same_functions_are_called_outside_of_the_block(ctx: Any, before: int, sizes: tuple[int, ...]) -> None:
+    """Before the Block is made, when the executor optimizes, and later on, between a forward and its backward."""
+    torch._C._jit_set_profiling_mode(True)
+    torch.manual_seed(3)
+    plain, inner = Scripted(False), Scripted(True)
+    inner.load_state_dict(plain.state_dict())
+
+    def call_outside(step: int) -> None:
+        x = torch.randn(sizes[step % len(sizes)], 4, 7, requires_grad=True)
+        inner.gate(x, inner.rms_norm(x, torch.ones(7, requires_grad=True), 1e-6)).sum().backward()
+
+    for step in range(before):
+        call_outside(step)
+    block = Block(inner)
+    for step in range(10):
+        x = torch.randn(sizes[step % len(sizes)], 4, 7)
+        y = torch.randn(2)
+        for model in (plain, block):
+            torch.manual_seed(step)
+            loss = loss_of(model, x, y)
+            call_outside(step + 1)
+            loss.backward()
+    for param, wanted in zip(block.parameters(), plain.parameters()):
+        assert torch.allclose(local_rows(param.grad), wanted.grad, rtol=1e-4, atol=1e-4)

@@ -8,7 +8,8 @@
 [Note: scripted functions]
     TorchScript's profiling executor replaces a scripted function by an optimized one after some calls. The two save
     different tensors for backward, so a recomputation between them would not find the tensors of the first forward.
-    Within a checkpointed forward scripted functions run as they were written, each operation by itself.
+    A call of the same function outside of the module replaces it, too. So the executor makes no optimized functions any
+    more in a process that has a checkpointed module: scripted functions run as they were written.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class CheckpointedForward:
         self._compiled: Callable[..., Any] | None = None
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
         functools.update_wrapper(self, self._forward)
+        torch._C._jit_set_profiling_mode(False)  # see [Note: scripted functions]
 
     @property
     def _forward(self) -> Callable[..., Any]:
@@ -80,11 +82,10 @@ class CheckpointedForward:
             nonlocal first
             if not first:
                 given, named = with_copied_caches(before)
-                with torch.jit.optimized_execution(False):
-                    return self._recompute(views, copies, functools.partial(forward, *given, **named))
+                return self._recompute(views, copies, functools.partial(forward, *given, **named))
             first = False
             notes = self._noting_writes(copies) if self._modules else contextlib.nullcontext()
-            with notes, torch.jit.optimized_execution(False):
+            with notes:
                 return forward(*args, **kwargs)
 
         return checkpoint(run, *args, use_reentrant=False)
