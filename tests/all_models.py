@@ -46,8 +46,8 @@ Models with small random weights, each under `BMTrainModelWrapper` on 2 CPU rank
 | compiled | updates where each Block is compiled by `layer.compile()`, with the backend "eager" |
 
 A cell has the error, or "right"; *refused* or **wrong**, with the number of a message below; "–" where the plain model
-cannot do it; "not run" where a check was left out. Updates are right if their error is at most {tolerance:.0e} in fp32, or
-else at most {exact:.0e} in fp64, where rounding explains nothing.
+cannot do it; "not run" where a check was left out. Updates are right if their error is at most {tolerance:.0e} in fp32,
+or else at most {exact:.0e} in fp64, where rounding explains nothing.
 
 A start on the meta device is refused where no module fills a parameter: build such models on a device. Build XLNet on
 one, too: its attention does not heed the meta device and has arbitrary values; `init_parameters` warns of it.
