@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bmtrain as bmt
-from bmt_comm import cut_piece
+from bmt_comm import tp_shard_of
 from bmt_comm.testing import RankPool
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt2"
@@ -150,7 +150,7 @@ def test_model_on_tensor_parallel_ranks_equals_plain_gpt(ctx, tied):
     wanted = dict(plain.named_parameters())
     for name, param in model.named_parameters():
         where = param.bmt_slice
-        expected = cut_piece(wanted[name].grad, where)[where.row_start : where.row_stop]
+        expected = tp_shard_of(wanted[name].grad, where)[where.row_start : where.row_stop]
         torch.testing.assert_close(param.grad, expected, rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmt_comm import SLICE_ATTRIBUTE, Slice, cut_piece, join_pieces, local_tensor, select_rows, slice_of, whole
+from bmt_comm import SLICE_ATTRIBUTE, Slice, local_tensor, select_rows, slice_of, tp_shard_of, unshard_tp, whole
 from bmt_comm.slice import _chunk_range
 
 
@@ -29,9 +29,9 @@ def cut(shape, tp_dim, tp, tp_parts, rows, row_parts, row_dims):
     if tp_dim is not None:
         start, stop = _chunk_range(shape[tp_dim], tp_parts, tp)
         extra = {"tp_dim": tp_dim, "tp_offset": start, "tp_extent": stop - start}
-    piece_shape = [extra["tp_extent"] if dim == tp_dim else length for dim, length in enumerate(shape)]
-    piece_rows = math.prod(piece_shape[:row_dims])
-    return Slice(shape, *_chunk_range(piece_rows, row_parts, rows), **extra, row_dims=row_dims)
+    tp_shard_shape = [extra["tp_extent"] if dim == tp_dim else length for dim, length in enumerate(shape)]
+    tp_shard_rows = math.prod(tp_shard_shape[:row_dims])
+    return Slice(shape, *_chunk_range(tp_shard_rows, row_parts, rows), **extra, row_dims=row_dims)
 
 
 @given(cut_shapes())
@@ -42,14 +42,14 @@ def test_the_slices_of_all_ranks_cover_every_element_once(case):
     for tp in range(tp_parts if tp_dim is not None else 1):
         for rows in range(row_parts):
             piece = cut(shape, tp_dim, tp, tp_parts, rows, row_parts, row_dims)
-            part = select_rows(cut_piece(full, piece), piece)
+            part = select_rows(tp_shard_of(full, piece), piece)
             assert tuple(part.shape) == piece.local_shape
             assert part.numel() == piece.numel == (piece.row_stop - piece.row_start) * piece.row_numel
             # the definition: first the tensor-parallel piece, then its rows
             held = full if tp_dim is None else full.narrow(tp_dim, piece.tp_offset, piece.tp_extent)
-            assert tuple(held.shape) == piece.piece_shape
+            assert tuple(held.shape) == piece.tp_shard_shape
             held = held.flatten(0, row_dims - 1)
-            assert len(held) == piece.piece_rows
+            assert len(held) == piece.tp_shard_rows
             assert torch.equal(part, held[piece.row_start : piece.row_stop])
             assert not part.numel() or full[piece.offset] == part.flatten()[0]
             seen += part.flatten().tolist()
@@ -93,7 +93,7 @@ def test_impossible_slices_are_refused(arguments, message):
 def test_plain_tensors_are_whole_and_carried_slices_win():
     x = numbered(5, 3)
     assert slice_of(x) == Slice((5, 3), 0, 5)
-    assert slice_of(x).comms == ()
+    assert slice_of(x).communicators == ()
     assert local_tensor(x) is x
     part = x[1:3]
     setattr(part, SLICE_ATTRIBUTE, Slice((5, 3), 1, 3))
@@ -111,11 +111,11 @@ def check(x, full):
     local = local_tensor(x).detach()
     assert piece.shape == tuple(full.shape)
     assert piece.local_shape == tuple(local.shape)
-    torch.testing.assert_close(local.cpu(), select_rows(cut_piece(full, piece), piece), rtol=0, atol=0)
+    torch.testing.assert_close(local.cpu(), select_rows(tp_shard_of(full, piece), piece), rtol=0, atol=0)
     assert slice_of(x) == piece  # the same communicators, not others on the same ranks
     # Summed over its communicators, the numbers of elements are that of the logical tensor.
     count = torch.tensor([float(piece.numel)], device=local.device)
-    for comm in piece.comms:
+    for comm in piece.communicators:
         comm.all_reduce(count)
     assert count.item() == full.numel()
     dist.barrier()
@@ -136,7 +136,7 @@ def test_dtensors_on_one_mesh_dimension(ctx):
                 assert piece.row_comm.size == ctx.world_size
                 assert piece.tp_comm is None
             elif placement == Replicate():
-                assert piece.comms == ()
+                assert piece.communicators == ()
             elif len(shape) > 1:
                 assert (piece.row_comm, piece.tp_dim, piece.tp_comm.size) == (None, len(shape) - 1, ctx.world_size)
     from torch.distributed.tensor import DTensor
@@ -189,7 +189,7 @@ def test_fsdp2_over_tensor_parallel_modules(ctx):
     assert (first.row_start, first.row_stop) == ((0, 3) if ctx.data_rank == 0 else (3, 5))
     assert (first.row_comm.ranks, first.tp_comm.ranks) == (ctx.tp_zero.ranks, ctx.tp.ranks)
     second = pieces["1.weight"]
-    assert (second.tp_dim, second.tp_offset, second.piece_shape) == (1, 5 * ctx.tp_rank, (6, 5))
+    assert (second.tp_dim, second.tp_offset, second.tp_shard_shape) == (1, 5 * ctx.tp_rank, (6, 5))
     assert pieces["1.bias"].tp_comm is None
 
 
@@ -205,15 +205,15 @@ def test_pieces_of_a_fused_weight_are_its_part_of_every_block(ctx, dim, blocks):
         for start, length in zip(torch.tensor([0, *blocks]).cumsum(0).tolist(), blocks or (18,))
         for index in range(start + rank * length // size, start + (rank + 1) * length // size)
     ]
-    piece = cut_piece(full, where)
+    piece = tp_shard_of(full, where)
     assert torch.equal(piece, full.index_select(dim, torch.tensor(expected, device=ctx.device)))
-    assert piece.shape == where.piece_shape
-    assert torch.equal(join_pieces(piece, where), full)
+    assert piece.shape == where.tp_shard_shape
+    assert torch.equal(unshard_tp(piece, where), full)
     other = 1 - dim
-    assert torch.equal(join_pieces(piece.narrow(other, 2, 3), where), full.narrow(other, 2, 3))
+    assert torch.equal(unshard_tp(piece.narrow(other, 2, 3), where), full.narrow(other, 2, 3))
     if blocks and ctx.world_size > 1:
         with pytest.raises(ValueError, match=f"piece has 1 of the {n} along dimension {dim}, which is cut in"):
-            join_pieces(piece.narrow(dim, 0, 1), where)
+            unshard_tp(piece.narrow(dim, 0, 1), where)
 
 
 @pytest.mark.ranks(2)
@@ -227,8 +227,8 @@ def test_blocks_that_cannot_be_cut_are_refused(ctx):
 def test_rows_of_packed_experts_are_joined_along_columns_only(ctx):
     full = numbered(3, 4, 6).to(ctx.device)
     columns = Slice((3, 4, 6), 2, 7, None, 2, 3 * ctx.rank, 3, ctx.world, row_dims=2)
-    held = select_rows(cut_piece(full, columns), columns)
-    assert torch.equal(join_pieces(held, columns), full.view(12, 6)[2:7])
+    held = select_rows(tp_shard_of(full, columns), columns)
+    assert torch.equal(unshard_tp(held, columns), full.view(12, 6)[2:7])
     rows = Slice((3, 4, 6), 1, 4, None, 1, 2 * ctx.rank, 2, ctx.world, row_dims=2)
-    with pytest.raises(ValueError, match=r"rows \[1, 4\) .* cannot be joined along dimension 1; gather the rows first"):
-        join_pieces(select_rows(cut_piece(full, rows), rows), rows)
+    with pytest.raises(ValueError, match=r"rows \[1, 4\) .* cannot be unsharded along dimension 1; gather the rows first"):
+        unshard_tp(select_rows(tp_shard_of(full, rows), rows), rows)

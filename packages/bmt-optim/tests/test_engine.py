@@ -85,7 +85,7 @@ def check_answers(ctx):
         for n, i in enumerate(two):
             where, g = slices[i], grads[i].to(dtype)
             torch.testing.assert_close(rows[n], cut(g.float().sum(-1), row_statistic(g.shape).part(where)))
-            every_column = column_statistic(g.shape).part(replace(where, row_start=0, row_stop=where.piece_rows))
+            every_column = column_statistic(g.shape).part(replace(where, row_start=0, row_stop=where.tp_shard_rows))
             expected = every_column if where.row_dims == 2 else column_statistic(g.shape).part(where)
             torch.testing.assert_close(columns[n], cut(g.float().sum(-2), expected))
             assert (wholes[n] is None) == (not optimizer.owned[n])
@@ -302,7 +302,7 @@ def test_state_tensors_are_cut_as_the_dimensions_they_have(ctx):
             assert column_statistic(shape).part(where).local_shape == mine.shape[1:]
             assert StateTensor((Size(3), 1)).part(where).local_shape == (3, mine.shape[1])
             assert StateTensor((0, Size(3))).part(where).local_shape == (len(mine), 3)
-            assert whole((2, 3)).part(where).comms == ()
+            assert whole((2, 3)).part(where).communicators == ()
             with pytest.raises(ValueError, match="not in front"):
                 StateTensor((1, 0)).part(where)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bmt_comm import Slice, cut_piece, select_rows
+from bmt_comm import Slice, select_rows, tp_shard_of
 from bmt_zero.checkpoints.headers import (
     DTYPES,
     DamagedError,
@@ -69,14 +69,14 @@ def slices(draw: Any) -> tuple[list[Slice], Tensor]:
             extent = sum(blocks) // tp if blocks else edges[number + 1] - edges[number]
             offset = sum(blocks) // tp * number if blocks else edges[number]
             kind = {"tp_dim": tp_dim, "tp_offset": offset, "tp_extent": extent, "tp_comm": comm, "tp_blocks": blocks}
-        rows = Slice(shape, 0, 0, row_dims=row_dims, **kind).piece_rows
+        rows = Slice(shape, 0, 0, row_dims=row_dims, **kind).tp_shard_rows
         stops = cuts(rows, row_ranks, draw)
         found += [Slice(shape, a, b, row_dims=row_dims, **kind) for a, b in pairwise(stops)]
     return found, whole
 
 
 def local(whole: Tensor, where: Slice) -> Tensor:
-    return select_rows(cut_piece(whole, where), where).contiguous()
+    return select_rows(tp_shard_of(whole, where), where).contiguous()
 
 
 @settings(max_examples=300, deadline=None)
@@ -193,7 +193,7 @@ def models(draw: Any) -> tuple[dict[str, Tensor], list[dict[str, Slice]]]:
                     length = (height, width)[tp_dim]
                     a, b = length * t // tp, length * (t + 1) // tp
                     kind = {"tp_dim": tp_dim, "tp_offset": a, "tp_extent": b - a}
-                count = Slice((height, width), 0, 0, **kind).piece_rows
+                count = Slice((height, width), 0, 0, **kind).tp_shard_rows
                 for row in range(rows):
                     a, b = count * row // rows, count * (row + 1) // rows
                     held[(copy * rows + row) * tp + t][name] = Slice((height, width), a, b, **kind)

@@ -31,9 +31,9 @@ def test_holds_rows_and_gathers_the_whole(ctx: Any, shape: tuple[int, ...]) -> N
     assert tuple(param.shape) == found.local_shape
     held = ctx.world.all_gather_object((found.row_start, found.row_stop, param.tolist()))
     assert held[0][0] == 0
-    assert held[-1][1] == found.piece_rows
+    assert held[-1][1] == found.tp_shard_rows
     assert all(a[1] == b[0] for a, b in itertools.pairwise(held))
-    rows = data.reshape(found.piece_rows, *found.row_shape)[found.row_start : found.row_stop]
+    rows = data.reshape(found.tp_shard_rows, *found.row_shape)[found.row_start : found.row_stop]
     assert torch.equal(param.detach(), rows.reshape(param.shape))
     whole = param.gather()
     assert whole.shape == data.shape

@@ -45,7 +45,7 @@ def test_a_stages_own_module_is_trained_by_its_ranks_alone(ctx: Any, level: int)
     block = Block(copy.deepcopy(plain), zero_level=level, stage_local=True)
     for param in block.parameters():
         assert is_stage_local(param)
-        assert math.prod(c.size for c in param.handle.group.reducers[0].flat.comms) == 2
+        assert math.prod(c.size for c in param.handle.group.reducers[0].flat.communicators) == 2
     data = seeded(3, 2, 4, 5 + ctx.pipe_rank)
     block(data[ctx.data_rank]).square().sum().backward()
     plain(data.flatten(0, 1)).square().sum().backward()

@@ -1,7 +1,7 @@
 """The rectangle of a logical tensor that one rank holds.
 
 ZeRO shards, ``DTensor`` ``Shard(0)``, replicas and tensor parallelism all give each rank a rectangle of a
-logical tensor: a range of rows of a piece that is cut along one dimension over tensor-parallel ranks. Rows run
+logical tensor: a range of rows of the shard that a tensor-parallel rank has along one dimension. Rows run
 along dim 0, or along dims 0 and 1 taken together (packed experts).  :class:`Slice` says which, and over which
 communicators the rest of it is spread; :func:`slice_of` finds it for any tensor.  Optimizers, norms, checkpoints and
 inspection need to know nothing else.
@@ -31,26 +31,26 @@ LAYER_ATTRIBUTE = "bmt_pipe_layer"
 class Slice:
     """Which part of a logical tensor this rank holds.
 
-    The logical tensor of ``shape`` is first cut along ``tp_dim`` into pieces, one per tensor-parallel rank;
-    this rank's piece spans ``[tp_offset, tp_offset + tp_extent)`` of that dimension.  Of the piece, this
-    rank holds rows ``[row_start, row_stop)``, counted from the piece's first row.  A 0-dim tensor is one row.
+    The logical tensor of ``shape`` is first sharded along ``tp_dim`` over the tensor-parallel ranks; this rank's
+    tensor-parallel shard spans ``[tp_offset, tp_offset + tp_extent)`` of that dimension.  Of it, this rank holds rows
+    ``[row_start, row_stop)``, counted from its first row.  A 0-dim tensor is one row.
 
-    The piece has as many rows as the product of its first ``row_dims`` dimensions.  With ``row_dims=2`` a weight
-    of packed experts, (experts, R, C), has experts × R rows of C elements, and this rank may hold a part of an
-    expert.  What it holds then has the shape (rows, C).
+    A tensor-parallel shard has as many rows as the product of its first ``row_dims`` dimensions.  With ``row_dims=2``
+    a weight of packed experts, (experts, R, C), has experts × R rows of C elements, and this rank may hold a part of
+    an expert.  What it holds then has the shape (rows, C).
 
     A fused weight (query, key and value in one, say) has ``tp_blocks``: the lengths of the blocks, along
-    ``tp_dim``, of which each is cut by itself; a piece is its part of every block, one after the other.  The
-    pieces in rank order are then the logical tensor with its rows or columns in another order, which
-    statistics do not mind; :func:`cut_piece` and :func:`join_pieces` restore it.
+    ``tp_dim``, of which each is sharded by itself; a shard is a rank's part of every block, one after the other.  The
+    shards in rank order are then the logical tensor with its rows or columns in another order, which
+    statistics do not mind; :func:`tp_shard_of` and :func:`unshard_tp` restore it.
 
     Attributes:
         shape: the global, unpadded shape.
-        row_start, row_stop: the half-open range of rows of the piece that this rank holds.
-        row_comm: the communicator over which the piece's rows are spread; ``None``: this rank holds them all.
-        tp_dim: the dimension cut over tensor-parallel ranks; ``None``: not cut.
-        tp_offset, tp_extent: this rank's piece along ``tp_dim``.
-        tp_comm: the communicator over which ``tp_dim`` is cut; ``None``: not cut.
+        row_start, row_stop: the half-open range of rows of the tensor-parallel shard that this rank holds.
+        row_comm: the communicator over which the rows are spread; ``None``: this rank holds them all.
+        tp_dim: the dimension that tensor-parallel ranks shard; ``None``: none.
+        tp_offset, tp_extent: this rank's shard along ``tp_dim``.
+        tp_comm: the communicator of the ranks that shard ``tp_dim``; ``None``: none.
         tp_blocks: the blocks of a fused weight; empty: one block.
         row_dims: the number of leading dimensions that rows are counted along.
     """
@@ -84,29 +84,29 @@ class Slice:
                         f"tp_blocks={self.tp_blocks} do not make up dimension {self.tp_dim} of shape {self.shape}, "
                         f"or cannot each be cut over {ranks} ranks"
                     )
-        rows = self.piece_rows
+        rows = self.tp_shard_rows
         if not 0 <= self.row_start <= self.row_stop <= rows:
             raise ValueError(f"rows [{self.row_start}, {self.row_stop}) are not a range of {rows} rows")
 
     @property
-    def piece_shape(self) -> tuple[int, ...]:
-        """The shape of this tensor-parallel rank's piece, all rows included."""
+    def tp_shard_shape(self) -> tuple[int, ...]:
+        """The shape of this tensor-parallel rank's shard, all rows included."""
         if self.tp_dim is None:
             return self.shape
         return (*self.shape[: self.tp_dim], self.tp_extent, *self.shape[self.tp_dim + 1 :])
 
     @property
-    def piece_rows(self) -> int:
-        return math.prod(self.piece_shape[: self.row_dims])
+    def tp_shard_rows(self) -> int:
+        return math.prod(self.tp_shard_shape[: self.row_dims])
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of one row of the piece."""
-        return self.piece_shape[self.row_dims :]
+        """The shape of one row."""
+        return self.tp_shard_shape[self.row_dims :]
 
     @property
     def row_numel(self) -> int:
-        """Elements of one row of the piece."""
+        """Elements of one row."""
         return math.prod(self.row_shape)
 
     @property
@@ -127,66 +127,68 @@ class Slice:
         """The global index of the first element that this rank holds."""
         offset, row = [0] * len(self.shape), self.row_start
         for dim in reversed(range(min(self.row_dims, len(self.shape)))):
-            row, offset[dim] = divmod(row, max(1, self.piece_shape[dim])) if dim else (0, row)
+            row, offset[dim] = divmod(row, max(1, self.tp_shard_shape[dim])) if dim else (0, row)
         if self.tp_dim is not None:
             offset[self.tp_dim] += self.tp_offset
         return tuple(offset)
 
     @functools.cached_property
-    def comms(self) -> tuple[Communicator, ...]:
+    def communicators(self) -> tuple[Communicator, ...]:
         """The communicators whose ranks hold different elements of this tensor, tensor-parallel ones last."""
         return tuple(c for c in (self.row_comm, self.tp_comm) if c is not None and c.size > 1)
 
 
-def cut_piece(full: Tensor, found: Slice) -> Tensor:
-    """This tensor-parallel rank's piece of a whole tensor: a view, unless ``found`` has blocks."""
-    if found.tp_dim is None:
+def tp_shard_of(full: Tensor, where: Slice) -> Tensor:
+    """This tensor-parallel rank's shard of a logical tensor: a view, unless ``where`` has blocks."""
+    if where.tp_dim is None:
         return full
-    if not found.tp_blocks or found.tp_comm is None:
-        return full.narrow(found.tp_dim, found.tp_offset, found.tp_extent)
-    size, rank = found.tp_comm.size, found.tp_comm.rank
-    blocks = full.split(found.tp_blocks, dim=found.tp_dim)
-    parts = [b.narrow(found.tp_dim, n // size * rank, n // size) for b, n in zip(blocks, found.tp_blocks, strict=True)]
-    return torch.cat(parts, dim=found.tp_dim)
+    if not where.tp_blocks or where.tp_comm is None:
+        return full.narrow(where.tp_dim, where.tp_offset, where.tp_extent)
+    size, rank = where.tp_comm.size, where.tp_comm.rank
+    blocks = full.split(where.tp_blocks, dim=where.tp_dim)
+    parts = [b.narrow(where.tp_dim, n // size * rank, n // size) for b, n in zip(blocks, where.tp_blocks, strict=True)]
+    return torch.cat(parts, dim=where.tp_dim)
 
 
-def select_rows(piece: Tensor, where: Slice) -> Tensor:
-    """What this rank holds of its tensor-parallel piece: a view of shape ``where.local_shape``."""
-    return piece.reshape(where.piece_rows, *where.row_shape)[where.row_start : where.row_stop].view(where.local_shape)
+def select_rows(shard: Tensor, where: Slice) -> Tensor:
+    """What this rank holds of its tensor-parallel shard: a view of shape ``where.local_shape``."""
+    return shard.reshape(where.tp_shard_rows, *where.row_shape)[where.row_start : where.row_stop].view(
+        where.local_shape
+    )
 
 
-def join_pieces(piece: Tensor, found: Slice) -> Tensor:
-    """The tensor whose pieces along ``tp_dim`` the tensor-parallel ranks hold, on each of them.
+def unshard_tp(shard: Tensor, where: Slice) -> Tensor:
+    """The tensor whose shards along ``tp_dim`` the tensor-parallel ranks hold, on each of them.
 
-    ``piece`` is this rank's, with all its rows or some: whatever part of the other dimensions the ranks have
+    ``shard`` is this rank's, with all its rows or some: whatever part of the other dimensions the ranks have
     in common.
 
     Raises:
-        ValueError: a piece of several blocks lacks some of them, or ``piece`` is some rows along two dimensions of
+        ValueError: a shard of several blocks lacks some of them, or ``shard`` is some rows along two dimensions of
             which one is the tensor-parallel one.
     """
-    dim, comm = found.tp_dim, found.tp_comm
+    dim, comm = where.tp_dim, where.tp_comm
     if dim is None or comm is None or comm.size == 1:
-        return piece
-    if piece.dim() < len(found.shape):  # rows along two dimensions
-        if dim < found.row_dims:
+        return shard
+    if shard.dim() < len(where.shape):  # rows along two dimensions
+        if dim < where.row_dims:
             raise ValueError(
-                f"rows [{found.row_start}, {found.row_stop}) of a tensor of shape {found.shape}, counted along its "
-                f"first {found.row_dims} dimensions, cannot be joined along dimension {dim}; gather the rows first"
+                f"rows [{where.row_start}, {where.row_stop}) of a tensor of shape {where.shape}, counted along its "
+                f"first {where.row_dims} dimensions, cannot be unsharded along dimension {dim}; gather the rows first"
             )
-        dim -= found.row_dims - 1
-    if found.tp_blocks and piece.shape[dim] != found.tp_extent:
+        dim -= where.row_dims - 1
+    if where.tp_blocks and shard.shape[dim] != where.tp_extent:
         raise ValueError(
-            f"piece has {piece.shape[dim]} of the {found.tp_extent} along dimension {dim}, which is cut in the blocks "
-            f"{found.tp_blocks}; gather its rows first"
+            f"shard has {shard.shape[dim]} of the {where.tp_extent} along dimension {dim}, which is sharded in the "
+            f"blocks {where.tp_blocks}; gather its rows first"
         )
-    stacked = piece.new_empty(comm.size, *piece.shape)
-    comm.all_gather(stacked, piece.detach().contiguous())
-    pieces = list(stacked)
-    if found.tp_blocks:
-        parts = [p.split([n // comm.size for n in found.tp_blocks], dim=dim) for p in pieces]
-        pieces = [part[block] for block in range(len(found.tp_blocks)) for part in parts]
-    return torch.cat(pieces, dim=dim)
+    stacked = shard.new_empty(comm.size, *shard.shape)
+    comm.all_gather(stacked, shard.detach().contiguous())
+    shards = list(stacked)
+    if where.tp_blocks:
+        parts = [p.split([n // comm.size for n in where.tp_blocks], dim=dim) for p in shards]
+        shards = [part[block] for block in range(len(where.tp_blocks)) for part in parts]
+    return torch.cat(shards, dim=dim)
 
 
 def whole(tensor: Tensor) -> Slice:
@@ -200,14 +202,14 @@ def slice_of(tensor: Tensor) -> Slice:
 
     Tensors that carry a :data:`SLICE_ATTRIBUTE` say so themselves, ``DTensor``s through their placements
     (``Replicate``, ``Shard(0)`` over one mesh dimension, and one more ``Shard`` for tensor parallelism; what
-    FSDP2 makes of a tensor-parallel module, too), and any other tensor is whole.
+    FSDP2 makes of a tensor-parallel module, too), and of any other tensor this rank holds all.
 
     Raises:
         ValueError: a ``DTensor`` placement is none of these (``Partial``, say).
     """
-    found = getattr(tensor, SLICE_ATTRIBUTE, None)
-    if found is not None:
-        return found
+    known = getattr(tensor, SLICE_ATTRIBUTE, None)
+    if known is not None:
+        return known
     if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
         return _slice_of_dtensor(tensor)
     return whole(tensor)
@@ -274,11 +276,11 @@ _communicators: dict[Any, Communicator] = {}
 
 def _cached_communicator(group: Any, device_type: str) -> Communicator:
     """One communicator per process group, so that parameters which share a group compare equal."""
-    found = _communicators.get(group)
-    if found is None:
+    communicator = _communicators.get(group)
+    if communicator is None:
         device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else device_type
-        found = _communicators[group] = Communicator(group, device)
-    return found
+        communicator = _communicators[group] = Communicator(group, device)
+    return communicator
 
 
 def forget_communicators() -> None:

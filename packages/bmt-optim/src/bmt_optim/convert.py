@@ -93,7 +93,7 @@ def distributed_where_needed(optimizer: Any, elementwise: bool = False) -> Any:
     """
     if isinstance(optimizer, DistributedOptimizer):
         return optimizer
-    if not any(slice_of(p).comms for group in optimizer.param_groups for p in group["params"]):
+    if not any(slice_of(p).communicators for group in optimizer.param_groups for p in group["params"]):
         return optimizer
     name = known_name(type(optimizer))
     if name in ELEMENTWISE:

@@ -17,7 +17,7 @@ Pieces = list[tuple[int, int]] | None
 
 def experts_of(where: Slice) -> range:
     """The experts, along dimension 0 of the piece, of which this rank holds rows."""
-    height = max(1, where.piece_shape[1])
+    height = max(1, where.tp_shard_shape[1])
     first = where.row_start // height
     return range(first, -(-where.row_stop // height) if where.row_stop > where.row_start else first)
 
@@ -29,7 +29,7 @@ def expert_pieces(where: Slice) -> Pieces:
     """
     if where.row_dims == 1:
         return None
-    height, rows = max(1, where.piece_shape[1]), where.row_stop - where.row_start
+    height, rows = max(1, where.tp_shard_shape[1]), where.row_stop - where.row_start
     first = min(-where.row_start % height, rows)
     middle, last = divmod(rows - first, height)
     pieces = [(1, first), (middle, height), (1, last)]
@@ -38,7 +38,7 @@ def expert_pieces(where: Slice) -> Pieces:
 
 def sum_by_expert(values: Tensor, where: Slice) -> Tensor:
     """Sums of ``values``, (rows, \\*), over this rank's rows of each expert of the piece: (experts, \\*)."""
-    sums = values.new_zeros(where.piece_shape[0], *values.shape[1:])
+    sums = values.new_zeros(where.tp_shard_shape[0], *values.shape[1:])
     return sums.index_add_(0, _expert_of_rows(where, values.device), values)
 
 
@@ -49,4 +49,4 @@ def by_row(values: Tensor, where: Slice) -> Tensor:
 
 def _expert_of_rows(where: Slice, device: torch.device) -> Tensor:
     rows = torch.arange(where.row_start, where.row_stop, device=device)
-    return rows.div(max(1, where.piece_shape[1]), rounding_mode="floor")
+    return rows.div(max(1, where.tp_shard_shape[1]), rounding_mode="floor")

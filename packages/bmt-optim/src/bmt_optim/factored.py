@@ -222,7 +222,7 @@ class FactoredAverage:
         self._matrices = parts.matrices[: parts.count]
         # Where rows are counted along two dimensions: the experts of which this rank holds rows, of how many.
         self._experts = {
-            n: (experts_of(m.where), m.where.piece_shape[0])
+            n: (experts_of(m.where), m.where.tp_shard_shape[0])
             for n, m in enumerate(self._matrices)
             if m.where.row_dims == 2
         }

@@ -106,7 +106,7 @@ class Share(NamedTuple):
 
 def share_of(param: Tensor, context: ParallelContext | None) -> Share:
     where = slice_of(param)
-    return Share(where.comms, context is not None and _is_stage_local(param, where, context))
+    return Share(where.communicators, context is not None and _is_stage_local(param, where, context))
 
 
 def scale_grads(grads: Sequence[Tensor], factor: Tensor) -> None:

@@ -144,7 +144,7 @@ class _Own(Answer):
         if comm.rank != target:
             transfers.append(Transfer(comm, "own", comm.rank, target, local, None))
             return None
-        piece = local.new_empty(matrix.where.piece_rows, *matrix.where.row_shape)
+        piece = local.new_empty(matrix.where.tp_shard_rows, *matrix.where.row_shape)
         for source, (start, stop) in enumerate(matrix.rows):
             mine = local if source == target else None
             transfers.append(Transfer(comm, "own", source, target, mine, piece[start:stop]))
@@ -196,7 +196,7 @@ class _Return(Answer):
         """This rank's piece, in the owner's row."""
         comm, source = matrix.tp_comm, matrix.owner[1]
         assert comm is not None
-        piece = torch.empty(matrix.where.piece_shape, dtype=self.dtype, device=_device(matrix))
+        piece = torch.empty(matrix.where.tp_shard_shape, dtype=self.dtype, device=_device(matrix))
         for into, part in regions(matrix, comm.rank, piece, whole):
             transfers.append(Transfer(comm, "return", source, comm.rank, part, into))
         if whole is not None:
@@ -216,7 +216,7 @@ class _Return(Answer):
         )
         if comm.rank == source:
             assert piece is not None
-            piece = piece.reshape(where.piece_rows, *where.row_shape)
+            piece = piece.reshape(where.tp_shard_rows, *where.row_shape)
             for target, (start, stop) in enumerate(matrix.rows):
                 into = local if target == source else None
                 transfers.append(Transfer(comm, "return", source, target, piece[start:stop], into))

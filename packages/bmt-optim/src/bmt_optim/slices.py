@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Slice, cut_piece, join_pieces, select_rows
+from bmt_comm import Communicator, Slice, select_rows, tp_shard_of, unshard_tp
 
 Comms = tuple[Communicator, ...]
 
@@ -24,7 +24,7 @@ def by_comms(slices: Sequence[Slice]) -> list[tuple[Comms, list[int]]]:
     """
     found: dict[Comms, list[int]] = {}
     for index, where in enumerate(slices):
-        found.setdefault(where.comms, []).append(index)
+        found.setdefault(where.communicators, []).append(index)
     return sorted(found.items(), key=lambda item: [comm.ranks for comm in item[0]])
 
 
@@ -47,10 +47,10 @@ def assemble(local: Tensor, where: Slice) -> Tensor:
     # A 0-dim tensor is one row of one element here.
     rows = where.row_stop - where.row_start
     piece = _concatenate(
-        local.detach().reshape(rows, *where.row_shape), 0, where.row_start, where.piece_rows, where.row_comm
-    ).reshape(where.piece_shape)
+        local.detach().reshape(rows, *where.row_shape), 0, where.row_start, where.tp_shard_rows, where.row_comm
+    ).reshape(where.tp_shard_shape)
     if where.tp_blocks and where.tp_comm is not None:
-        piece = join_pieces(piece.to(where.tp_comm.device), where)
+        piece = unshard_tp(piece.to(where.tp_comm.device), where)
     elif where.tp_dim is not None:
         piece = _concatenate(piece, where.tp_dim, where.tp_offset, where.shape[where.tp_dim], where.tp_comm)
     return piece.reshape(where.shape)
@@ -58,7 +58,7 @@ def assemble(local: Tensor, where: Slice) -> Tensor:
 
 def cut(full: Tensor, where: Slice) -> Tensor:
     """What a rank at ``where`` holds of ``full`` (shape ``where.shape``): shape ``where.local_shape``."""
-    return select_rows(cut_piece(full, where), where)
+    return select_rows(tp_shard_of(full, where), where)
 
 
 def row_indices(where: Slice, device: torch.device) -> Tensor:
@@ -76,7 +76,7 @@ def indices_along(where: Slice, dim: int, device: torch.device) -> Tensor:
     if dim != where.tp_dim:
         return indices
     along = Slice((length,), 0, 0, None, 0, where.tp_offset, where.tp_extent, where.tp_comm, where.tp_blocks)
-    return cut_piece(indices, along)
+    return tp_shard_of(indices, along)
 
 
 def _concatenate(part: Tensor, dim: int, start: int, length: int, comm: Communicator | None) -> Tensor:

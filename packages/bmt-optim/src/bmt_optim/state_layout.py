@@ -67,7 +67,7 @@ class StateTensor:
                 start, stop, rows = experts.start, experts.stop, 1
             return Slice(shape, start, stop, where.row_comm, **tp, row_dims=rows)
         whole = Slice(shape, 0, 0, None, **tp)
-        return Slice(shape, 0, whole.piece_rows, None, **tp)
+        return Slice(shape, 0, whole.tp_shard_rows, None, **tp)
 
 
 def like_parameter(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> StateTensor:

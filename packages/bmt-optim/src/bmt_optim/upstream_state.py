@@ -86,7 +86,7 @@ def _converted(
             if flats.is_scaled(index) and own != "master":
                 assert loss_scale is not None
                 flat = flat.float() / loss_scale
-            entry[own] = select_rows(flat.view(where.piece_shape), where).contiguous()
+            entry[own] = select_rows(flat.view(where.tp_shard_shape), where).contiguous()
         if param is not None:
             converted[key] = entry
     mine = {key for key, param in zip(order, params, strict=True) if param is not None}
@@ -222,13 +222,13 @@ class _OfRanks:
                 return ranks
         raise ValueError(
             f"{name} of parameter {index} has {list(sizes)} elements on the ranks, and this rank's part of it, of "
-            f"shape {where.piece_shape}, has {_numel(where)}; load it in a job of as many ranks, and with "
+            f"shape {where.tp_shard_shape}, has {_numel(where)}; load it in a job of as many ranks, and with "
             f"the same tensor-parallel size, as it was saved in"
         )
 
 
 def _numel(where: Slice) -> int:
-    return torch.Size(where.piece_shape).numel()
+    return torch.Size(where.tp_shard_shape).numel()
 
 
 def _is_half(entry: Mapping[str, Any] | None) -> bool:

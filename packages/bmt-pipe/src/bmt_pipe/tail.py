@@ -68,8 +68,8 @@ class Tail:
         """Gather the parameters, on all ranks; ``runs``: this rank keeps them."""
         for param in self._sharded:
             handle: GroupHandle = param.handle
-            handle.begin_gather()
-            value = handle.flat.gather_one(handle.index)
+            handle.begin_unsharding_one()
+            value = handle.flat.unshard_one(handle.index)
             if runs:
                 self._leaves[param] = value.detach().requires_grad_(self.grad and param.requires_grad)
 
@@ -140,7 +140,7 @@ class Tail:
         for n, (param, flag) in enumerate(zip(self.params, used.tolist(), strict=True)):
             if flag and self.grads[n] is None:
                 dtype = param.handle.flat.unsharded.dtype
-                self.grads[n] = torch.zeros(param.bmt_slice.piece_shape, dtype=dtype, device=self.context.device)
+                self.grads[n] = torch.zeros(param.bmt_slice.tp_shard_shape, dtype=dtype, device=self.context.device)
 
 
 def _parameters_of(

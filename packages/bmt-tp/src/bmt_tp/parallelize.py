@@ -44,7 +44,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import Communicator, Slice, cut_piece
+from bmt_comm import Communicator, Slice, tp_shard_of
 
 from .batch import check_same_batch
 from .cut_modules import (
@@ -140,7 +140,7 @@ def parallelize(
     _check_sequence(whole, pieces)
     for param, found in pieces:
         with torch.no_grad():
-            piece = cut_piece(param.detach(), found).clone(memory_format=torch.contiguous_format)
+            piece = tp_shard_of(param.detach(), found).clone(memory_format=torch.contiguous_format)
         param.data = piece
         param.grad = None
         mark_piece(param, found)

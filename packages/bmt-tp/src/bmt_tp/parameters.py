@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import SLICE_ATTRIBUTE, Communicator, Slice, current_context, cut_piece
+from bmt_comm import SLICE_ATTRIBUTE, Communicator, Slice, current_context, tp_shard_of
 
 _SHARDED = importlib.util.find_spec("bmt_zero") is not None
 
@@ -160,7 +160,7 @@ def make_parameter(
         init(data, *args, **kwargs)
     found = None if tp_dim is None or comm is None else piece_of(shape, tp_dim, comm, tp_blocks)
     if found is not None:
-        data = cut_piece(data, found).clone(memory_format=torch.contiguous_format)
+        data = tp_shard_of(data, found).clone(memory_format=torch.contiguous_format)
     if not _SHARDED:
         param = nn.Parameter(data)
         if found is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmt_comm import SLICE_ATTRIBUTE, cut_piece, join_pieces, slice_of
+from bmt_comm import SLICE_ATTRIBUTE, slice_of, tp_shard_of, unshard_tp
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     for name, param in pieces.items():
         if name in state:
             if id(param) not in joined:
-                joined[id(param)] = join_pieces(param.detach(), slice_of(param))
+                joined[id(param)] = unshard_tp(param.detach(), slice_of(param))
             state[name] = joined[id(param)]
     return state
 
@@ -48,7 +48,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict
             raise ValueError(
                 f"entry {name!r} has shape {tuple(entries[name].shape)}; the whole parameter has {found.shape}"
             )
-        entries[name] = cut_piece(entries[name], found)
+        entries[name] = tp_shard_of(entries[name], found)
     return model.load_state_dict(entries, strict)
 
 

@@ -80,7 +80,7 @@ class StepContext:
         if self.forbidden is not None:
             raise RuntimeError(f"{group.name} cannot be unsharded {self.forbidden}")
         # In forward, ranks of replicas need not compute the same; their backward passes reduce together.
-        for comm in group.gathering_comms if current_backward() is None else group.comms:
+        for comm in group.unsharding_communicators if current_backward() is None else group.communicators:
             self.sequences.add(comm, group.label)
 
     # --- forward ----------------------------------------------------------------------------------

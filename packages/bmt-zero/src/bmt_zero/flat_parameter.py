@@ -53,12 +53,12 @@ class FlatParameter:
         layout: where they lie, over ``shard_comm.size`` ranks.
         params: in the order of ``layout``'s indices; they become views of ``shard``.
         shard: this rank's flat storage with its values, ``layout.shard_numel`` elements.
-        comms: the shard group and the replicate group.
+        communicators: the shard group and the replicate group.
         options: how the parameters are sharded. At levels 0 and 1 the storage of ``unsharded`` is never released.
         allocate: whether ``unsharded`` is ever filled; otherwise parameters are only gathered one by one.
 
     Attributes:
-        comms: the groups of several ranks among the two.
+        communicators: the groups of several ranks among the two.
         stream: for collectives that overlap with computation; None on CPU.
     """
 
@@ -67,15 +67,15 @@ class FlatParameter:
         layout: FlatLayout,
         params: Sequence[ShardedParameter],
         shard: Tensor,
-        comms: tuple[Communicator, Communicator],
+        communicators: tuple[Communicator, Communicator],
         options: Options,
         allocate: bool = True,
     ) -> None:
         self.layout = layout
         self.params = list(params)
-        self.shard_comm, self.replicate_comm = comms
-        self.comms = tuple(comm for comm in comms if comm.size > 1)
-        self.stream = (self.comms or comms)[0].stream
+        self.shard_comm, self.replicate_comm = communicators
+        self.communicators = tuple(comm for comm in communicators if comm.size > 1)
+        self.stream = (self.communicators or communicators)[0].stream
         self.options = options
         self.allocate = allocate
         self.placements: list[Placement] = sorted(layout.placements, key=lambda p: p.index)
@@ -284,12 +284,12 @@ class FlatParameter:
         placement, size = self.placements[index], self.layout.shard_numel
         return placement.offset // size == (placement.offset + max(1, placement.rows * placement.row_numel) - 1) // size
 
-    def gather_one(self, index: int) -> Tensor:
+    def unshard_one(self, index: int) -> Tensor:
         """Parameter ``index``, unsharded, in the dtype of computation and in storage of its own."""
         if self.is_shard:
             return self._templates[index].data
         if len(self.params) > 1:
-            return self.gather_stored(index).to(self.unsharded.dtype)
+            return self.unshard_stored(index).to(self.unsharded.dtype)
         flat = torch.empty(self.layout.numel, dtype=self.unsharded.dtype, device=self.unsharded.device)
         own = self._own_part(flat)
         own.copy_(self.shard.data)
@@ -297,7 +297,7 @@ class FlatParameter:
         # ``data``, because a view would be kept alive in graphs through its base: no weak reference to it would last.
         return _strided_views(flat, self._unsharded_geometry[index : index + 1])[0].data
 
-    def gather_stored(self, index: int, like: Tensor | None = None) -> Tensor:
+    def unshard_stored(self, index: int, like: Tensor | None = None) -> Tensor:
         """Parameter ``index`` alone, unsharded, in the dtype that it is stored in; not differentiable.
 
         Ranks send each other its rows only; an all-gather would move the full flat buffer.

@@ -319,8 +319,8 @@ def fully_shard(
     context = _context_for(mesh)
     _check_offload(offload_policy, context)
     precision = _precision(mp_policy)
-    comms, divisor = _comms_of(mesh, context)
-    shard_size = context.outer_tp_zero.size if comms is None else comms[0].size
+    communicators, divisor = _communicators_of(mesh, context)
+    shard_size = context.outer_tp_zero.size if communicators is None else communicators[0].size
     resharded = _check_resharding(reshard_after_forward, shard_size)
     ignored = list(ignored_params or ())
     slots = [slot for each in modules for slot in find_slots(each, context, ignored)]
@@ -328,7 +328,7 @@ def fully_shard(
         for slot in slots:
             _check_placement(slot.path, shard_placement_fn(slot.param))
     name = " and ".join(f"a {type(each).__name__}" for each in modules)
-    options = Options(3, precision, comms, reshard_after_forward=resharded, name=name)
+    options = Options(3, precision, communicators, reshard_after_forward=resharded, name=name)
     group = build_group(slots, context, options)
     if mesh is not None:
         group.mesh = mesh
@@ -408,7 +408,7 @@ def _context_for(mesh: DeviceMesh | None) -> ParallelContext:
 _communicators: WeakKeyDictionary[ParallelContext, dict[Any, Communicator]] = WeakKeyDictionary()
 
 
-def _comms_of(
+def _communicators_of(
     mesh: DeviceMesh | None, context: ParallelContext
 ) -> tuple[tuple[Communicator, Communicator] | None, float]:
     """The shard group and the replicate group of a mesh (None: the context's), and the number of replicas."""
@@ -417,7 +417,7 @@ def _comms_of(
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh has {mesh.ndim} dimensions; pass one (shard) or two (replicate, shard)")
     known = _communicators.setdefault(context, {})
-    comms = []
+    communicators = []
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         if group not in known:
@@ -425,12 +425,12 @@ def _comms_of(
             alone = Communicator(None, context.device)
             own = [comm for comm in (context.outer_zero, context.outer_tp_zero, alone) if comm.ranks == ranks]
             known[group] = own[0] if own else Communicator(group, context.device)
-        comms.append(known[group])
+        communicators.append(known[group])
     if mesh.ndim == 1:
-        if comms[0].ranks == context.outer_tp_zero.ranks:  # it knows of tensor-parallel parameters
+        if communicators[0].ranks == context.outer_tp_zero.ranks:  # it knows of tensor-parallel parameters
             return None, float(context.replicas)
-        comms.insert(0, Communicator(None, context.device))
-    return (comms[1], comms[0]), float(comms[0].size * comms[1].size)
+        communicators.insert(0, Communicator(None, context.device))
+    return (communicators[1], communicators[0]), float(communicators[0].size * communicators[1].size)
 
 
 def _precision(policy: Any) -> MixedPrecision:

@@ -268,7 +268,7 @@ class GradientReducer:
         pairs = [(p, g) for p, g in zip(self.flat.params, grads, strict=True) if not p.sequence_parallel]
         if pairs:
             shapes = [param.bmt_slice.shape for param, _ in pairs]
-            check_replicas(shapes, [grad for _, grad in pairs], current_context().tp, self.flat.comms)
+            check_replicas(shapes, [grad for _, grad in pairs], current_context().tp, self.flat.communicators)
 
     def _prepared(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Dense gradients, which the reduction multiplies by ``grad_scale``."""
@@ -404,13 +404,13 @@ class UseAgreement:
         self.forget(waiting)
         by_ranks: dict[tuple[Communicator, ...], list[GradientReducer]] = {}
         for reducer in waiting:
-            by_ranks.setdefault(reducer.flat.comms, []).append(reducer)
-        for comms, members in by_ranks.items():
+            by_ranks.setdefault(reducer.flat.communicators, []).append(reducer)
+        for communicators, members in by_ranks.items():
             flags = [flag for reducer in members for flag in reducer.take_used_here()]
             waits = any(reducer.undecided for reducer in members)
-            if comms:
+            if communicators:
                 used = torch.tensor(flags, dtype=torch.uint8, device=members[0].flat.shard.device)
-                for comm in comms:
+                for comm in communicators:
                     comm.all_reduce(used, "max", label="the parameters that ranks have used")
                 flags = used.tolist() if waits else flags  # otherwise the host does not wait for the device
             answers = iter(flags)

@@ -98,16 +98,16 @@ def _fill(param: ShardedParameter, context: ParallelContext) -> None:
 def _inner_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules with their paths, in the order in which they are constructed."""
     paths = {module: path for path, module in model.named_modules()}
-    found: dict[nn.Module, str] = {}
+    ordered: dict[nn.Module, str] = {}
 
     def add(module: nn.Module) -> None:
         for child in module.children():
-            if child not in found:
+            if child not in ordered:
                 add(child)
-        found[module] = paths[module]
+        ordered[module] = paths[module]
 
     add(model)
-    return [(path, module) for module, path in found.items()]
+    return [(path, module) for module, path in ordered.items()]
 
 
 class _Reset(NamedTuple):

@@ -75,9 +75,9 @@ def _statistics(params: Sequence[nn.Parameter]) -> list[tuple[Statistics | None,
         grad = None if param.grad is None else local_tensor(local_rows(param.grad))
         values = local_tensor(param.detach())
         numbers[param] = torch.stack([describe(values), describe(grad).to(values.device)])
-        shared.setdefault(slice_of(param).comms, []).append(param)
-    for comms in sorted(shared, key=lambda comms: [comm.ranks for comm in comms]):
-        together = over_several(torch.cat([numbers[param] for param in shared[comms]]), comms)
-        numbers.update(zip(shared[comms], together.split(2), strict=True))
-    found = {param: as_statistics(pair) for param, pair in numbers.items()}
-    return [(found[param][0], found[param][1]) for param in params]
+        shared.setdefault(slice_of(param).communicators, []).append(param)
+    for communicators in sorted(shared, key=lambda communicators: [comm.ranks for comm in communicators]):
+        together = over_several(torch.cat([numbers[param] for param in shared[communicators]]), communicators)
+        numbers.update(zip(shared[communicators], together.split(2), strict=True))
+    results = {param: as_statistics(pair) for param, pair in numbers.items()}
+    return [(results[param][0], results[param][1]) for param in params]

@@ -23,7 +23,7 @@ class Options:
     Attributes:
         level: ZeRO level.
         precision: dtypes of computation and reduction.
-        comms: the shard group and the replicate group; None: by level.
+        communicators: the shard group and the replicate group; None: by level.
         stage_local: whether only the ranks of this pipeline stage have the parameters.
         reshard_after_forward: whether parameters are resharded between forward and backward; None: at level 3.
         name: for messages.
@@ -31,18 +31,18 @@ class Options:
 
     level: int
     precision: MixedPrecision = field(default_factory=MixedPrecision)
-    comms: tuple[Communicator, Communicator] | None = None
+    communicators: tuple[Communicator, Communicator] | None = None
     stage_local: bool = False
     reshard_after_forward: bool | None = None
     name: str = "a parameter"
 
     def ranks(self, context: ParallelContext) -> tuple[Communicator, ...]:
         """The communicators whose ranks together have the module."""
-        return self.comms or (ranks_of(context, False, self.stage_local),)
+        return self.communicators or (ranks_of(context, False, self.stage_local),)
 
     def groups(self, context: ParallelContext, tp_mode: bool) -> tuple[Communicator, Communicator]:
         """The shard group and the replicate group of a parameter."""
-        if self.comms is not None:
-            return self.comms
+        if self.communicators is not None:
+            return self.communicators
         comm = ranks_of(context, tp_mode, self.stage_local)
         return (context.alone, comm) if self.level == 0 else (comm, context.alone)

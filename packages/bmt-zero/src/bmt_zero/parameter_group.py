@@ -78,31 +78,31 @@ class GroupHandle:
         if self.replacement is not None:
             return self.replacement
         param, flat = self.param, self.flat
-        self.begin_gather()
+        self.begin_unsharding_one()
         self.original = None
         if not (torch.is_grad_enabled() and param.requires_grad):
-            return flat.gather_stored(self.index) if flat.allocate else flat.gather_one(self.index)
+            return flat.unshard_stored(self.index) if flat.allocate else flat.unshard_one(self.index)
         casts = stored and flat.casts
         if not casts and self._cached is not None and self._cached[0] == param._version:
             cached = self._cached[1]()
             if cached is not None:
                 return cached  # a tied weight is used twice and gathered once
-        gathered = flat.gather_stored(self.index) if casts else flat.gather_one(self.index)
+        gathered = flat.unshard_stored(self.index) if casts else flat.unshard_one(self.index)
         unsharded: Tensor
         [unsharded] = Enter.apply(self, [gathered], self.group.anchor)
         if not casts:
             self._cached = (param._version, TensorWeakRef(unsharded))
         return unsharded
 
-    def gather_stored(self, like: Tensor | None = None) -> Tensor:
+    def unshard_stored(self, like: Tensor | None = None) -> Tensor:
         """The same in the dtype that it is stored in, in storage of its own; not differentiable.
 
         ``like``: a tensor of the shape of this rank's rows, to gather instead.
         """
-        self.begin_gather()
-        return self.flat.gather_stored(self.index, like)
+        self.begin_unsharding_one()
+        return self.flat.unshard_stored(self.index, like)
 
-    def begin_gather(self) -> None:
+    def begin_unsharding_one(self) -> None:
         """This parameter alone will be gathered."""
         group = self.group
         if current_backward() is None:
@@ -112,7 +112,7 @@ class GroupHandle:
 
     def fill(self, values: Tensor) -> None:
         """Set this rank's rows from the unsharded parameter (this tensor-parallel rank's shard) on the first rank."""
-        for comm in self.flat.comms:
+        for comm in self.flat.communicators:
             comm.broadcast(values, 0)
         self.param.detach().copy_(select_rows(values, self.param.bmt_slice))
         self.param.awaits_values = False
@@ -181,7 +181,8 @@ class ParameterGroup:
 
     Attributes:
         label: stands for the name and what is frozen, where ranks compare the order of what they unshard.
-        comms, gathering_comms: of several ranks that reduce the gradients; those of them that unshard the parameters.
+        communicators: of the several ranks that reduce the gradients.
+        unsharding_communicators: those of them that unshard the parameters.
         in_backward: the calls (``hooks.Call``) in backward, which need the parameters.
         trains: which parameters are trained, as last seen in forward.
         replaced: how many parameters modules have replacements for; see :func:`replaced_parameters`.
@@ -211,8 +212,10 @@ class ParameterGroup:
         self.reshard_after_forward = level == 3 if resharded is None else resharded
         self.flats = [reducer.flat for reducer in self.reducers]
         self.step: StepContext = step_context(context)
-        self.comms = list(dict.fromkeys(comm for flat in self.flats for comm in flat.comms))
-        self.gathering_comms = [comm for comm in self.comms if any(comm is flat.shard_comm for flat in self.flats)]
+        self.communicators = list(dict.fromkeys(comm for flat in self.flats for comm in flat.communicators))
+        self.unsharding_communicators = [
+            comm for comm in self.communicators if any(comm is flat.shard_comm for flat in self.flats)
+        ]
         self.anchor = torch.zeros((), requires_grad=True)
         # This node runs only in backward passes that accumulate gradients of all leaves.
         with torch.enable_grad():
@@ -413,7 +416,7 @@ class ParameterGroup:
         gradients = deferred.take(receiver)
         if self.waits is None:
             later = torch.tensor(bool(gradients), dtype=torch.uint8, device=self.context.device)
-            for comm in self.comms:
+            for comm in self.communicators:
                 comm.all_reduce(later, "max")
             self.waits = bool(later)
         if self.waits:
@@ -539,9 +542,9 @@ def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientRed
         twin.__dict__.update({k: v for k, v in param.__dict__.items() if k != "handle"})
         memo[id(param)] = twin
         twins.append(twin)
-    shard, comms = flat.shard.detach().clone(), (flat.shard_comm, flat.replicate_comm)
+    shard, communicators = flat.shard.detach().clone(), (flat.shard_comm, flat.replicate_comm)
     result = GradientReducer(
-        FlatParameter(flat.layout, twins, shard, comms, flat.options, flat.allocate), reducer.grad_scale
+        FlatParameter(flat.layout, twins, shard, communicators, flat.options, flat.allocate), reducer.grad_scale
     )
     result.settings = copy.copy(reducer.settings)
     return result

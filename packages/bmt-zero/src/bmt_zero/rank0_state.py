@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bmt_comm import ParallelContext, current_context
 
-from .state import gathers_state, logical_tensor, sharded_entries
+from .state import logical_tensor, sharded_entries, unshards_state
 
 
 def rank0_state_dict(model: nn.Module, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
@@ -26,7 +26,7 @@ def rank0_state_dict(model: nn.Module, destination: dict[str, Any] | None = None
         prefix: what names begin with.
     """
     state = OrderedDict() if destination is None else destination
-    if not gathers_state():
+    if not unshards_state():
         nn.Module.state_dict(model, destination=state, prefix=prefix, keep_vars=True)
         return state
     context = current_context()

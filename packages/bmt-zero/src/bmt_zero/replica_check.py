@@ -18,7 +18,7 @@ def check_replicas(
     shapes: Sequence[tuple[int, ...]],
     grads: Sequence[Tensor | None],
     tp_comm: Communicator,
-    comms: Sequence[Communicator],
+    communicators: Sequence[Communicator],
 ) -> None:
     """Raise unless the unreduced gradients are the same on all tensor-parallel ranks, up to rounding.
 
@@ -28,7 +28,7 @@ def check_replicas(
         shapes: of the parameters.
         grads: this rank's.
         tp_comm: the tensor-parallel ranks.
-        comms: whose ranks all raise if some do.
+        communicators: whose ranks all raise if some do.
 
     Raises:
         RuntimeError: they differ.
@@ -40,7 +40,7 @@ def check_replicas(
     norms = everyone[..., 0].amax(0)
     difference = (everyone[..., 1:] - everyone[0, :, 1:]).abs().amax((0, 2))
     flags = (difference > _TOLERANCE * norms.clamp(min=_FLOOR * float(norms.norm()))).float()
-    for comm in comms:
+    for comm in communicators:
         comm.all_reduce(flags, "max")
     different = flags.nonzero().flatten().tolist()
     if different:

@@ -36,8 +36,8 @@ def verify_replicas(module: nn.Module, context: ParallelContext | None = None) -
     for name, param in module.named_parameters():
         values = local_tensor(param).detach()
         if values.numel():
-            found = slice_of(param)
-            part = (name, found.shape, found.tp_offset, found.tp_extent, found.row_start, found.row_stop)
+            own = slice_of(param)
+            part = (name, own.shape, own.tp_offset, own.tp_extent, own.row_start, own.row_stop)
             key = int.from_bytes(hashlib.sha256(repr(part).encode()).digest()[:8], "little", signed=True)
             names[key] = name
             rows.append([key, int(_sum_of_bits(values))])

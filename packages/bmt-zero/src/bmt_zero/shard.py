@@ -131,11 +131,11 @@ def shard(
     if (shard_comm is None) != (replicate_comm is None):
         raise ValueError("shard_comm and replicate_comm must be given together")
     slots = find_slots(module, context)
-    comms = None if shard_comm is None or replicate_comm is None else (shard_comm, replicate_comm)
+    communicators = None if shard_comm is None or replicate_comm is None else (shard_comm, replicate_comm)
     name = f"a {type(module).__name__}"
-    options = Options(level, precision or MixedPrecision(), comms, stage_local, reshard_after_forward, name)
+    options = Options(level, precision or MixedPrecision(), communicators, stage_local, reshard_after_forward, name)
     if stage_local:
-        check_stage(slots, context, comms or ())
+        check_stage(slots, context, communicators or ())
     group = build_group(slots, context, options)
     share_buffers(module, context, options)
     sharding = add_sharding(module, group, initialized)
@@ -235,12 +235,12 @@ def check_parameter(name: str, param: nn.Parameter, context: ParallelContext) ->
         raise ValueError(f"parameter {name!r} has dtype {param.dtype}; store real and imaginary parts as real numbers")
     if isinstance(param, ShardedParameter):
         return
-    comms: list[Communicator | None] = []  # over which bmt_tp has sharded the parameter or splits its sequence
+    communicators: list[Communicator | None] = []  # over which bmt_tp has sharded the parameter or splits its sequence
     if getattr(param, "tp_mode", False):
-        comms.append(slice_of(param).tp_comm)
+        communicators.append(slice_of(param).tp_comm)
     if getattr(param, "sequence_parallel", False):
-        comms.append(param.sequence_comm)  # type: ignore[attr-defined]
-    for comm in comms:
+        communicators.append(param.sequence_comm)  # type: ignore[attr-defined]
+    for comm in communicators:
         ranks = (context.rank,) if comm is None else comm.ranks
         if ranks != context.tp.ranks:
             raise ValueError(
@@ -249,10 +249,10 @@ def check_parameter(name: str, param: nn.Parameter, context: ParallelContext) ->
             )
 
 
-def check_stage(slots: Sequence[Slot], context: ParallelContext, comms: Sequence[Communicator]) -> None:
-    """Raise if ranks of other pipeline stages are in ``comms`` or hold shards of the parameters."""
+def check_stage(slots: Sequence[Slot], context: ParallelContext, communicators: Sequence[Communicator]) -> None:
+    """Raise if ranks of other pipeline stages are in ``communicators`` or hold shards of the parameters."""
     stage = set(context.zero.ranks)
-    for comm in comms:
+    for comm in communicators:
         if not stage.issuperset(comm.ranks):
             raise ValueError(
                 f"shard_comm and replicate_comm include ranks {comm.ranks}; those of this pipeline stage are "
@@ -269,10 +269,10 @@ def check_stage(slots: Sequence[Slot], context: ParallelContext, comms: Sequence
 
 
 def check_groups(
-    comms: tuple[Communicator, Communicator], context: ParallelContext, slots: Sequence[Slot], stage_local: bool
+    communicators: tuple[Communicator, Communicator], context: ParallelContext, slots: Sequence[Slot], stage_local: bool
 ) -> None:
     """Raise unless a shard group and a replicate group together are the ranks that hold the parameters."""
-    ranks = comms[0].size * comms[1].size
+    ranks = communicators[0].size * communicators[1].size
     for slot in slots:
         tp_mode = getattr(slot.param, "tp_mode", False)
         wanted = ranks_of(context, tp_mode, stage_local).size
@@ -300,7 +300,7 @@ def _plan(
     plans = []
     for (_, _, tp_mode), members in kinds.items():
         shard_comm, _ = options.groups(context, tp_mode)
-        for layout in plan_layouts([slice_of(p).piece_shape for p in members], shard_comm.size):
+        for layout in plan_layouts([slice_of(p).tp_shard_shape for p in members], shard_comm.size):
             plans.append((layout, [members[index] for index in sorted(p.index for p in layout.placements)]))
     return plans
 
@@ -312,8 +312,8 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
     """Shard the parameters in ``slots``, the same objects."""
     by_param = {id(slot.param): slot for slot in reversed(slots)}
     first = [slot for slot in slots if by_param[id(slot.param)] is slot]  # of each parameter
-    if options.comms is not None and (context.tp_size > 1 or options.stage_local):
-        check_groups(options.comms, context, first, options.stage_local)
+    if options.communicators is not None and (context.tp_size > 1 or options.stage_local):
+        check_groups(options.communicators, context, first, options.stage_local)
     params = [slot.param for slot in first]
     facts = [
         f"{slot.path}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}{' on meta' * p.is_meta}"
@@ -355,17 +355,17 @@ def _build(
 ) -> GradientReducer:
     """Make a flat parameter of ``params`` with their values, or of a standalone one with ``value``."""
     dtype, tp_mode = params[0].dtype, getattr(params[0], "tp_mode", False)
-    comms = options.groups(context, tp_mode)
+    communicators = options.groups(context, tp_mode)
     storage = torch.zeros(layout.shard_numel, dtype=dtype, device=context.device)
     for param, placement in zip(params, sorted(layout.placements, key=lambda p: p.index), strict=True):
         if not standalone:  # gather one at a time: never more than one is unsharded beside the shards
-            value = values_of(param, context.device, *comms)
+            value = values_of(param, context.device, *communicators)
         if value is not None:
-            write_rows(storage, layout, placement, comms[0].rank, value)
+            write_rows(storage, layout, placement, communicators[0].rank, value)
     before = [] if standalone else [p.handle.flat for p in params if isinstance(p, ShardedParameter)]
     converted = [convert(param, context) for param in params]
     watch_optimizers()
-    flat = FlatParameter(layout, converted, storage, comms, options, not standalone)
+    flat = FlatParameter(layout, converted, storage, communicators, options, not standalone)
     for old in before:
         old.params = []  # it has had one
         old.drop_storage()
@@ -381,7 +381,7 @@ def values_of(
             if param.awaits_values:
                 return None
             handle: GroupHandle = param.handle
-            values = handle.gather_stored()
+            values = handle.unshard_stored()
             replicate_comm.broadcast(values, 0)  # replicas must agree
             return values
         if param.is_meta:
@@ -417,7 +417,7 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
 
 def share_buffers(module: nn.Module, context: ParallelContext, options: Options) -> None:
     """Move buffers to the context's device, with the values of the first rank, except those on the meta device."""
-    comms = [comm for comm in options.ranks(context) if comm.size > 1]
+    communicators = [comm for comm in options.ranks(context) if comm.size > 1]
     done: set[int] = set()
     for part in module.modules():
         if part is not module and sharding_of(part) is not None:
@@ -426,9 +426,9 @@ def share_buffers(module: nn.Module, context: ParallelContext, options: Options)
             if buffer is None or buffer.is_meta or id(buffer) in done:
                 continue
             moved = buffer.to(context.device)
-            if comms and moved.numel():
+            if communicators and moved.numel():
                 values = moved.detach().contiguous().clone()
-                for comm in comms:
+                for comm in communicators:
                     comm.broadcast(values, 0)
                 with torch.no_grad():
                     moved.copy_(values)

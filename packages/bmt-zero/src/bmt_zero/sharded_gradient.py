@@ -51,7 +51,7 @@ class ShardedGradient(Tensor):
                     return _norm(name, *args, **kwargs)
             result = func(*args, **kwargs)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
-                _reduce(args[1], _comms(args[0]), "max")
+                _reduce(args[1], _communicators(args[0]), "max")
             if name.endswith("_") and not name.endswith("__"):
                 for grad in args[0] if name.startswith("_foreach") else args[:1]:
                     if isinstance(grad, ShardedGradient):
@@ -61,7 +61,7 @@ class ShardedGradient(Tensor):
 
 def sharded_gradient(rows: Tensor, like: Any) -> Tensor:
     """This rank's rows, on the same memory, as a gradient of the sharded parameter ``like``, or of that of ``like``."""
-    if not like.bmt_slice.comms:
+    if not like.bmt_slice.communicators:
         return rows
     grad = local_rows(rows).as_subclass(ShardedGradient)
     grad.bmt_slice = like.bmt_slice
@@ -84,14 +84,14 @@ def _norm(
     chosen = list(grads) if several else [grads]
     dtypes = [dtype or grad.dtype for grad in chosen]
     powers = [_power(local_rows(grad), order) for grad in chosen]
-    by_comms: dict[tuple[Communicator, ...], list[int]] = {}
+    by_communicators: dict[tuple[Communicator, ...], list[int]] = {}
     for index, grad in enumerate(chosen):
         if isinstance(grad, ShardedGradient):
-            by_comms.setdefault(tuple(_comms([grad])), []).append(index)
+            by_communicators.setdefault(tuple(_communicators([grad])), []).append(index)
     op = "sum" if abs(order) != float("inf") else "max" if order > 0 else "min"
-    for comms, members in sorted(by_comms.items(), key=lambda item: [comm.ranks for comm in item[0]]):
+    for communicators, members in sorted(by_communicators.items(), key=lambda item: [comm.ranks for comm in item[0]]):
         together = torch.stack([powers[index] for index in members])
-        _reduce(together, comms, op)
+        _reduce(together, communicators, op)
         for index, power in zip(members, together.unbind(), strict=True):
             powers[index] = power
     if op == "sum" and order != 0:
@@ -109,7 +109,7 @@ def _power(rows: Tensor, order: float) -> Tensor:
     return norm if order == 0 or abs(order) == float("inf") else norm**order
 
 
-def _comms(grads: Sequence[Tensor]) -> list[Communicator]:
+def _communicators(grads: Sequence[Tensor]) -> list[Communicator]:
     """The communicators whose ranks have other elements of ``grads``, in an order that all ranks agree on: rows first.
 
     Raises:
@@ -124,11 +124,11 @@ def _comms(grads: Sequence[Tensor]) -> list[Communicator]:
                     "this function sees the gradients of one pipeline stage only; use OptimManager, whose "
                     "clip_grad_norm and loss scale take all stages into account"
                 )
-            for comm in grad.bmt_slice.comms:
+            for comm in grad.bmt_slice.communicators:
                 (columns if comm is grad.bmt_slice.tp_comm else rows)[comm] = None
-    return [comm for comms in (rows, columns) for comm in sorted(comms, key=lambda comm: comm.ranks)]
+    return [comm for communicators in (rows, columns) for comm in sorted(communicators, key=lambda comm: comm.ranks)]
 
 
-def _reduce(value: Tensor, comms: Sequence[Communicator], op: str) -> None:
-    for comm in comms:
+def _reduce(value: Tensor, communicators: Sequence[Communicator], op: str) -> None:
+    for comm in communicators:
         comm.all_reduce(value, op)

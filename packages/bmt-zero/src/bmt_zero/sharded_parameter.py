@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bmt_comm import Slice, cut_piece, join_pieces, select_rows
+from bmt_comm import Slice, select_rows, tp_shard_of, unshard_tp
 
 from .sharded_gradient import ShardedGradient
 
@@ -104,11 +104,11 @@ class ShardedParameter(nn.Parameter):
     def gather_all(self) -> Tensor:
         """The logical parameter in the dtype that it is stored in; not differentiable."""
         with torch.no_grad():
-            return join_pieces(self.handle.gather_stored(), self.bmt_slice)
+            return unshard_tp(self.handle.unshard_stored(), self.bmt_slice)
 
     def tp_gather(self) -> Tensor:
         """This rank's rows with the tensor-parallel dimension unsharded; not differentiable."""
-        return join_pieces(self.data, self.bmt_slice)
+        return unshard_tp(self.data, self.bmt_slice)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) not in memo:
@@ -141,10 +141,10 @@ class ShardedParameter(nn.Parameter):
                 return math.prod(args[0].bmt_slice.shape)
             if name in _RANDOM:
                 target = args[0] if args else kwargs.get("tensor")
-                if isinstance(target, ShardedParameter) and target.handle.group.comms:
+                if isinstance(target, ShardedParameter) and target.handle.group.communicators:
                     return _filled(target, func, args, kwargs)
             elif name == "view_as":
-                if isinstance(args[1], ShardedParameter) and args[1].bmt_slice.comms:
+                if isinstance(args[1], ShardedParameter) and args[1].bmt_slice.communicators:
                     return _rows_of_vector(*args)
                 if isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
                     _check_initializer(args[0])
@@ -164,11 +164,11 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, where: Slice) -> Tensor:
         ctx.where = where
-        return join_pieces(shard, where)
+        return unshard_tp(shard, where)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return cut_piece(grad, ctx.where), None
+        return tp_shard_of(grad, ctx.where), None
 
 
 def _joined(shard: Tensor, where: Slice) -> Tensor:
@@ -181,7 +181,7 @@ def _joined(shard: Tensor, where: Slice) -> Tensor:
 def _filled(param: ShardedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedParameter:
     """A random function fills the logical parameter."""
     where = param.bmt_slice
-    if where.comms:
+    if where.communicators:
         _check_initializer(param)
     values = torch.empty(where.shape, dtype=param.dtype, device=param.device)
     with torch.no_grad():
@@ -189,7 +189,7 @@ def _filled(param: ShardedParameter, func: Any, args: tuple[Any, ...], kwargs: d
             func(values, *args[1:], **kwargs)
         else:
             func(**{**kwargs, "tensor": values})
-        param.handle.fill(cut_piece(values, where).contiguous())
+        param.handle.fill(tp_shard_of(values, where).contiguous())
     return param
 
 
@@ -201,7 +201,7 @@ def _rows_of_vector(values: Tensor, param: ShardedParameter) -> Tensor:
             f"view_as of {values.numel()} values and a sharded parameter of shape {where.shape}: this rank holds other "
             f"values than other ranks; set the parameters of a model with load_state_dict"
         )
-    return select_rows(cut_piece(values.view(where.shape), where), where).clone()
+    return select_rows(tp_shard_of(values.view(where.shape), where), where).clone()
 
 
 def _check_initializer(param: ShardedParameter) -> None:
@@ -327,7 +327,7 @@ def _may_mean_either(param: ShardedParameter, other: Tensor) -> bool:
     """Whether the shape does not tell on every rank if ``other`` is logical or this rank's rows."""
     if isinstance(other, ShardedGradient) or not is_row_sharded(param):
         return False
-    return other.shape in (param.shape, param.bmt_slice.piece_shape) and param.handle.is_on_one_rank
+    return other.shape in (param.shape, param.bmt_slice.tp_shard_shape) and param.handle.is_on_one_rank
 
 
 def _means_logical(name: str, args: tuple[Any, ...]) -> bool:

@@ -70,7 +70,7 @@ def _move_block(block: nn.Module, context: ParallelContext, keep: bool) -> None:
     options = group.options
     if options.stage_local:
         return
-    if options.comms is None and context.pipe_size > 1:
+    if options.communicators is None and context.pipe_size > 1:
         _move_parameters(group.params, context, keep, level_zero=True)
         if keep:
             forget_sharding(block)
@@ -84,9 +84,9 @@ def _move_block(block: nn.Module, context: ParallelContext, keep: bool) -> None:
                 stage_local=True,
             )
         return
-    if options.comms is not None:
-        check_stage((), context, options.comms)
-        check_groups(options.comms, context, group.slots, True)
+    if options.communicators is not None:
+        check_stage((), context, options.communicators)
+        check_groups(options.communicators, context, group.slots, True)
     group.options = dataclasses.replace(options, stage_local=True)
     for param in group.params:
         setattr(param, STAGE_LOCAL_ATTRIBUTE, True)

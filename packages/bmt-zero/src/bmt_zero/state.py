@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import Communicator, cut_piece, select_rows
+from bmt_comm import Communicator, select_rows, tp_shard_of
 
 from .parameter_group import GroupHandle, Slot, refresh_flat_weights
 from .sharded_parameter import ShardedParameter
@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 HANDLES_SHARDS = "handles_shards"  # set on classes and hooks whose loading and saving serve sharded parameters
 
 # Whether state_dict() of sharded modules gathers. Off while this module asks for the parameters themselves.
-_gathers: ContextVar[bool] = ContextVar("bmt_zero_state_dict_gathers", default=True)
+_unshards: ContextVar[bool] = ContextVar("bmt_zero_state_dict_unshards", default=True)
 
 # Whether state_dict() has the entries of this rank's pipeline stage only. Set by stage_entries().
 _own_stage: ContextVar[bool] = ContextVar("bmt_zero_state_dict_own_stage", default=False)
@@ -43,16 +43,16 @@ _own_stage: ContextVar[bool] = ContextVar("bmt_zero_state_dict_own_stage", defau
 @contextmanager
 def sharded_entries() -> Iterator[None]:
     """Within, the entries of ``state_dict(keep_vars=True)`` are sharded parameters instead of unsharded copies."""
-    token = _gathers.set(False)
+    token = _unshards.set(False)
     try:
         yield
     finally:
-        _gathers.reset(token)
+        _unshards.reset(token)
 
 
-def gathers_state() -> bool:
+def unshards_state() -> bool:
     """Whether ``state_dict()`` makes unsharded copies; see :func:`sharded_entries`."""
-    return _gathers.get()
+    return _unshards.get()
 
 
 def local_entries(model: nn.Module) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def entries_of_stages(own: Mapping[str, Any], comm: Communicator) -> dict[str, A
         for name, shape, dtype, number in theirs:
             if number not in values:
                 entry = StageEntry(own[name] if owner == comm.rank else None, shape, dtype, comm, owner)
-                values[number] = logical_tensor(entry) if _gathers.get() else entry
+                values[number] = logical_tensor(entry) if _unshards.get() else entry
             entries[name] = values[number]
     return entries
 
@@ -137,13 +137,13 @@ def write_logical(param: ShardedParameter, values: Tensor) -> None:
 
 def rows_of_logical(param: ShardedParameter, logical: Tensor) -> Tensor:
     """This rank's rows of a parameter's logical tensor."""
-    return select_rows(cut_piece(logical, param.bmt_slice), param.bmt_slice)
+    return select_rows(tp_shard_of(logical, param.bmt_slice), param.bmt_slice)
 
 
 @contextmanager
 def unsharded_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """Within, a module has unsharded copies of its parameters ``names``; see [Note: placeholders]."""
-    if not _gathers.get():
+    if not _unshards.get():
         yield
         return
     own = {name: module._parameters[name] for name in names}
@@ -204,7 +204,7 @@ class _StateHooks:
 
     @serves_shards
     def before_saving(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        if _gathers.get() or _own_stage.get():
+        if _unshards.get() or _own_stage.get():
             self.sharded = self.sharded or {name: module._parameters[name] for name in self.names}
             module._parameters.update(_placeholders(self.sharded))
 
@@ -213,7 +213,7 @@ class _StateHooks:
         if self.replaces_before:
             module._parameters.update(self.sharded)
             self.sharded = {}
-        elif _gathers.get():
+        elif _unshards.get():
             for name in self.names:
                 param = module._parameters.get(name)
                 if prefix + name in state_dict and isinstance(param, ShardedParameter):

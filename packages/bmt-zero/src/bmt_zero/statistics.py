@@ -92,8 +92,8 @@ def summary_of(values: Statistics | None, grad: Statistics | None, absent: float
     }
 
 
-def over_several(numbers: Tensor, comms: Sequence[Communicator]) -> Tensor:
+def over_several(numbers: Tensor, communicators: Sequence[Communicator]) -> Tensor:
     """:func:`over_ranks`, of one communicator after the other."""
-    for comm in comms:
+    for comm in communicators:
         numbers = over_ranks(numbers, comm)
     return numbers

@@ -1,6 +1,6 @@
 """torch's optimizers on sharded parameters.
 
-Element-wise ones are right on this rank's rows. Those that compute with whole matrices or vectors are refused.
+Element-wise ones are right on this rank's rows. Those that compute with logical parameters are refused.
 
 [Note: states of torch's optimizers]
     An optimizer's states have the shape of this rank's rows. ``state_dict()`` of an optimizer gives logical states, as
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from bmt_comm import Slice, join_pieces
+from bmt_comm import Slice, unshard_tp
 
 from .sharded_parameter import ShardedParameter
 from .state import rows_of_logical
@@ -64,7 +64,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for cls in type(optimizer).__mro__:
         if cls.__module__.partition(".")[0] == "torch" and cls.__name__ in _REFUSED:
             raise TypeError(
-                f"torch.optim.{cls.__name__} computes with whole parameters, and this rank holds rows of a parameter "
+                f"torch.optim.{cls.__name__} computes with logical parameters, and this rank holds rows of a parameter "
                 f"of shape {params[0].bmt_slice.shape}; use {_REFUSED[cls.__name__]}"
             )
     own = type(optimizer)
@@ -74,18 +74,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         optimizer.register_state_dict_post_hook(_with_logical_states)
         optimizer.register_load_state_dict_pre_hook(_with_rows)
     for param in params:
-        _cut(param, optimizer.state.get(param, {}))
+        _shard_states(param, optimizer.state.get(param, {}))
 
 
 def _sharded(optimizer: Optimizer) -> Iterator[tuple[int, ShardedParameter]]:
     """The sharded parameters that other ranks have other elements of, with their numbers in a state dict."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in enumerate(params):
-        if isinstance(param, ShardedParameter) and any(comm.size > 1 for comm in param.bmt_slice.comms):
+        if isinstance(param, ShardedParameter) and any(comm.size > 1 for comm in param.bmt_slice.communicators):
             yield number, param
 
 
-def _cut(param: ShardedParameter, states: dict[str, Any]) -> None:
+def _shard_states(param: ShardedParameter, states: dict[str, Any]) -> None:
     """Replace logical states by this rank's rows."""
     where = param.bmt_slice
     for name, value in states.items():
@@ -106,7 +106,7 @@ def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers or names
     for number, param in _sharded(optimizer):
         if number < len(keys):  # otherwise torch raises
-            _cut(param, states.get(keys[number], {}))
+            _shard_states(param, states.get(keys[number], {}))
     return {**state_dict, "state": states}
 
 
@@ -126,7 +126,7 @@ def _logical_states(param: ShardedParameter, states: dict[str, Any]) -> dict[str
         if not _is_per_element(name, value, where):
             logical[name] = value
         elif tuple(value.shape) == where.local_shape:
-            logical[name] = join_pieces(param.handle.gather_stored(value), where).to(value.device)
+            logical[name] = unshard_tp(param.handle.unshard_stored(value), where).to(value.device)
         else:
             raise TypeError(
                 f"state {name!r} of a parameter of shape {where.shape} has shape {tuple(value.shape)}; it is neither a "
