@@ -154,3 +154,28 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert convert(tmp_path / "optimizer.pt", target, "--model", tmp_path / "model.pt") == 1
     assert "exists already" in capsys.readouterr().err
     assert target.read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("frozen", ["0.weight", "1.weight", "2.bias", "0.bias", "0.weight 0.bias", "1.weight 0.bias"])
+def test_the_state_of_an_optimizer_that_does_not_train_everything(
+    tmp_path: Path, frozen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shapes come from the model, so they must be those of the trained parameters for sure."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3, bias=False), nn.Linear(3, 2))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    trained = {name: p for name, p in model.named_parameters() if name not in frozen.split()}
+    state = {
+        i: {"step": 1, "exp_avg": torch.randn(p.numel()), "exp_avg_sq": torch.rand(p.numel())}
+        for i, p in enumerate(trained.values())
+    }
+    saved = {"state": state, "param_groups": [{**OPTIONS, "params": list(state)}], "is_whole": True}
+    torch.save(saved, tmp_path / "optimizer.pt")
+    done = convert(tmp_path / "optimizer.pt", tmp_path / "ours.pt", "--model", tmp_path / "model.pt")
+    assert bool(done) == (" " in frozen)
+    if done:
+        message = "parameter 0 of the optimizer has 15 elements, and so have tensors of the model of the shapes [(3,"
+        assert message in capsys.readouterr().err
+        torch.save({name: p.detach() for name, p in trained.items()}, tmp_path / "trained.pt")
+        assert convert(tmp_path / "optimizer.pt", tmp_path / "ours.pt", "--model", tmp_path / "trained.pt") == 0
+    found = torch.load(tmp_path / "ours.pt", weights_only=True)["state"]
+    assert [tuple(found[i]["exp_avg"].shape) for i in found] == [tuple(p.shape) for p in trained.values()]

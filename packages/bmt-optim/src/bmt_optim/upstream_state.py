@@ -266,26 +266,54 @@ def to_own_form(
         loss_scale: by which moments in fp16 are multiplied.
 
     Raises:
-        ValueError: the shapes do not fit; see also :func:`from_upstream`.
+        ValueError: the shapes do not fit, or several do; see also :func:`from_upstream`.
     """
     order = [key for group in state_dict["param_groups"] for key in group["params"]]
-    candidates = iter(shapes)
+    entries = [state_dict["state"].get(key) for key in order]
+    fitting = iter(_fitting([None if entry is None else entry["exp_avg"].numel() for entry in entries], shapes))
     chosen: list[Tensor] = []
-    for index, key in enumerate(order):
-        entry = state_dict["state"].get(key)
+    for entry in entries:
         if entry is None:
             chosen.append(torch.empty(0))
             continue
-        count = entry["exp_avg"].numel()
-        shape = next((shape for shape in candidates if shape.numel() == count), None)
-        if shape is None:
+        dtype = torch.float16 if "_param_fp32" in entry else torch.float32  # whether there is a master weight
+        chosen.append(torch.empty(next(fitting), dtype=dtype, device="meta"))
+    converted = _converted({**state_dict, "is_whole": True}, chosen, loss_scale)
+    groups = [{**group, "hold_steps": 0} for group in converted["param_groups"]]  # which they do not save
+    return {**converted, "param_groups": groups}
+
+
+def _fitting(counts: Sequence[int | None], shapes: Sequence[torch.Size]) -> list[torch.Size]:
+    """The shapes of parameters of so many elements (None: it has no state), which are some of ``shapes``, in order.
+
+    Raises:
+        ValueError: there are none, or different ones.
+    """
+    wanted = [(index, count) for index, count in enumerate(counts) if count is not None]
+    first = _places(wanted, shapes)
+    last = [len(shapes) - 1 - place for place in reversed(_places(wanted[::-1], shapes[::-1]))]
+    for (index, count), low, high in zip(wanted, first, last, strict=True):
+        found = {tuple(shape) for shape in shapes[low : high + 1] if shape.numel() == count}
+        if len(found) > 1:
+            raise ValueError(
+                f"parameter {index} of the optimizer has {count} elements, and so have tensors of the model of the "
+                f"shapes {sorted(found)}, of which it does not train all: leave those that it does not train out of "
+                f"the model's checkpoint, or load its state in a job, which takes it as it is"
+            )
+    return [shapes[place] for place in first]
+
+
+def _places(wanted: Sequence[tuple[int, int]], shapes: Sequence[torch.Size]) -> list[int]:
+    """The first places at which shapes with these numbers of elements are, one after the other."""
+    places: list[int] = []
+    candidates = iter(enumerate(shapes))
+    for index, count in wanted:
+        place = next((place for place, shape in candidates if shape.numel() == count), None)
+        if place is None:
             raise ValueError(
                 f"parameter {index} of the optimizer has {count} elements, and no tensor of the model after those of "
                 f"the parameters before it has as many: the optimizer has them in another order than the model, or "
                 f"was saved with tensor parallelism; load its state in a job, which takes it as it is"
             )
-        dtype = torch.float16 if "_param_fp32" in entry else torch.float32  # whether there is a master weight
-        chosen.append(torch.empty(shape, dtype=dtype, device="meta"))
-    converted = _converted({**state_dict, "is_whole": True}, chosen, loss_scale)
-    groups = [{**group, "hold_steps": 0} for group in converted["param_groups"]]  # which they do not save
-    return {**converted, "param_groups": groups}
+        places.append(place)
+    return places
