@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from launch import launched, machine, on_ranks
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 import bmt_comm
@@ -93,6 +94,19 @@ def resident() -> int:
 def forget_peak() -> int:
     Path("/proc/self/clear_refs").write_text("5")
     return resident()
+
+
+def tried_as_hugging_face(folder: Path, names: set[str]) -> str:
+    """Read a directory as ``from_pretrained`` does: the index, and the files that it names. "yes", or why not."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        found: set[str] = set()
+        for file in set(index["weight_map"].values()):
+            with safe_open(folder / file, "pt") as opened:
+                found.update(name for name in opened.keys() if opened.get_tensor(name).numel())  # noqa: SIM118
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        return f"no ({type(error).__name__}: {error})"
+    return "yes" if found == names else f"no ({len(found ^ names)} names differ)"
 
 
 def drop_caches(folder: Path) -> None:
@@ -185,6 +199,8 @@ def measure(gigabytes: float, rounds: int, folder: str) -> dict[str, Any]:
     found["ours"] = {"stall": stalls, "save": saves, "load": loads, "extra memory": resident() - base}
     found["copy"], found["dd"], found["cat"] = copies, writes, reads
     checkpointer.close()
+    names = set(model.state_dict())
+    found["ours"]["read"] = tried_as_hugging_face(root / "ours" / f"step-{rounds:08}", names)
     # torch's: of the same model, with torch's optimizer, whose state has the same size.
     theirs = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
@@ -209,8 +225,11 @@ def measure(gigabytes: float, rounds: int, folder: str) -> dict[str, Any]:
             context.world.barrier()
             saves.append(time.perf_counter() - start)
             if context.rank == 0:
+                read = tried_as_hugging_face(where, names)
                 shutil.rmtree(where)
         found[name] = {"stall": stalls, "save": saves, "extra memory": resident() - base}
+        if context.rank == 0:
+            found[name]["read"] = read
     bmt_comm.shutdown()
     return found
 
@@ -235,8 +254,7 @@ def show(found: dict[str, Any]) -> None:
             print(
                 f"  {name:15} stall {statistics.median(result['stall']):6.3f} s, whole save "
                 f"{statistics.median(result['save']):6.2f} s, memory beside the model and its copy "
-                f"{result['extra memory'] / 1e6:7.0f} MB per rank; read by transformers: "
-                f"{'yes' if name == 'ours' else 'no, after dcp_to_torch_save and renaming'}"
+                f"{result['extra memory'] / 1e6:7.0f} MB per rank; read as a Hugging Face directory: {result['read']}"
             )
 
 

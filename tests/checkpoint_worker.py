@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
+from bmt_zero.checkpoints.directory import complete_checkpoints
 
 
 class Data:
@@ -38,10 +39,19 @@ class Data:
         self.number = state["number"]
 
 
+def newest(folder: Path) -> int:
+    """The step of the newest complete checkpoint on the disk; 0 if there is none."""
+    return max((step for step, _ in complete_checkpoints(folder / "checkpoints", log=False)), default=0)
+
+
 def kill_some(folder: Path, count: int, ranks: int) -> None:
-    """Kill one rank, or all, at a random instant of the next second."""
+    """Kill one rank, or all, at a random instant of a second; of two times once after a save of this run."""
     generator = random.Random(count)
+    before = newest(folder)
+    while count % 2 == 0 and newest(folder) == before:
+        time.sleep(0.01)
     time.sleep(generator.random() * generator.choice([0.1, 1.0]))
+    (folder / f"seen-{count}").write_text(str(newest(folder)))
     chosen = [generator.randrange(ranks)] if generator.random() < 0.6 else list(range(ranks))
     for rank in sorted(chosen, reverse=True):  # rank 0 runs this
         os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)

@@ -31,7 +31,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("how", ["missing", "empty", "cut", "longer", "flipped"])
+@pytest.mark.parametrize("how", ["missing", "empty", "cut", "longer", "flipped", "swapped"])
 def test_a_damaged_checkpoint_is_passed_over(ctx: Any, tmp_path: Path, how: str) -> None:
     checkpointer = Checkpointer(tmp_path / "c")
     older = sharded(1, width=300)
@@ -39,14 +39,23 @@ def test_a_damaged_checkpoint_is_passed_over(ctx: Any, tmp_path: Path, how: str)
     checkpointer.save(2, model=sharded(2, width=300), data=Position(2))
     checkpointer.wait()
     folder = tmp_path / "c" / "step-00000002"
+    damaged = []
     for name in sorted(os.listdir(folder)):
-        if how == "flipped" and (name.startswith("rng-00001") or name.endswith("index.json")):
+        other = tmp_path / "c" / "step-00000001" / name
+        if how == "swapped" and other.read_bytes() == (folder / name).read_bytes():
+            continue
+        if how in ("flipped", "swapped") and (name.startswith("rng-00001") or name.endswith("index.json")):
             continue  # of the other rank; and what is not read
         backup = tmp_path / "backup"
         ctx.world.barrier()
         if ctx.rank == 0:
             shutil.copy(folder / name, backup)
-            damage(folder / name, how)
+            if how == "swapped":  # the file of another step, of the same size
+                assert other.stat().st_size == (folder / name).stat().st_size
+                shutil.copy(other, folder / name)
+            else:
+                damage(folder / name, how)
+        damaged.append(name)
         ctx.world.barrier()
         model, data = sharded(3, width=300), Position(0)
         assert checkpointer.load_latest(model=model, data=data) == 1, name
@@ -57,6 +66,7 @@ def test_a_damaged_checkpoint_is_passed_over(ctx: Any, tmp_path: Path, how: str)
             shutil.copy(backup, folder / name)
     ctx.world.barrier()
     assert checkpointer.load_latest(model=sharded(3, width=300)) == 2
+    assert {"model-00001-of-00001.safetensors", "manifest.json", "trainer.json", "state-data.json"} <= set(damaged)
 
 
 @pytest.mark.ranks(1, 2)

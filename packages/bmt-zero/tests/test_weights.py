@@ -7,14 +7,17 @@ import io
 import json
 import os
 import random
+import resource
 import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from saving_helpers import Doubling, peak
+from saving_helpers import Doubling, peak, sign
 from torch import Tensor, nn
 
 import bmt_zero
@@ -23,6 +26,7 @@ from bmt_zero.checkpoints.manifest import parse_manifest, read_manifest
 from bmt_zero.checkpoints.pretrained import open_source
 from bmt_zero.checkpoints.pt_files import read_state_dict
 from bmt_zero.checkpoints.tools import convert, describe, find_checkpoints, verify
+from bmt_zero.checkpoints.trainer_state import random_state, small_safetensors
 from bmt_zero.checkpoints.trees import decode, encode
 
 
@@ -525,29 +529,60 @@ def mutated(content: bytes, generator: random.Random) -> bytes:
     return bytes(changed)
 
 
+@contextlib.contextmanager
+def little_memory(more: int) -> Iterator[None]:
+    """What asks for more memory gets an error, as on a machine that has none."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    status = Path("/proc/self/status").read_text()
+    used = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmSize"))
+    resource.setrlimit(resource.RLIMIT_AS, (used + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
 def run_mutations(folder: Path, work: Path, rounds: int, seed: int) -> dict[str, int]:
-    """Change a file, and read the checkpoint by every reader; returns how often each outcome came."""
+    """Change a file, and read the checkpoint by every reader; returns how often each outcome came.
+
+    Every second time the manifest has the checksums of the changed file, as if somebody had made it on purpose.
+    """
     generator = random.Random(seed)
     outcomes: dict[str, int] = {}
     names = ["model-00001-of-00001.safetensors", "model.safetensors.index.json", "manifest.json", "trainer.json"]
-    names += ["state-data.json", "rng-00000-of-00001.safetensors"]
+    names += ["state-data.json", "rng-00000-of-00001.safetensors", "optimizer-00001-of-00001.safetensors"]
+    names += ["extra-state.json"]
     shutil.copytree(folder, work / "step-00000003")
     target = work / "step-00000003"
-    wanted = plain().state_dict()
+    wanted = adam_of(Extended(1))[0].model.state_dict()
     checkpointer = Checkpointer(work, readonly=True)
-    originals = {name: (folder / name).read_bytes() for name in names}
+    originals = {path.name: path.read_bytes() for path in folder.iterdir()}
     for number in range(rounds):
         name = names[number % len(names)]
         content = mutated(originals[name], generator)
         (target / name).write_bytes(content)
-        model, data = plain(2), Data(0)
+        signed = number // len(names) % 2 == 1 and name != "manifest.json"
+        if signed:
+            sign(target, name)
+        model, manager = adam_of(Extended(2))
+        (optimizer,) = manager.optimizers
+        data, parameters = Data(0), [list(group["params"]) for group in optimizer.param_groups]
         try:
-            checkpointer.load(3, model=model, data=data)
+            checkpointer.load(3, model=model, manager=manager, data=data)
             outcome = "loaded"
-            same(model.state_dict(), wanted)  # whatever loads is what was saved
-            assert data.value == 3
+            if not signed:  # whatever loads is what was saved
+                same(model.model.state_dict(), wanted)
+                assert (data.value, model.extra) == (3, {"seed": 1})
+            if not signed or not name.startswith("optimizer"):
+                sum(param.sum() for param in model.parameters()).backward()
+                optimizer.step()
+            torch.rand(2), random.random(), np.random.rand(3)
         except (DamagedError, FileNotFoundError):
             outcome = "refused"
+        except ValueError:
+            assert signed
+            outcome = "refused"
+        assert [group["params"] for group in optimizer.param_groups] == parameters
         # As Hugging Face's, without a manifest.
         if name.startswith("model"):
             (target / "manifest.json").rename(work / "away")
@@ -562,9 +597,52 @@ def run_mutations(folder: Path, work: Path, rounds: int, seed: int) -> dict[str,
         with contextlib.suppress(DamagedError):
             parse_manifest(target / name, content)
         (target / name).write_bytes(originals[name])
+        (target / "manifest.json").write_bytes(originals["manifest.json"])
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
     read_manifest(target)
     return outcomes
+
+
+class Extended(nn.Module):
+    """A model with a state that is no tensor."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.model = plain(seed)
+        self.extra = {"seed": seed}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.extra
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.extra = state
+
+
+class Manager:
+    """What a checkpoint asks of an OptimManager."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers = [optimizer]
+        self.state = {"loss_scale": 64.0, "lr_schedulers": [{"num_iter": 3}]}
+
+    def trainer_state(self) -> dict[str, Any]:
+        return self.state
+
+    def check_trainer_state(self, state: dict[str, Any]) -> None:
+        if not state.keys() >= self.state.keys() or len(state["lr_schedulers"]) != 1:
+            raise ValueError("it has other schedulers")
+
+    def load_trainer_state(self, state: dict[str, Any]) -> None:
+        self.state = dict(state)
+
+
+def adam_of(model: nn.Module) -> tuple[nn.Module, Manager]:
+    """A model after a step, and the manager of its optimizer."""
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    sum(param.square().sum() for param in model.parameters()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, Manager(optimizer)
 
 
 class Data:
@@ -575,6 +653,8 @@ class Data:
         return {"value": self.value, "more": [1.5, (2, b"x"), {3: torch.arange(4)}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or "value" not in state:
+            raise ValueError("it has no value")
         self.value = state["value"]
 
 
@@ -582,12 +662,62 @@ class Data:
 def test_mutated_files_are_refused_clearly(tmp_path: Path, seed: int) -> None:
     """The session ``checkpoint_faults`` of nox takes more rounds."""
     checkpointer = Checkpointer(tmp_path / "c")
-    checkpointer.save(3, model=plain(), data=Data(3))
+    model, manager = adam_of(Extended(1))
+    checkpointer.save(3, model=model, manager=manager, data=Data(3))
     checkpointer.close()
     rounds = int(os.environ.get("BMT_MUTATIONS", "300"))
-    outcomes = run_mutations(tmp_path / "c" / "step-00000003", tmp_path / "work", rounds, seed)
+    with little_memory(1 << 30):
+        outcomes = run_mutations(tmp_path / "c" / "step-00000003", tmp_path / "work", rounds, seed)
     assert sum(outcomes.values()) == rounds
     assert sum(count for outcome, count in outcomes.items() if "refused" in outcome) > rounds * 0.6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda saved: saved["optimizers"][0]["groups"][0]["dict"].update(params=[]),
+            "says nothing usable of .*params",
+        ),
+        (lambda saved: saved["optimizers"][0]["groups"][0]["dict"].update(lr="x"), "says nothing usable of .*'lr'"),
+        (lambda saved: saved["optimizers"][0]["groups"][0]["dict"].update(betas={"tuple": [1]}), "usable of .*'betas'"),
+        (lambda saved: saved.update(manager=[1]), "says nothing usable of the manager"),
+        (lambda saved: saved.update(manager=3), "says nothing usable of the manager"),
+        (lambda saved: saved.update(manager={"dict": {"loss_scale": 1, "lr_schedulers": 3}}), "usable of the manager"),
+        (lambda saved: saved.update(objects=[]), "has no state of 'data'"),
+    ],
+)
+def test_settings_that_do_not_belong_to_the_optimizer_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+    """With checksums that are right."""
+    checkpointer = Checkpointer(tmp_path / "c")
+    model, manager = adam_of(plain())
+    checkpointer.save(3, model=model, manager=manager, data=Data(3))
+    checkpointer.wait()
+    folder = tmp_path / "c" / "step-00000003"
+    saved = json.loads((folder / "trainer.json").read_text())
+    change(saved)
+    (folder / "trainer.json").write_text(json.dumps(saved))
+    sign(folder, "trainer.json")
+    groups = [dict(group) for group in manager.optimizers[0].param_groups]
+    with pytest.raises(ValueError, match=message):
+        checkpointer.load(3, model=model, manager=manager, data=Data(0))
+    assert [dict(group) for group in manager.optimizers[0].param_groups] == groups
+
+
+@pytest.mark.parametrize("place", [-1, 625, 1 << 40])
+def test_states_of_random_generators_that_point_outside_of_them_are_refused(tmp_path: Path, place: int) -> None:
+    np.random.seed(3)
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(3, model=plain())
+    checkpointer.wait()
+    folder, name = tmp_path / "c" / "step-00000003", "rng-00000-of-00001.safetensors"
+    state = random_state()
+    state["numpy"][-2] = place
+    (folder / name).write_bytes(small_safetensors(name, state))
+    sign(folder, name)
+    with pytest.raises(DamagedError, match="holds no states of random generators"):
+        checkpointer.load(3, model=plain())
+    np.random.rand(3)
 
 
 def test_states_survive_as_json() -> None:

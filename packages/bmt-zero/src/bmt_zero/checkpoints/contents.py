@@ -200,6 +200,8 @@ def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, 
             state: dict[str, Any] = {}
             for key, entry in by_param.get(names.get(param, ""), []) if not optimizer.state.get(param) else []:
                 dtype, shape = DTYPES[entry.dtype], slice_of(param).shape
+                if dtype.is_complex and not param.is_complex():
+                    raise ValueError(f"{entry} is of complex numbers, and its parameter is not")
                 if entry.shape == shape:
                     like = param.detach()
                     state[key] = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)

@@ -142,6 +142,8 @@ class Loading:
             return {}
         mine, path = extra_states(self._given.model), self._path / EXTRA_STATE
         found = parse_json(path, self._small(EXTRA_STATE)) if EXTRA_STATE in self._manifest.files else {}
+        if not isinstance(found, dict):
+            raise DamagedError(f"{path} has something else than states by name")
         missing = [name for name in mine if name not in found]
         if missing:
             raise ValueError(f"{self._path} lacks {missing[:5]}, which the model has; nothing was loaded")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping
@@ -133,10 +134,11 @@ def read_small_file(path: Path, record: FileRecord | None = None, limit: int = _
     """
     try:
         with open(path, "rb") as file:
-            content = file.read(limit + 1)
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(size) if size <= limit else None  # allocates what it is asked for
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-    if len(content) > limit:
+    if content is None:
         raise DamagedError(f"{path} has more than {limit} bytes, which is no file of this kind")
     if record is not None and record_of(content) != record:
         raise DamagedError(f"{path} has changed since it was written: its checksum is another one")

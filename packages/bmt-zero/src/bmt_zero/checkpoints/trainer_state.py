@@ -81,19 +81,23 @@ class OptimizerSettings:
                     f"one here ({type(optimizer).__name__}) has {len(optimizer.param_groups)}"
                 )
             decoded = [decode(group, f"{what}: a parameter group") for group in groups]
-            for mine, options in zip(optimizer.param_groups, decoded):
-                if not isinstance(options, dict):
-                    raise DamagedError(f"{what} says nothing usable of a parameter group of optimizer {number}")
-                check = getattr(optimizer, "check_options", None)
-                if check is not None:
-                    check({**mine, **options})
+            for n, (mine, options) in enumerate(zip(optimizer.param_groups, decoded)):
+                _check_options(
+                    optimizer, mine, options, f"{what} says nothing usable of group {n} of optimizer {number}"
+                )
             self._groups.append(decoded)
         self._trainer: Any = None
         if manager is not None:
             if saved.get("manager") is None:
                 raise ValueError(f"{what} was saved without a manager; load it with optimizer=")
             self._trainer = decode(saved["manager"], f"{what}: the state of the manager")
-            manager.check_trainer_state(self._trainer)
+            problem = f"{what} says nothing usable of the manager"
+            if not isinstance(self._trainer, dict):
+                raise DamagedError(problem)
+            try:
+                manager.check_trainer_state(self._trainer)
+            except (TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+                raise DamagedError(f"{problem}: {error}") from error
 
     def apply(self) -> None:
         """Set the options, the schedulers and the loss scale."""
@@ -102,6 +106,35 @@ class OptimizerSettings:
                 mine.update(options)
         if self._manager is not None:
             self._manager.load_trainer_state(self._trainer)
+
+
+def _check_options(optimizer: Any, mine: Mapping[str, Any], options: Any, problem: str) -> None:
+    """Raise unless a parameter group can have the options, which come from a file."""
+    if not isinstance(options, dict):
+        raise DamagedError(problem)
+    for key, value in options.items():
+        if key in ("params", "param_names") or not isinstance(key, str):
+            raise DamagedError(f"{problem}: {key!r} is no option")
+        if key in mine and not _is_alike(mine[key], value):
+            raise DamagedError(f"{problem}: its {key!r} is {str(value)[:100]}, and the one here is {mine[key]!r}")
+    check = getattr(optimizer, "check_options", None)
+    if check is not None:
+        try:
+            check({**mine, **options})
+        except (TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+            raise DamagedError(f"{problem}: {error}") from error
+
+
+def _is_alike(mine: Any, theirs: Any) -> bool:
+    """Whether an option may have the one value after the other."""
+    if mine is None or theirs is None:
+        return True
+    if isinstance(mine, (list, tuple)):
+        return isinstance(theirs, (list, tuple)) and len(mine) == len(theirs) and all(map(_is_alike, mine, theirs))
+    numbers = (int, float, Tensor)
+    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+        return mine.shape == theirs.shape
+    return isinstance(theirs, numbers if isinstance(mine, numbers) else type(mine))
 
 
 def random_state() -> dict[str, Tensor]:
@@ -124,7 +157,11 @@ def check_random_state(state: Mapping[str, Tensor], what: str) -> None:
     try:
         torch.Generator().set_state(state["torch"])
         random.Random().setstate(_python_state(state))
-    except (KeyError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        if "cuda" in state and torch.cuda.is_available():
+            torch.Generator("cuda").set_state(state["cuda"])
+        if "numpy" in state and "numpy" in sys.modules:
+            sys.modules["numpy"].random.RandomState().set_state(_numpy_state(state))
+    except (KeyError, RuntimeError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise DamagedError(f"{what} holds no states of random generators: {error}") from None
 
 
@@ -141,16 +178,22 @@ def set_random_state(state: Mapping[str, Tensor] | int) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state and "numpy" in sys.modules:
-        numpy = sys.modules["numpy"]
-        *keys, position, has_gauss = state["numpy"].tolist()
-        cached = float(state["numpy_gauss"])
-        numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+        sys.modules["numpy"].random.set_state(_numpy_state(state))
 
 
 def _python_state(state: Mapping[str, Tensor]) -> Any:
     version, *words = state["python"].tolist()
     gauss = state.get("python_gauss")
     return version, tuple(words), None if gauss is None else float(gauss)
+
+
+def _numpy_state(state: Mapping[str, Tensor]) -> Any:
+    numpy = sys.modules["numpy"]
+    *keys, position, has_gauss = state["numpy"].tolist()
+    if not 0 <= position <= len(keys):  # which numpy does not look at before it reads there
+        raise ValueError(f"numpy's generator is at {position} of {len(keys)} words")
+    cached = float(state["numpy_gauss"])
+    return "MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached
 
 
 def small_safetensors(name: str, tensors: Mapping[str, Tensor]) -> bytes:
