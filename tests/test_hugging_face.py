@@ -253,3 +253,28 @@ def test_what_nothing_fills_is_named() -> None:
         model = bmt_zero.BMTrainModelWrapper(Scaled())
     with pytest.raises(ValueError, match=r"2 tensors .* fills them: 'scale' of a Scaled, 'table' of a Scaled; give"):
         bmt_zero.init_parameters(model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_parameters_are_counted_as_in_the_plain_model(kind: str) -> None:
+    plain = build(kind)
+    wrapped = bmt_zero.BMTrainModelWrapper(build(kind))
+    for arguments in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
+        assert wrapped.num_parameters(**arguments) == plain.num_parameters(**arguments)
+
+
+RESIZED = {
+    "gpt2": r"transformer.wte.weight of .*resize_token_embeddings\) before",
+    "llama": r"'lm_head.weight', of a Linear, came into the model .* Change heads and embeddings first",
+    "bert": r"cls.predictions.(decoder.)?bias of .*resize_token_embeddings\) before",
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_a_vocabulary_that_is_resized_after_wrapping_is_refused_by_name(kind: str) -> None:
+    model = bmt_zero.BMTrainModelWrapper(build(kind))
+    model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
+    with pytest.raises(RuntimeError, match=RESIZED[kind]):
+        model(input_ids=torch.tensor([[1, 2, 3]]))

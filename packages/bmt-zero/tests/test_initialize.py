@@ -227,6 +227,36 @@ def test_nothing_to_fill_a_parameter_with(block: bool) -> None:
     assert all(v.all() for v in model.state_dict().values())
 
 
+class FilledInPart(nn.Module):
+    """Its ``reset_parameters`` leaves the last element of one tensor alone."""
+
+    def __init__(self, left: str) -> None:
+        super().__init__()
+        self.left = left
+        self.weight = nn.Parameter(torch.empty(4))
+        self.register_buffer("table", torch.empty(4))
+        self.register_buffer("phases", torch.empty(4, dtype=torch.complex64))
+        self.register_buffer("positions", torch.empty(4, dtype=torch.long))
+
+    def reset_parameters(self) -> None:
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            tensor[: 3 if name == self.left else 4] = 0
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("left", ["", "weight", "table", "phases", "positions"])
+def test_what_is_filled_only_in_part_is_named(left: str) -> None:
+    with torch.device("meta"):
+        inner = FilledInPart(left)
+    model = bmt_zero.BMTrainModelWrapper(nn.Sequential(inner, nn.Linear(3, 3)))
+    if not left:
+        bmt_zero.init_parameters(model)
+        assert not any(tensor.any() for tensor in (model[0].weight, *model[0].buffers()))
+        return
+    with pytest.raises(ValueError, match=f"'{left}' .* is filled only in part"):
+        bmt_zero.init_parameters(model)
+
+
 @pytest.mark.ranks(2)
 def test_what_has_values_keeps_them() -> None:
     """A module with one parameter on meta: its reset_parameters writes both, and one is taken."""

@@ -170,11 +170,12 @@ class FlatParameter:
                 f"all parameters of a Block, or convert them before the Block is built"
             )
         shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
-        for param, view in zip(self.params, self.local_views(shard), strict=True):
+        for index, (param, view) in enumerate(zip(self.params, self.local_views(shard), strict=True)):
             if param.shape != view.shape:
                 raise RuntimeError(
-                    f"a sharded parameter holds {tuple(view.shape)} of {param.bmt_slice.shape} on this rank, and "
-                    f"was given a tensor of shape {tuple(param.shape)}; copy into it instead"
+                    f"{self.names[index] if self.names else 'a parameter'} was given a tensor of shape "
+                    f"{tuple(param.shape)}; this rank holds {tuple(view.shape)} of {param.bmt_slice.shape}: write into "
+                    f"to_local(), and change shapes (resize_token_embeddings) before the model is sharded"
                 )
             view.copy_(param.data)
         self.use_storage(shard)

@@ -268,6 +268,13 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
 
 
+def _marker_of(dtype: torch.dtype) -> float | None:
+    """A value that nothing fills a tensor with; None: there is none."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return torch.iinfo(dtype).min if dtype in (torch.int16, torch.int32, torch.int64) else None
+
+
 def _run_reset(reset: _Reset, context: ParallelContext) -> None:
     """Let it fill unsharded tensors in the places of the parameters and buffers.
 
@@ -279,8 +286,8 @@ def _run_reset(reset: _Reset, context: ParallelContext) -> None:
     for tensor in {id(t): t for _, _, t in before}.values():
         values = unsharded[id(tensor)] = _like(tensor, context.device)
         if tensor.is_meta or (isinstance(tensor, ShardedParameter) and tensor.awaits_values):
-            if values.is_floating_point():
-                values.fill_(math.nan)  # what stays so has not been filled
+            if (marker := _marker_of(values.dtype)) is not None:
+                values.fill_(marker)
         else:
             values.copy_(logical_tensor(tensor))
     results: list[Any] = []
@@ -296,7 +303,8 @@ def _run_reset(reset: _Reset, context: ParallelContext) -> None:
     for (tensors, name, tensor), result in zip(before, results, strict=True):
         if id(tensor) not in reset.fills:
             continue
-        if result.is_floating_point() and bool(result.isnan().any()):
+        marker = _marker_of(result.dtype)
+        if marker is not None and bool((result.isnan() if math.isnan(marker) else result == marker).any()):
             raise ValueError(f"{name!r} (near {reset.name!r}) was built on the meta device and is filled only in part")
         if isinstance(tensor, ShardedParameter):
             write_logical(tensor, result.detach())

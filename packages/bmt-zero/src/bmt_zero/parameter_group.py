@@ -298,19 +298,19 @@ class ParameterGroup:
 
     def look(self, reducers: Sequence[GradientReducer]) -> None:
         """Notice a new name, parameters that were frozen or unfrozen, and those of ``reducers`` that were moved."""
-        for reducer in reducers:
-            reducer.follow_parameters()
         trains = [p.requires_grad for p in self.params]
         if trains != self.trains or self.name != self._labelled_name:
             frozen = [slot.path for slot in self.slots if not trains[slot.index]]
             text = f"{self.name}, {f'frozen: {frozen}' if frozen else 'all parameters trained'}"
             self.trains, self._labelled_name, self.waits = trains, self.name, None
             self.label = self.step.sequences.label(text)
-            paths = {id(self.params[slot.index]): slot.path for slot in self.slots}
+            paths = {id(self.params[slot.index]): slot.path for slot in reversed(self.slots)}  # the first of tied ones
             for flat in self.flats:
                 flat.label = self.name
                 flat.names = [f"{paths.get(id(param), 'a parameter')} of {self.name}" for param in flat.params]
             self.places = f"the forward of {self.name}", f"the backward of {self.name}"
+        for reducer in reducers:
+            reducer.follow_parameters()
 
     def check_values(self) -> None:
         """Raise if nothing has filled parameters that were built on the meta device."""
