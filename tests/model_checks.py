@@ -22,7 +22,7 @@ import bmt_zero
 from bmt_comm import ParallelContext, current_context, init_distributed
 
 TOLERANCE = 1e-5  # in fp32; what is above it is computed again in fp64
-TOLERANCE_64 = 1e-9
+TOLERANCE_64 = 1e-6  # some models compute their attention in fp32, whatever their dtype
 STEPS = 3
 RATE = 0.02
 
@@ -85,19 +85,28 @@ def trains_lora_after(model: Model) -> str:
 
 
 def starts_on_meta(model: Model) -> str:
-    """Built without memory, wrapped and filled: as the model fills itself."""
+    """Built without memory, wrapped and filled: as the model fills itself, or a warning names what may not be."""
     plain = _plain(model)
     with torch.device("meta"):
         wrapped = model.build()
     wrapped = bmt_zero.BMTrainModelWrapper(wrapped)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "init_parameters leaves", UserWarning)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         bmt_zero.init_parameters(wrapped)
-    found = wrapped.state_dict()
-    assert list(found) == list(plain.state_dict()), "other names"
+    try:
+        return f"right: std within {_compare_initial_values(wrapped, plain):.2f}"
+    except AssertionError as error:
+        named = [w.message for w in caught if "init_parameters leaves" in str(w.message)]
+        raise (named[0] if named else error) from None
+
+
+def _compare_initial_values(wrapped: nn.Module, plain: nn.Module) -> float:
+    """By what factor standard deviations differ at most."""
+    values = wrapped.state_dict()
+    assert list(values) == list(plain.state_dict()), "other names"
     worst = 1.0
     for name, wanted in plain.state_dict().items():
-        value = found[name]
+        value = values[name]
         if not wanted.is_floating_point() or wanted.unique().numel() == 1:
             assert torch.equal(value, wanted), f"{name} has other values"
         elif wanted.numel() > 500:
@@ -105,9 +114,9 @@ def starts_on_meta(model: Model) -> str:
             worst = max(worst, ratio, 1 / max(ratio, 1e-9))
             assert worst < 1.5, f"{name}: std is {ratio:.2g} of the plain model's"
     for (name, buffer), (_, wanted) in zip(wrapped.named_buffers(), plain.named_buffers(), strict=True):
-        if name not in found:
+        if name not in values:
             torch.testing.assert_close(buffer, wanted, msg=f"buffer {name} differs")
-    return f"right: std within {worst:.2f}"
+    return worst
 
 
 def generates(model: Model) -> str:
