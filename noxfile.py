@@ -261,6 +261,16 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(default=False)
 @summarized
+def soak(session: nox.Session) -> None:
+    """100,000 collectives and 2,000 training steps, after which nothing may have grown; half an hour."""
+    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install_ours(session)
+    session.env["BMT_SOAK"] = "1"
+    run_tests(session, "soak", "tests/test_soak.py")
+
+
+@nox.session(default=False)
+@summarized
 def nccl_rules(session: nox.Session) -> None:
     """Tests on communicators that obey NCCL's rules, on CPU: what would hang or race on GPUs fails.
 
