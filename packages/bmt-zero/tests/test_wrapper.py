@@ -242,3 +242,59 @@ def test_wrong_calls(ctx: Any) -> None:
         bmt_zero.BMTrainModelWrapper(nn.LSTM(3, 4))
     with pytest.raises(RuntimeError, match="disagree"):
         bmt_zero.BMTrainModelWrapper(nn.Linear(3, 3 + ctx.rank))
+
+
+class OfWrapped(nn.Module):
+    """Its parts are wrapped one by one: a small one, a large one, and one with repeated layers."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        torch.manual_seed(5)
+        self.small = wrap(nn.Linear(6, 6))
+        self.large = wrap(nn.Sequential(nn.Linear(6, 30_000, bias=False), nn.Linear(30_000, 6, bias=False)))
+        self.layers = wrap(nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))))
+
+    def forward(self, x):
+        return self.layers(self.small(x) + self.large(x) / 300)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("levels", [(3, 3), (0, 3), (3, 0), (2, 1)])
+@pytest.mark.parametrize("around", [False, True])
+def test_a_block_takes_over_what_is_wrapped(ctx, levels, around):
+    plain = OfWrapped(lambda module: module)
+    if around:
+        model = bmt_zero.BMTrainModelWrapper(OfWrapped(lambda module: module), zero_level=levels[0])
+    else:
+        model = OfWrapped(lambda module: bmt_zero.BMTrainModelWrapper(module, zero_level=levels[0]))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(ctx.rank))
+    model(x).sum().backward()
+    assert bmt_zero.Block(model, zero_level=levels[1]) is model
+    assert isinstance(model, bmt_zero.Block)
+    assert not any(isinstance(part, bmt_zero.Block) for part in model.modules() if part is not model)
+    assert all(p.grad is None for p in model.parameters())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        batches = [
+            torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(ctx.world_size)
+        ]
+        sum(plain(each).square().mean() for each in batches).backward()
+        model(batches[ctx.rank]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    wanted = plain.state_dict()
+    found = model.state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.allclose(found[name], wanted[name], rtol=1e-4, atol=1e-5) for name in wanted)
+
+
+@pytest.mark.ranks(2)
+def test_a_block_in_what_is_wrapped_is_no_part_of_another_block(ctx):
+    model = bmt_zero.BMTrainModelWrapper(nn.Sequential(bmt_zero.Block(nn.Linear(3, 3)), nn.Linear(3, 3)))
+    with pytest.raises(ValueError, match=r"its part '0' in a Block already"):
+        bmt_zero.Block(model)
+    assert torch.isfinite(model(torch.ones(1, 3))).all()
+    with pytest.raises(ValueError, match=r"belongs to another Block already"):
+        bmt_zero.Block(model[1])

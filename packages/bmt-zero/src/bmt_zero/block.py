@@ -7,15 +7,19 @@ from typing import Any
 
 from torch import nn
 
+from bmt_comm import current_context
+
 from .groups import grouped_parameters
 from .initialize import init_parameters
 from .shard import shard, sharding_of
+from .wrapped import blocks_of_wrappers, unwrap
 
 
 def check_no_blocks(inner_module: nn.Module) -> None:
-    """Raise if a module is or contains a sharded one."""
+    """Raise if a module is or contains a sharded one that no ``BMTrainModelWrapper`` of it has made."""
+    of_wrappers = blocks_of_wrappers(inner_module)
     for path, module in inner_module.named_modules():
-        if sharding_of(module) is not None:
+        if sharding_of(module) is not None and module not in of_wrappers:
             where = f"its part {path!r}" if path else "itself"
             raise ValueError(f"inner_module has {where} in a Block already; wrap each module once, and only one level")
 
@@ -30,6 +34,9 @@ class _ShardedByBlock(type(nn.Module)):  # type: ignore[misc]
 
 class Block(nn.Module, metaclass=_ShardedByBlock):
     """Shard a module in place, with activation checkpointing; returns the module itself.
+
+    Modules in it may have been passed to :func:`bmt_zero.BMTrainModelWrapper` before: the Block takes over their
+    parameters, without gradients.
 
     Args:
         inner_module: the module.
@@ -60,6 +67,7 @@ class Block(nn.Module, metaclass=_ShardedByBlock):
         if mode not in ("BLOCK", "PIPE"):
             raise ValueError(f"mode={mode!r} is not a mode of a Block; use 'BLOCK' or 'PIPE'")
         check_no_blocks(inner_module)
+        unwrap(inner_module, current_context())
         shard(inner_module, zero_level, use_checkpoint=use_checkpoint, initialized=initialized, **options)
         sharding = sharding_of(inner_module)
         assert sharding is not None

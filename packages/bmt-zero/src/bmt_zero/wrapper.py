@@ -23,6 +23,7 @@ from .repeated_layers import find_layers
 from .shard import build_group, check_level, check_parameter, find_slots, is_standalone, sharding_of, share_buffers
 from .sharded_parameter import ShardedParameter
 from .stage_entry import is_stage_local
+from .wrapped import WrapperHook
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -105,7 +106,7 @@ def _link(model: nn.Module, hooks: Mapping[nn.Module, list[ForwardHooks]]) -> No
     link([each for module in model.modules() for each in hooks.get(module, ())])
 
 
-class _Wrapped:
+class _Wrapped(WrapperHook):
     """A hook before the forward of a wrapped model: shards parameters that were added since it looked last.
 
     It looks only if something was registered somewhere since then.
