@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 from saving_helpers import plain, sharded
 
 from bmt_zero import Checkpointer, SaveError
+from bmt_zero.checkpoints import manifest as manifest_module
+from bmt_zero.checkpoints.tools import verify
 
 
 def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
@@ -46,6 +49,90 @@ def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
     )
     assert events[at - 1] == ("fsync", part)
     assert events[at + 1] == ("fsync", "c")
+
+
+def test_every_directory_that_is_made_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[str] = set()
+    fsync = os.fsync
+
+    def noted(handle: int) -> None:
+        synced.add(os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    Checkpointer(tmp_path / "a" / "b" / "c").close()
+    assert {".", "a", "a/b"} <= synced
+
+
+def test_no_free_descriptor_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that cannot be read for now is not passed over, and nothing is removed for it."""
+    checkpointer = Checkpointer(tmp_path / "c", keep=1)
+    checkpointer.save(1, model=plain())
+    checkpointer.wait()
+    (tmp_path / "c" / "step-00000001").rename(tmp_path / "c" / ".step-00000001.old")  # as a dead run leaves it
+    checkpointer.close()
+    original = os.open
+
+    def refused(*arguments: Any, **options: Any) -> int:
+        if "step-" in str(arguments[0]):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return original(*arguments, **options)
+
+    def refused_open(path: Any, *arguments: Any, **options: Any) -> Any:
+        if "step-" in str(path):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        patch.setattr(manifest_module, "open", refused_open, raising=False)
+        with pytest.raises(RuntimeError, match="Too many open files"):
+            Checkpointer(tmp_path / "c", keep=1)
+    checkpointer = Checkpointer(tmp_path / "c", keep=1)
+    assert checkpointer.steps() == [1]
+    for name in ("os", "manifest"):
+        with monkeypatch.context() as patch:
+            if name == "os":
+                patch.setattr(os, "open", refused)
+            else:
+                patch.setattr(manifest_module, "open", refused_open, raising=False)
+            with pytest.raises((RuntimeError, OSError), match="Too many open files"):
+                checkpointer.load_latest(model=plain())
+    assert checkpointer.load_latest(model=plain()) == 1
+
+
+LEAVING = """
+import os, sys, time
+from torch import nn
+import torch.distributed as dist
+from bmt_zero import Checkpointer
+from bmt_zero.checkpoints import writer
+original = writer.write_all
+def slow(*arguments):
+    time.sleep(0.3)
+    original(*arguments)
+writer.write_all = slow
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, model=nn.Linear(300, 300))
+if sys.argv[2] == "exit":
+    sys.exit(3)
+if sys.argv[2] == "raise":
+    raise ValueError("on purpose")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", ["end", "exit", "raise"])
+def test_a_process_that_leaves_without_waiting_has_its_checkpoint(tmp_path: Path, way: str, ranks: int) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launch, str(tmp_path / "leaving.py"), str(tmp_path / "c"), way]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (result.returncode == 0) == (way == "end"), result.stderr
+    assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-00000001"]
+    verify(tmp_path / "c" / "step-00000001")
 
 
 LIMITED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -16,7 +17,9 @@ import bmt_zero
 from bmt_zero import Checkpointer, SaveError
 from bmt_zero.checkpoints import pretrained as pretrained_module
 from bmt_zero.checkpoints import writer as writer_module
+from bmt_zero.checkpoints.loading import Loading
 from bmt_zero.checkpoints.meeting import Meeting
+from bmt_zero.checkpoints.sources import OpenFile
 
 
 class Refused(Exception):
@@ -217,6 +220,8 @@ def test_refused_loads_leave_no_open_files_or_threads(tmp_path: Path) -> None:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     before = usage()
+    gc.collect()
+    gc.disable()
     for number in range(50):
         if number % 2:
             path.write_bytes(content[:-1] + b" ")
@@ -225,6 +230,9 @@ def test_refused_loads_leave_no_open_files_or_threads(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no state of 'data'" if number % 2 == 0 else "checksum"):
             checkpointer.load(1, model=plain(), data=Position(1))
         path.write_bytes(content)
+    left = sum(type(each) in (Loading, OpenFile) for each in gc.get_objects())
+    gc.enable()
+    assert left == 0  # without the garbage collector's help
     files, threads = usage()
     assert files <= before[0]
     assert threads <= before[1]

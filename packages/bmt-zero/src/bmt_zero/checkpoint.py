@@ -289,7 +289,7 @@ def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, con
         elsewhere = {name for names, _ in everyone for name in names}
         together(lambda: loaders[0].check(elsewhere, strict))
         if any(has_code for _, has_code in everyone):
-            state: dict[str, Tensor] = {}
+            state: dict[str, Any] = {}
             together(lambda: state.update(loaders[0].read_whole(context.device)))
             load_state_dict(model, state, strict)
         else:

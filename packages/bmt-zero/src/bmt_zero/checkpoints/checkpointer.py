@@ -97,8 +97,10 @@ class Checkpointer:
         problem = ""
         if self._meeting.rank == 0 and not readonly:
             try:
+                missing = [path for path in self.directory.parents if not path.exists()]
                 self.directory.mkdir(parents=True, exist_ok=True)
-                sync_to_disk(self.directory.parent)
+                for path in (self.directory, *missing):
+                    sync_to_disk(path.parent)
                 self._lock = DirectoryLock(self.directory)
                 clean_up(self.directory)
             except (OSError, RuntimeError) as error:
@@ -257,8 +259,10 @@ class Checkpointer:
             FileNotFoundError: there is no checkpoint of this step.
             DamagedError: a file is missing or damaged (on every rank). If it is not known before it is read, the model
                 may be loaded in part.
+            OSError: the machine cannot read for now: it has too many open files, or no memory.
             ValueError: ranks give different steps; the checkpoint is of another model or other optimizers, or has the
-                states of an object of another number of replicas. Nothing was changed.
+                states of an object of another number of replicas. Nothing was changed. Or a number is too large for
+                the model's dtype; the model may be loaded in part.
             Exception: what ``load_state_dict`` of an object or the model's own code raises, where it raises. On the
                 other ranks it is a RuntimeError, or has its type if it is a TypeError or a ValueError.
         """
@@ -330,13 +334,18 @@ class Checkpointer:
         found = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
         # A checkpoint that does not fit is an error of the call; one that is damaged leads to the one before.
         found.sort(key=lambda item: item[1][0] == "DamagedError")
-        for rank, (kind, text) in found[:1]:
+        if not found:
+            return
+        rank, (kind, text) = found[0]
+        where = "" if self._meeting.size == 1 or rank == self._meeting.rank else f"rank {rank}: "
+        try:
             if problem is not None and not isinstance(problem, DamagedError):
                 raise problem
-            where = "" if self._meeting.size == 1 or rank == self._meeting.rank else f"rank {rank}: "
             if kind not in kinds and kind != "ValueError":
                 raise RuntimeError(f"{where}{kind}: {text}") from problem
             raise kinds.get(kind, ValueError)(f"{where}{text}") from problem
+        finally:
+            problem = None  # its traceback refers to this frame, and so to all that is being loaded
 
 
 def _check_step(step: Any) -> None:

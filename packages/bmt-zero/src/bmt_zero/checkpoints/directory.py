@@ -154,7 +154,7 @@ def clean_up(directory: Path) -> None:
             continue
         original = directory / step_name(int(match[1]))
         if match[2] == "old" and not original.exists():
-            with contextlib.suppress(DamagedError, OSError):
+            with contextlib.suppress(DamagedError):
                 read_manifest(directory / name)
                 os.rename(directory / name, original)
                 continue

@@ -6,6 +6,7 @@ bytes, one tensor after the other, each in row-major order.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -45,6 +46,16 @@ MAX_FILE_SIZE = 5 * 10**9
 
 class DamagedError(ValueError):
     """A file is not what was written: truncated, changed, missing, or of no known format."""
+
+
+_NOT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
+
+
+def unreadable(path: object, error: OSError) -> Exception:
+    """What to raise for a file that cannot be read: the error itself, if it says nothing about the file."""
+    if error.errno in _NOT_OF_THE_FILE:
+        return error
+    return DamagedError(f"{path} cannot be read: {error.strerror}")
 
 
 @dataclass(frozen=True)

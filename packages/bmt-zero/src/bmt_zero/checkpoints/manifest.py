@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .headers import DamagedError, parse_json
+from .headers import DamagedError, parse_json, unreadable
 from .plan import PIECE
 
 NAME = "manifest.json"
@@ -137,7 +137,7 @@ def read_small_file(path: Path, record: FileRecord | None = None, limit: int = _
             size = os.fstat(file.fileno()).st_size
             content = file.read(size) if size <= limit else None  # allocates what it is asked for
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
     if content is None:
         raise DamagedError(f"{path} has more than {limit} bytes, which is no file of this kind")
     if record is not None and record_of(content) != record:

@@ -10,13 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from bmt_zero.sharded_parameter import ShardedParameter
+from bmt_zero.state import is_extra_state
 
-from .contents import Content, contents_of_model, distinct_tensors, has_own_code, mark_loaded, without_memory
-from .headers import DamagedError, Entry
-from .manifest import NAME, read_manifest
+from .contents import (
+    Content,
+    contents_of_model,
+    distinct_tensors,
+    extra_states,
+    has_own_code,
+    mark_loaded,
+    set_extra_states,
+    without_memory,
+)
+from .headers import DamagedError, Entry, parse_json
+from .job import EXTRA_STATE
+from .manifest import NAME, read_manifest, read_small_file
 from .pt_files import PtSource
 from .reader import check_fit, fill, read_whole
 from .sources import SafetensorsSource, Source, checkpoint_source, hugging_face_files
+from .trees import decode
 
 KeyMap = Mapping[str, str] | Callable[[str], "str | None"] | None
 """From names in the files to names in the model. What it leaves out, or gives ``None`` for, is not read."""
@@ -45,6 +57,10 @@ def open_source(path: Path) -> Any:
     return SafetensorsSource([path]) if path.suffix == ".safetensors" else PtSource(path)
 
 
+def _mapped(name: str, key_map: KeyMap) -> str | None:
+    return key_map(name) if callable(key_map) else name if key_map is None else key_map.get(name)
+
+
 class Renamed:
     """A source by other names."""
 
@@ -54,7 +70,7 @@ class Renamed:
         self.entries: dict[str, Entry] = {}
         self.others: dict[str, Any] = {}
         for name, entry in source.entries.items():
-            mapped = key_map(name) if callable(key_map) else name if key_map is None else key_map.get(name)
+            mapped = _mapped(name, key_map)
             if mapped is None:
                 continue
             if mapped in self._names:
@@ -100,6 +116,25 @@ class WeightLoader:
         self._opened = open_source(path)
         self._source = Renamed(self._opened, key_map)
         self._contents = contents_of_model(model)
+        self._extra = self._read_extra(key_map)
+
+    def _read_extra(self, key_map: KeyMap) -> dict[str, Any] | None:
+        """States of modules with ``get_extra_state``, by the model's names; ``None`` if the files cannot have any."""
+        found: dict[str, Any] = {}
+        if isinstance(self._opened, PtSource):
+            found = {name: value for name, value in self._opened.others.items() if is_extra_state(name)}
+        elif (self._path / NAME).exists():
+            path = self._path / EXTRA_STATE
+            record = read_manifest(self._path).files.get(EXTRA_STATE)
+            if record is not None:
+                found = parse_json(path, read_small_file(path, record))
+                if not isinstance(found, dict):
+                    raise DamagedError(f"{path} has something else than states by name")
+                found = {name: decode(state, f"{path}: {name!r}") for name, state in found.items()}
+        else:
+            return None
+        mapped = {_mapped(name, key_map): state for name, state in found.items()}
+        return {name: state for name, state in mapped.items() if name is not None}
 
     def names(self) -> list[str]:
         """What this rank needs."""
@@ -109,9 +144,9 @@ class WeightLoader:
         """Whether the model's own code loads it, on this rank."""
         return has_own_code(self._model)
 
-    def read_whole(self, device: torch.device) -> dict[str, Tensor]:
+    def read_whole(self, device: torch.device) -> dict[str, Any]:
         """All of it, for such a model: a state dict. What is on the meta device gets memory on ``device``."""
-        found = read_whole(self._source)
+        found = {**read_whole(self._source), **(self._extra or {})}
         give_memory(self._model, device)
         return found
 
@@ -132,6 +167,9 @@ class WeightLoader:
             has = [content for content in group if content.entry.name in self._source.entries]
             self._wanted += has or (group if strict else [])
         problems = check_fit(theirs, [c.entry for c in self._wanted], str(self._path), strict)
+        lacking = [name for name in extra_states(self._model) if name not in (self._extra or {})]
+        if strict and lacking and self._extra is not None:
+            problems.append(f"{self._path} lacks {lacking[:5]}")
         if problems:
             raise ValueError(f"{self._path} does not fit the model; nothing was loaded: " + "; ".join(problems))
 
@@ -143,6 +181,8 @@ class WeightLoader:
             self._wanted = [content for content in contents_of_model(self._model) if content.entry.name in names]
         fill(self._wanted, self._source)
         mark_loaded(self._wanted)
+        mine = extra_states(self._model)
+        set_extra_states(self._model, {name: state for name, state in (self._extra or {}).items() if name in mine})
 
     def close(self) -> None:
         self._opened.close()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .headers import DamagedError, Entry, FileLayout, header_length, parse_head, parse_json
+from .headers import DamagedError, Entry, FileLayout, header_length, parse_head, parse_json, unreadable
 from .manifest import FileRecord, Manifest, is_file_name, read_small_file
 from .memory import view_of
 from .plan import PIECE
@@ -97,13 +97,14 @@ class OpenFile:
         try:
             self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+            raise unreadable(path, error) from None
         self.size = os.fstat(self._handle).st_size
         if record is not None and record.size != self.size:
             raise DamagedError(f"{path} has {self.size} bytes, and had {record.size} when it was written")
 
     def close(self) -> None:
         os.close(self._handle)
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # tracebacks of errors may refer to this for long
 
     def bytes_at(self, at: int, length: int) -> bytes:
         """A small part, without a comparison of checksums."""
@@ -171,7 +172,7 @@ class OpenFile:
             try:
                 count = os.preadv(self._handle, [view], at)
             except OSError as error:
-                raise DamagedError(f"{self.path} cannot be read: {error.strerror}") from None
+                raise unreadable(self.path, error) from None
             if not count:
                 self._truncated(at)
             view, at = view[count:], at + count
@@ -247,6 +248,8 @@ class SafetensorsSource:
         for file in self._files:
             file.close()
         self._files.clear()
+        self._places.clear()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> SafetensorsSource:
         return self
