@@ -462,3 +462,47 @@ def test_gradients_are_shown_without_the_loss_scale_that_they_have(by_manager: b
                 manager.step()
             if scaled and by_manager:
                 check_parameters()  # gradients are there until they are zeroed
+
+
+def clip_rows(params: list[nn.Parameter], scale: float, max_norm: float) -> Tensor:
+    """Clips the rows of each rank by the norm over all ranks, as scripts do without ``clip_grad_norm``."""
+    total = torch.zeros(1, device=config["device"])
+    for param in params:
+        total += param.grad.data.float().norm(2) ** 2
+    bmt.nccl.allReduce(total, total, "sum", config["comm"])
+    norm = total[0] ** 0.5
+    if max_norm * scale / norm < 1:
+        for param in params:
+            param.grad.data.mul_(max_norm * scale / norm)
+    return norm / scale
+
+
+@pytest.mark.ranks(1, 2, 4, init=False)
+def test_a_script_clips_by_itself() -> None:
+    """``p.grad.data`` is this rank's rows; ``p.grad.norm()`` is the norm of the whole gradient."""
+    bmt.init_distributed()
+    model = GPT()
+    bmt.init_parameters(model)
+    plain = plain_copy(model)
+    before = copy.deepcopy(plain.state_dict())
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS, weight_decay=0.0)
+    optimizer = optim.AdamOptimizer(model.parameters(), lr=1e-2, eps=EPS)
+    optim_manager = optim.OptimManager(loss_scale=2**10)
+    optim_manager.add_optimizer(optimizer)
+    for iteration in range(STEPS):
+        ids, pos, mask, targets = to_device(batch_of(iteration, replica()))
+        optim_manager.zero_grad()
+        optim_manager.backward(loss_of(model(ids, pos, mask), targets, False))
+        reference.zero_grad()
+        plain_loss(plain, iteration, replicas()).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters()):
+            assert mine.grad.norm().item() == pytest.approx(2**10 * theirs.grad.norm().item(), rel=1e-3, abs=1e-3)
+            rows = getattr(mine.grad, "to_local", lambda grad=mine.grad: grad)()
+            assert type(rows) is Tensor
+            assert torch.equal(rows, mine.grad.data)
+        norm = clip_rows([*model.parameters()], 2**10, 0.1)
+        wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert norm.item() == pytest.approx(wanted.item(), rel=1e-4)
+        optim_manager.step()
+        reference.step()
+    assert update_error(model, plain, before) <= TOLERANCE
