@@ -261,6 +261,15 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(default=False)
 @summarized
+def two_hosts(session: nox.Session) -> None:
+    """The example on two hosts, which are network namespaces of this machine, of which one is lost on the way."""
+    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install_ours(session)
+    run_tests(session, "two hosts", "-s", "tests/test_two_hosts.py")
+
+
+@nox.session(default=False)
+@summarized
 def soak(session: nox.Session) -> None:
     """100,000 collectives and 2,000 training steps, after which nothing may have grown; half an hour."""
     install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
