@@ -1,5 +1,4 @@
-"""The example on two hosts of two ranks each: network namespaces with addresses, process numbers and names of their
-own.
+"""The example on two hosts of two ranks each: namespaces with addresses, process numbers and names of their own.
 
 torchrun's rendezvous goes between the hosts. The ranks of a host share memory, those of different hosts send messages.
 One host is lost in the middle, and the other one goes on alone from the last checkpoint.
@@ -27,50 +26,6 @@ FLAGS = [
     *("--dropout", "0", "--schedule", "constant", "--lr", "3e-3", "--warmup", "0", "--optimizer", "adam"),
     *("--batch-size", "2", "--step-size", "8", "--tp", "2", "--steps", "40", "--save-interval", "5", "--keep", "99"),
     *("--eval-interval", "0", "--log-interval", "1", "--sample-tokens", "0", "--timeout", "20", "--resume"),
-]
-    "--data",
-    "text",
-    "--vocab-size",
-    "300",
-    "--seq-len",
-    "32",
-    "--layers",
-    "2",
-    "--heads",
-    "2",
-    "--hidden",
-    "32",
-    "--dropout",
-    "0",
-    "--schedule",
-    "constant",
-    "--lr",
-    "3e-3",
-    "--warmup",
-    "0",
-    "--optimizer",
-    "adam",
-    "--batch-size",
-    "2",
-    "--step-size",
-    "8",
-    "--tp",
-    "2",
-    "--steps",
-    "40",
-    "--save-interval",
-    "5",
-    "--keep",
-    "99",
-    "--eval-interval",
-    "0",
-    "--log-interval",
-    "1",
-    "--sample-tokens",
-    "0",
-    "--timeout",
-    "20",
-    "--resume",
 ]
 PORT = 29400  # in a namespace of its own
 
