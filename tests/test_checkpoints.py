@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import os
+import random
 import shutil
 import zlib
 from pathlib import Path
@@ -17,6 +21,7 @@ import bmtrain as bmt
 from bmt_comm import slice_of
 from bmt_optim.slices import cut
 from bmt_zero import Checkpointer, SaveError
+from bmt_zero.checkpoints.manifest import parse_manifest, record_of
 
 HIDDEN = 13
 LAYERS = 5
@@ -325,3 +330,52 @@ def test_transformers_reads_every_save(ctx: Any, tmp_path: Path) -> None:
         assert torch.equal(value, wanted[name].cpu()), name
     assert found.lm_head.weight.data_ptr() == found.transformer.wte.weight.data_ptr()
     assert found.config.n_embd == plain.config.n_embd
+
+
+# --- settings that somebody has changed -----------------------------------------------------------
+
+
+def nodes(value: Any) -> list[tuple[Any, Any]]:
+    """All (container, key) in a JSON value."""
+    items = (
+        list(value.items()) if isinstance(value, dict) else list(enumerate(value) if isinstance(value, list) else ())
+    )
+    return [(value, key) for key, _ in items] + [node for _, each in items for node in nodes(each)]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("optimizer", ["adam", "adafactor", "muon"])
+def test_changed_settings_load_or_are_refused_by_name(ctx: Any, tmp_path: Path, optimizer: str) -> None:
+    """With checksums that are right, so that nothing but the readers keeps them out."""
+    model = Model(3, torch.float32, 1)
+    bmt.init_parameters(model)
+    manager = bmt.optim.OptimManager(loss_scale=64.0)
+    for each in make_optimizers(optimizer, model):
+        manager.add_optimizer(each, bmt.lr_scheduler.Cosine(each, 1e-2, 5, 40))
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=model, manager=manager)
+    checkpointer.wait()
+    folder, generator = tmp_path / "c" / "step-00000001", random.Random(0)
+    original = (folder / "trainer.json").read_text()
+    manifest = parse_manifest(folder / "manifest.json", (folder / "manifest.json").read_bytes())
+    for _ in range(200):
+        saved = json.loads(original)
+        settings = {name: saved[name] for name in ("optimizers", "manager")}
+        for _ in range(generator.choice([1, 1, 2])):
+            container, key = generator.choice(nodes(settings))
+            if isinstance(container, dict) and container is not settings and generator.random() < 0.1:
+                container[generator.choice(["params", "param_names", "x"])] = container.pop(key)
+            else:
+                container[key] = generator.choice(
+                    [None, True, -1, 1e308, 10**400, "x", [], [1], {}, {"dict": {}}, {"tuple": [1]}]
+                )
+        saved.update(settings)
+        content = json.dumps(saved).encode()
+        (folder / "trainer.json").write_bytes(content)
+        files = {**manifest.files, "trainer.json": record_of(content)}
+        (folder / "manifest.json").write_bytes(dataclasses.replace(manifest, files=files).to_json())
+        params = [group["params"] for each in manager.optimizers for group in each.param_groups]
+        with contextlib.suppress(ValueError):
+            checkpointer.load(1, model=model, manager=manager)
+        left = [group["params"] for each in manager.optimizers for group in each.param_groups]
+        assert all(mine is theirs for mine, theirs in zip(params, left))

@@ -6,7 +6,7 @@ import json
 import platform
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class OptimizerSettings:
     """
 
     def __init__(self, saved: Any, optimizers: Sequence[Any], manager: Any, what: str) -> None:
-        self._optimizers, self._manager = optimizers, manager
+        self._optimizers, self._manager, self._what = optimizers, manager, what
         theirs = saved.get("optimizers") if isinstance(saved, dict) else None
         if not isinstance(theirs, list):
             raise DamagedError(f"{what} says nothing usable of optimizers")
@@ -94,10 +94,7 @@ class OptimizerSettings:
             problem = f"{what} says nothing usable of the manager"
             if not isinstance(self._trainer, dict):
                 raise DamagedError(problem)
-            try:
-                manager.check_trainer_state(self._trainer)
-            except (TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
-                raise DamagedError(f"{problem}: {error}") from error
+            _usable(lambda: manager.check_trainer_state(self._trainer), problem)
 
     def apply(self) -> None:
         """Set the options, the schedulers and the loss scale."""
@@ -105,7 +102,10 @@ class OptimizerSettings:
             for mine, options in zip(optimizer.param_groups, groups):
                 mine.update(options)
         if self._manager is not None:
-            self._manager.load_trainer_state(self._trainer)
+            _usable(
+                lambda: self._manager.load_trainer_state(self._trainer),
+                f"{self._what} says nothing usable of the manager",
+            )
 
 
 def _check_options(optimizer: Any, mine: Mapping[str, Any], options: Any, problem: str) -> None:
@@ -119,10 +119,15 @@ def _check_options(optimizer: Any, mine: Mapping[str, Any], options: Any, proble
             raise DamagedError(f"{problem}: its {key!r} is {str(value)[:100]}, and the one here is {mine[key]!r}")
     check = getattr(optimizer, "check_options", None)
     if check is not None:
-        try:
-            check({**mine, **options})
-        except (TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
-            raise DamagedError(f"{problem}: {error}") from error
+        _usable(lambda: check({**mine, **options}), problem)
+
+
+def _usable(call: Callable[[], object], problem: str) -> None:
+    """Call with what a file says; raise DamagedError if it is of other types than the call knows."""
+    try:
+        call()
+    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        raise DamagedError(f"{problem}: {error}") from error
 
 
 def _is_alike(mine: Any, theirs: Any) -> bool:
