@@ -1,7 +1,8 @@
 """Every public name of BMTrain 1.0: whether it is here, with its signature, and with its meaning.
 
 ``bmtrain_names.txt`` lists them as BMTrain's code has them: ``-`` before those that are not here; after ``#`` what else
-they mean, or what replaces them. ``docs/names.md`` is made of it: ``python tests/test_bmtrain_names.py``.
+they mean, or what replaces them. ``bmtrain_tests.txt`` lists BMTrain's own tests: their ranks, what they do here, and
+why. ``docs/names.md`` is made of both: ``python tests/test_bmtrain_names.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from torch import nn
 import bmtrain
 
 LIST = Path(__file__).with_name("bmtrain_names.txt")
+TESTS = Path(__file__).with_name("bmtrain_tests.txt")
 PAGE = Path(__file__).parents[1] / "docs" / "names.md"
 
 # What inspect cannot tell, or what is different on purpose, as the page says.
@@ -129,7 +132,27 @@ def page() -> str:
         signature = "" if not name.is_here else OTHER_SIGNATURE.get(name.path, "yes")
         meaning = name.note or "same"
         lines.append(f"| `{name.path}` | {'yes' if name.is_here else 'no'} | {signature} | {meaning} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *section_of_tests()]) + "\n"
+
+
+def section_of_tests() -> list[str]:
+    """What BMTrain's own tests do here."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in TESTS.read_text().splitlines()]
+    counts = Counter(outcome for _, _, outcome, _ in rows)
+    return [
+        "",
+        "## Its own tests",
+        "",
+        f"BMTrain 1.0.1 has {len(rows)} tests, which are scripts. "
+        + ", ".join(f"{count}: {outcome}" for outcome, count in counts.most_common())
+        + ". They were run on the CPU, by that number of processes, with `.cuda()` doing nothing. Models that are too "
+        'large for that were made smaller ("smaller"): their widths, lengths and batches. "With other lines": after a '
+        "line was changed as [migration.md](migration.md) says, or as given here.",
+        "",
+        "| test | ranks | outcome | what differs |",
+        "|---|---|---|---|",
+        *(f"| `test_{name}.py` | {ranks} | {outcome} | {why} |" for name, ranks, outcome, why in rows),
+    ]
 
 
 def test_the_page_is_of_this_list() -> None:
