@@ -83,11 +83,52 @@ def test_statistics_are_those_of_one_process(ctx: Any, tail: str | None, checkpo
             assert item["grad_std"] == pytest.approx(param.grad.double().std().item(), rel=1e-4)
 
 
+@pytest.mark.ranks(2, 4, pipe_size=2, num_micro_batches=4)
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_loss_may_use_what_was_recorded(ctx: Any, checkpoint: bool, count: int, alone: bool) -> None:
+    """Each stage those of its layers, of all micro-batches of its replica; with the output, or without it."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Layer() for _ in range(count))
+    layers = PipelineTransformerBlockList([Block(Layer(), checkpoint) for _ in range(count)])
+    load_state_dict(layers, plain.state_dict())
+    whole = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        plain.zero_grad()
+        layers.zero_grad()
+        first = whole.flatten(0, 1).clone().requires_grad_()
+        x, total = first, torch.zeros(())
+        kept = []
+        for layer in plain:
+            kept += [x, torch.tanh(layer.first(x))]
+            total = total + kept[-1].pow(3).sum() + 2 * x.square().sum()
+            x = x + kept[-1]
+        for each in kept:
+            each.retain_grad()
+        (total if alone else total + 3 * x.square().sum()).backward()
+        mine = whole[ctx.rank].to(ctx.device).requires_grad_()
+        with inspect_tensor() as inspector:
+            y = layers(mine)
+        loss = torch.zeros((), device=ctx.device)
+        for item in inspector.summary:
+            value = item["tensor"]
+            loss = loss + (value.pow(3).sum() if item["name"] == "middle" else 2 * value.square().sum())
+        (loss if alone else loss + 3 * y.square().sum()).backward()
+        assert torch.allclose(mine.grad.cpu(), first.grad.view_as(whole)[ctx.rank], rtol=1e-4, atol=1e-4)
+        for item, param in zip(inspect_model(layers, "*"), plain.parameters(), strict=True):
+            for key in ("mean", "std", "max", "min"):
+                wanted = getattr(param.grad.double(), key)().item()
+                assert item[f"grad_{key}"] == pytest.approx(wanted, rel=1e-4, abs=1e-4), item["name"]
+        for item, value in zip(inspector.get_summary(), kept, strict=True):
+            assert item["grad_std"] == pytest.approx(value.grad.double().std().item(), rel=1e-3), item["name"]
+
+
 @pytest.mark.ranks(2, pipe_size=2)
-def test_a_loss_cannot_use_what_was_recorded(ctx: Any) -> None:
+def test_a_loss_cannot_use_what_was_recorded_with_a_tail(ctx: Any) -> None:
     layers = PipelineTransformerBlockList([Block(Layer()) for _ in range(2)])
     with inspect_tensor() as inspector:
-        layers(torch.randn(2, 1, WIDTH)).sum().backward()
+        layers(torch.randn(2, 1, WIDTH), tail=mean_square).backward()
     with pytest.raises(
         RuntimeError, match=r"a loss uses a tensor that was recorded inside of a pipeline.*return_hidden"
     ):

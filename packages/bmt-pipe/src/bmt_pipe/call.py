@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bmt_comm import ParallelContext
+from bmt_zero.recording import link_pipeline_call
 from bmt_zero.shard import group_of
 
 from .messages import Message, StageFailedError, connected
@@ -146,7 +147,8 @@ class Pipeline:
         if run.plan.differentiable:
             which = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
             wanted = [v for v, leaf in zip(run.arguments.values[run.stage], _own(run).leaves) if leaf.requires_grad]
-            attached = _Outputs.apply(run, len(outputs), self._anchor, [leaves[n] for n in which], *wanted)
+            *attached, link = _Outputs.apply(run, len(outputs), self._anchor, [leaves[n] for n in which], *wanted)
+            link_pipeline_call(run.number, link)
             for n, tensor in zip(which, attached, strict=True):
                 leaves[n] = tensor
         form = run.plan.forms[Message("output", run.stage, len(self.layers) - 1)]
@@ -210,13 +212,15 @@ class _Outputs(torch.autograd.Function):
         for found in run.arguments.values:
             found[:] = [None if isinstance(v, Tensor) else v for v in found]
         results = tuple(x.detach() for x in outputs)
+        link = torch.zeros((), device=run.context.device)  # see bmt_zero.recording.link_pipeline_call
         ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
-        return results
+        return *results, link
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *all_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         run: Run = ctx.run
+        grads = all_grads[:-1]
         problem: Exception | None = None
         try:
             saved = iter(ctx.saved_tensors)

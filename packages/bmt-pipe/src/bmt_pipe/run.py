@@ -172,6 +172,11 @@ class Run:
         self._release()
         return loss, self.arguments.exchange_grads(hidden) if backward else []
 
+    @property
+    def number(self) -> int:
+        """Which call of a pipeline since recording began."""
+        return self._recorded_before[0]
+
     def rescale_recorded(self, factor: Tensor) -> None:
         """The gradients of what layers have recorded are to be multiplied by ``factor`` (0-dim)."""
         for entry in {id(entry): entry for mark in self._marks.values() for entry in mark}.values():
@@ -335,12 +340,18 @@ class Run:
             retain = self._retains and self._keeps_input_alone(action.chunk)  # others are computed again
             alive = self._alive[i, place] if retain else self._alive.pop((i, place))
             edges = [*alive.outputs, *(alive.taps if tap_grads else ())]
+            grads = [*grads, *tap_grads]
+            for entry in self._marks[i, place]:
+                if entry.grad_of_loss is not None and entry.tensor.requires_grad:
+                    edges.append(get_gradient_edge(entry.tensor))
+                    grads.append(entry.grad_of_loss)
+                entry.grad_of_loss = None
             if action.kind is Kind.BACKWARD:
                 with self._one_less(action.chunk):
-                    _backward_from(edges, [*grads, *tap_grads], retain)
+                    _backward_from(edges, grads, retain)
             else:
                 with deferred_weight_gradients() as self._deferred[i, place]:
-                    _backward_from(edges, [*grads, *tap_grads], retain)
+                    _backward_from(edges, grads, retain)
             self.arguments.add_grads(i, alive.arguments)
         floating = [x for x in alive.inputs if x.is_floating_point()]
         for peer, message in self._pass.during(self.stage, action):

@@ -66,9 +66,9 @@ class InspectTensor:
         """A dictionary for each tensor that this rank has recorded, in the order in which they were first recorded.
 
         ``name``, ``group``, ``index`` (of those with the same name and group), ``summary_name`` (as in
-        :meth:`get_summary`), ``shape``, ``requires_grad``, ``tensor``. A loss may use the tensor, except if a pipeline
-        has recorded it: that one has the values of all micro-batches that this stage has computed, and its
-        backward raises.
+        :meth:`get_summary`), ``shape``, ``requires_grad``, ``tensor``. A loss may use the tensor. If a pipeline has
+        recorded it, it has the values of all micro-batches that this stage has computed; its backward raises if the
+        pipeline has a tail.
         """
         tensors = self._tensors()
         indices = _indices([*self._elsewhere, *(each.label for each in tensors)])
@@ -160,8 +160,8 @@ class InspectTensor:
             same[number].append(entry)
         for place, numbered in parts.items():
             for number, entries in enumerate(numbered):
-                values = _joined([each.tensor.detach() for each in entries])
-                value = _OnlyToLookAt.apply(values, torch.empty(0, requires_grad=True))
+                link = self._session.links.get(place.call)
+                value = _OfPipeline.apply(entries, link is not None, _ANCHOR if link is None else link)
                 grads = [grad for each in entries if (grad := each.grad) is not None]
                 grad = _joined(grads) if len(grads) == len(entries) else None
                 label = _Label((place.before, place.call, place.place, number), entries[0].name, entries[0].group)
@@ -169,19 +169,31 @@ class InspectTensor:
         return sorted(tensors, key=lambda each: each.label.key)
 
 
-class _OnlyToLookAt(torch.autograd.Function):
-    """The identity; backward raises."""
+_ANCHOR = torch.empty(0, requires_grad=True)
+
+
+class _OfPipeline(torch.autograd.Function):
+    """(link) → the tensors of micro-batches, joined. Their gradients wait for the backward of the pipeline."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _anchor: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, entries: Sequence[Entry], linked: bool, link: Tensor) -> Tensor:
+        ctx.entries, ctx.linked, ctx.link = entries, linked, link.detach()
+        return _joined([each.tensor.detach() for each in entries]).clone()
 
     @staticmethod
-    def backward(ctx: Any, _grad: Tensor) -> Any:
-        raise RuntimeError(
-            "a loss uses a tensor that was recorded inside of a pipeline, where no gradient can reach it: let the "
-            "pipeline return it, with return_hidden_states=True"
-        )
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        entries: Sequence[Entry] = ctx.entries
+        if not ctx.linked:
+            raise RuntimeError(
+                "a loss uses a tensor that was recorded inside of a pipeline with a tail, whose backward is over: "
+                "compute the loss in the tail, or let the pipeline return hidden states, without a tail and with "
+                "return_hidden_states=True"
+            )
+        sizes = [len(each.tensor) if each.tensor.dim() else 1 for each in entries]
+        for each, part in zip(entries, grad.split(sizes) if grad.dim() else [grad], strict=True):
+            part = part.reshape(each.tensor.shape)
+            each.grad_of_loss = part if each.grad_of_loss is None else each.grad_of_loss + part
+        return None, None, torch.zeros_like(ctx.link)
 
 
 class _Label(NamedTuple):

@@ -42,7 +42,10 @@ class Entry:
         name, group: as given to :func:`record_tensor`.
         tensor: the tensor itself.
         place: None outside of pipelines.
+        grad_of_loss: what a loss has sent to the tensor of a pipeline, for the pipeline's backward.
     """
+
+    grad_of_loss: Tensor | None = None
 
     def __init__(self, name: str, group: str | None, tensor: Tensor, place: PipelinePlace | None) -> None:
         self.name = name
@@ -103,6 +106,8 @@ class Session:
 
     entries: list[Entry] = field(default_factory=list)
     pipeline_calls: int = 0
+    links: dict[int, Tensor] = field(default_factory=dict)
+    """Of calls of pipelines: an output, through which a loss that uses recorded tensors reaches the call's backward."""
 
 
 Mark = list[Entry]
@@ -205,6 +210,12 @@ def begin_pipeline_call() -> tuple[int, int]:
         return 0, 0
     _session.pipeline_calls += 1
     return _session.pipeline_calls, sum(entry.place is None for entry in _session.entries)
+
+
+def link_pipeline_call(call: int, link: Tensor) -> None:
+    """Let a loss that uses recorded tensors of a pipeline's call reach its backward, through ``link``, its output."""
+    if _session is not None:
+        _session.links[call] = link
 
 
 @contextmanager
