@@ -128,7 +128,8 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
 
     Warns where a module in ``waiting`` has parameters with values of their own as well, which its ``_init_weights``
     would fill: some classes build them in ways that do not heed the meta device (``torch.FloatTensor(2, 3)``), and
-    then their values are arbitrary.
+    then their values are arbitrary. Warns, too, where a constructor has written into parameters what no
+    ``reset_parameters`` writes, since the meta device does not keep it.
 
     Raises:
         ValueError: nothing fills some of them.
@@ -154,6 +155,7 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
         and not getattr(p, "_is_hf_initialized", False)
     }
     left: dict[int, str] = {}
+    writes: dict[int, int] = {}  # by reset_parameters, of each parameter
     resets = []
     for path, module in _inner_first(model):
         function: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -172,7 +174,9 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
         mine = {i for t, n in places if (i := id(t[n])) in unfilled or (i in owners and owners[i][0] in inside)}
         if not mine:
             continue
-        written = _written_by(function, places)
+        written, counts = _written_by(function, places)
+        for i, count in counts.items():
+            writes[i] = writes.get(i, 0) + (count if family.get(module) is None else 1 << 30)
         if family.get(module) is not None and not getattr(module, "_is_hf_initialized", False):
             left.update((i, others[i]) for tensors, name in written if (i := id(tensors[name])) in others)
         # As in construction, where modules are tied last: what fills a head does not count for the embedding.
@@ -193,6 +197,18 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
         raise ValueError(
             f"{len(unfilled)} tensors were built on the meta device, and no module has a reset_parameters (or "
             f"_init_weights) that fills them: {some}; give the modules one, or load a state dict instead"
+        )
+    lost = [
+        name
+        for name, param in model.named_parameters()
+        if id(param) in waiting and isinstance(param, ShardedParameter) and param.writes_on_meta > writes[id(param)]
+    ]
+    if lost:
+        warnings.warn(
+            f"init_parameters gives {len(lost)} parameters the values of reset_parameters, and not those that their "
+            f"model's constructor gives them, which the meta device does not keep: {', '.join(lost[:5])}; write them "
+            "after init_parameters, or build the model on a real device",
+            stacklevel=3,
         )
     if left:
         warnings.warn(
@@ -242,8 +258,8 @@ class _Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _written_by(function: Callable[[], Any], places: list[_Place]) -> list[_Place]:
-    """The places that ``function`` writes to or puts other tensors into."""
+def _written_by(function: Callable[[], Any], places: list[_Place]) -> tuple[list[_Place], dict[int, int]]:
+    """The places that ``function`` writes to or puts other tensors into; how often it writes to each tensor."""
     before = [(t, n, t[n], _like(t[n], torch.device("meta"))) for t, n in places]
     try:
         for tensors, name, _, trial in before:
@@ -251,11 +267,12 @@ def _written_by(function: Callable[[], Any], places: list[_Place]) -> list[_Plac
         with warnings.catch_warnings(), torch.no_grad(), _Writes() as writes, _Questions(writes.storages):
             warnings.simplefilter("ignore")  # they come again where values are filled
             function()
-        return [
+        written = [
             (tensors, name)
             for tensors, name, _, trial in before
             if tensors[name] is not trial or trial.untyped_storage()._cdata in writes.storages
         ]
+        return written, {id(tensor): trial._version for _, _, tensor, trial in before}
     finally:
         for tensors, name, tensor, _ in before:
             tensors[name] = tensor

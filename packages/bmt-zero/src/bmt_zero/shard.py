@@ -399,7 +399,7 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
     param.grad = None
     if isinstance(param, ShardedParameter):
         return param
-    own, awaits_values = slice_of(param), param.is_meta
+    own, awaits_values, writes = slice_of(param), param.is_meta, param._version
     hooks = param._backward_hooks or {}
     for key in [key for key, hook in hooks.items() if getattr(hook, "is_part_of_reduction", False)]:
         del hooks[key]  # bmt_tp's sum over ranks, which the reduction includes
@@ -412,6 +412,7 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
         param.__class__ = ShardedParameter
     assert isinstance(param, ShardedParameter)
     param.bmt_slice, param.awaits_values = own, awaits_values
+    param.writes_on_meta = writes if awaits_values else 0
     return param
 
 

@@ -50,6 +50,7 @@ class ShardedParameter(nn.Parameter):
         tp_mode: whether tensor-parallel ranks hold different shards of it.
         sequence_parallel: whether a tensor-parallel rank's gradient covers only its part of the sequence.
         awaits_values: whether it was built on the meta device and not filled since.
+        writes_on_meta: how often its model has written into it there.
         handle: how it reaches its group and storage (a ``parameter_group.GroupHandle``, which imports this module).
     """
 
@@ -59,6 +60,7 @@ class ShardedParameter(nn.Parameter):
     tp_mode: bool = False
     sequence_parallel: bool = False
     awaits_values: bool = False
+    writes_on_meta: int = 0
     handle: Any
 
     @property
