@@ -257,6 +257,24 @@ def test_what_is_filled_only_in_part_is_named(left: str) -> None:
         bmt_zero.init_parameters(model)
 
 
+class InitialisedByConstructor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.zeros_(self.out.weight)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_constructor_writes_after_reset_parameters_is_named() -> None:
+    with torch.device("meta"):
+        inner = nn.Sequential(InitialisedByConstructor(), nn.MultiheadAttention(4, 2), nn.LayerNorm(4))
+    model = bmt_zero.BMTrainModelWrapper(inner)
+    with pytest.warns(
+        UserWarning, match="gives 1 parameters the values of reset_parameters, .*: 0.out.weight; write them"
+    ):
+        bmt_zero.init_parameters(model)
+
+
 @pytest.mark.ranks(2)
 def test_what_has_values_keeps_them() -> None:
     """A module with one parameter on meta: its reset_parameters writes both, and one is taken."""

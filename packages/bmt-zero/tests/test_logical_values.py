@@ -140,17 +140,22 @@ def test_a_transposed_weight(ctx, level, attribute):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [0, 3])
-def test_what_nothing_has_filled_is_named(ctx, level):
+@pytest.mark.parametrize("through_data", [False, True])
+def test_what_nothing_has_filled_is_named(ctx, level, through_data):
     with torch.device("meta"):
         inner = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     model = BMTrainModelWrapper(inner, zero_level=level)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"meta device and nothing has filled them: \['0.weight', '0.bias'"):
             model(torch.zeros(1, 5))
-    with torch.no_grad():
+    if through_data:
         for param in model.parameters():
-            param.zero_()
-    assert not model(torch.zeros(1, 5)).any()
+            param.data.fill_(0.5)
+    else:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+    assert bool(model(torch.zeros(1, 5)).any()) == through_data
 
 
 @pytest.mark.ranks(2)

@@ -47,11 +47,10 @@ class GroupHandle:
         reducer: of its gradients.
         flat, index: the parameter is number ``index`` of this flat parameter.
         replacement: the unsharded tensor to use in its place; see :func:`replaced_parameters`.
-        original: the values of a standalone parameter and its version then, until they are needed no more.
         saved: the last unsharded copy that was made for a state dict.
     """
 
-    __slots__ = ("_cached", "flat", "group", "index", "original", "param", "reducer", "replacement", "saved")
+    __slots__ = ("_cached", "flat", "group", "index", "param", "reducer", "replacement", "saved")
 
     def __init__(self, group: ParameterGroup, reducer: GradientReducer, index: int) -> None:
         self.group = group
@@ -60,7 +59,6 @@ class GroupHandle:
         self.index = index
         self.param = self.flat.params[index]
         self.replacement: Tensor | None = None
-        self.original: tuple[Tensor, int] | None = None
         self.saved: TensorWeakRef | None = None
         self._cached: tuple[int, TensorWeakRef] | None = None
 
@@ -79,7 +77,6 @@ class GroupHandle:
             return self.replacement
         param, flat = self.param, self.flat
         self.begin_unsharding_one()
-        self.original = None
         if not (torch.is_grad_enabled() and param.requires_grad):
             return flat.unshard_stored(self.index) if flat.allocate else flat.unshard_one(self.index)
         casts = stored and flat.casts
@@ -116,7 +113,6 @@ class GroupHandle:
             comm.broadcast(values, 0)
         self.param.detach().copy_(select_rows(values, self.param.bmt_slice))
         self.param.awaits_values = False
-        self.original = None
 
     def accepts(self, output: int, tensors: Sequence[Tensor]) -> bool:
         """See :class:`bmt_comm.GradientReceiver`."""
@@ -314,8 +310,10 @@ class ParameterGroup:
 
     def check_values(self) -> None:
         """Raise if nothing has filled parameters that were built on the meta device."""
-        self.unfilled = [param for param in self.unfilled if param.is_unfilled]
-        if self.unfilled:
+        unfilled = [param for param in self.unfilled if param.is_unfilled]
+        self.unfilled = []
+        if unfilled and not any(bool(param.to_local().any()) for param in unfilled):  # nor were written through .data
+            self.unfilled = unfilled
             paths = [slot.path for slot in self.slots if any(self.params[slot.index] is p for p in self.unfilled)]
             raise RuntimeError(
                 f"parameters of {self.name} were built on the meta device and nothing has filled them: {paths[:5]}; "

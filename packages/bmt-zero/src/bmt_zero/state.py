@@ -132,7 +132,6 @@ def write_logical(param: ShardedParameter, values: Tensor) -> None:
     with torch.no_grad():
         param.copy_(rows_of_logical(param, values))
     param.awaits_values = False
-    param.handle.original = None
 
 
 def rows_of_logical(param: ShardedParameter, logical: Tensor) -> Tensor:

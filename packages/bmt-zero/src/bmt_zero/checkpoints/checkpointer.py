@@ -331,12 +331,12 @@ class Checkpointer:
         mine = None if problem is None else [type(problem).__name__, str(problem)]
         everyone = [json.loads(each) for each in self._meeting.exchange(json.dumps(mine).encode())]
         kinds = {kind.__name__: kind for kind in (DamagedError, TypeError, FileNotFoundError)}
-        found = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
+        problems = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
         # A checkpoint that does not fit is an error of the call; one that is damaged leads to the one before.
-        found.sort(key=lambda item: item[1][0] == "DamagedError")
-        if not found:
+        problems.sort(key=lambda item: item[1][0] == "DamagedError")
+        if not problems:
             return
-        rank, (kind, text) = found[0]
+        rank, (kind, text) = problems[0]
         where = "" if self._meeting.size == 1 or rank == self._meeting.rank else f"rank {rank}: "
         try:
             if problem is not None and not isinstance(problem, DamagedError):

@@ -48,7 +48,7 @@ def contents_of_model(model: nn.Module) -> list[Content]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    found = []
+    contents = []
     for name, value in stage_entries(model).items():
         if is_extra_state(name):
             continue
@@ -57,8 +57,8 @@ def contents_of_model(model: nn.Module) -> list[Content]:
                 f"{name!r} in the model's state dict is a {type(value).__name__}; a checkpoint holds tensors. Return "
                 "other things from get_extra_state, or save them under a keyword of their own"
             )
-        found.append(_content(name, value))
-    return found
+        contents.append(_content(name, value))
+    return contents
 
 
 def require_memory(contents: Iterable[Content]) -> None:
@@ -80,16 +80,15 @@ def mark_loaded(contents: Iterable[Content]) -> None:
     for content in contents:
         if isinstance(content.owner, ShardedParameter):
             content.owner.awaits_values = False
-            content.owner.handle.original = None
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
     """What modules of this rank's pipeline stage return from ``get_extra_state``, by the names in the state dict."""
-    found = {}
+    states = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if getattr(type(module), "get_extra_state", None) is not nn.Module.get_extra_state:
-            found[f"{path}._extra_state" if path else "_extra_state"] = module.get_extra_state()
-    return found
+            states[f"{path}._extra_state" if path else "_extra_state"] = module.get_extra_state()
+    return states
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
@@ -131,7 +130,7 @@ def contents_of_optimizer(records: Iterable[StateRecord], names: Mapping[Tensor,
     Raises:
         ValueError: the optimizer has a parameter that the model has not.
     """
-    found = []
+    contents = []
     for record in records:
         if record.param not in names:
             raise ValueError(
@@ -140,8 +139,8 @@ def contents_of_optimizer(records: Iterable[StateRecord], names: Mapping[Tensor,
             )
         name = f"{names[record.param]}.{record.key}"
         entry = Entry(name, dtype_name(record.tensor.dtype, name), record.where.shape)
-        found.append(Content(entry, record.where, record.tensor, record.is_current))
-    return found
+        contents.append(Content(entry, record.where, record.tensor, record.is_current))
+    return contents
 
 
 State = dict[Tensor, dict[str, Any]]
@@ -240,11 +239,11 @@ def _described(value: Any) -> str:
 def distinct_tensors(contents: Iterable[Content]) -> list[tuple[Content, int]]:
     """Each content with the place of its tensor in a list without repetitions: tied weights are one tensor."""
     places: dict[tuple[Any, ...], int] = {}
-    found = []
+    numbered = []
     for content in contents:
         tensor = content.tensor
         key: tuple[Any, ...] = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if tensor.is_meta or not tensor.numel():
             key = (id(content.owner if tensor.is_meta else tensor),)
-        found.append((content, places.setdefault(key, len(places))))
-    return found
+        numbered.append((content, places.setdefault(key, len(places))))
+    return numbered

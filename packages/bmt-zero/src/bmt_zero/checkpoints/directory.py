@@ -47,8 +47,8 @@ def listed_steps(directory: Path) -> list[int]:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
-    found = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
-    return sorted(step for step in found if (directory / step_name(step)).is_dir())
+    steps = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
+    return sorted(step for step in steps if (directory / step_name(step)).is_dir())
 
 
 def complete_checkpoints(directory: Path, log: bool = True) -> list[tuple[int, Manifest]]:
@@ -59,7 +59,7 @@ def complete_checkpoints(directory: Path, log: bool = True) -> list[tuple[int, M
     Args:
         log: whether what is passed over is said in the log.
     """
-    found = []
+    checkpoints = []
     for step in reversed(listed_steps(directory)):
         try:
             manifest = read_manifest(directory / step_name(step))
@@ -69,8 +69,8 @@ def complete_checkpoints(directory: Path, log: bool = True) -> list[tuple[int, M
             if log:
                 _log.warning("the checkpoint %s is passed over: %s", directory / step_name(step), error)
             continue
-        found.append((step, manifest))
-    return sorted(found, key=lambda each: (each[1].order, each[0]), reverse=True)
+        checkpoints.append((step, manifest))
+    return sorted(checkpoints, key=lambda each: (each[1].order, each[0]), reverse=True)
 
 
 class DirectoryLock:

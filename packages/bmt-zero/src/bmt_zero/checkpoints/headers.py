@@ -179,21 +179,21 @@ def parse_head(path: object, head: bytes, file_size: int) -> FileLayout:
     if not isinstance(header, dict):
         raise DamagedError(f"{path}: the header is a {type(header).__name__}, not an object")
     data = 8 + length
-    found = []
+    spans = []
     for name, fields in header.items():
         if name == "__metadata__":
             continue
-        found.append(_parse_entry(path, name, fields))
-    found.sort(key=lambda item: (item[1], item[2]))
+        spans.append(_parse_entry(path, name, fields))
+    spans.sort(key=lambda item: (item[1], item[2]))
     end = 0
-    for entry, start, stop in found:
+    for entry, start, stop in spans:
         if start != end:
             raise DamagedError(f"{path}: {entry.name!r} begins at byte {start} of the data, and {end} is the next one")
         end = stop
     if data + end != file_size:
         raise DamagedError(f"{path} has {file_size} bytes, and by its header it has {data + end}; it may be truncated")
-    entries = tuple(entry for entry, _, _ in found)
-    return FileLayout(str(path), head[:data], entries, tuple(data + start for _, start, _ in found), file_size)
+    entries = tuple(entry for entry, _, _ in spans)
+    return FileLayout(str(path), head[:data], entries, tuple(data + start for _, start, _ in spans), file_size)
 
 
 def header_length(path: object, first: bytes, file_size: int) -> int:
@@ -244,7 +244,7 @@ def parse_json(path: object, text: bytes) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    result = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a name comes twice")
-    return found
+    return result

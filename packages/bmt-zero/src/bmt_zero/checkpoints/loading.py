@@ -51,7 +51,9 @@ class Loading:
 
     def names(self) -> dict[str, Any]:
         """What this rank needs, for the others to know what is needed at all."""
-        needs: dict[str, Any] = {s: [content.entry.name for content in found] for s, found in self._contents.items()}
+        needs: dict[str, Any] = {
+            s: [content.entry.name for content in contents] for s, contents in self._contents.items()
+        }
         return {**needs, "has_code": self._given.model is not None and has_own_code(self._given.model)}
 
     def check(self, everyone: Sequence[Mapping[str, Any]]) -> None:
@@ -115,10 +117,10 @@ class Loading:
         return read_small_file(self._path / name, record)
 
     def _read_trainer(self) -> dict[str, Any]:
-        found = parse_json(self._path / trainer_state.FILE, self._small(trainer_state.FILE))
-        if not isinstance(found, dict) or found.get("format") != trainer_state.FORMAT:
+        settings = parse_json(self._path / trainer_state.FILE, self._small(trainer_state.FILE))
+        if not isinstance(settings, dict) or settings.get("format") != trainer_state.FORMAT:
             raise DamagedError(f"{self._path / trainer_state.FILE} has an unknown format")
-        return found
+        return settings
 
     def _read_state(self, name: str) -> Any:
         saved = self._trainer.get("objects")
@@ -141,13 +143,13 @@ class Loading:
         if self._given.model is None:
             return {}
         mine, path = extra_states(self._given.model), self._path / EXTRA_STATE
-        found = parse_json(path, self._small(EXTRA_STATE)) if EXTRA_STATE in self._manifest.files else {}
-        if not isinstance(found, dict):
+        states = parse_json(path, self._small(EXTRA_STATE)) if EXTRA_STATE in self._manifest.files else {}
+        if not isinstance(states, dict):
             raise DamagedError(f"{path} has something else than states by name")
-        missing = [name for name in mine if name not in found]
+        missing = [name for name in mine if name not in states]
         if missing:
             raise ValueError(f"{self._path} lacks {missing[:5]}, which the model has; nothing was loaded")
-        return {name: decode(found[name], repr(name)) for name in (found if self._has_code else mine)}
+        return {name: decode(states[name], repr(name)) for name in (states if self._has_code else mine)}
 
     def _read_random(self) -> dict[str, Tensor] | int | None:
         """The states of this rank's generators, or a seed for them."""
@@ -162,6 +164,6 @@ class Loading:
         if differ and name != own:  # another number of ranks
             replica, _, _ = replica_of(self._rank, self._size)
             return int.from_bytes(hashlib.sha256(content + bytes(str(replica), "ascii")).digest()[:4], "little")
-        found = trainer_state.parse_small_safetensors(self._path / name, content)
-        trainer_state.check_random_state(found, str(self._path / name))
-        return found
+        states = trainer_state.parse_small_safetensors(self._path / name, content)
+        trainer_state.check_random_state(states, str(self._path / name))
+        return states

@@ -69,10 +69,10 @@ class Meeting:
         for digest in digests:
             if digest not in self._known:
                 self._known[digest] = bytes(self._store.get(f"content/{digest}"))
-        found = [self._known[digest] for digest in digests]
+        messages = [self._known[digest] for digest in digests]
         self._used.append(set(digests))
         self._known = {digest: content for digest, content in self._known.items() if digest in set().union(*self._used)}
-        return found
+        return messages
 
     def report(self, mine: bytes) -> list[bytes] | None:
         """What every rank brings, on rank 0; ``None`` elsewhere, at once."""
@@ -84,9 +84,9 @@ class Meeting:
             return None
         keys = [f"{key}/{rank}" for rank in range(self.size)]
         self._wait(keys)
-        found = [bytes(self._store.get(each)) for each in keys]
+        messages = [bytes(self._store.get(each)) for each in keys]
         self._forget()  # every rank has come here, so it has heard all announcements before
-        return found
+        return messages
 
     def announce(self, value: bytes | None = None) -> bytes:
         """Rank 0's ``value`` on every rank."""

@@ -78,7 +78,7 @@ class Objects:
         Raises:
             ValueError: two optimizers have state of the same name.
         """
-        found: dict[str, Content] = {}
+        contents: dict[str, Content] = {}
         names = {} if self.model is None else parameter_names(self.model)
         for number, optimizer in enumerate(self.optimizers):
             made: State = {}
@@ -87,10 +87,10 @@ class Objects:
             records = records_of(optimizer, made)
             self.records.append((optimizer, records, made))
             for content in contents_of_optimizer(records, names, f"optimizer {number} ({type(optimizer).__name__})"):
-                if content.entry.name in found:
+                if content.entry.name in contents:
                     raise ValueError(f"two optimizers have the state {content.entry.name!r}; a parameter is for one")
-                found[content.entry.name] = content
-        return list(found.values())
+                contents[content.entry.name] = content
+        return list(contents.values())
 
     def adopt_records(self) -> None:
         """Let the optimizers go on from what was written into their state."""
@@ -99,7 +99,7 @@ class Objects:
 
     def pretrained_files(self) -> dict[str, bytes]:
         """Configuration and tokenizer files, where the model carries them or such objects are given."""
-        found: dict[str, bytes] = {}
+        files: dict[str, bytes] = {}
         carried = [getattr(self.model, name, None) for name in ("config", "generation_config")]
         for each in [*carried, *self.others.values()]:
             if not _is_pretrained(each):
@@ -108,8 +108,8 @@ class Objects:
                 each.save_pretrained(folder)
                 for path in sorted(Path(folder).iterdir()):
                     if path.is_file() and is_file_name(path.name):
-                        found[path.name] = path.read_bytes()
-        return found
+                        files[path.name] = path.read_bytes()
+        return files
 
 
 def _is_pretrained(each: Any) -> bool:

@@ -213,12 +213,12 @@ def _find(module: str, name: str) -> Any:
         value = getattr(torch, name, None)
         if isinstance(value, torch.dtype):
             return value
-    found = _FUNCTIONS.get(f"{module}.{name}")
-    if found is None and module == "torch._utils" and name.startswith("_rebuild_"):
+    function = _FUNCTIONS.get(f"{module}.{name}")
+    if function is None and module == "torch._utils" and name.startswith("_rebuild_"):
         return _Function(lambda *_: OtherTensor(name))
-    if found is None:
+    if function is None:
         raise PickleError(f"its loading would run code: {module}.{name}")
-    return _Function(found)
+    return _Function(function)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any, dtype: torch.dtype | None = None) -> Any:

@@ -224,9 +224,9 @@ class WritePlan:
         low, high = self.space.piece_range(piece)
         held: dict[int, list[tuple[int, Region]]] = {}
         for item, entry in self._items_in(low, high):
-            found = clip(item.region, low, high)
-            if found:
-                held.setdefault(item.holder, []).extend((entry, region) for region in found)
+            clipped = clip(item.region, low, high)
+            if clipped:
+                held.setdefault(item.holder, []).extend((entry, region) for region in clipped)
         if not held:  # a header alone
             ranks = self.classes[piece % len(self.classes)].ranks
             owner = ranks[piece % len(ranks)]

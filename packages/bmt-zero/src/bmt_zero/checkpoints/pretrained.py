@@ -120,20 +120,20 @@ class WeightLoader:
 
     def _read_extra(self, key_map: KeyMap) -> dict[str, Any] | None:
         """States of modules with ``get_extra_state``, by the model's names; ``None`` if the files cannot have any."""
-        found: dict[str, Any] = {}
+        states: dict[str, Any] = {}
         if isinstance(self._opened, PtSource):
-            found = {name: value for name, value in self._opened.others.items() if is_extra_state(name)}
+            states = {name: value for name, value in self._opened.others.items() if is_extra_state(name)}
         elif (self._path / NAME).exists():
             path = self._path / EXTRA_STATE
             record = read_manifest(self._path).files.get(EXTRA_STATE)
             if record is not None:
-                found = parse_json(path, read_small_file(path, record))
-                if not isinstance(found, dict):
+                states = parse_json(path, read_small_file(path, record))
+                if not isinstance(states, dict):
                     raise DamagedError(f"{path} has something else than states by name")
-                found = {name: decode(state, f"{path}: {name!r}") for name, state in found.items()}
+                states = {name: decode(state, f"{path}: {name!r}") for name, state in states.items()}
         else:
             return None
-        mapped = {_mapped(name, key_map): state for name, state in found.items()}
+        mapped = {_mapped(name, key_map): state for name, state in states.items()}
         return {name: state for name, state in mapped.items() if name is not None}
 
     def names(self) -> list[str]:
@@ -146,9 +146,9 @@ class WeightLoader:
 
     def read_whole(self, device: torch.device) -> dict[str, Any]:
         """All of it, for such a model: a state dict. What is on the meta device gets memory on ``device``."""
-        found = {**read_whole(self._source), **(self._extra or {})}
+        values = {**read_whole(self._source), **(self._extra or {})}
         give_memory(self._model, device)
-        return found
+        return values
 
     def check(self, elsewhere: set[str], strict: bool) -> None:
         """Raise ValueError unless the source fits.
@@ -201,7 +201,7 @@ def give_memory(model: nn.Module, device: torch.device, wanted: Iterable[Any] | 
         ValueError: the device of one is for somebody else to change; nothing was changed.
     """
     ids = None if wanted is None else {id(each) for each in wanted}
-    found: list[tuple[dict[str, Any], str, Tensor]] = []
+    meta: list[tuple[dict[str, Any], str, Tensor]] = []
     for path, module in model.named_modules():
         saved = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for places, tensors in ((module._parameters, module._parameters.items()), (module._buffers, saved.items())):
@@ -212,9 +212,9 @@ def give_memory(model: nn.Module, device: torch.device, wanted: Iterable[Any] | 
                     continue
                 if hasattr(tensor, "placements"):  # its group has more references to it
                     raise without_memory(f"{path}.{name}" if path else name)
-                found.append((places, name, tensor))
+                meta.append((places, name, tensor))
     made: dict[int, Tensor] = {}
-    for places, name, tensor in found:
+    for places, name, tensor in meta:
         if id(tensor) not in made:
             memory = torch.empty_like(tensor.detach(), device=device)
             is_param = isinstance(tensor, nn.Parameter)

@@ -142,18 +142,18 @@ class PtSource:
         return state
 
     def _open_archive(self) -> Any:
-        found: dict[str, tuple[int, int]] = {}
+        records: dict[str, tuple[int, int]] = {}
         with zipfile.ZipFile(self._path) as archive:
             for info in archive.infolist():
-                found[info.filename.partition("/")[2]] = self._checked_record(info)
-        if "byteorder" in found and self._file.bytes_at(*found["byteorder"]) != b"little":
+                records[info.filename.partition("/")[2]] = self._checked_record(info)
+        if "byteorder" in records and self._file.bytes_at(*records["byteorder"]) != b"little":
             raise DamagedError(f"{self._path} cannot be read: it was written by a machine of another byte order")
-        if "data.pkl" not in found:
+        if "data.pkl" not in records:
             raise DamagedError(f"{self._path} cannot be read: it has no record data.pkl")
-        at, length = found["data.pkl"]
+        at, length = records["data.pkl"]
         if length > _LONGEST_PICKLE:
             raise DamagedError(f"{self._path} cannot be read: its record data.pkl has {length} bytes")
-        self._places = {name[5:]: place for name, place in found.items() if name.startswith("data/")}
+        self._places = {name[5:]: place for name, place in records.items() if name.startswith("data/")}
         return read_pickle(self._file.bytes_at(at, length))[0]
 
     def _checked_record(self, info: zipfile.ZipInfo) -> tuple[int, int]:

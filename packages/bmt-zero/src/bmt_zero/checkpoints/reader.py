@@ -21,7 +21,7 @@ _AHEAD = 16
 
 
 def check_fit(
-    found: Iterable[Entry], wanted: Sequence[Entry], what: str, strict: bool = True, exact: bool = False
+    offered: Iterable[Entry], wanted: Sequence[Entry], what: str, strict: bool = True, exact: bool = False
 ) -> list[str]:
     """What does not fit between the tensors that a source has and those that are wanted; empty if all does.
 
@@ -30,7 +30,7 @@ def check_fit(
         strict: whether the source must have all that is wanted, and no more.
         exact: whether dtypes must be equal; else floating-point numbers may be converted.
     """
-    has, needs = {entry.name: entry for entry in found}, {entry.name: entry for entry in wanted}
+    has, needs = {entry.name: entry for entry in offered}, {entry.name: entry for entry in wanted}
     problems = []
     missing, surplus = [n for n in needs if n not in has], [n for n in has if n not in needs]
     if strict and missing:
@@ -96,9 +96,9 @@ class _Target:
         self._left = 0  # chunks that have not been read
 
     def chunks(self) -> list[Region]:
-        found = list(_chunks(regions_of(self._content.where, self._entry.itemsize)))
-        self._left = len(found)
-        return found
+        chunks = list(_chunks(regions_of(self._content.where, self._entry.itemsize)))
+        self._left = len(chunks)
+        return chunks
 
     def read(self, chunk: Region) -> None:
         """Read a chunk; after the last one the tensor is complete."""
@@ -133,11 +133,11 @@ def read_whole(source: Source) -> dict[str, Tensor]:
         DamagedError: the source cannot be read, or its files tell of many times as much as they hold.
     """
     check_total(source)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in source.entries:
         first = source.tied.get(name, name)
-        found[name] = found[first] if first in found else read_tensor(source, name)
-    return found
+        tensors[name] = tensors[first] if first in tensors else read_tensor(source, name)
+    return tensors
 
 
 def check_total(source: Source) -> None:
@@ -174,11 +174,11 @@ def _convert(target: Tensor, window: Tensor, chunk: Region, dtype: torch.dtype, 
         window = window.clone()
     values = window.view(dtype)
     in_elements = Region(0, *(n if k == 2 else n // size for k, n in enumerate(chunk[1:])))
-    found = logical_view(values, in_elements, 0)
+    part = logical_view(values, in_elements, 0)
     place = local_view(target.view(-1), in_elements)
-    place.copy_(found)
+    place.copy_(part)
     if torch.finfo(target.dtype).max < torch.finfo(dtype).max and bool(
-        (place.isinf() & ~found.to(place.device).isinf()).any()
+        (place.isinf() & ~part.to(place.device).isinf()).any()
     ):
         raise ValueError(f"{name!r} has numbers of {dtype} that are infinite in {target.dtype}; use a wider dtype")
 

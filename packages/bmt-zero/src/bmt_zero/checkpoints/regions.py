@@ -60,7 +60,7 @@ def regions_of(where: Slice, itemsize: int) -> list[Region]:
     outer = math.prod(where.shape[: where.tp_dim])
     inner = math.prod(where.shape[where.tp_dim + 1 :])
     row, piece_row = where.shape[where.tp_dim] * inner, where.tp_extent * inner
-    found = []
+    regions = []
     for begin, piece_begin, length in _parts_along(where):
         run = length * inner
         # The runs are at o·row + begin·inner of the logical tensor, and at o·piece_row + piece_begin·inner of the
@@ -70,10 +70,10 @@ def regions_of(where: Slice, itemsize: int) -> list[Region]:
             low, high = max(start, first), min(start + run, last)
             if low < high:
                 logical = o * row + begin * inner + low - start
-                found.append(
+                regions.append(
                     _joined(Region(logical, high - low, low - first, count, row * (count > 1), piece_row * (count > 1)))
                 )
-    return [Region(*(n if k == 3 else n * itemsize for k, n in enumerate(region))) for region in found]
+    return [Region(*(n if k == 3 else n * itemsize for k, n in enumerate(region))) for region in regions]
 
 
 def _parts_along(where: Slice) -> Iterator[tuple[int, int, int]]:
@@ -130,13 +130,13 @@ def clip(region: Region, low: int, high: int) -> list[Region]:
     if last - first <= 1:
         return [part(first)] if first < last else []
     low_cut, high_cut = start + first * stride < low, start + (last - 1) * stride + run > high
-    found = [part(first)] if low_cut else []
+    regions = [part(first)] if low_cut else []
     a, b = first + low_cut, last - high_cut
     if b - a == 1:
-        found.append(part(a))
+        regions.append(part(a))
     elif a < b:
-        found.append(Region(start + a * stride, run, local + a * local_stride, b - a, stride, local_stride))
-    return [*found, part(last - 1)] if high_cut else found
+        regions.append(Region(start + a * stride, run, local + a * local_stride, b - a, stride, local_stride))
+    return [*regions, part(last - 1)] if high_cut else regions
 
 
 def local_view(flat: Tensor, region: Region) -> Tensor:

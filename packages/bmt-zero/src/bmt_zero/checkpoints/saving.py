@@ -29,7 +29,7 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
     if unknown:
         raise ValueError(f"per_replica names {unknown}, which the call does not save")
     sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents()}
-    contents = [(section, content) for section, found in sections.items() for content in found]
+    contents = [(section, content) for section, held in sections.items() for content in held]
     for _, content in contents:
         _check_has_values(content)
     distinct = distinct_tensors(content for _, content in contents)

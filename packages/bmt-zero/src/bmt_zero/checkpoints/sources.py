@@ -110,10 +110,10 @@ class OpenFile:
         """A small part, without a comparison of checksums."""
         if at + length > self.size:
             raise DamagedError(f"{self.path} cannot be read: it ends at byte {self.size}; it may be truncated")
-        found = os.pread(self._handle, length, at)
-        while len(found) < length:
-            found += os.pread(self._handle, length - len(found), at + len(found)) or self._truncated(at + len(found))
-        return found
+        data = os.pread(self._handle, length, at)
+        while len(data) < length:
+            data += os.pread(self._handle, length - len(data), at + len(data)) or self._truncated(at + len(data))
+        return data
 
     def _truncated(self, at: int) -> bytes:
         raise DamagedError(f"{self.path} ends at byte {at}; it has been truncated")

@@ -37,10 +37,10 @@ def find_checkpoints(path: Path) -> list[Path]:
     """
     if (path / NAME).is_file():
         return [path]
-    found = [path / step_name(step) for step in listed_steps(path)]
-    if not found:
+    paths = [path / step_name(step) for step in listed_steps(path)]
+    if not paths:
         raise FileNotFoundError(f"{path} is no checkpoint, and holds none")
-    return found
+    return paths
 
 
 def describe(checkpoint: Path) -> dict[str, Any]:

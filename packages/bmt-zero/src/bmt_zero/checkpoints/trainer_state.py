@@ -37,7 +37,7 @@ def describe_run(step: int, ranks: int) -> dict[str, Any]:
 
 def state_of_optimizers(optimizers: Sequence[Any], manager: Any) -> dict[str, Any]:
     """The options of parameter groups, the schedulers and the loss scale, as JSON."""
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "optimizers": [
             {
                 "kind": type(optimizer).__name__,
@@ -51,8 +51,8 @@ def state_of_optimizers(optimizers: Sequence[Any], manager: Any) -> dict[str, An
         "manager": None,
     }
     if manager is not None:
-        found["manager"] = encode(manager.trainer_state(), "the state of the manager")
-    return found
+        settings["manager"] = encode(manager.trainer_state(), "the state of the manager")
+    return settings
 
 
 class OptimizerSettings:
@@ -145,16 +145,16 @@ def _is_alike(mine: Any, theirs: Any) -> bool:
 def random_state() -> dict[str, Tensor]:
     """The states of torch's, Python's and, where it is loaded, numpy's random generators."""
     version, words, gauss = random.getstate()
-    found = {"torch": torch.get_rng_state(), "python": torch.tensor([version, *words], dtype=torch.int64)}
+    states = {"torch": torch.get_rng_state(), "python": torch.tensor([version, *words], dtype=torch.int64)}
     if gauss is not None:
-        found["python_gauss"] = torch.tensor(gauss, dtype=torch.float64)
+        states["python_gauss"] = torch.tensor(gauss, dtype=torch.float64)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
+        states["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
         _, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        found["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
-        found["numpy_gauss"] = torch.tensor(cached, dtype=torch.float64)
-    return found
+        states["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
+        states["numpy_gauss"] = torch.tensor(cached, dtype=torch.float64)
+    return states
 
 
 def check_random_state(state: Mapping[str, Tensor], what: str) -> None:
@@ -215,13 +215,13 @@ def parse_small_safetensors(path: object, content: bytes) -> dict[str, Tensor]:
         DamagedError: it is none.
     """
     layout = parse_head(path, content, len(content))
-    found = {}
+    tensors = {}
     for entry, offset in zip(layout.entries, layout.offsets):
         data = bytearray(content[offset : offset + entry.nbytes])
         dtype = DTYPES[entry.dtype]
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        found[entry.name] = flat.reshape(entry.shape)
-    return found
+        tensors[entry.name] = flat.reshape(entry.shape)
+    return tensors
 
 
 # --- files of ranks -------------------------------------------------------------------------------
