@@ -30,7 +30,18 @@ from torch.nn.parallel import DistributedDataParallel
 import bmt_tp
 import bmt_zero.wrapper
 from bmt_comm import ParallelContext, local_tensor, slice_of
-from bmt_optim import CAME, Adafactor, Adam, GaLoreAdamW, Lamb, Muon, OptimManager, engine, to_distributed
+from bmt_optim import (
+    CAME,
+    Adafactor,
+    Adam,
+    AdamOptimizer,
+    GaLoreAdamW,
+    Lamb,
+    Muon,
+    OptimManager,
+    engine,
+    to_distributed,
+)
 from bmt_optim.slices import assemble
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
@@ -359,3 +370,25 @@ def test_a_sum_over_one_stage_in_place_of_all_is_noticed(ctx: ParallelContext) -
                 check(ctx, in_stages(3), steps=1)
         else:
             check(ctx, in_stages(3), steps=1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("managed", [False, True])
+def test_a_micro_batch_is_dropped_by_zeroing_its_gradients(ctx, level, managed):
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 5)
+    block = bmt_zero.Block(copy.deepcopy(plain), zero_level=level)
+    optimizer = AdamOptimizer(block.parameters(), lr=0.1)
+    zeroing = OptimManager() if managed else optimizer
+    if managed:
+        zeroing.add_optimizer(optimizer)
+    with bmt_zero.no_sync(block):
+        block(torch.ones(2, 6)).square().sum().backward()
+    zeroing.zero_grad()
+    batch = torch.arange(24.0).view(4, 6)
+    plain(batch).square().sum().backward()
+    block(batch.chunk(2)[ctx.rank]).square().sum().backward()
+    for param, wanted in zip(block.parameters(), plain.parameters(), strict=True):
+        rows = slice(param.bmt_slice.row_start, param.bmt_slice.row_stop)
+        torch.testing.assert_close(param.grad[:], wanted.grad[rows])

@@ -152,7 +152,7 @@ def test_optimizers_of_logical_parameters_are_refused(ctx, level, name):
     assert_close(model.up.weight.detach(), before)
 
 
-@pytest.mark.ranks(4, tp_size=2)
+@pytest.mark.ranks(2, 4, tp_size=2)
 @every_level
 def test_initial_values_are_drawn_for_the_logical_parameter(ctx, level):
     """The bound of kaiming_uniform_ depends on the number of inputs, of which a row-wise shard has a part."""

@@ -454,6 +454,11 @@ def test_gradients_with_the_loss_inside(ctx: ParallelContext, schedule: str) -> 
         for factor in (1.0, 3.0, 3.0):
             twins.check(f"{grads}", given, call, lambda loss, factor=factor: loss * factor)
     twins.check("two calls", inputs, lambda f, *xs: (call(f, *xs), call(f, *xs) * 2), lambda found: sum(found))
+    for layers in (twins.piped, twins.plain):
+        losses = [call(layers, *inputs), call(layers, *inputs) * 2]
+        for loss in losses:
+            loss.backward()
+    twins.check_parameters("two calls, two backward passes")
     with torch.no_grad():
         twins.check("no_grad", inputs, call)
     twins.piped(inputs[0], tail=tail, tail_args=(target, 2, [shared]))  # no backward: leaves no gradient

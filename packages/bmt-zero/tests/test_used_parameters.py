@@ -125,6 +125,36 @@ def test_zeroed_between_micro_batches_on_a_rank_that_has_used_nothing(ctx, level
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulations_that_are_given_up_one_after_the_other(ctx, level, set_to_none):
+    plain, block = pair(PartlyUsed, zero_level=level)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    for step in range(3):
+        with no_sync(block):
+            block(seeded(step, 3, 5), also=step > 0 or ctx.rank == 1).square().sum().backward()
+        optimizer.zero_grad(set_to_none)
+    for rank in range(2):
+        plain(seeded(5 + rank, 3, 5), also=True).square().sum().backward()
+    block(seeded(5 + ctx.rank, 3, 5), also=True).square().sum().backward()
+    assert_same_gradients(block, plain)
+
+
+@pytest.mark.ranks(2)
+@every_level
+def test_hooks_that_communicate_run_in_one_order_on_all_ranks(ctx, level):
+    plain, block = pair(PartlyUsed, zero_level=level)
+    for model in (plain, block):
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad / grad.norm())
+    for step in range(2):
+        inputs = [seeded(10 * step + rank, 3, 5) for rank in range(2)]
+        sum(plain(x, also=rank == step).square().sum() for rank, x in enumerate(inputs)).backward()
+        block(inputs[ctx.rank], also=ctx.rank == step).square().sum().backward()
+    assert_same_gradients(block, plain)
+
+
+@pytest.mark.ranks(2)
 @every_level
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zeroed_before_micro_batches(ctx, level, set_to_none):

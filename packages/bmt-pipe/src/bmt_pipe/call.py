@@ -273,7 +273,8 @@ class _Loss(torch.autograd.Function):
         for group in run.groups:
             for reducer in group.reducers:
                 if reducer in run.arrived:
-                    group.add_reduced(reducer, run.arrived[reducer].mul_(factor))
+                    run.arrived[reducer].total.mul_(factor)
+                    group.add_reduced(reducer, run.arrived[reducer])
         run.arrived = {}
         for param, found in zip(tail.params, tail.grads):
             if found is not None:

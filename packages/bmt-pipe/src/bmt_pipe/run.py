@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from bmt_comm import ParallelContext, deferred_weight_gradients, note_place
 from bmt_zero.backward_context import outside_backward, step_context
-from bmt_zero.gradient_reducer import GradientReducer
+from bmt_zero.gradient_reducer import GradientReducer, ReducedGradient
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
 from bmt_zero.shard import group_of, sharding_of
 
@@ -75,7 +75,7 @@ class Run:
         self.chunks = chunks
         self.context = context
         self.plan = plan
-        self.arrived: dict[GradientReducer, Tensor] = {}  # flat gradients, where the loss is computed inside
+        self.arrived: dict[GradientReducer, ReducedGradient] = {}  # flat gradients, where the loss is computed inside
         self.tail = tail
         self.recorder = recorder
         self.stage = context.pipe.rank

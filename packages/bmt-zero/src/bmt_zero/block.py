@@ -11,7 +11,7 @@ from bmt_comm import current_context
 
 from .groups import grouped_parameters
 from .initialize import init_parameters
-from .shard import shard, sharding_of
+from .shard import check_level, shard, sharding_of
 from .wrapped import blocks_of_wrappers, unwrap
 
 
@@ -67,6 +67,7 @@ class Block(nn.Module, metaclass=_ShardedByBlock):
         if mode not in ("BLOCK", "PIPE"):
             raise ValueError(f"mode={mode!r} is not a mode of a Block; use 'BLOCK' or 'PIPE'")
         check_no_blocks(inner_module)
+        check_level(zero_level, current_context())  # before anything is changed
         unwrap(inner_module, current_context())
         shard(inner_module, zero_level, use_checkpoint=use_checkpoint, initialized=initialized, **options)
         sharding = sharding_of(inner_module)

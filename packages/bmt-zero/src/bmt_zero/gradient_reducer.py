@@ -48,6 +48,14 @@ class ReductionSettings:
     hook: Callable[[Tensor], Any] | None = None
 
 
+@dataclass
+class ReducedGradient:
+    """A flat, reduced gradient of this rank's shard, and which parameters this rank has used for it."""
+
+    total: Tensor
+    used: list[bool]
+
+
 class GradientReducer:
     """Sums the gradients of a flat parameter over the ranks.
 
@@ -69,7 +77,7 @@ class GradientReducer:
         self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
         self.agrees = True  # the ranks know which parameters the reduced gradients are of
         self.undecided: list[Tensor | None] = []  # reduced gradients of parameters that this rank has not used
-        self._arrived: dict[GradientReducer, Tensor] | None = None  # see :meth:`apart`
+        self._arrived: dict[GradientReducer, ReducedGradient] | None = None  # see :meth:`apart`
         self._gaps = flat.layout.gaps
 
     def reduce(self, grads: Sequence[Tensor | None], needed: bool) -> None:
@@ -101,7 +109,7 @@ class GradientReducer:
         if not accumulate:
             self._accumulated = None
             self.pending = _Reduction(self, total)
-        elif self._accumulated is None:
+        elif self._accumulated is None or not self._grads_then:
             self._accumulated = total
             self._watch_gradients()
 
@@ -129,7 +137,7 @@ class GradientReducer:
         if reduction.is_partial:
             self._watch_gradients()
         else:
-            self.add_gradient(reduced)
+            self._add_gradient(reduced)
 
     @property
     def accumulates(self) -> bool:
@@ -142,6 +150,7 @@ class GradientReducer:
         if reduction is not None:
             reduction.finish()
         self._accumulated = self.partial = None
+        self._grads_then = []
         self.drop_undecided()
 
     # --- which parameters were used ---------------------------------------------------------------
@@ -156,6 +165,10 @@ class GradientReducer:
         self.undecided = []
         self.take_used_here()
 
+    def awaits_others(self, used_here: Sequence[bool]) -> bool:
+        """Whether a gradient waits to know if other ranks have used the parameter."""
+        return any(grad is not None and not used for grad, used in zip(self.undecided, used_here))
+
     def decide(self, used: Sequence[bool]) -> None:
         """Give parameters that some rank has used their gradients."""
         undecided, self.undecided = self.undecided, []
@@ -164,23 +177,36 @@ class GradientReducer:
 
     # --- the parameters' gradients ----------------------------------------------------------------
 
-    def add_gradient(self, reduced: Tensor) -> None:
-        """Add a flat, reduced gradient of this rank's shard to the parameters' ``.grad``."""
+    def add_gradient(self, gradient: ReducedGradient) -> None:
+        """Add what was reduced before."""
+        self._used_here = [a or b for a, b in zip(self._used_here, gradient.used, strict=True)]
+        self._add_gradient(gradient.total)
+
+    def _add_gradient(self, reduced: Tensor) -> None:
+        """Add a flat, reduced gradient of this rank's shard to the parameters' ``.grad``.
+
+        Hooks of parameters may communicate, and all ranks must call them in one order. So parameters with hooks wait
+        for the end of the backward pass, as do those that this rank has not used.
+        """
+        params = self.flat.params
         if self._arrived is not None:
-            before = self._arrived.get(self)
-            self._arrived[self] = reduced if before is None else before.add_(reduced)
+            before = self._arrived.setdefault(self, ReducedGradient(reduced, self._used_here))
+            before.used = [a or b for a, b in zip(before.used, self._used_here, strict=True)]
+            if before.total is not reduced:
+                before.total.add_(reduced)
             return
         self._grads_then, self.agrees = [], False
-        views, used_here = self.flat.local_views(reduced), self._used_here
-        rows: Sequence[Tensor | None] = views
-        if not all(used_here):
-            undecided = self.undecided or [None] * len(views)
-            self.undecided = [
-                None if used or not param.requires_grad else view if before is None else before + view
-                for param, view, before, used in zip(self.flat.params, views, undecided, used_here, strict=True)
-            ]
-            rows = [view if used else None for view, used in zip(views, used_here, strict=True)]
-        self._add(rows)
+        views: Sequence[Tensor | None] = self.flat.local_views(reduced)
+        now = [used and not p._backward_hooks for p, used in zip(params, self._used_here, strict=True)]
+        if not all(now):
+            waiting = self.undecided or [None] * len(views)
+            for index, (param, view) in enumerate(zip(params, views, strict=True)):
+                if param.requires_grad and not now[index]:
+                    earlier = waiting[index]
+                    waiting[index] = view if earlier is None or view is None else earlier + view
+            self.undecided = waiting if any(each is not None for each in waiting) else []
+            views = [view if at_once else None for view, at_once in zip(views, now, strict=True)]
+        self._add(views)
 
     def _add(self, rows: Sequence[Tensor | None]) -> None:
         """Add rows to the gradients of the parameters, except frozen ones.
@@ -193,9 +219,10 @@ class GradientReducer:
                 continue
             if param._backward_hooks:
                 new = sharded_gradient(new, param)
-                for hook in list(param._backward_hooks.values()):
-                    result = hook(new)
-                    new = new if result is None else result
+                with torch._C._EnableTorchFunction():
+                    for hook in list(param._backward_hooks.values()):
+                        result = hook(new)
+                        new = new if result is None else result
             if param._post_accumulate_grad_hooks:
                 hooked.append(param)
             before = param.grad
@@ -206,20 +233,22 @@ class GradientReducer:
                 param.grad = sharded_gradient(new, param)
         if grads:
             torch._foreach_add_(grads, added)
-        for param in hooked:
-            for hook in list(param._post_accumulate_grad_hooks.values()):
-                hook(param)
+        with torch._C._EnableTorchFunction():
+            for param in hooked:
+                for hook in list(param._post_accumulate_grad_hooks.values()):
+                    hook(param)
 
     @contextmanager
-    def apart(self, arrived: dict[GradientReducer, Tensor]) -> Iterator[None]:
+    def apart(self, arrived: dict[GradientReducer, ReducedGradient]) -> Iterator[None]:
         """Within, flat, reduced gradients of this rank's shard are summed in ``arrived`` and not in ``.grad``."""
         self.finish()
         before, self._accumulated, self._arrived = self._accumulated, None, arrived
+        used, self._used_here = self._used_here, [False] * len(self.flat.params)
         try:
             yield
         finally:
             self.finish()
-            self._accumulated, self._arrived = before, None
+            self._accumulated, self._arrived, self._used_here = before, None, used
 
     # --- accumulation -----------------------------------------------------------------------------
 
@@ -405,17 +434,20 @@ class UseAgreement:
         by_ranks: dict[tuple[Communicator, ...], list[GradientReducer]] = {}
         for reducer in waiting:
             by_ranks.setdefault(reducer.flat.communicators, []).append(reducer)
+        answers: dict[GradientReducer, list[bool]] = {}
         for communicators, members in by_ranks.items():
-            flags = [flag for reducer in members for flag in reducer.take_used_here()]
-            waits = any(reducer.undecided for reducer in members)
+            flags = {reducer: reducer.take_used_here() for reducer in members}
             if communicators:
-                used = torch.tensor(flags, dtype=torch.uint8, device=members[0].flat.shard.device)
+                used = _on_device([flag for each in flags.values() for flag in each], members[0].flat.shard.device)
                 for comm in communicators:
                     comm.all_reduce(used, "max", label="the parameters that ranks have used")
-                flags = used.tolist() if waits else flags  # otherwise the host does not wait for the device
-            answers = iter(flags)
-            for reducer in members if waits else ():
-                reducer.decide([bool(next(answers)) for _ in reducer.flat.params])
+                # Where nothing is unknown, the host does not wait for the device.
+                if any(reducer.awaits_others(flags[reducer]) for reducer in members):
+                    told = iter(used.tolist())
+                    flags = {reducer: [bool(next(told)) for _ in each] for reducer, each in flags.items()}
+            answers.update(flags)
+        for reducer, decided in answers.items():  # after all communication: hooks of parameters may raise
+            reducer.decide(decided)
 
     def drop(self) -> None:
         """Drop the gradients that wait: what computed them has failed."""
@@ -426,3 +458,11 @@ class UseAgreement:
     def forget(self, reducers: Iterable[GradientReducer]) -> None:
         for reducer in reducers:
             self._waiting.pop(reducer, None)
+
+
+def _on_device(flags: Sequence[bool], device: torch.device) -> Tensor:
+    """``flags`` as numbers (uint8) on a device, without waiting for it."""
+    if all(flags):
+        return torch.ones(len(flags), dtype=torch.uint8, device=device)
+    on_host = torch.tensor(flags, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)

@@ -39,6 +39,8 @@ def inspect_tensor() -> InspectTensorManager:
             loss.backward()
         print(format_summary(inspector.get_summary()))
 
+    With a pipeline every rank must enter and leave it: stages then tell each other what they have recorded.
+
     Raises:
         RuntimeError: inside of another one.
     """

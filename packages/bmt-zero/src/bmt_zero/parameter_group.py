@@ -34,7 +34,7 @@ from bmt_comm import (
 
 from .backward_context import StepContext, current_backward, step_context
 from .flat_parameter import FlatParameter, State
-from .gradient_reducer import GradientReducer
+from .gradient_reducer import GradientReducer, ReducedGradient
 from .options import Options
 from .sharded_parameter import ShardedParameter
 
@@ -312,7 +312,14 @@ class ParameterGroup:
         """Raise if nothing has filled parameters that were built on the meta device."""
         unfilled = [param for param in self.unfilled if param.is_unfilled]
         self.unfilled = []
-        if unfilled and not any(bool(param.to_local().any()) for param in unfilled):  # nor were written through .data
+        if not unfilled:
+            return
+        # Nor were they written through .data, on any rank; each rank has other rows.
+        written = torch.tensor(any(bool(param.to_local().any()) for param in unfilled), device=self.context.device)
+        written = written.to(torch.uint8)
+        for comm in self.communicators:
+            comm.all_reduce(written, "max", label=f"whether {self.name} has values")
+        if not written:
             self.unfilled = unfilled
             paths = [slot.path for slot in self.slots if any(self.params[slot.index] is p for p in self.unfilled)]
             raise RuntimeError(
@@ -440,10 +447,10 @@ class ParameterGroup:
         with torch.no_grad():  # for create_graph=True
             self.step.reduce(work, needed)
 
-    def add_reduced(self, reducer: GradientReducer, total: Tensor) -> None:
-        """Add a flat gradient that was reduced before, in the backward pass that is running."""
+    def add_reduced(self, reducer: GradientReducer, gradient: ReducedGradient) -> None:
+        """Add a gradient that was reduced before, in the backward pass that is running."""
         self.step.enter(self)
-        reducer.add_gradient(total)
+        reducer.add_gradient(gradient)
         self.step.use.note(reducer)
 
     def reshard_in_backward(self) -> None:

@@ -2,7 +2,7 @@
 
 Operations act on these rows, with two exceptions. A norm over all dimensions is that of the logical gradient, so that
 ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` are right. The search of ``torch.amp.GradScaler`` for
-infinities has the same result on all ranks. Every rank must then take part.
+infinities has the same result on all ranks. Every rank must then take part. Gradients note if they were set to zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ShardedGradient(Tensor):
 
     Attributes:
         bmt_slice: which rows.
-        is_zeroed: whether setting it to zero was the last that was written into it.
+        is_zeroed: whether ``zero_`` was the last method that has written into it.
     """
 
     bmt_slice: Slice
@@ -52,7 +52,7 @@ class ShardedGradient(Tensor):
             result = func(*args, **kwargs)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
                 _reduce(args[1], _communicators(args[0]), "max")
-            if name.endswith("_") and not name.endswith("__"):
+            if args and name.endswith("_") and not name.endswith("__"):
                 for grad in args[0] if name.startswith("_foreach") else args[:1]:
                     if isinstance(grad, ShardedGradient):
                         grad.is_zeroed = name in ("zero_", "_foreach_zero_")

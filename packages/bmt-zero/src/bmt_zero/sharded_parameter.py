@@ -143,14 +143,16 @@ class ShardedParameter(nn.Parameter):
                 return math.prod(args[0].bmt_slice.shape)
             if name in _RANDOM:
                 target = args[0] if args else kwargs.get("tensor")
-                if isinstance(target, ShardedParameter) and target.handle.group.communicators:
+                if isinstance(target, ShardedParameter) and (
+                    target.handle.group.communicators or target.bmt_slice.communicators
+                ):
                     return _filled(target, func, args, kwargs)
             elif name == "view_as":
                 if isinstance(args[1], ShardedParameter) and args[1].bmt_slice.communicators:
                     return _rows_of_vector(*args)
                 if isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
                     _check_initializer(args[0])
-            if name == "__get__" and func.__self__.__name__ in _TRANSPOSED:
+            if name == "__get__" and getattr(func.__self__, "__name__", "") in _TRANSPOSED:
                 if not _is_readable_transposed(args[0], func.__self__.__name__):
                     return func(*args, **kwargs)
             elif name in _LOCAL or not _means_logical(name, args):
@@ -198,6 +200,8 @@ def _filled(param: ShardedParameter, func: Any, args: tuple[Any, ...], kwargs: d
 def _rows_of_vector(values: Tensor, param: ShardedParameter) -> Tensor:
     """This rank's rows of a parameter from all of its values, for ``torch.nn.utils.vector_to_parameters``."""
     where = param.bmt_slice
+    if values.numel() == math.prod(param.shape):
+        return values.view(param.shape)
     if values.numel() != math.prod(where.shape):
         raise RuntimeError(
             f"view_as of {values.numel()} values and a sharded parameter of shape {where.shape}: this rank holds other "

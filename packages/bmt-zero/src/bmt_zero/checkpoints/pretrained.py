@@ -92,9 +92,6 @@ class Renamed:
     def read(self, name: str, low: int, high: int) -> Tensor:
         return self._source.read(self._names[name], low, high)
 
-    def expect(self, name: str, low: int, high: int) -> None:
-        self._source.expect(self._names[name], low, high)
-
     def read_into(self, name: str, low: int, out: Tensor) -> None:
         self._source.read_into(self._names[name], low, out)
 

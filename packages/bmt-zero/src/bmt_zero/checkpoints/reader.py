@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -13,10 +12,9 @@ from bmt_comm import whole
 from .contents import Content
 from .headers import DTYPES, DamagedError, Entry
 from .regions import Region, flat_bytes, local_view, logical_view, regions_of
-from .sources import CHUNK, Source
+from .sources import CHUNK, IN_PLACE, Source
 
 _MOST_SHARING = 16
-_AHEAD = 16
 """Chunks that the disk is asked for before they are read."""
 
 
@@ -67,16 +65,9 @@ def fill(contents: Iterable[Content], source: Source) -> None:
         ValueError: a number is too large for the tensor's dtype.
     """
     with torch.no_grad():
-        ahead: deque[tuple[_Target, Region]] = deque()
         for target in (_Target(content, source) for content in contents):
             for chunk in target.chunks():
-                source.expect(target.name, chunk.start, chunk.stop)
-                ahead.append((target, chunk))
-                if len(ahead) > _AHEAD:
-                    first, its_chunk = ahead.popleft()
-                    first.read(its_chunk)
-        for target, chunk in ahead:
-            target.read(chunk)
+                target.read(chunk)
     source.finish()
 
 
@@ -96,7 +87,8 @@ class _Target:
         self._left = 0  # chunks that have not been read
 
     def chunks(self) -> list[Region]:
-        chunks = list(_chunks(regions_of(self._content.where, self._entry.itemsize)))
+        regions = regions_of(self._content.where, self._entry.itemsize)
+        chunks = list(_chunks(regions, IN_PLACE if self._in_place else CHUNK))
         self._left = len(chunks)
         return chunks
 
@@ -153,8 +145,8 @@ def check_total(source: Source) -> None:
         )
 
 
-def _chunks(regions: Iterable[Region]) -> Iterator[Region]:
-    """The same runs in parts that span at most a chunk."""
+def _chunks(regions: Iterable[Region], most: int) -> Iterator[Region]:
+    """The same runs in parts that span at most a chunk; those of one run, at most ``most`` bytes."""
     for region in regions:
         start, run, local, count, stride, local_stride = region
         together = 1 if count == 1 or run > CHUNK else max(1, (CHUNK - run) // stride + 1)
@@ -164,8 +156,8 @@ def _chunks(regions: Iterable[Region]) -> Iterator[Region]:
             if several > 1:
                 yield Region(at, run, local_at, several, stride, local_stride)
                 continue
-            for begin in range(0, run, CHUNK):
-                yield Region(at + begin, min(CHUNK, run - begin), local_at + begin)
+            for begin in range(0, run, most):
+                yield Region(at + begin, min(most, run - begin), local_at + begin)
 
 
 def _convert(target: Tensor, window: Tensor, chunk: Region, dtype: torch.dtype, name: str) -> None:

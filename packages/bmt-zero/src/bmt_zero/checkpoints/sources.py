@@ -23,9 +23,12 @@ from .memory import view_of
 from .plan import PIECE
 
 CHUNK = 4 * PIECE
-"""The most bytes that are read at a time."""
+"""The most bytes that are read into a buffer at a time."""
+IN_PLACE = 8 * CHUNK
+"""The most bytes that are read into a tensor at a time."""
 BUFFER = CHUNK + 2 * PIECE
 """Bytes of memory that a file is read to: a chunk, and the rest of the pieces that it begins and ends in."""
+_CHECKS = 16  # comparisons of checksums that wait at most
 
 
 class Source(Protocol):
@@ -59,12 +62,8 @@ class Source(Protocol):
         """
         ...
 
-    def expect(self, name: str, low: int, high: int) -> None:
-        """Say that these bytes will be read soon."""
-        ...
-
     def read_into(self, name: str, low: int, out: Tensor) -> None:
-        """Read bytes of a tensor, from ``low`` on, into ``out``: uint8, 1-D, on the CPU, at most :data:`CHUNK`.
+        """Read bytes of a tensor, from ``low`` on, into ``out``: uint8, 1-D, on the CPU, at most :data:`IN_PLACE`.
 
         Raises:
             What :meth:`read` raises; ``out`` may be written then.
@@ -94,6 +93,7 @@ class OpenFile:
         self, path: Path, record: FileRecord | None, buffer: Tensor, checker: Callable[..., Any] | None = None
     ) -> None:
         self.path, self._record, self._buffer, self._checker = path, record, buffer, checker
+        self._last = -1, buffer[:0]  # the piece that was read last for a part of it
         try:
             self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -105,6 +105,7 @@ class OpenFile:
     def close(self) -> None:
         os.close(self._handle)
         self._buffer = torch.empty(0, dtype=torch.uint8)  # tracebacks of errors may refer to this for long
+        self._last = -1, self._buffer
 
     def bytes_at(self, at: int, length: int) -> bytes:
         """A small part, without a comparison of checksums."""
@@ -134,25 +135,34 @@ class OpenFile:
     def read_into(self, low: int, out: Tensor) -> None:
         """The bytes from ``low`` on, into ``out``. Whole pieces are read in place, and compared by the checker."""
         high = low + len(out)
-        first, last = -(-low // PIECE), high // PIECE
         if self._record is None:
             self._fill(out, low)
-        elif first >= last or self._checker is None:
-            out.copy_(self.read(low, high))
+        elif self._checker is None:
+            for at in range(low, high, CHUNK):
+                out[at - low : at - low + CHUNK].copy_(self.read(at, min(at + CHUNK, high)))
         else:
-            begin, end = first * PIECE, last * PIECE
-            whole = out[begin - low : end - low]
-            self._fill(whole, begin)
-            self._checker(self._check_all, first, last, whole)
-            if low < begin:
-                out[: begin - low].copy_(self.read(low, begin))
-            if end < high:
-                out[end - low :].copy_(self.read(end, high))
+            first, last = -(-low // PIECE), high // PIECE
+            if low < first * PIECE:
+                self._read_part(first - 1, low, out)
+            if first < last:
+                whole = out[first * PIECE - low : last * PIECE - low]
+                self._fill(whole, first * PIECE)
+                self._checker(self._check_all, first, last, whole)
+            if max(first, last) * PIECE < high:
+                self._read_part(last, low, out)
 
-    def expect(self, low: int, high: int) -> None:
-        """Let the disk begin to read."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._handle, low, high - low, os.POSIX_FADV_WILLNEED)
+    def _read_part(self, piece: int, low: int, out: Tensor) -> None:
+        """What ``out``, the bytes from ``low`` on, has of a piece. A neighbour in the file may want the rest of it."""
+        begin = piece * PIECE
+        if self._last[0] != piece:
+            content = torch.empty(min(PIECE, self.size - begin), dtype=torch.uint8)
+            self._fill(content, begin)
+            assert self._checker is not None
+            self._checker(self._check_all, piece, piece + 1, content)
+            self._last = piece, content
+        content = self._last[1]
+        start, stop = max(low, begin), min(low + len(out), begin + len(content))
+        out[start - low : stop - low].copy_(content[start - begin : stop - begin])
 
     def _check_all(self, first: int, last: int, content: Tensor) -> None:
         """Raise unless the pieces [first, last) have their checksums."""
@@ -226,10 +236,6 @@ class SafetensorsSource:
         file, offset = self._places[name]
         return file.read(offset + low, offset + high)
 
-    def expect(self, name: str, low: int, high: int) -> None:
-        file, offset = self._places[name]
-        file.expect(offset + low, offset + high)
-
     def read_into(self, name: str, low: int, out: Tensor) -> None:
         file, offset = self._places[name]
         file.read_into(offset + low, out)
@@ -240,7 +246,7 @@ class SafetensorsSource:
 
     def _check(self, call: Callable[..., None], *arguments: Any) -> None:
         self._checks.append(self._checker.submit(call, *arguments))
-        while self._checks and self._checks[0].done():
+        while self._checks and (self._checks[0].done() or len(self._checks) > _CHECKS):  # they hold memory
             self._checks.popleft().result()
 
     def close(self) -> None:
