@@ -49,8 +49,10 @@ A cell has the error, or "right"; *refused* or **wrong**, with the number of a m
 cannot do it; "not run" where a check was left out. Updates are right if their error is at most {tolerance:.0e} in fp32,
 or else at most {exact:.0e} in fp64, where rounding explains nothing.
 
-A start on the meta device is refused where no module fills a parameter: build such models on a device. Build XLNet on
-one, too: its attention does not heed the meta device and has arbitrary values; `init_parameters` warns of it.
+A start on the meta device is refused where no module fills a parameter: build such models on a device. Constructors of
+many vision models write into parameters after `reset_parameters`, and XLNet's attention does not heed the meta device:
+`init_parameters` warns of both by name ("refused"). It cannot know that LeViT has an `_init_weights` which its constructor
+does not call.
 
 FSMT computes something else with a cache than without, also in plain PyTorch (it leaves out the causal mask), so it is
 tried with `use_cache=False`. Layers that are given a cache (learned prefixes; XLM and Flaubert, which always make one)
