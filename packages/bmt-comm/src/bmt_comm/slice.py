@@ -211,7 +211,11 @@ def slice_of(tensor: Tensor) -> Slice:
     if known is not None:
         return known
     if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
-        return _slice_of_dtensor(tensor)
+        key = (tensor.device_mesh, tensor.placements, tensor.shape)
+        part = _slices.get(key)
+        if part is None:
+            part = _slices[key] = _slice_of_dtensor(tensor)
+        return part
     return whole(tensor)
 
 
@@ -272,6 +276,7 @@ def _slice_of_dtensor(tensor: Any) -> Slice:
 
 
 _communicators: dict[Any, Communicator] = {}
+_slices: dict[Any, Slice] = {}  # of DTensors, by mesh, placements and shape
 
 
 def _cached_communicator(group: Any, device_type: str) -> Communicator:
@@ -286,6 +291,7 @@ def _cached_communicator(group: Any, device_type: str) -> Communicator:
 def forget_communicators() -> None:
     """Drop the communicators of process groups that are about to be destroyed."""
     _communicators.clear()
+    _slices.clear()
 
 
 def _chunk_range(length: int, parts: int, index: int) -> tuple[int, int]:
