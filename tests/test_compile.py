@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import bmt_tp
 import bmt_zero
+from bmt_comm import Communicator
 
 # Dynamo looks for gradients of the unsharded parameters, which are no leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -125,15 +127,36 @@ def test_a_single_block(ctx: Any, how: str, backend: str) -> None:
         assert (value - wanted).norm() <= 1e-5 * change, name
 
 
+@pytest.mark.ranks(4, timeout=180)
+@pytest.mark.parametrize("how", ["layers", "whole"])
+def test_replicas_of_a_sharded_model(ctx: Any, how: str, backend: str) -> None:
+    torch._dynamo.reset()
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 1), (2, 3), (0, 2), (1, 3)]}
+    shard, replicate = (
+        Communicator(next(groups[ranks] for ranks in kinds if ctx.rank in ranks))
+        for kinds in ([(0, 1), (2, 3)], [(0, 2), (1, 3)])
+    )
+    plain, model = Model(), bmt_zero.Block(Model(), False, shard_comm=shard, replicate_comm=replicate)
+    run = torch.compile(model, backend=backend) if how == "whole" else model
+    for layer in model.layers if how == "layers" else ():
+        layer.compile(backend=backend)
+    start = copy.deepcopy(plain.state_dict())
+    train(plain, plain, 0, 1)
+    train(model, run, ctx.rank, 4)
+    for name, wanted in plain.state_dict().items():
+        assert (model.state_dict()[name] - wanted).norm() <= 1e-5 * (wanted - start[name]).norm(), name
+
+
 @pytest.mark.ranks(2, tp_size=2, timeout=180)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_layers_that_tensor_parallel_ranks_compute(ctx: Any, checkpoint: bool, backend: str) -> None:
+def test_layers_that_tensor_parallel_ranks_compute(ctx: Any, checkpoint: bool, level: int, backend: str) -> None:
     torch._dynamo.reset()
     model = Model()
     plan = {**PLAN}
     del plan["embed"], plan["head"]  # 19 ids: no two ranks divide them
     bmt_tp.parallelize(model, plan)
-    bmt_zero.BMTrainModelWrapper(model, use_checkpoint=checkpoint)
+    bmt_zero.BMTrainModelWrapper(model, zero_level=level, use_checkpoint=checkpoint)
     for layer in model.layers:
         layer.compile(backend=backend)
     check(model, model, ctx, bmt_tp.full_state_dict)

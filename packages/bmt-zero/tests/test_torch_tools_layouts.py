@@ -182,3 +182,17 @@ def test_weight_normalisation_comes_before_sharding(ctx, layout):
     assert_same(block, plain)
     with pytest.raises(RuntimeError, match="ShardedParameter"):
         parametrizations.weight_norm(block[1])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
+def test_optimizers_of_logical_parameters_are_refused_on_replicas_of_shards(ctx, name):
+    if not hasattr(torch.optim, name):
+        return  # this version of torch lacks it
+    plain, block = make_pair(ctx, "hybrid")
+    backward(ctx, plain, block)
+    optimizer = getattr(torch.optim, name)([block[0].weight], lr=0.01)
+    before = block[0].weight.detach().clone()
+    with pytest.raises(TypeError, match=f"torch.optim.{name}"):
+        optimizer.step(lambda: torch.zeros(()))
+    torch.testing.assert_close(block[0].weight.detach(), before)
