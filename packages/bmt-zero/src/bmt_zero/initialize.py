@@ -176,7 +176,7 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
             continue
         written, counts = _written_by(function, places)
         for i, count in counts.items():
-            writes[i] = writes.get(i, 0) + (count if family.get(module) is None or not count else 1 << 30)
+            writes[i] = writes.get(i, 0) + (count if family.get(module) is None else 1 << 30)
         if family.get(module) is not None and not getattr(module, "_is_hf_initialized", False):
             left.update((i, others[i]) for tensors, name in written if (i := id(tensors[name])) in others)
         # As in construction, where modules are tied last: what fills a head does not count for the embedding.
