@@ -51,8 +51,7 @@ or else at most {exact:.0e} in fp64, where rounding explains nothing.
 
 A start on the meta device is refused where no module fills a parameter: build such models on a device. Constructors of
 many vision models write into parameters after `reset_parameters`, and XLNet's attention does not heed the meta device:
-`init_parameters` warns of both by name ("refused"). It cannot know that LeViT has an `_init_weights` which its
-constructor does not call.
+`init_parameters` warns of both by name ("refused").
 
 FSMT computes something else with a cache than without, also in plain PyTorch (it leaves out the causal mask), so it is
 tried with `use_cache=False`. Layers that are given a cache (learned prefixes; XLM and Flaubert, which always make one)

@@ -264,6 +264,33 @@ class InitialisedByConstructor(nn.Module):
         nn.init.zeros_(self.out.weight)
 
 
+class LikeTimm(nn.Module):
+    """Its constructor fills what its ``_init_weights`` fills, and then one tensor otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        for module in self.modules():
+            self._init_weights(module, needs_reset=False)
+        nn.init.zeros_(self.norm.weight)
+
+    def _init_weights(self, module: nn.Module, needs_reset: bool = True) -> None:
+        if needs_reset and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_constructor_writes_after_a_family_of_timm_is_named() -> None:
+    with torch.device("meta"):
+        inner = LikeTimm()
+    model = bmt_zero.BMTrainModelWrapper(inner)
+    with pytest.warns(UserWarning, match=r"gives 1 parameters the values .*: norm\.weight; write"):
+        bmt_zero.init_parameters(model)
+    assert bool((model.inner.weight == 1).all())
+
+
 @pytest.mark.ranks(2)
 def test_what_a_constructor_writes_after_reset_parameters_is_named() -> None:
     with torch.device("meta"):

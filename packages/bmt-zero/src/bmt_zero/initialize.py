@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -176,7 +177,7 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
             continue
         written, counts = _written_by(function, places)
         for i, count in counts.items():
-            writes[i] = writes.get(i, 0) + (count if family.get(module) is None else 1 << 30)
+            writes[i] = writes.get(i, 0) + (count if _resets_first(family.get(module)) else 1 << 30)
         if family.get(module) is not None and not getattr(module, "_is_hf_initialized", False):
             left.update((i, others[i]) for tensors, name in written if (i := id(tensors[name])) in others)
         # As in construction, where modules are tied last: what fills a head does not count for the embedding.
@@ -218,6 +219,14 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
             stacklevel=3,
         )
     return resets
+
+
+def _resets_first(family: nn.Module | None) -> bool:
+    """Whether what fills modules begins with their ``reset_parameters``, as their construction does.
+
+    So does an ``_init_weights`` as timm has it. One as in transformers comes after it.
+    """
+    return family is None or "needs_reset" in inspect.signature(cast(Any, family)._init_weights).parameters
 
 
 def _module_of(model: nn.Module, name: str) -> nn.Module:
