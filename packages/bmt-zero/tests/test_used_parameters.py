@@ -53,6 +53,15 @@ def test_a_parameter_that_one_rank_uses_has_a_gradient_on_all(ctx, options):
         torch.testing.assert_close(param.grad, wanted.grad[found.row_start : found.row_stop], msg=name)
 
 
+def step_alike(plain, block, optimizers):
+    """The same parameters have gradients in both models, and the same values after a step."""
+    for (name, param), wanted in zip(block.named_parameters(), plain.parameters(), strict=True):
+        assert (param.grad is None) == (wanted.grad is None), name
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_parameters(block, plain, 1e-5)
+
+
 @pytest.mark.ranks(2, 3)
 @every_option
 def test_a_parameter_that_was_used_before_is_left_alone_where_no_rank_uses_it(ctx, options):
@@ -65,11 +74,7 @@ def test_a_parameter_that_was_used_before_is_left_alone_where_no_rank_uses_it(ct
         for rank in range(ctx.world_size):
             plain(seeded(10 * step + rank, 3, 5), also=by_rank[rank]).square().sum().backward()
         block(seeded(10 * step + ctx.rank, 3, 5), also=by_rank[ctx.rank]).square().sum().backward()
-        for (name, param), wanted in zip(block.named_parameters(), plain.parameters(), strict=True):
-            assert (param.grad is None) == (wanted.grad is None), (step, name)
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same_parameters(block, plain, 1e-5)
+        step_alike(plain, block, optimizers)
 
 
 @pytest.mark.ranks(2)
@@ -87,11 +92,7 @@ def test_accumulation_without_reduction_gives_unused_parameters_no_gradient(ctx,
             with no_sync(block) if micro == 0 else torch.enable_grad():
                 x = seeded(10 * step + 2 * micro + ctx.rank, 3, 5)
                 block(x, also=also and ctx.rank == 1).square().sum().backward()
-        for (name, param), wanted in zip(block.named_parameters(), plain.parameters(), strict=True):
-            assert (param.grad is None) == (wanted.grad is None), (step, name)
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same_parameters(block, plain, 1e-5)
+        step_alike(plain, block, optimizers)
 
 
 @pytest.mark.ranks(2)

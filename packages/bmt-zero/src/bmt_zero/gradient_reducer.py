@@ -76,7 +76,7 @@ class GradientReducer:
         self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _accumulated began
         self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
         self.agrees = True  # the ranks know which parameters the reduced gradients are of
-        self.undecided: list[Tensor | None] = []  # reduced gradients of parameters that this rank has not used
+        self.undecided: list[Tensor | None] = []  # reduced gradients that wait for :meth:`decide`
         self._arrived: dict[GradientReducer, ReducedGradient] | None = None  # see :meth:`apart`
         self._gaps = flat.layout.gaps
 
@@ -127,8 +127,8 @@ class GradientReducer:
     def finish(self) -> None:
         """Complete a started reduction, if there is one.
 
-        After this the parameters' ``.grad`` include it, except those of parameters that this rank has not used, which
-        wait for :meth:`decide`.
+        After this the parameters' ``.grad`` include it, except those that wait for :meth:`decide`; see
+        :meth:`_add_gradient`.
         """
         reduction, self.pending = self.pending, None
         if reduction is None:
@@ -185,8 +185,8 @@ class GradientReducer:
     def _add_gradient(self, reduced: Tensor) -> None:
         """Add a flat, reduced gradient of this rank's shard to the parameters' ``.grad``.
 
-        Hooks of parameters may communicate, and all ranks must call them in one order. So parameters with hooks wait
-        for the end of the backward pass, as do those that this rank has not used.
+        Hooks of ``register_hook`` may communicate, and all ranks must call them in one order. So parameters with such
+        hooks wait for the end of the backward pass, as do those that this rank has not used.
         """
         params = self.flat.params
         if self._arrived is not None:
