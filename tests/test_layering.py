@@ -137,3 +137,23 @@ def test_no_circles_inside_a_package(name):
         for path in free:
             del arrows[path]
     assert circles == []
+
+
+# From the bottom up: each may import those before it.
+ROOMS_OF_ZERO = [
+    "layout",
+    "sharded_parameter",
+    "flat_parameter",
+    "gradient_reducer",
+    "parameter_group",
+    "backward_context",
+    "hooks",
+    "shard",
+]
+
+
+def test_rooms_of_bmt_zero_import_in_one_direction():
+    package = folder("bmt_zero") / "src" / "bmt_zero"
+    for place, room in enumerate(ROOMS_OF_ZERO):
+        above = set(ROOMS_OF_ZERO[place + 1 :])
+        assert not {path.stem for path in modules_imported(package / f"{room}.py", package)} & above, room

@@ -21,6 +21,7 @@ from torch import Tensor
 from bmt_comm import CallSequences, ParallelContext, begin_backward, not_compiled
 
 from .gradient_reducer import GradientReducer, UseAgreement
+from .parameter_group import ParameterGroup
 
 
 class _Hidden(threading.local):
@@ -52,7 +53,7 @@ def outside_backward() -> Iterator[None]:
 
 
 class StepContext:
-    """The forward calls and backward passes under way, of parameter groups (``parameter_group.ParameterGroup``).
+    """The forward calls and backward passes under way, of parameter groups.
 
     Attributes:
         calls: the hooked modules' calls whose forward is running (``hooks.ForwardCall``), the innermost last.
@@ -65,13 +66,13 @@ class StepContext:
         self.calls: list[Any] = []
         self.sequences = CallSequences()
         self.forbidden: str | None = None
-        self._passes: dict[int, dict[Any, None]] = {}
+        self._passes: dict[int, dict[ParameterGroup, None]] = {}
         self._reducing: list[GradientReducer] = []
-        self._prefetched: dict[Any, bool] = {}  # groups, and whether they are kept until they are used
+        self._prefetched: dict[ParameterGroup, bool] = {}  # whether they are kept until they are used
         self.use = UseAgreement()
         self._nested = 0
 
-    def begin_unsharding(self, group: Any) -> None:
+    def begin_unsharding(self, group: ParameterGroup) -> None:
         """A collective of ``group`` is started; ranks compare the order of labels.
 
         Raises:
@@ -98,22 +99,23 @@ class StepContext:
                 return
             last.abandon()
 
-    def prefetch(self, group: Any, keep: bool = False) -> None:
+    def prefetch(self, group: ParameterGroup, keep: bool = False) -> None:
         """Start to unshard ``group``, whose forward is likely to come next (``keep``: later)."""
         self._prefetched[group] = keep
         group.invalidate()
         group.unshard()
 
-    def cancel_prefetch(self, unless: Any = None, kept: bool = True) -> None:
+    def cancel_prefetch(self, unless: ParameterGroup | None = None, kept: bool = True) -> None:
         """Reshard the groups that were prefetched (``kept``: also those to be kept), unless one of them runs now."""
-        self._prefetched.pop(unless, None)
+        if unless is not None:
+            self._prefetched.pop(unless, None)
         for group in [group for group, keep in self._prefetched.items() if kept or not keep]:
             del self._prefetched[group]
             group.reshard()
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def enter(self, group: Any) -> None:
+    def enter(self, group: ParameterGroup) -> None:
         """``group`` takes part in the backward pass that is running."""
         task = current_backward()
         assert task is not None
@@ -182,8 +184,8 @@ class StepContext:
         self.use.settle(reducers)
 
     def recover(self) -> None:
-        """Forget backward passes that an exception has ended. Outside backward only."""
-        if not self._passes:
+        """Outside backward: forget backward passes that an exception has ended."""
+        if not self._passes or current_backward() is not None:
             return
         alive = _hidden.passes
         ended = [groups for task, groups in self._passes.items() if task not in alive]

@@ -32,7 +32,6 @@ from bmt_comm import (
     total_gradients,
 )
 
-from .backward_context import StepContext, current_backward, step_context
 from .flat_parameter import FlatParameter, State
 from .gradient_reducer import GradientReducer, ReducedGradient
 from .options import Options
@@ -102,8 +101,7 @@ class GroupHandle:
     def begin_unsharding_one(self) -> None:
         """This parameter alone will be gathered."""
         group = self.group
-        if current_backward() is None:
-            group.step.recover()
+        group.step.recover()
         group.look([self.reducer])
         group.step.begin_unsharding(group)
 
@@ -173,6 +171,7 @@ class ParameterGroup:
         reducers: one for each flat parameter; frozen and trainable parameters are in separate flat parameters.
         context: the ranks.
         options: how the parameters are sharded.
+        step: what is under way (a ``backward_context.StepContext``, which imports this module).
         slots: where modules have the parameters.
 
     Attributes:
@@ -195,6 +194,7 @@ class ParameterGroup:
         reducers: Sequence[GradientReducer],
         context: ParallelContext,
         options: Options,
+        step: Any,
         slots: Sequence[Slot] = (),
     ) -> None:
         self.reducers = list(reducers)
@@ -207,7 +207,7 @@ class ParameterGroup:
         resharded = options.reshard_after_forward
         self.reshard_after_forward = level == 3 if resharded is None else resharded
         self.flats = [reducer.flat for reducer in self.reducers]
-        self.step: StepContext = step_context(context)
+        self.step = step
         self.communicators = list(dict.fromkeys(comm for flat in self.flats for comm in flat.communicators))
         self.unsharding_communicators = [
             comm for comm in self.communicators if any(comm is flat.shard_comm for flat in self.flats)
@@ -485,13 +485,13 @@ class ParameterGroup:
         memo[id(self)] = twin
         reducers = [_copy_reducer(reducer, memo) for reducer in self.reducers]
         slots = copy.deepcopy(self.slots, memo)  # with the modules, which find their parameters in memo
-        twin.__init__(reducers, self.context, self.options, slots)  # type: ignore[misc]
+        twin.__init__(reducers, self.context, self.options, self.step, slots)  # type: ignore[misc]
         for name in ("name", "mesh", "reshard_after_forward", "reshard_after_backward"):
             setattr(twin, name, getattr(self, name))
         return twin
 
 
-def parameters_in_forward(module: nn.Module, step: StepContext) -> Iterator[nn.Parameter]:
+def parameters_in_forward(module: nn.Module, step: Any) -> Iterator[nn.Parameter]:
     """The parameters of a module and those in it; the sharded ones also while they are unsharded."""
     groups = [call.hooks.group for call in step.calls]
     sharded = {(slot.module, slot.name): group.params[slot.index] for group in groups for slot in group.slots}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bmt_comm import Communicator, ParallelContext, check_agreement, current_context, slice_of
 
 from .activation_checkpoint import CheckpointedForward
+from .backward_context import step_context
 from .flat_parameter import FlatParameter, write_rows
 from .gradient_reducer import GradientReducer
 from .hooks import ForwardHooks
@@ -332,7 +333,7 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
     for slot in slots:
         slot.index = position[id(slot.param)]
     add_state_hooks(slots)
-    return ParameterGroup(reducers, context, options, slots)
+    return ParameterGroup(reducers, context, options, step_context(context), slots)
 
 
 def build_standalone(
@@ -342,7 +343,7 @@ def build_standalone(
     [(layout, params)] = _plan([param], context, options)
     reducer = _build(layout, params, context, options, standalone=True, value=values)
     name = f"a parameter of shape {param.bmt_slice.shape}"
-    ParameterGroup([reducer], context, dataclasses.replace(options, name=name))
+    ParameterGroup([reducer], context, dataclasses.replace(options, name=name), step_context(context))
 
 
 def _build(
