@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saving_helpers import plain, sharded
+from saving_helpers import plain, same, sharded
 
 from bmt_zero import Checkpointer, SaveError
 from bmt_zero.checkpoints import manifest as manifest_module
@@ -221,6 +221,52 @@ def test_a_full_disk_is_named_and_leaves_the_old_checkpoint(tmp_path: Path) -> N
     )
     assert listing == "['.lock', 'step-00000001']"
     assert steps == "[1, 3]"
+
+
+class Quota:
+    """The file system of this process, of which it may fill so many bytes; it says so late, as network ones do."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, limit: int, late: bool) -> None:
+        self.left, self.late, self.full = limit, late, False
+        self.pwrite, self.fsync = os.pwrite, os.fsync
+        patch.setattr(os, "pwrite", self.write)
+        patch.setattr(os, "fsync", self.flush)
+
+    def write(self, handle: int, content: Any, offset: int) -> int:
+        taken = min(len(content), self.left)
+        self.full = self.full or taken < len(content)
+        if not taken and not self.late:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        self.left -= taken
+        return self.pwrite(handle, content if self.late else content[:taken], offset)
+
+    def flush(self, handle: int) -> None:
+        if self.full:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        self.fsync(handle)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_quota_is_named_and_leaves_the_old_checkpoint(ctx: Any, tmp_path: Path, rank: int, late: bool) -> None:
+    """In the middle of a piece, after a part of what one call was to write."""
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=sharded(width=700))
+    checkpointer.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == rank:
+            Quota(patch, 1_500_000, late)
+        checkpointer.save(2, model=sharded(2, width=700))
+        with pytest.raises(SaveError, match=f"rank {rank}: Disk quota exceeded. Earlier checkpoints are as they were"):
+            checkpointer.wait()
+    assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-00000001"]
+    model = sharded(3, width=700)
+    assert checkpointer.load_latest(model=model) == 1
+    same(model.state_dict(), sharded(width=700).state_dict())
+    checkpointer.save(3, model=model)
+    checkpointer.wait()
+    assert checkpointer.steps() == [1, 3]
 
 
 READ_ONLY = """

@@ -62,7 +62,10 @@ class PieceWriter:
                 self._attempt(functools.partial(os.fsync, handle))
         finally:
             for handle in self._handles.values():
-                os.close(handle)
+                try:
+                    os.close(handle)
+                except OSError as error:  # network file systems may tell of a quota only now
+                    self.problem = self.problem or error
 
     def _attempt(self, call: Callable[[], _T]) -> _T | None:
         if self.problem is None:

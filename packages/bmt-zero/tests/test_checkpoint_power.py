@@ -1,0 +1,234 @@
+"""A loss of power at any instant leaves a checkpoint: what may be on the disk then is built from what was flushed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from bmt_zero import Checkpointer
+
+STEPS = [1, 2, 3, 3, 4]
+"""Of the saves, in their order. Parameters are filled with the number of the save, from 1 on."""
+
+RECORDED_RUN = """
+import os, pickle, sys, time
+import torch, bmt_comm, bmt_zero
+from torch import nn
+
+folder, record, *steps = sys.argv[1:]
+context = bmt_comm.init_distributed(device="cpu")
+real = {name: getattr(os, name) for name in ("open", "pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir")}
+events = []
+
+def note(*event):
+    events.append((time.monotonic_ns(), os.getpid(), *event))
+
+def inode(status):
+    return status.st_dev, status.st_ino
+
+def place(path, dir_fd=None):  # the directory, by its inode, and the name in it
+    path = os.fspath(path) if dir_fd is None else f"/proc/self/fd/{dir_fd}/{path}"
+    return inode(os.stat(os.path.dirname(path))), os.path.basename(path)
+
+def open_(path, flags, mode=0o777, *, dir_fd=None):
+    handle = real["open"](path, flags, mode, dir_fd=dir_fd)
+    if flags & os.O_CREAT:
+        note("create", inode(os.fstat(handle)), *place(path, dir_fd), bool(flags & os.O_TRUNC))
+    return handle
+
+def pwrite(handle, content, offset):
+    written = real["pwrite"](handle, content, offset)
+    note("write", inode(os.fstat(handle)), offset, bytes(content[:written]))
+    return written
+
+def fsync(handle):  # keeps what was there when it began
+    note("sync begins", inode(os.fstat(handle)))
+    real["fsync"](handle)
+    note("sync ends", inode(os.fstat(handle)))
+
+def rename(source, target):
+    real["rename"](source, target)
+    note("rename", *place(source), *place(target))
+
+def mkdir(path, *arguments, **options):
+    real["mkdir"](path, *arguments, **options)
+    note("mkdir", inode(os.stat(path)), *place(path))
+
+def unlink(path, *, dir_fd=None):
+    real["unlink"](path, dir_fd=dir_fd)
+    note("remove", *place(path, dir_fd))
+
+def rmdir(path, *, dir_fd=None):
+    real["rmdir"](path, dir_fd=dir_fd)
+    note("remove", *place(path, dir_fd))
+
+layers = [nn.Linear(300, 300) for _ in range(3)]
+model = bmt_zero.BMTrainModelWrapper(nn.Sequential(*layers))
+checkpointer = bmt_zero.Checkpointer(folder, keep=2)
+for function in (pwrite, fsync, rename, mkdir, unlink, rmdir):
+    setattr(os, function.__name__, function)
+os.open = open_
+for number, step in enumerate(map(int, steps), 1):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(number)
+    checkpointer.save(step, model=model)
+    checkpointer.wait()
+context.world.barrier()
+for name, function in real.items():
+    setattr(os, name, function)
+with open(f"{record}-{context.rank}", "wb") as file:
+    pickle.dump(events, file)
+"""
+
+
+class Node:
+    """A file, or a directory: as a process sees it, and what of it is on the disk for certain."""
+
+    def __init__(self, now: Any) -> None:
+        self.now = now
+        self.kept = type(now)()
+        self.changes: list[dict[str, Node | None]] = []  # of a directory's entries, which may be on the disk or not
+
+    def change(self, entries: dict[str, Node | None]) -> None:
+        self.changes.append(entries)
+        apply(self.now, entries)
+
+    def build(self, path: Path, survives: Callable[[], bool], cut: Callable[[bytes, bytes], bytes]) -> None:
+        """What a cut may leave.
+
+        Args:
+            survives: whether a change of entries does that was not flushed.
+            cut: what is left of a file, from what was flushed and what was written.
+        """
+        if not isinstance(self.now, dict):
+            path.write_bytes(cut(bytes(self.kept), bytes(self.now)) if self.kept != self.now else self.now)
+            return
+        entries = dict(self.kept)
+        for change in self.changes:
+            if survives():
+                apply(entries, change)
+        path.mkdir()
+        for name, node in entries.items():
+            node.build(path / name, survives, cut)
+
+
+def apply(entries: dict[str, Node], changes: dict[str, Node | None]) -> None:
+    for name, node in changes.items():
+        if node is None:
+            entries.pop(name, None)
+        else:
+            entries[name] = node
+
+
+class Disk:
+    """A directory and what lies in it, from the calls of all ranks."""
+
+    def __init__(self, root: tuple[int, int]) -> None:
+        self.root = Node({})
+        self._nodes: dict[Any, Node] = {root: self.root}  # inodes of what was removed are used again
+        self._syncs: dict[tuple[int, Any], tuple[Any, int]] = {}
+
+    def take(self, process: int, kind: str, *facts: Any) -> None:
+        if facts[kind in ("create", "mkdir")] not in self._nodes:
+            return  # it is elsewhere
+        if kind == "create":
+            inode, folder, name, empties = facts
+            if self._nodes[folder].now.get(name) is None or self._nodes[folder].now[name] is not self._nodes.get(inode):
+                self._nodes[inode] = Node(bytearray())
+                self._nodes[folder].change({name: self._nodes[inode]})
+            if empties:
+                self._nodes[inode].now = bytearray()
+        elif kind == "write":
+            inode, offset, content = facts
+            data = self._nodes[inode].now
+            data.extend(bytes(max(0, offset + len(content) - len(data))))
+            data[offset : offset + len(content)] = content
+        elif kind == "sync begins":
+            node = self._nodes[facts[0]]
+            self._syncs[process, facts[0]] = type(node.now)(node.now), len(node.changes)
+        elif kind == "sync ends":
+            node = self._nodes[facts[0]]
+            node.kept, count = self._syncs.pop((process, facts[0]))
+            del node.changes[:count]
+        elif kind == "mkdir":
+            inode, folder, name = facts
+            self._nodes[inode] = Node({})
+            self._nodes[folder].change({name: self._nodes[inode]})
+        elif kind == "rename":
+            folder, name, other, target = facts
+            assert folder == other
+            self._nodes[folder].change({name: None, target: self._nodes[folder].now[name]})
+        else:
+            folder, name = facts
+            self._nodes[folder].change({name: None})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_of_power_at_any_instant_leaves_the_newest_checkpoint(tmp_path: Path, ranks: int) -> None:
+    """The file system keeps what was flushed, and of anything else any part."""
+    folder, state = tmp_path / "c", tmp_path / "state"
+    folder.mkdir()
+    (tmp_path / "run.py").write_text(RECORDED_RUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(tmp_path / "run.py"), str(folder), str(tmp_path / "record"), *map(str, STEPS)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    records = [pickle.loads((tmp_path / f"record-{rank}").read_bytes()) for rank in range(ranks)]
+    events = sorted((event for record in records for event in record), key=lambda event: event[0])
+    inode = os.stat(folder).st_dev, os.stat(folder).st_ino
+    disk, generator = Disk(inode), random.Random(0)
+
+    def some(kept: bytes, now: bytes) -> bytes:
+        return generator.choice([kept, now, b"", now[: generator.randrange(len(now) + 1)], bytes(len(now))])
+
+    cuts: list[tuple[Callable[[], bool], Callable[[bytes, bytes], bytes]]] = [
+        (lambda: False, lambda kept, now: kept),
+        (lambda: True, lambda kept, now: now),
+        (lambda: True, lambda kept, now: kept),
+        (lambda: generator.random() < 0.5, some),
+    ]
+    named = flushed = 0  # saves that have their name, and those whose name is on the disk
+    syncs: dict[Any, int] = {}
+    found: set[int] = set()
+    for _, process, kind, *facts in events:
+        disk.take(process, kind, *facts)
+        if kind == "rename" and facts[3].startswith("step-") and facts[1].endswith(".part"):
+            named += 1
+        elif kind == "sync begins":
+            syncs[facts[0]] = named
+        elif kind == "sync ends" and facts[0] == inode:
+            flushed = syncs[facts[0]]
+        for survives, cut in cuts:
+            disk.root.build(state, survives, cut)
+            model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(3)])
+            checkpointer = Checkpointer(state)
+            step = checkpointer.load_latest(model=model)
+            checkpointer.close()
+            shutil.rmtree(state)
+            if not step:
+                assert not flushed
+                continue
+            number = int(model[0].bias[0])
+            assert all(bool((param == number).all()) for param in model.parameters())
+            assert STEPS[number - 1] == step
+            assert flushed <= number <= named
+            found.add(number)
+    assert flushed == named == len(STEPS)
+    assert found == {1, 2, 3, 4, 5}
+    disk.root.build(state, lambda: True, lambda kept, now: now)
+    assert contents(state) == contents(folder)  # nothing has escaped the record
