@@ -92,12 +92,12 @@ class Trainer:
         The checkpoint may be of another number of ranks, and of other flags for how they share the work.
 
         Raises:
-            UsageError: the checkpoint is of another model, another optimizer or other data.
+            UsageError: the checkpoint is of another model, another optimizer or other data, or cannot be read.
         """
         schedules = [scheduler.state_dict() for scheduler in self.schedulers]
         try:
             self.step = checkpointer.load_latest(**self.saved_objects)
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise UsageError(f"cannot go on: {error}") from error
         if self.step > 0:
             for scheduler, schedule in zip(self.schedulers, schedules):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -175,3 +176,32 @@ def test_leftovers_of_dead_runs_are_removed(ctx: Any, tmp_path: Path) -> None:
     second = Checkpointer(tmp_path / "c")
     assert sorted(os.listdir(tmp_path / "c")) == [".lock", "step-00000001", "step-00000002"]
     assert second.steps() == [1, 2]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["open", "preadv", "stat"])
+def test_an_error_of_the_disk_is_no_damage(ctx: Any, tmp_path: Path, rank: int, name: str) -> None:
+    """The checkpoint may be read when the disk is back, so nobody goes back to the one before."""
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=sharded(1))
+    checkpointer.save(2, model=sharded(2))
+    checkpointer.wait()
+    ctx.world.barrier()
+    original = getattr(os, name)
+
+    def failing(where: Any, *arguments: Any, **options: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else str(where)
+        if "step-00000002/model-" in path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(where, *arguments, **options)
+
+    model = sharded(3)
+    with pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == rank:
+            patch.setattr(os, name, failing)
+        for load in (lambda: checkpointer.load(2, model=model), lambda: checkpointer.load_latest(model=model)):
+            with pytest.raises(OSError, match=r"Input/output error.*step-00000002/model-00001"):
+                load()
+    assert checkpointer.load_latest(model=model) == 2
+    same(model.state_dict(), sharded(2).state_dict())

@@ -279,6 +279,22 @@ def has_own_code(module: nn.Module, loading: bool) -> bool:
     return not all(_serves_shards(getattr(hook, "hook", hook)) for hook in hooks)
 
 
+def dtypes_without_own_code(model: nn.Module) -> dict[str, torch.dtype]:
+    """Of the parameters and buffers that no code of a module, or of one around it, loads."""
+    dtypes: dict[str, torch.dtype] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if not has_own_code(module, loading=True):
+            own = {**module._parameters, **module._buffers}
+            dtypes.update({prefix + name: tensor.dtype for name, tensor in own.items() if tensor is not None})
+            for name, child in module._modules.items():
+                if child is not None:
+                    visit(child, f"{prefix}{name}.")
+
+    visit(model, "")
+    return dtypes
+
+
 def _serves_shards(hook: Any) -> bool:
     """Whether a hook is ours, or FSDP2's, whose parameters say themselves what they hold."""
     module = getattr(hook, "__module__", None) or ""
@@ -430,8 +446,11 @@ def _some(names: list[str], limit: int = 5) -> str:
 
 def raise_on_all(comm: Communicator, problem: Exception | None) -> None:
     """Raise the first problem of any rank on every rank of ``comm``. Every rank must call it."""
-    mine = None if problem is None else (type(problem).__name__, str(problem))
+    kinds = {kind.__name__: kind for kind in (FileNotFoundError, ImportError, RuntimeError, OSError)}
+    mine = None
+    if problem is not None:
+        name = type(problem).__name__
+        mine = ("OSError" if isinstance(problem, OSError) and name not in kinds else name), str(problem)
     reports = [mine] if comm.size == 1 else comm.all_gather_object(mine)
-    kinds = {kind.__name__: kind for kind in (FileNotFoundError, ImportError, RuntimeError)}
     for name, message in filter(None, reports):
         raise kinds.get(name, ValueError)(message) from (problem and problem.__cause__)

@@ -259,12 +259,13 @@ class Checkpointer:
             FileNotFoundError: there is no checkpoint of this step.
             DamagedError: a file is missing or damaged (on every rank). If it is not known before it is read, the model
                 may be loaded in part.
-            OSError: the machine cannot read for now: it has too many open files, or no memory.
+            OSError: the machine cannot read for now (on every rank): an input/output error, say, or too many open
+                files. The model may be loaded in part.
             ValueError: ranks give different steps; the checkpoint is of another model or other optimizers, or has the
-                states of an object of another number of replicas. Nothing was changed. Or a number is too large for
-                the model's dtype; the model may be loaded in part.
+                states of an object of another number of replicas; or a number is too large for the model's dtype.
+                Nothing was changed.
             Exception: what ``load_state_dict`` of an object or the model's own code raises, where it raises. On the
-                other ranks it is a RuntimeError, or has its type if it is a TypeError or a ValueError.
+                other ranks it is a RuntimeError, or has its type if it is a TypeError, a ValueError or an OSError.
         """
         self._settle(f"load({step})")
         steps = [each.decode() for each in self._meeting.exchange(repr(step).encode())]
@@ -288,17 +289,18 @@ class Checkpointer:
         return finite or [step for step, _ in complete]
 
     def _from_rank_0(self, call: Callable[[], Any]) -> Any:
-        """What a call gives on rank 0, or a RuntimeError with what it raises there, on every rank."""
+        """What a call gives on rank 0, or an OSError or RuntimeError with what it raises there, on every rank."""
         answer: Any = None
         if self._meeting.rank == 0:
             try:
                 answer = {"value": call()}
             except Exception as error:  # the others wait to hear of it
                 expected = isinstance(error, (OSError, DamagedError))
-                answer = {"problem": str(error) if expected else f"{type(error).__name__}: {error}"}
+                text = str(error) if expected else f"{type(error).__name__}: {error}"
+                answer = {"problem": text, "of_system": isinstance(error, OSError)}
         answer = json.loads(self._meeting.announce(json.dumps(answer).encode()))
         if "problem" in answer:
-            raise RuntimeError(f"{self.directory}: {answer['problem']}")
+            raise (OSError if answer["of_system"] else RuntimeError)(f"{self.directory}: {answer['problem']}")
         return answer["value"]
 
     def _load(self, step: int, objects: Mapping[str, Any]) -> None:
@@ -328,9 +330,9 @@ class Checkpointer:
             call()
         except Exception as error:
             problem = error
-        mine = None if problem is None else [type(problem).__name__, str(problem)]
+        mine = None if problem is None else [_kind(problem), str(problem)]
         everyone = [json.loads(each) for each in self._meeting.exchange(json.dumps(mine).encode())]
-        kinds = {kind.__name__: kind for kind in (DamagedError, TypeError, FileNotFoundError)}
+        kinds = {kind.__name__: kind for kind in (DamagedError, TypeError, FileNotFoundError, OSError)}
         problems = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
         # A checkpoint that does not fit is an error of the call; one that is damaged leads to the one before.
         problems.sort(key=lambda item: item[1][0] == "DamagedError")
@@ -346,6 +348,12 @@ class Checkpointer:
             raise kinds.get(kind, ValueError)(f"{where}{text}") from problem
         finally:
             problem = None  # its traceback refers to this frame, and so to all that is being loaded
+
+
+def _kind(error: Exception) -> str:
+    """The name of an error's class; of one of the system, ``OSError``, but for a missing file."""
+    is_of_system = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    return "OSError" if is_of_system else type(error).__name__
 
 
 def _check_step(step: Any) -> None:

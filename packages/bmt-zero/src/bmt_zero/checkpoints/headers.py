@@ -48,14 +48,17 @@ class DamagedError(ValueError):
     """A file is not what was written: truncated, changed, missing, or of no known format."""
 
 
-_NOT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
 
 def unreadable(path: object, error: OSError) -> Exception:
-    """What to raise for a file that cannot be read: the error itself, if it says nothing about the file."""
-    if error.errno in _NOT_OF_THE_FILE:
-        return error
-    return DamagedError(f"{path} cannot be read: {error.strerror}")
+    """What to raise for a file that cannot be read: DamagedError if it is not there, else an OSError that names it.
+
+    An input/output error, say, tells of the disk or of the connection to it, and not of what was written.
+    """
+    if error.errno in _ABSENT:
+        return DamagedError(f"{path} cannot be read: {error.strerror}")
+    return OSError(error.errno, error.strerror, str(path))
 
 
 @dataclass(frozen=True)

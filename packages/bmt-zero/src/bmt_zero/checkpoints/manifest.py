@@ -78,6 +78,7 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         DamagedError: there is none, it is damaged, or a file is missing or has another size.
+        OSError: the machine cannot read for now.
     """
     path = directory / NAME
     manifest = parse_manifest(path, read_small_file(path))
@@ -85,7 +86,7 @@ def read_manifest(directory: Path) -> Manifest:
         try:
             size = (directory / name).stat().st_size
         except OSError as error:
-            raise DamagedError(f"{directory / name} is missing: {error.strerror}") from None
+            raise unreadable(directory / name, error) from None
         if size != record.size:
             raise DamagedError(f"{directory / name} has {size} bytes, and had {record.size} when it was written")
     return manifest
@@ -130,7 +131,7 @@ def read_small_file(path: Path, record: FileRecord | None = None, limit: int = _
     """A file as a whole, compared with its checksums where these are given.
 
     Raises:
-        DamagedError: it is missing, cannot be read, has changed, or has more than ``limit`` bytes.
+        DamagedError: it is missing, has changed, or has more than ``limit`` bytes.
     """
     try:
         with open(path, "rb") as file:

@@ -6,6 +6,7 @@ A file is a zip archive of records that are not compressed: ``data.pkl``, and th
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import struct
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .headers import NAMES, DamagedError, Entry
+from .headers import NAMES, DamagedError, Entry, unreadable
 from .memory import view_of
 from .pickles import OtherTensor, PickleError, TensorRecord, read_pickle
 from .sources import BUFFER, CHUNK, OpenFile
@@ -129,6 +130,9 @@ class PtSource:
         try:
             state = self._open_archive() if zipfile.is_zipfile(self._path) else self._open_legacy()
         except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, UnicodeError, struct.error) as error:
+            # zipfile seeks to where a damaged archive points, which may be nowhere.
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                raise unreadable(self._path, error) from None
             raise DamagedError(f"{self._path} cannot be read; it may be truncated or damaged: {error}") from None
         if not isinstance(state, dict):
             kind = "tensor" if isinstance(state, TensorRecord) else type(state).__name__

@@ -111,13 +111,9 @@ class OpenFile:
         """A small part, without a comparison of checksums."""
         if at + length > self.size:
             raise DamagedError(f"{self.path} cannot be read: it ends at byte {self.size}; it may be truncated")
-        data = os.pread(self._handle, length, at)
-        while len(data) < length:
-            data += os.pread(self._handle, length - len(data), at + len(data)) or self._truncated(at + len(data))
-        return data
-
-    def _truncated(self, at: int) -> bytes:
-        raise DamagedError(f"{self.path} ends at byte {at}; it has been truncated")
+        data = torch.empty(length, dtype=torch.uint8)
+        self._fill(data, at)
+        return bytes(view_of(data))
 
     def read(self, low: int, high: int) -> Tensor:
         """The bytes [low, high), at most :data:`CHUNK`; valid until the buffer is used again."""
@@ -184,7 +180,7 @@ class OpenFile:
             except OSError as error:
                 raise unreadable(self.path, error) from None
             if not count:
-                self._truncated(at)
+                raise DamagedError(f"{self.path} ends at byte {at}; it has been truncated")
             view, at = view[count:], at + count
 
 
