@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 import bmt_zero
 from bmt_zero import checkpoint
 from bmt_zero.checkpoints import weight_files
-from bmt_zero.checkpoints.reader import read_tensor
+from bmt_zero.checkpoints.pt_files import PtSource
+from bmt_zero.checkpoints.sources import SafetensorsSource
 
 SUFFIX = pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 
@@ -229,8 +230,10 @@ def test_an_error_of_the_disk_while_rank_0_reads_is_raised_on_all(ctx: Any, tmp_
 
     model = sharded(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "read_tensor", lambda *args: (fail(), read_tensor(*args))[1])
-        with pytest.raises(ValueError, match="Input/output error"):
+        for kind in (PtSource, SafetensorsSource):
+            read = kind.read
+            patch.setattr(kind, "read", lambda *args, read=read: (fail(), read(*args))[1])
+        with pytest.raises(OSError, match="Input/output error"):
             bmt_zero.load(model, path)
 
 

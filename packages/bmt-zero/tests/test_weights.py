@@ -166,6 +166,38 @@ def test_floating_point_numbers_are_converted_but_never_to_infinity(ctx: Any, tm
 
 
 @pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("own_code", [False, True])
+def test_numbers_that_are_too_large_change_nothing(ctx: Any, tmp_path: Path, own_code: bool) -> None:
+    """Those of the last tensor, in a row of the last rank."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        layers = [Doubling(3, 5)] if own_code else [nn.Linear(3, 5)]
+        return nn.Sequential(*layers, nn.Linear(5, 7))
+
+    large = make(1).double()
+    large[1].weight.data[-1, -1] = 1e300
+    if ctx.rank == 0:
+        (tmp_path / "folder").mkdir()
+        for name in ("m.safetensors", "folder/model.safetensors"):
+            save_file(large.state_dict(), tmp_path / name)
+        torch.save(large.state_dict(), tmp_path / "m.pt")
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=bmt_zero.BMTrainModelWrapper(large))
+    checkpointer.wait()
+    ctx.world.barrier()
+    model = bmt_zero.BMTrainModelWrapper(make(2))
+    calls = [lambda name=name: bmt_zero.load(model, tmp_path / name) for name in ("m.safetensors", "m.pt", "folder")]
+    for call in (*calls, lambda: checkpointer.load(1, model=model), lambda: checkpointer.load_latest(model=model)):
+        with pytest.raises(
+            ValueError, match=r"'1.weight' has numbers of torch.float64 that are infinite in torch.float32"
+        ):
+            call()
+        same(model.state_dict(), make(2).state_dict())
+
+
+@pytest.mark.ranks(1, 2)
 def test_the_modules_own_code_takes_part(ctx: Any, tmp_path: Path) -> None:
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -213,6 +245,30 @@ def test_extra_state_is_kept(ctx: Any, tmp_path: Path, own_code: bool) -> None:
     checkpointer.save(2, model=bmt_zero.BMTrainModelWrapper(nn.Sequential(nn.Linear(3, 5))))
     with pytest.raises(ValueError, match=r"lacks \['0._extra_state'\], which the model has"):
         checkpointer.load(2, model=bmt_zero.BMTrainModelWrapper(nn.Sequential(WithState(1))))
+
+
+@pytest.mark.ranks(1)
+def test_extra_state_is_converted(ctx: Any, tmp_path: Path) -> None:
+    def make(*states: Any) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[WithState(state) for state in states])
+
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=make({"steps": 4}, torch.arange(3.0)))
+    checkpointer.close()
+    source = tmp_path / "c" / "step-00000001"
+    for target, origin in (("x.pt", source), ("x", source), ("y", tmp_path / "x.pt"), ("y.pt", tmp_path / "x")):
+        convert(origin, tmp_path / target)
+        model = make(None, None)
+        bmt_zero.load(model, tmp_path / target)
+        assert model[0].state == {"steps": 4}
+        assert torch.equal(model[1].state, torch.arange(3.0))
+    found = torch.load(tmp_path / "y.pt", weights_only=True)
+    model = make(None, None)
+    model.load_state_dict(found)
+    assert model[0].state == {"steps": 4}
+    with pytest.raises(ValueError, match=r"'0._extra_state' is no tensor, and safetensors holds tensors only; use .pt"):
+        convert(source, tmp_path / "x.safetensors")
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:

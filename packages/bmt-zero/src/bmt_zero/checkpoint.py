@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import ParallelContext, check_agreement, current_context, note_place
+from bmt_comm import (
+    ParallelContext,
+    check_agreement,
+    current_context,
+    local_tensor,
+    note_place,
+    select_rows,
+    slice_of,
+    tp_shard_of,
+    whole,
+)
 
-from .checkpoints.headers import DTYPES
+from .checkpoints.contents import Content
+from .checkpoints.headers import DTYPES, NAMES, Entry
 from .checkpoints.pretrained import KeyMap, WeightLoader, give_memory, open_source
-from .checkpoints.reader import check_total, read_tensor
+from .checkpoints.reader import Target, check_range, check_total, read_tensor
 from .checkpoints.regions import flat_bytes
+from .checkpoints.sources import CHUNK
 from .checkpoints.weight_files import Placeholder, WeightFile, weight_file, write_weights
 from .sharded_parameter import ShardedParameter
 from .stage_entry import StageEntry, is_stage_local
 from .state import (
     check_entries,
     dtype_of,
+    dtypes_without_own_code,
     has_own_code,
     is_extra_state,
     load_state_dict,
@@ -32,7 +45,6 @@ from .state import (
     logical_tensor,
     raise_on_all,
     shape_of,
-    write_logical,
 )
 
 _log = logging.getLogger(__name__)
@@ -135,9 +147,10 @@ def _by_name(tensors: Iterable[tuple[list[str], Tensor]], path: Path) -> Iterato
 def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = True, *, key_map: KeyMap = None) -> None:
     """Fill a model from a file with a plain state dict (:func:`save`, ``torch.save`` or safetensors), or a directory.
 
-    All ranks must call it; rank 0 reads and broadcasts one tensor at a time, or all at once if a module has its own
-    loading code (hooks, ``_load_from_state_dict``). Nothing in the file is executed. Names, shapes and dtypes, and the
-    checksums of a file of ``torch.save``, are checked before anything is changed.
+    All ranks must call it; rank 0 reads and broadcasts a few MiB at a time, of which each rank keeps what it holds. If
+    a module has its own loading code (hooks, ``_load_from_state_dict``), every rank gets all of it at once. Nothing in
+    the file is executed. Names, shapes and dtypes, the range of numbers that go into a narrower dtype (which are read
+    twice for it), and the checksums of a file of ``torch.save`` are checked before anything is changed.
 
     From a directory (a checkpoint of a :class:`~bmt_zero.Checkpointer`, or what Hugging Face's ``save_pretrained``
     writes), and with a ``key_map``, each rank reads what it holds; all ranks must see the files. Names of tied weights
@@ -155,10 +168,10 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     Raises:
         FileNotFoundError: on every rank.
         ValueError: on every rank: the file is damaged, holds other things than tensors and plain values, or
-            has missing or surplus (under ``strict``) or misshapen entries; a parameter of FSDP2's is on the meta
-            device. The model is then unchanged. Or a number is too large for the model's dtype, or a file that has
-            checksums per piece (a checkpoint of a ``Checkpointer``) is damaged where it is read: the model may then be
-            loaded in part.
+            has missing or surplus (under ``strict``) or misshapen entries; a number is too large for the model's dtype;
+            a parameter of FSDP2's is on the meta device. The model is then unchanged. Or a file that has checksums per
+            piece (a checkpoint of a ``Checkpointer``) is damaged where it is read: the model may be loaded in part.
+        OSError: on every rank: the machine cannot read for now. The model may be loaded in part.
         RuntimeError: ranks have different models.
     """
     context = current_context()
@@ -188,7 +201,7 @@ class _Reading:
     """
 
     def __init__(self, path: Path, context: ParallelContext, at_once: bool) -> None:
-        self.path, self._context = path, context
+        self.path, self.context = path, context
         self._source: Any = None
         self._problem: Exception | None = None
         facts: list[tuple[str, tuple[int, ...] | None, torch.dtype | None]] = []
@@ -206,6 +219,17 @@ class _Reading:
         self.check()
         self.facts, self.tied = context.world.broadcast_object((facts, tied))
 
+    def _read(self, name: str, low: int, high: int) -> Tensor | None:
+        """Bytes of a tensor, on rank 0, if they can be read; what cannot be is kept for :meth:`check`."""
+        if self._source is None:
+            return None
+        try:
+            window: Tensor = self._source.read(name, low, high)
+            return window.to(self.context.world.device)
+        except Exception as error:  # the others wait for the bytes
+            self._problem = self._problem or error
+            return None
+
     def receive(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Any:
         """A value, on every rank; after an error on rank 0, which :meth:`check` raises, something else."""
         value: Any = None
@@ -217,11 +241,44 @@ class _Reading:
                     value = read_tensor(self._source, name)
                 except Exception as error:  # the others wait for the tensor
                     self._problem = self._problem or error
-        return StageEntry(value, shape, dtype, self._context.world, owner=0).spread(value)
+        return StageEntry(value, shape, dtype, self.context.world, owner=0).spread(value)
+
+    def check_dtypes(self, dtypes: Mapping[str, torch.dtype | None]) -> None:
+        """Raise ValueError on every rank if numbers would be changed by being read into tensors of these dtypes."""
+        for name, _, dtype in self.facts:
+            mine = dtypes.get(name)
+            if mine is not None and not _converts(dtype, mine):
+                raise ValueError(f"{self.path}: {name!r} has dtype {dtype}, the model's has {mine}; nothing was loaded")
+        if self._source is not None:
+            entries: Mapping[str, Entry] = self._source.entries
+            known = [entry for entry in entries.values() if dtypes.get(entry.name) is not None]
+            targets = [torch.empty(entry.shape, dtype=dtypes[entry.name], device="meta") for entry in known]
+            try:
+                check_range([Content(each, whole(t), t) for each, t in zip(known, targets)], self._source)
+            except Exception as error:  # the others wait to hear of it
+                self._problem = error
+        self.check()
+
+    def stream(self, entry: Entry, target: Tensor | None) -> None:
+        """Write this rank's part of a tensor, which travels in chunks; after an error on rank 0, something else."""
+        comm, part = self.context.world, None
+        if target is not None:
+            part = Target(Content(entry, slice_of(target), local_tensor(target)), entry)
+        for low in range(0, entry.nbytes, CHUNK):
+            high = min(low + CHUNK, entry.nbytes)
+            window = self._read(entry.name, low, high)
+            window = torch.empty(high - low, dtype=torch.uint8, device=comm.device) if window is None else window
+            comm.broadcast(window, root=0)
+            if part is not None:
+                with torch.no_grad():
+                    part.take(low, window)
+        if part is not None:
+            with torch.no_grad():
+                part.finish()
 
     def check(self) -> None:
         """Raise on every rank what has gone wrong on rank 0."""
-        raise_on_all(self._context.world, self._problem)
+        raise_on_all(self.context.world, self._problem)
 
     def close(self) -> None:
         if self._source is not None:
@@ -229,40 +286,37 @@ class _Reading:
 
 
 def _fill(model: nn.Module, reading: _Reading, strict: bool, has_code: bool, device: torch.device) -> None:
-    path, facts, receive = reading.path, reading.facts, reading.receive
     if has_code:
+        theirs = reading.context.world.all_gather_object(dtypes_without_own_code(model))  # stages have different layers
+        reading.check_dtypes({name: dtype for each in theirs for name, dtype in each.items()})
         state: dict[str, Any] = {}
-        for name, shape, dtype in facts:
+        for name, shape, dtype in reading.facts:
             first = reading.tied.get(name, name)
-            state[name] = state[first] if first in state else receive(name, shape, dtype)
+            state[name] = state[first] if first in state else reading.receive(name, shape, dtype)
         reading.check()
         give_memory(model, device)
         load_state_dict(model, state, strict)
         return
     entries = local_entries(model)
-    check_entries(entries, {name: shape for name, shape, _ in facts}, strict)
-    for name, _, dtype in facts:
-        mine = dtype_of(entries.get(name))
-        if mine is not None and not _converts(dtype, mine) and not is_extra_state(name):
-            raise ValueError(f"{path}: {name!r} has dtype {dtype}, the model's has {mine}; nothing was loaded")
+    check_entries(entries, {name: shape for name, shape, _ in reading.facts}, strict)
+    reading.check_dtypes({name: dtype_of(value) for name, value in entries.items() if not is_extra_state(name)})
+    wanted = [fact for fact in reading.facts if fact[0] in entries]
     targets = {name: e.value if isinstance(e, StageEntry) else e for name, e in entries.items()}  # None elsewhere
-    made = give_memory(model, device, [targets[name] for name, _, _ in facts if name in targets])
+    made = give_memory(model, device, [targets[name] for name, _, _ in wanted])
     extra_state: dict[str, Any] = {}
-    for name, shape, dtype in facts:
-        if name not in entries:
-            continue
-        value = receive(name, shape, dtype)
-        if dtype is not None and _becomes_infinite(value, dtype_of(entries[name])):
-            raise ValueError(f"{path}: {name!r} has numbers of {dtype} that are infinite in {dtype_of(entries[name])}")
+    for name, shape, dtype in wanted:
         target = made.get(id(targets[name]), targets[name])
         if is_extra_state(name):
-            extra_state[name] = value
-        elif isinstance(target, ShardedParameter):
-            write_logical(target, value)
-        elif target is not None:
-            with torch.no_grad():
-                target.copy_(value)
-        del value  # before the next one is received
+            extra_state[name] = reading.receive(name, shape, dtype)
+        elif dtype in NAMES:
+            reading.stream(Entry(name, NAMES[dtype], shape or ()), target)
+        else:
+            value = reading.receive(name, shape, dtype)
+            if target is not None:
+                with torch.no_grad():
+                    local_tensor(target).copy_(select_rows(tp_shard_of(value, slice_of(target)), slice_of(target)))
+        if isinstance(target, ShardedParameter):
+            target.awaits_values = False
     reading.check()
     if extra_state:
         nn.Module.load_state_dict(model, extra_state, strict=False)
@@ -315,13 +369,6 @@ def _check_target(path: Path) -> None:
 def _converts(source: torch.dtype | None, target: torch.dtype) -> bool:
     """Whether numbers of one dtype may be loaded as another."""
     return source == target or (source is not None and source.is_floating_point and target.is_floating_point)
-
-
-def _becomes_infinite(value: Any, dtype: torch.dtype | None) -> bool:
-    if not isinstance(value, Tensor) or dtype is None or not (value.is_floating_point() and dtype.is_floating_point):
-        return False
-    narrows = torch.finfo(dtype).max < torch.finfo(value.dtype).max
-    return narrows and bool((value.to(dtype).isinf() & ~value.isinf()).any())
 
 
 def _log_failure(done: Future[None]) -> None:

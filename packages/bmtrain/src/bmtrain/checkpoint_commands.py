@@ -48,7 +48,7 @@ def run_convert(options: argparse.Namespace) -> int:
             raise ValueError(f"{options.sources[0]} holds weights, of which there is one SOURCE")
         with progress(f"writing {options.target}") as report:
             convert(options.sources[0], options.target, int(options.max_file_size), report)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         print(f"bmtrain convert: {error}", file=sys.stderr)
         return 1
     return 0

@@ -17,7 +17,7 @@ from .headers import DamagedError, parse_json
 from .job import EXTRA_STATE
 from .manifest import read_manifest, read_small_file
 from .objects import Objects
-from .reader import check_fit, fill, read_whole
+from .reader import check_fit, check_range, fill, read_whole
 from .sources import checkpoint_source
 from .trainer_state import replica_file, replica_of, rng_file
 from .trees import decode
@@ -68,8 +68,9 @@ class Loading:
             problems += check_fit(theirs, mine, f"the checkpoint's {section}", exact=section == "optimizer")
         if problems:
             raise ValueError(f"{self._path} does not fit; nothing was loaded: " + "; ".join(problems))
-        for contents in self._contents.values():
+        for section, contents in self._contents.items():
             require_memory(contents)
+            check_range(contents, self._sources[section])
         what = str(self._path / trainer_state.FILE)
         given = self._given
         self._settings: trainer_state.OptimizerSettings | None = None

@@ -24,9 +24,9 @@ from .contents import (
 )
 from .headers import DamagedError, Entry, parse_json
 from .job import EXTRA_STATE
-from .manifest import NAME, read_manifest, read_small_file
+from .manifest import NAME, FileRecord, read_manifest, read_small_file
 from .pt_files import PtSource
-from .reader import check_fit, fill, read_whole
+from .reader import check_fit, check_range, fill, read_tensor, read_whole
 from .sources import SafetensorsSource, Source, checkpoint_source, hugging_face_files
 from .trees import decode
 
@@ -46,15 +46,39 @@ def open_source(path: Path) -> Any:
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint file or directory {path}")
     if path.is_dir():
-        if (path / NAME).exists():
-            return checkpoint_source(path, read_manifest(path), "model")
+        return _open_directory(path)
+    return SafetensorsSource([path]) if path.suffix == ".safetensors" else PtSource(path)
+
+
+def _open_directory(path: Path) -> Any:
+    files: Mapping[str, FileRecord | None] = {}
+    if (path / NAME).exists():
+        manifest = read_manifest(path)
+        source, files = checkpoint_source(path, manifest, "model"), manifest.files
+    else:
         try:
-            return SafetensorsSource(hugging_face_files(path))
+            source = SafetensorsSource(hugging_face_files(path))
         except FileNotFoundError:
             if (path / "pytorch_model.bin").is_file():
                 return PtSource(path / "pytorch_model.bin")
             raise
-    return SafetensorsSource([path]) if path.suffix == ".safetensors" else PtSource(path)
+        if (path / EXTRA_STATE).is_file():  # a checkpoint that was converted
+            files = {EXTRA_STATE: None}
+    if EXTRA_STATE in files:
+        try:
+            source.others = _extra_states(path / EXTRA_STATE, files[EXTRA_STATE])
+        except BaseException:
+            source.close()
+            raise
+    return source
+
+
+def _extra_states(path: Path, record: FileRecord | None) -> dict[str, Any]:
+    """What modules returned from ``get_extra_state``, by the names in the state dict."""
+    states = parse_json(path, read_small_file(path, record))
+    if not isinstance(states, dict):
+        raise DamagedError(f"{path} has something else than states by name")
+    return {name: decode(state, f"{path}: {name!r}") for name, state in states.items()}
 
 
 def _mapped(name: str, key_map: KeyMap) -> str | None:
@@ -117,18 +141,9 @@ class WeightLoader:
 
     def _read_extra(self, key_map: KeyMap) -> dict[str, Any] | None:
         """States of modules with ``get_extra_state``, by the model's names; ``None`` if the files cannot have any."""
-        states: dict[str, Any] = {}
-        if isinstance(self._opened, PtSource):
-            states = {name: value for name, value in self._opened.others.items() if is_extra_state(name)}
-        elif (self._path / NAME).exists():
-            path = self._path / EXTRA_STATE
-            record = read_manifest(self._path).files.get(EXTRA_STATE)
-            if record is not None:
-                states = parse_json(path, read_small_file(path, record))
-                if not isinstance(states, dict):
-                    raise DamagedError(f"{path} has something else than states by name")
-                states = {name: decode(state, f"{path}: {name!r}") for name, state in states.items()}
-        else:
+        states = {name: value for name, value in self._opened.others.items() if is_extra_state(name)}
+        states.update({n: read_tensor(self._opened, n) for n in self._opened.entries if is_extra_state(n)})
+        if not states and isinstance(self._opened, SafetensorsSource) and not (self._path / NAME).exists():
             return None
         mapped = {_mapped(name, key_map): state for name, state in states.items()}
         return {name: state for name, state in mapped.items() if name is not None}
@@ -154,7 +169,8 @@ class WeightLoader:
             elsewhere: the names that other ranks need.
         """
         own = {content.entry.name for content in self._contents}
-        theirs = [e for name, e in self._source.entries.items() if name in own or name not in elsewhere]
+        offered = [each for each in self._source.entries.items() if not is_extra_state(each[0])]
+        theirs = [entry for name, entry in offered if name in own or name not in elsewhere]
         # Of the names of tied weights one is enough.
         groups: dict[int, list[Content]] = {}
         for content, place in distinct_tensors(self._contents):
@@ -169,6 +185,7 @@ class WeightLoader:
             problems.append(f"{self._path} lacks {lacking[:5]}")
         if problems:
             raise ValueError(f"{self._path} does not fit the model; nothing was loaded: " + "; ".join(problems))
+        check_range(self._wanted, self._source)
 
     def read(self, device: torch.device) -> None:
         """Fill the model. What is on the meta device gets memory on ``device``."""

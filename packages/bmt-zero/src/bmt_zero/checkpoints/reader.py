@@ -11,7 +11,7 @@ from bmt_comm import whole
 
 from .contents import Content
 from .headers import DTYPES, DamagedError, Entry
-from .regions import Region, flat_bytes, local_view, logical_view, regions_of
+from .regions import Region, clip, flat_bytes, local_view, logical_view, regions_of
 from .sources import CHUNK, IN_PLACE, Source
 
 _MOST_SHARING = 16
@@ -57,57 +57,104 @@ def _some(names: list[str], limit: int = 5) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
+def check_range(contents: Iterable[Content], source: Source) -> None:
+    """Raise ValueError if a number of a source is finite, and infinite in the dtype of the tensor that it is for.
+
+    What may be so is read for it; tensors without memory will do.
+
+    Raises:
+        DamagedError: the source cannot be read.
+    """
+    for content in contents:
+        entry, target = source.entries[content.entry.name], content.tensor.dtype
+        dtype = DTYPES[entry.dtype]
+        if not (dtype.is_floating_point and target.is_floating_point):
+            continue
+        if torch.finfo(target).max >= torch.finfo(dtype).max:
+            continue
+        for chunk in _chunks(regions_of(content.where, entry.itemsize), CHUNK):
+            values = _numbers(source.read(entry.name, chunk.start, chunk.stop), dtype)
+            if not torch.equal(_wide(values.to(target)).isfinite(), _wide(values).isfinite()):
+                raise ValueError(
+                    f"{entry.name!r} has numbers of {dtype} that are infinite in {target}; use a wider dtype. Nothing "
+                    "was loaded"
+                )
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Numbers of one byte as such that torch computes with."""
+    return values.float() if values.dtype.itemsize == 1 else values
+
+
 def fill(contents: Iterable[Content], source: Source) -> None:
     """Write this rank's parts of tensors from a source, which has them in the same shapes.
 
     Raises:
         DamagedError: the source cannot be read. What has been read is in its place.
-        ValueError: a number is too large for the tensor's dtype.
     """
     with torch.no_grad():
-        for target in (_Target(content, source) for content in contents):
+        for content in contents:
+            target = Target(content, source.entries[content.entry.name])
             for chunk in target.chunks():
-                target.read(chunk)
+                target.read(chunk, source)
+            target.finish()
     source.finish()
 
 
-class _Target:
-    """A tensor that is being read."""
+class Target:
+    """This rank's part of a tensor, while it is being written.
 
-    def __init__(self, content: Content, source: Source) -> None:
-        self.name = content.entry.name
-        self._content, self._source = content, source
-        self._entry = source.entries[self.name]
-        self._dtype = DTYPES[self._entry.dtype]
-        self._tensor = content.tensor
+    Args:
+        content: the part.
+        stored: the tensor as it is read: of the same name and shape.
+    """
+
+    def __init__(self, content: Content, stored: Entry) -> None:
+        self._name, self._dtype = stored.name, DTYPES[stored.dtype]
+        self._regions = regions_of(content.where, stored.itemsize)
+        self._tensor = content.tensor.detach()
         self._in_place = self._dtype == self._tensor.dtype and self._tensor.device.type == "cpu"
         self._written = self._tensor
         if not self._tensor.is_contiguous():
             self._written = torch.empty_like(self._tensor, memory_format=torch.contiguous_format)
-        self._left = 0  # chunks that have not been read
 
-    def chunks(self) -> list[Region]:
-        regions = regions_of(self._content.where, self._entry.itemsize)
-        chunks = list(_chunks(regions, IN_PLACE if self._in_place else CHUNK))
-        self._left = len(chunks)
-        return chunks
+    def chunks(self) -> Iterator[Region]:
+        return _chunks(self._regions, IN_PLACE if self._in_place else CHUNK)
 
-    def read(self, chunk: Region) -> None:
-        """Read a chunk; after the last one the tensor is complete."""
-        flat = flat_bytes(self._written)
+    def read(self, chunk: Region, source: Source) -> None:
+        """Read a chunk."""
         if self._in_place and chunk.runs == 1:
-            self._source.read_into(self.name, chunk.start, flat[chunk.local : chunk.local + chunk.run])
+            flat = flat_bytes(self._written)
+            source.read_into(self._name, chunk.start, flat[chunk.local : chunk.local + chunk.run])
         else:
-            window = self._source.read(self.name, chunk.start, chunk.stop)
-            if self._dtype == self._tensor.dtype:
-                local_view(flat, chunk).copy_(logical_view(window, chunk, chunk.start))
-            else:
-                _convert(self._written, window, chunk, self._dtype, self.name)
-        self._left -= 1
-        if not self._left:
-            if self._written is not self._tensor:
-                self._tensor.copy_(self._written)
-            torch.autograd.graph.increment_version([self._tensor])  # what is read in place does not count itself
+            self._put(chunk, source.read(self._name, chunk.start, chunk.stop))
+
+    def take(self, low: int, window: Tensor) -> None:
+        """Write what the rank holds of the bytes of the logical tensor from ``low`` on: uint8, 1-D, on any device."""
+        for region in self._regions:
+            for part in clip(region, low, low + len(window)):
+                self._put(part, window[part.start - low : part.stop - low])
+
+    def _put(self, chunk: Region, window: Tensor) -> None:
+        """Write the runs of a region from a window that begins with the first of them."""
+        if self._dtype == self._tensor.dtype:
+            local_view(flat_bytes(self._written), chunk).copy_(logical_view(window, chunk, chunk.start))
+            return
+        size = self._dtype.itemsize
+        in_elements = Region(0, *(n if k == 2 else n // size for k, n in enumerate(chunk[1:])))
+        numbers = logical_view(_numbers(window, self._dtype), in_elements, 0)
+        local_view(self._written.view(-1), in_elements).copy_(numbers)
+
+    def finish(self) -> None:
+        """Everything has been written."""
+        if self._written is not self._tensor:
+            self._tensor.copy_(self._written)
+        torch.autograd.graph.increment_version([self._tensor])  # what is read in place does not count itself
+
+
+def _numbers(window: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as numbers."""
+    return (window.clone() if window.storage_offset() % dtype.itemsize else window).view(dtype)
 
 
 def read_tensor(source: Source, name: str) -> Tensor:
@@ -158,21 +205,6 @@ def _chunks(regions: Iterable[Region], most: int) -> Iterator[Region]:
                 continue
             for begin in range(0, run, most):
                 yield Region(at + begin, min(most, run - begin), local_at + begin)
-
-
-def _convert(target: Tensor, window: Tensor, chunk: Region, dtype: torch.dtype, name: str) -> None:
-    size = dtype.itemsize
-    if window.storage_offset() % size:
-        window = window.clone()
-    values = window.view(dtype)
-    in_elements = Region(0, *(n if k == 2 else n // size for k, n in enumerate(chunk[1:])))
-    part = logical_view(values, in_elements, 0)
-    place = local_view(target.view(-1), in_elements)
-    place.copy_(part)
-    if torch.finfo(target.dtype).max < torch.finfo(dtype).max and bool(
-        (place.isinf() & ~part.to(place.device).isinf()).any()
-    ):
-        raise ValueError(f"{name!r} has numbers of {dtype} that are infinite in {target.dtype}; use a wider dtype")
 
 
 def is_finite(flat: Tensor, dtype: torch.dtype) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -15,18 +16,22 @@ import torch
 from torch import Tensor
 
 from bmt_comm.durable import sync_to_disk
+from bmt_zero.state import is_extra_state
 
+from . import trainer_state
 from .directory import listed_steps, step_name
 from .headers import DTYPES, MAX_FILE_SIZE, DamagedError, Entry, index_of, lay_out, parse_json
+from .job import EXTRA_STATE
 from .manifest import NAME, Manifest, is_file_name, read_manifest, read_small_file
 from .pretrained import open_source
 from .sources import BUFFER, CHUNK, OpenFile
+from .trees import encode
 from .weight_files import Placeholder, SafetensorsFile, weight_file, write_weights
 from .writer import write_small_file
 
 _Report = Callable[[int, int], None]
 _CARRIED = (".json", ".txt", ".model", ".jinja", ".md")
-_NOT_CARRIED = ("manifest.json", "trainer.json", "optimizer.safetensors.index.json", "model.safetensors.index.json")
+_NOT_CARRIED = (NAME, trainer_state.FILE, EXTRA_STATE)
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -92,7 +97,8 @@ def convert(
     Args:
         source: a checkpoint, a Hugging Face directory, a ``.safetensors`` file or one of ``torch.save``.
         target: ``x.safetensors`` for one file, ``x.pt`` for one that ``torch.load`` reads, or a directory as Hugging
-            Face has it, with the configuration and tokenizer files of a source directory. It must not exist.
+            Face has it, with the configuration and tokenizer files of a source directory. It must not exist. What
+            modules returned from ``get_extra_state`` is kept in x.pt and in a directory.
         max_file_size: of the files in a directory, in bytes.
         report: called with the bytes that have been written and that there are.
 
@@ -100,7 +106,7 @@ def convert(
         FileExistsError: ``target`` exists.
         FileNotFoundError: ``source`` does not, or the folder of ``target``.
         DamagedError: ``source`` is damaged.
-        ValueError: it holds what the other form cannot.
+        TypeError, ValueError: it holds what the other form cannot.
     """
     if target.exists():
         raise FileExistsError(f"{target} exists already; choose another target, or remove it")
@@ -116,12 +122,18 @@ def convert(
             write_weights(weight_file(target, {**tensors, **opened.others}), target, reading.tensors(entries))
             return
         for name in opened.others:
-            raise ValueError(f"{source} has {name!r}, which is no tensor that safetensors can hold; convert it to x.pt")
+            if not is_extra_state(name):
+                raise ValueError(
+                    f"{source} has {name!r}, which is no tensor that safetensors can hold; convert it to x.pt"
+                )
+        extra = {name: encode(state, repr(name)) for name, state in opened.others.items()}
         part.mkdir()
         layouts = lay_out("model", opened.entries.values(), max_file_size)
         for layout in layouts:
             write_weights(SafetensorsFile(layout), part / layout.name, reading.tensors(layout.entries))
         write_small_file(part / "model.safetensors.index.json", index_of(layouts))
+        if extra:
+            write_small_file(part / EXTRA_STATE, json.dumps(extra).encode())
         for path in sorted(source.iterdir()) if source.is_dir() else []:
             if _is_carried(path):
                 write_small_file(part / path.name, path.read_bytes())
