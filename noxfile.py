@@ -335,15 +335,17 @@ def sanitize(session: nox.Session) -> None:
 @nox.session(default=False)
 @summarized
 def checkpoint_faults(session: nox.Session) -> None:
-    """What CI does a few times, often: 100 killed runs, 10,000 mutated files, 200 saves."""
+    """What CI does a few times, often: 100 killed runs, 10,000 mutated files, 200 saves, generated models."""
     install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS)
     install_ours(session)
     tests = "packages/bmt-zero/tests"
-    often = {"BMT_KILLS": "50", "BMT_MUTATIONS": "5000", "BMT_SAVES": "200"}  # two runs each are killed and mutated
+    # Two runs each are killed and mutated.
+    often = {"BMT_KILLS": "50", "BMT_MUTATIONS": "5000", "BMT_SAVES": "200", "BMT_CASES": "40"}
     session.env.update(often)
     run_tests(session, "killed runs", "tests/test_checkpoint_kills.py")
     run_tests(session, "mutated files", f"{tests}/test_weights.py", "-k", "mutated")
     run_tests(session, "many saves", f"{tests}/test_checkpointer.py", "-k", "many_saves")
+    run_tests(session, "generated models", "tests/test_checkpoints.py", "-k", "generated")
 
 
 @nox.session(requires=["build"], default=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -23,16 +24,33 @@ from bmt_optim.slices import cut
 from bmt_zero import Checkpointer, SaveError
 from bmt_zero.checkpoints.manifest import parse_manifest, record_of
 
-HIDDEN = 13
-LAYERS = 5
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a model; ``shapes`` are those of parameters that each layer and the model have beside."""
+
+    vocab: int = 17
+    hidden: int = 13
+    inner: int = 24
+    layers: int = 5
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+SIZES = Sizes()
+
+
+def add_parameters(module: nn.Module, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    for number, shape in enumerate(shapes):
+        module.register_parameter(f"more_{number}", bmt.DistributedParameter(torch.ones(shape, dtype=dtype)))
 
 
 class Layer(bmt.DistributedModule):
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, sizes: Sizes) -> None:
         super().__init__()
-        self.norm = bmt.DistributedParameter(torch.ones(HIDDEN, dtype=dtype))
-        self.up = bmt.nn.ColumnParallelLinear(HIDDEN, 24, dtype=dtype)
-        self.down = bmt.nn.RowParallelLinear(24, HIDDEN, dtype=dtype)
+        self.norm = bmt.DistributedParameter(torch.ones(sizes.hidden, dtype=dtype))
+        self.up = bmt.nn.ColumnParallelLinear(sizes.hidden, sizes.inner, dtype=dtype)
+        self.down = bmt.nn.RowParallelLinear(sizes.inner, sizes.hidden, dtype=dtype)
+        add_parameters(self, sizes.shapes, dtype)
         self.register_buffer("count", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,16 +58,17 @@ class Layer(bmt.DistributedModule):
 
 
 class Model(bmt.DistributedModule):
-    def __init__(self, level: int, dtype: torch.dtype, interleave: int) -> None:
+    def __init__(self, level: int, dtype: torch.dtype, interleave: int, sizes: Sizes = SIZES) -> None:
         super().__init__()
-        self.embed = bmt.DistributedParameter(torch.ones(17, HIDDEN, dtype=dtype))
-        blocks = [bmt.Block(Layer(dtype), zero_level=level) for _ in range(LAYERS)]
+        self.embed = bmt.DistributedParameter(torch.ones(sizes.vocab, sizes.hidden, dtype=dtype))
+        blocks = [bmt.Block(Layer(dtype, sizes), zero_level=level) for _ in range(sizes.layers)]
         if bmt.config["pipe_size"] > 1:
             self.layers: nn.Module = bmt.PipelineTransformerBlockList(blocks, interleave=interleave)
         else:
             self.layers = bmt.TransformerBlockList(blocks)
-        self.head = bmt.nn.Linear(HIDDEN, 1, dtype=dtype)
+        self.head = bmt.nn.Linear(sizes.hidden, 1, dtype=dtype)
         self.scale = bmt.DistributedParameter(torch.ones((), dtype=dtype))
+        add_parameters(self, sizes.shapes, dtype)
 
 
 def matrices(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -57,25 +76,26 @@ def matrices(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return [p for p in params if len(slice_of(p).shape) == 2], [p for p in params if len(slice_of(p).shape) != 2]
 
 
+KINDS: dict[str, Any] = {
+    "adam": bmt.optim.AdamOptimizer,
+    "adam_offload": bmt.optim.AdamOffloadOptimizer,
+    "lamb": bmt.optim.Lamb,
+    "adafactor": functools.partial(bmt.optim.Adafactor, beta1=0.9),
+    "torch_adafactor": bmt.optim.TorchAdafactor,
+    "came": functools.partial(bmt.optim.CAME, lr=1e-3),
+    "muon": bmt.optim.Muon,
+    "torch": torch.optim.AdamW,
+}
+
+
 def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
-    params = list(model.parameters())
-    if name == "adam":
-        return [bmt.optim.AdamOptimizer(params)]
-    if name == "adam_offload":
-        return [bmt.optim.AdamOffloadOptimizer(params)]
-    if name == "lamb":
-        return [bmt.optim.Lamb(params)]
-    if name == "adafactor":
-        return [bmt.optim.Adafactor(params, beta1=0.9)]
-    if name == "torch_adafactor":
-        return [bmt.optim.TorchAdafactor(params)]
-    if name == "came":
-        return [bmt.optim.CAME(params, 1e-3)]
-    if name == "torch":
-        return [torch.optim.AdamW(params)]
+    """By the name of one, or of one for the matrices and one for the rest: "muon+adam"."""
     first, rest = matrices(model)
-    if name == "muon":
-        return [bmt.optim.Muon(first), bmt.optim.AdamOptimizer(rest)]
+    if "+" in name:
+        kinds = [KINDS[kind] for kind in name.split("+")]
+        return [kinds[0](first), kinds[1](rest)]
+    if name in KINDS:
+        return [KINDS[name](model.parameters())]
     kind, bits = name.split("-")
     assert kind == "galore"
     groups = [
@@ -86,7 +106,17 @@ def make_optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     return [bmt.optim.GaLoreAdamW(groups, nbits=int(bits), min_8bit_size=16, percentile_clipping=90)]
 
 
-OPTIMIZERS = ["adam", "adam_offload", "lamb", "adafactor", "torch_adafactor", "came", "muon", "galore-32", "galore-8"]
+OPTIMIZERS = [
+    "adam",
+    "adam_offload",
+    "lamb",
+    "adafactor",
+    "torch_adafactor",
+    "came",
+    "muon+adam",
+    "galore-32",
+    "galore-8",
+]
 
 
 def values(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -127,8 +157,10 @@ def check(model: nn.Module, optimizers: list[Any], seed: int) -> None:
         assert {int(r.tensor) for r in optimizer.state_records() if r.key == "step"} == {seed}
 
 
-def build(name: str, level: int, dtype: torch.dtype, interleave: int, seed: int) -> tuple[nn.Module, Any]:
-    model = Model(level, dtype, interleave)
+def build(
+    name: str, level: int, dtype: torch.dtype, interleave: int, seed: int, sizes: Sizes = SIZES
+) -> tuple[nn.Module, Any]:
+    model = Model(level, dtype, interleave, sizes)
     manager = bmt.optim.OptimManager(loss_scale=4.0)
     for optimizer in make_optimizers(name, model):
         manager.add_optimizer(optimizer, bmt.lr_scheduler.Cosine(optimizer, 0.1 * seed, 3, 20, num_iter=seed))
@@ -155,27 +187,29 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("written"))
 
 
-@pytest.mark.ranks(1, 2, 3, 4, init=False, timeout=120)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_layout_writes_the_same_and_reads_what_another_wrote(
-    name: str, dtype: torch.dtype, written: str, tmp_path: Path
+def write_and_read(
+    name: str,
+    dtype: torch.dtype,
+    layouts: list[tuple[int, int, int, int]],
+    reference: Path,
+    folder: Path,
+    sizes: Sizes = SIZES,
+    max_file_size: int = 3000,
 ) -> None:
-    reference = Path(written) / f"{name} {dtype}"
-    ranks = int(os.environ["WORLD_SIZE"])
-    for number, (tp, pipe, level, interleave) in enumerate(LAYOUTS[ranks]):
+    """Each layout writes the same files as the first one, of any number of ranks, and reads what that wrote."""
+    for number, (tp, pipe, level, interleave) in enumerate(layouts):
         ctx = bmt.init_distributed(tp_size=tp, pipe_size=pipe, seed=1)
-        model, manager = build(name, level, dtype, interleave, seed=5)
-        checkpointer = Checkpointer(tmp_path / f"{number}", max_file_size=3000)
+        model, manager = build(name, level, dtype, interleave, 5, sizes)
+        checkpointer = Checkpointer(folder / f"{number}", max_file_size=max_file_size)
         checkpointer.save(1, model=model, manager=manager)
         checkpointer.wait()
-        folder = tmp_path / f"{number}" / "step-00000001"
+        written = folder / f"{number}" / "step-00000001"
         if ctx.rank == 0 and not reference.exists():
             reference.mkdir()
-            shutil.copytree(folder, reference / "step-00000001")
+            shutil.copytree(written, reference / "step-00000001")
         ctx.world.barrier()
-        assert tensor_files(folder) == tensor_files(reference / "step-00000001")
-        model, manager = build(name, level, dtype, interleave, seed=6)
+        assert tensor_files(written) == tensor_files(reference / "step-00000001")
+        model, manager = build(name, level, dtype, interleave, 6, sizes)
         reader = Checkpointer(reference, readonly=True)
         assert reader.load_latest(model=model, manager=manager) == 1
         check(model, manager.optimizers, 5)
@@ -183,6 +217,48 @@ def test_any_layout_writes_the_same_and_reads_what_another_wrote(
         assert manager.optimizers[0].param_groups[0]["lr"] == manager.lr_schedulers[0].current_lr
         checkpointer.close()
         bmt.shutdown()
+
+
+@pytest.mark.ranks(1, 2, 3, 4, init=False, timeout=120)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_layout_writes_the_same_and_reads_what_another_wrote(
+    name: str, dtype: torch.dtype, written: str, tmp_path: Path
+) -> None:
+    write_and_read(name, dtype, LAYOUTS[int(os.environ["WORLD_SIZE"])], Path(written) / f"{name} {dtype}", tmp_path)
+
+
+def generated_layouts(generator: random.Random, ranks: int, layers: int) -> list[tuple[int, int, int, int]]:
+    """Two of the layouts that so many ranks may have."""
+    sizes = [(tp, pipe) for tp in range(1, 5) for pipe in range(1, 5) if ranks % (tp * pipe) == 0]
+    layouts = []
+    for _ in range(2):
+        tp, pipe = generator.choice(sizes)
+        interleave = generator.randint(1, layers // pipe) if pipe > 1 else 1
+        layouts.append((tp, pipe, generator.randrange(4), interleave))
+    return layouts
+
+
+@pytest.mark.ranks(1, 2, 3, 4, init=False, timeout=120)
+@pytest.mark.parametrize("seed", range(int(os.environ.get("BMT_CASES", "6"))))
+def test_generated_models_at_generated_layouts(seed: int, written: str, tmp_path: Path) -> None:
+    """The session ``checkpoint_faults`` of nox generates more."""
+    generator = random.Random(seed)
+    sizes = Sizes(
+        vocab=generator.randint(1, 40),
+        hidden=generator.randint(1, 40),
+        inner=12 * generator.randint(1, 5),  # which up to four ranks divide
+        layers=generator.randint(4, 7),
+        shapes=tuple(
+            tuple(generator.randint(1, 9) for _ in range(generator.randrange(4))) for _ in range(generator.randrange(4))
+        ),
+    )
+    kinds = [kind for kind in KINDS if kind != "torch"]
+    name = f"{generator.choice(kinds)}+{generator.choice([kind for kind in kinds if kind != 'muon'])}"
+    dtype, max_file_size = generator.choice([torch.float32, torch.bfloat16]), generator.choice([300, 5000, 1 << 30])
+    ranks = int(os.environ["WORLD_SIZE"])
+    layouts = generated_layouts(random.Random(f"{seed} {ranks}"), ranks, sizes.layers)
+    write_and_read(name, dtype, layouts, Path(written) / f"{seed}", tmp_path, sizes, max_file_size)
 
 
 def grads(step: int, params: list[Tensor]) -> None:
@@ -257,7 +333,7 @@ def test_what_does_not_fit_is_named(ctx: Any, tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "c")
     model, manager = make("adam")
     checkpointer.save(1, model=model, manager=manager)
-    other, lamb = make("muon")
+    other, lamb = make("muon+adam")
     with pytest.raises(ValueError, match=r"checkpoint's optimizer lacks '0.weight.momentum_buffer'"):
         checkpointer.load_latest(model=other, manager=lamb)
     with pytest.raises(ValueError, match=r"has a parameter of shape \(17, 9\) that the model has not"):
@@ -344,7 +420,7 @@ def nodes(value: Any) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("optimizer", ["adam", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam", "adafactor", "muon+adam"])
 def test_changed_settings_load_or_are_refused_by_name(ctx: Any, tmp_path: Path, optimizer: str) -> None:
     """With checksums that are right, so that nothing but the readers keeps them out."""
     model = Model(3, torch.float32, 1)
