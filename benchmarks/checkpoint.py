@@ -1,8 +1,9 @@
 """Checkpoints: the stall of a save against a plain copy, the speed of the disk, and torch.distributed.checkpoint.
 
 Planning is measured for one of 1,024 ranks with the names and shapes of Llama-70B. The rest saves and loads a model
-of ``--gigabytes`` whose state is that of Adam, sharded by FSDP2 over the ranks, so that ``dcp.save`` and
-``dcp.async_save`` write the very same tensors. ``dd`` and ``cat`` move the same bytes to and from the same disk.
+of ``--gigabytes`` (a Llama of transformers, where that is installed) whose state is that of Adam, sharded by FSDP2 over
+the ranks, so that ``dcp.save`` and ``dcp.async_save`` write the very same tensors. ``dd`` and ``cat``
+move the same bytes to and from the same disk.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ from bmt_zero import Checkpointer, plan_layouts
 from bmt_zero.checkpoints.headers import Entry, lay_out
 from bmt_zero.checkpoints.plan import AddressSpace, Holding, WritePlan, classes_of
 from bmt_zero.checkpoints.regions import regions_of
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
 
 HIDDEN, MIDDLE, KEYS, VOCAB, LAYERS = 8192, 28672, 1024, 32000, 80
 
@@ -86,6 +92,18 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(2048, 2048, bias=True) for _ in range(count)])
 
 
+def make_model(gigabytes: float) -> tuple[nn.Module, list[nn.Module]]:
+    """A model with so much weights and state, and its layers: a Llama of transformers, where that is installed."""
+    numbers = gigabytes * 1e9 / (3 * 4)
+    if transformers is None:
+        model = Layers(max(1, round(numbers / (2048 * 2049))))
+        return model, list(model.layers)
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 4096}
+    count = max(1, round((numbers - 2 * 4096 * 1024) / (4 * 1024 * 1024 + 3 * 1024 * 2816)))
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=count))
+    return llama, list(llama.model.layers)
+
+
 def resident() -> int:
     text = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("VmHWM"))
@@ -96,8 +114,18 @@ def forget_peak() -> int:
     return resident()
 
 
-def tried_as_hugging_face(folder: Path, names: set[str]) -> str:
-    """Read a directory as ``from_pretrained`` does: the index, and the files that it names. "yes", or why not."""
+def tried_as_hugging_face(folder: Path, model: nn.Module, names: set[str]) -> str:
+    """Read a directory by ``AutoModel.from_pretrained``: "yes", or why not.
+
+    Without transformers: by the index, and the files that it names.
+    """
+    if transformers is not None:
+        model.config.save_pretrained(folder)  # what dcp does not write, so that only the weights matter
+        try:
+            _, facts = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
+        except Exception as error:
+            return f"no ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+        return f"no (without {facts['missing_keys']})" if facts["missing_keys"] else "yes"
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         found: set[str] = set()
@@ -146,8 +174,8 @@ def measure(gigabytes: float, rounds: int, folder: str) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     context = bmt_comm.init_distributed(device="cpu")
-    model = Layers(max(1, round(gigabytes * 1e9 / (3 * 4 * 2048 * 2049))))
-    for layer in model.layers:
+    model, layers = make_model(gigabytes)
+    for layer in layers:
         fully_shard(layer)
     fully_shard(model)
     optimizer = AdamOptimizer(model.parameters())
@@ -200,7 +228,7 @@ def measure(gigabytes: float, rounds: int, folder: str) -> dict[str, Any]:
     found["copy"], found["dd"], found["cat"] = copies, writes, reads
     checkpointer.close()
     names = set(model.state_dict())
-    found["ours"]["read"] = tried_as_hugging_face(root / "ours" / f"step-{rounds:08}", names)
+    found["ours"]["read"] = tried_as_hugging_face(root / "ours" / f"step-{rounds:08}", model, names)
     # torch's: of the same model, with torch's optimizer, whose state has the same size.
     theirs = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
@@ -225,7 +253,7 @@ def measure(gigabytes: float, rounds: int, folder: str) -> dict[str, Any]:
             context.world.barrier()
             saves.append(time.perf_counter() - start)
             if context.rank == 0:
-                read = tried_as_hugging_face(where, names)
+                read = tried_as_hugging_face(where, model, names)
                 shutil.rmtree(where)
         found[name] = {"stall": stalls, "save": saves, "extra memory": resident() - base}
         if context.rank == 0:
@@ -237,6 +265,7 @@ def measure(gigabytes: float, rounds: int, folder: str) -> dict[str, Any]:
 def show(found: dict[str, Any]) -> None:
     """Print medians, and ratios within a round."""
     size = found["bytes"]
+    reader = "safetensors" if transformers is None else "AutoModel.from_pretrained"
 
     def ratio(times: list[float], others: list[float]) -> float:
         return statistics.median(a / b for a, b in zip(times, others))
@@ -254,7 +283,7 @@ def show(found: dict[str, Any]) -> None:
             print(
                 f"  {name:15} stall {statistics.median(result['stall']):6.3f} s, whole save "
                 f"{statistics.median(result['save']):6.2f} s, memory beside the model and its copy "
-                f"{result['extra memory'] / 1e6:7.0f} MB per rank; read as a Hugging Face directory: {result['read']}"
+                f"{result['extra memory'] / 1e6:7.0f} MB per rank; {reader} reads it: {result['read']}"
             )
 
 
