@@ -137,7 +137,8 @@ def test_dtensors_of_fsdp2_are_trained_as_the_whole_and_their_state_gathered():
     params = list(model.parameters())
     assert update_error(params, plain.parameters(), start.parameters()) <= 1e-5
     local = optimizer.state_dict()["state"]
-    assert all(tuple(local[i]["exp_avg"].shape) == tuple(p.to_local().shape) for i, p in enumerate(params))
+    assert all(local[i]["exp_avg"].shape == p.shape for i, p in enumerate(params))
+    assert all(local[i]["exp_avg"].to_local().shape == p.to_local().shape for i, p in enumerate(params))
     whole = optimizer.state_dict(gather=True)["state"]
     assert len(whole) == (len(params) if rank == 0 else 0)
     for i, entry in whole.items():

@@ -210,13 +210,46 @@ def slice_of(tensor: Tensor) -> Slice:
     known = getattr(tensor, SLICE_ATTRIBUTE, None)
     if known is not None:
         return known
-    if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
-        key = (tensor.device_mesh, tensor.placements, tensor.shape)
+    if is_dtensor(tensor):
+        dtensor: Any = tensor
+        # An equal mesh has other process groups after destroy_process_group.
+        key = (dist.group.WORLD, dtensor.device_mesh, dtensor.placements, tensor.shape)
         part = _slices.get(key)
         if part is None:
             part = _slices[key] = _slice_of_dtensor(tensor)
         return part
     return whole(tensor)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether it is a ``DTensor``; without an import of its module, which takes long."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def dtensor_like(local: Tensor, where: Slice, like: Any) -> Tensor:
+    """``local``, of shape ``where.local_shape``, as a ``DTensor`` of shape ``where.shape`` on the same memory.
+
+    Args:
+        like: a ``DTensor`` whose mesh dimensions cut ``where``, or do not.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = like.device_mesh
+    placements: list[Any] = []
+    for mesh_dim, placement in enumerate(like.placements):
+        is_cut = not placement.is_replicate() and mesh.size(mesh_dim) > 1
+        comm = _cached_communicator(mesh.get_group(mesh_dim), mesh.device_type) if is_cut else None
+        if comm is None:
+            placements.append(Replicate())
+        elif comm is where.row_comm:
+            placements.append(placement)
+        elif comm is where.tp_comm:
+            assert where.tp_dim is not None
+            placements.append(Shard(where.tp_dim))
+        else:
+            placements.append(Replicate())
+    shape, stride = torch.Size(where.shape), torch.empty(where.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -276,7 +309,7 @@ def _slice_of_dtensor(tensor: Any) -> Slice:
 
 
 _communicators: dict[Any, Communicator] = {}
-_slices: dict[Any, Slice] = {}  # of DTensors, by mesh, placements and shape
+_slices: dict[Any, Slice] = {}  # of DTensors, by world, mesh, placements and shape
 
 
 def _cached_communicator(group: Any, device_type: str) -> Communicator:

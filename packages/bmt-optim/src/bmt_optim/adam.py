@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import bmt_kernels
-from bmt_comm import StateRecord, slice_of
+from bmt_comm import StateRecord, dtensor_like, is_dtensor, slice_of
 
 from .adam_runs import HALF, MOMENTS, GroupPlan, Home, Launch
 from .runs import on_local_tensors, zero_grads
@@ -172,7 +172,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """The state by parameter index, in torch's format.
 
         Every parameter that requires a gradient has ``step`` (a tensor), ``exp_avg``, ``exp_avg_sq`` and,
-        in half precision, ``master``: fp32, of the local shape, and the optimizer's own memory.
+        in half precision, ``master``: fp32, of the local shape, and the optimizer's own memory. Those of a
+        DTensor are DTensors.
 
         Args:
             gather: assemble the unsharded tensors, on the CPU, one parameter at a time. A collective over
@@ -192,6 +193,12 @@ class AdamOptimizer(torch.optim.Optimizer):
             keys = [(*MOMENTS, "master") if p.dtype in HALF else MOMENTS for p in params]
             tensors = [dict.fromkeys(k, (slice_of(p), torch.float32)) for k, p in zip(keys, params)]
             found["state"] = gather_state(found["state"], params, tensors)
+            return found
+        for index, entry in found["state"].items():
+            param = params[index]
+            if is_dtensor(param):
+                where = slice_of(param)
+                entry.update({key: dtensor_like(value, where, param) for key, value in entry.items() if key != "step"})
         return found
 
     def _materialize(self) -> None:

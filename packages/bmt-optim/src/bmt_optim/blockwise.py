@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 import bmt_kernels
-from bmt_comm import Communicator, Slice
+from bmt_comm import Communicator, Slice, dtensor_like, slice_of
 
-from .slices import indices_along, row_indices
+from .slices import assemble, indices_along, row_indices
 from .state_layout import StateTensor
 
 BLOCK = 256
@@ -103,6 +103,11 @@ class BlockMaxima(StateTensor):
             rows = span.first - piece.first, span.last - piece.first
             return Slice(shape, *rows, codes.row_comm, 0, piece.first, piece.last - piece.first, codes.tp_comm)
         return Slice(shape, span.first, span.last, codes.row_comm)
+
+    def as_dtensor(self, local: Tensor, param: Tensor) -> Tensor:
+        """The unsharded maxima, replicated: no placement has overlapping ranges. All ranks must call this."""
+        whole = assemble(local, self.part(slice_of(param)))
+        return dtensor_like(whole, Slice(tuple(whole.shape), 0, len(whole)), param)
 
 
 def maxima_of(codes: StateTensor) -> BlockMaxima:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import Slice, StateRecord, local_tensor, slice_of
+from bmt_comm import Slice, StateRecord, is_dtensor, local_tensor, slice_of
 
 from .batch import HALF, Batch
 from .engine import Step, run
@@ -218,7 +218,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The state by parameter index, in torch's format.
 
         Every parameter that requires a gradient has ``step`` (a tensor), the tensors of :meth:`state_layout` and,
-        in half precision, ``master``: parts of the local shape, and the optimizer's own memory.
+        in half precision, ``master``: parts of the local shape, and the optimizer's own memory. Those of a DTensor
+        are DTensors.
 
         Args:
             gather: assemble the unsharded tensors, on the CPU, one at a time. A collective over the ranks that
@@ -242,6 +243,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if entry := found["state"].get(index):
                     entry.update({key: _maintained(entry[key], part) for key, part in parts.items()})
             found["state"] = gather_state(found["state"], params, tensors)
+            return found
+        options = [group for group in self.param_groups for _ in group["params"]]
+        for index, entry in found["state"].items():
+            param = params[index]
+            if is_dtensor(param):
+                layout = self._layout(param, options[index])
+                entry.update({key: tensor.as_dtensor(entry[key], param) for key, tensor in layout.items()})
         return found
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from bmt_comm import Communicator, Slice, slice_of
+from bmt_comm import Communicator, Slice, is_dtensor, slice_of
 
 
 @dataclass(eq=False)
@@ -56,8 +56,15 @@ class Matrix:
 
     @cached_property
     def undivided(self) -> bool:
-        """Whether one of the ranks that share it holds all of it, and the others nothing. All of them know."""
-        return self.tp_comm is None and sum(start < stop for start, stop in self.rows) <= 1
+        """Whether one of the ranks that share it holds all of it, and the others nothing. All of them know.
+
+        Not so for a DTensor, whose state is made of DTensors, which are the same on all ranks that replicate them.
+        """
+        return (
+            self.tp_comm is None
+            and sum(start < stop for start, stop in self.rows) <= 1
+            and (self.row_comm is None or not is_dtensor(self.param))
+        )
 
     def cut_along(self, over: tuple[int, ...] | None) -> tuple[Communicator | None, Communicator | None]:
         """The communicators, of rows and of tensor parallelism, that cut the dimensions ``over`` (``None``: any)."""

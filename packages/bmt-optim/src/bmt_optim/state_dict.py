@@ -98,8 +98,8 @@ def state_value(values: Mapping[str, Any], key: str, index: int, where: Slice) -
         local = local_tensor(found)
         if tuple(local.shape) == where.local_shape:
             return local
-        if tuple(found.shape) == where.shape and local is found:
-            return cut(found, where)
+        if tuple(local.shape) == where.shape:
+            return cut(local, where)
     raise ValueError(
         f"{key} of parameter {index} has shape {tuple(found.shape)} in the state dict; this rank needs the full "
         f"shape {where.shape} or its part of it, {where.local_shape}"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from bmt_comm import Slice
+from bmt_comm import Slice, dtensor_like, slice_of
 
 from .experts import experts_of
 
@@ -68,6 +69,10 @@ class StateTensor:
             return Slice(shape, start, stop, where.row_comm, **tp, row_dims=rows)
         whole = Slice(shape, 0, 0, None, **tp)
         return Slice(shape, 0, whole.tp_shard_rows, None, **tp)
+
+    def as_dtensor(self, local: Tensor, param: Tensor) -> Tensor:
+        """This rank's part of the state tensor of ``param``, a ``DTensor``, as a ``DTensor`` on the same memory."""
+        return dtensor_like(local, self.part(slice_of(param)), param)
 
 
 def like_parameter(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> StateTensor:
