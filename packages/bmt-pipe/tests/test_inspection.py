@@ -142,14 +142,103 @@ def test_stages_number_their_tensors_together(ctx: Any) -> None:
         layers(torch.randn(2, 1, WIDTH)).sum().backward()
     if ctx.rank == 0:
         assert inspector.summary  # no rank waits for another
-    own = [0, 1] if ctx.pipe_rank == 0 else [2]
     middles = [item for item in inspector.summary if item["name"] == "middle"]
-    assert [(item["index"], item["summary_name"]) for item in middles] == [(i, f"layer.{i}.middle") for i in own]
+    assert [(item["index"], item["summary_name"]) for item in middles] == [(i, f"layer.{i}.middle") for i in range(3)]
     everyone = [item["name"] for item in inspector.get_summary()]
     assert everyone == [name for i in range(3) for name in (f"{i}.input", f"layer.{i}.middle")]
-    for index in range(3):
-        found = inspector.get_tensor("middle", "layer", index)
-        assert (found is not None) == (index in own)
-        assert found is None or found.shape == (2 * 2, 1, WIDTH)
-    assert inspector.get_tensor("middle", "layer") is not None
+    assert [item["summary_name"] for item in inspector.summary] == everyone
+    own = [0, 1] if ctx.pipe_rank == 0 else [2]
     assert [item["name"] for item in inspector._summary] == ["input", "middle"] * (2 * len(own))
+
+
+@pytest.mark.ranks(2, 4, pipe_size=2, num_micro_batches=4)
+def test_every_rank_has_its_own_samples_of_all_stages(ctx: Any) -> None:
+    check_recorded(ctx)
+
+
+@pytest.mark.ranks(1, 2)
+def test_every_rank_has_its_own_samples_of_a_pipeline_of_one_stage(ctx: Any) -> None:
+    check_recorded(ctx)
+
+
+def check_recorded(ctx: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Counting() for _ in range(LAYERS))
+    layers = PipelineTransformerBlockList([Block(Counting()) for _ in range(LAYERS)])
+    load_state_dict(layers, plain.state_dict())
+    x = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))[ctx.rank]
+    with inspect_tensor() as inspector:
+        layers(x.to(ctx.device))
+        with pytest.raises(RuntimeError, match=r"stages of a pipeline exchange .* use recorded tensors after it"):
+            inspector.get_tensor("input")
+    for index, layer in enumerate(plain):
+        recorded = [(name, inspector.get_tensor(name, group, index)) for name, group in Counting.names]
+        after, values = layer.recorded(x)
+        for (name, found), wanted in zip(recorded, values, strict=True):
+            assert found is not None, name
+            assert found.dtype == wanted.dtype
+            assert torch.allclose(found.detach().cpu().double(), wanted.detach().double(), rtol=1e-5, atol=1e-5), name
+        x = after.detach()
+    assert inspector.get_tensor("input") is inspector.get_tensor("input", index=0)
+    assert inspector.get_tensor("input", index=LAYERS) is None
+    assert all(item["tensor"].shape == item["shape"] for item in inspector.summary)
+
+
+@pytest.mark.ranks(2, 4, pipe_size=2, num_micro_batches=4)
+def test_losses_of_ranks_use_different_recorded_tensors_and_one_backward_fails(ctx: Any) -> None:
+    """A stage uses tensors of the other one alone; a loss that failed leaves nothing behind."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Layer() for _ in range(4))
+    layers = PipelineTransformerBlockList([Block(Layer()) for _ in range(4)])
+    load_state_dict(layers, plain.state_dict())
+    whole = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = whole.flatten(0, 1)
+    middles = []
+    for layer in plain:
+        middles.append(torch.tanh(layer.first(x)))
+        x = x + middles[-1]
+    chosen = [3 - 3 * rank // (ctx.replicas - 1) for rank in range(ctx.replicas)]
+    own = [slice(ROWS * rank, ROWS * rank + ROWS) for rank in range(ctx.replicas)]
+    sum(middles[index][rows].pow(3).sum() for index, rows in zip(chosen, own)).backward()
+    with inspect_tensor() as inspector:
+        layers(whole[ctx.rank].to(ctx.device))
+        failing = Failing.apply(torch.ones(1, requires_grad=True))  # fails between the loss and the pipeline
+    loss = inspector.get_tensor("middle", "layer", chosen[ctx.rank]).pow(3).sum()
+    with pytest.raises(RuntimeError, match="no backward"):
+        (loss + failing.to(ctx.device)).backward(retain_graph=True)
+    loss.backward()
+    for item, param in zip(inspect_model(layers, "*"), plain.parameters(), strict=True):
+        for key in ("mean", "std", "max", "min"):
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            wanted = getattr(grad.double(), key)().item()
+            assert item[f"grad_{key}"] == pytest.approx(wanted, rel=1e-4, abs=1e-4), item["name"]
+
+
+class Counting(nn.Module):
+    """Records numbers that are no floating-point ones, and a number for each micro-batch, too."""
+
+    names = (("input", None), ("positive", None), ("sign", "layer"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def recorded(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return x + torch.tanh(self.first(x)), [x, x > 0, x.sign().long()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, values = self.recorded(x)
+        for (name, group), value in zip(self.names, values):
+            record_tensor(value, name, group)
+        record_tensor(x.detach().mean(), "mean")
+        return y
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("no backward")

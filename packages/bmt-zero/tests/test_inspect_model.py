@@ -82,6 +82,36 @@ def test_parameters_and_gradients_are_those_of_one_process(ctx: Any, level: int)
     assert ctx.world.all_gather_object(str(found)) == [str(found)] * ctx.world_size
 
 
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no backward")
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_failed_backward_leaves_no_loss_scale_behind(ctx: Any) -> None:
+    """It failed before it came to a Block, or after; the next loss is not scaled."""
+    torch.manual_seed(3)
+    plain = nn.Linear(3, 2)
+    model = Block(copy.deepcopy(plain))
+    x = torch.ones(2, 3)
+    plain(x).square().sum().backward()
+    for fails_first in (True, False):
+        inputs = x.clone().requires_grad_()
+        y = model(inputs if fails_first else Failing.apply(inputs))
+        loss = (Failing.apply(y) if fails_first else y).sum() * 8
+        mark_scaled(loss, 8)
+        with pytest.raises(RuntimeError, match="no backward"):
+            loss.backward()
+        model.zero_grad()
+        (model(x).square().sum() / ctx.world_size).backward()
+        assert_same(inspect_model(model, "*"), [expected(n, p, p.grad) for n, p in plain.named_parameters()])
+
+
 @pytest.mark.ranks(2)
 def test_patterns_and_prefixes_choose_names(ctx: Any) -> None:
     model = Block(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))

@@ -6,6 +6,12 @@
     one after the other, and a parameter of which a rank has nothing may be missing there. What is sharded over which
     ranks and where the cuts are depends on their layout, but the number of elements tells enough.
 
+    The gathered state of a tensor-parallel parameter has the elements of all ranks in the order of the ranks: for each
+    part of the shards, that part of every tensor-parallel rank's shard. (Of a bias of ``RowParallelLinear``, which these
+    ranks hold in common, it has as many copies.) The cuts are not in the file. They follow from the number of ranks, and
+    in a Block from its parameters, whose flat buffer is cut evenly; and with the right ones, the master weights are the
+    parameters.
+
     The moments of fp16 parameters in their ``AdamOptimizer`` are multiplied by the loss scale; the first one is then
     in fp16.
 
@@ -16,13 +22,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import bmt_comm
-from bmt_comm import LAYER_ATTRIBUTE, Communicator, Slice, select_rows, slice_of
+from bmt_comm import LAYER_ATTRIBUTE, Communicator, Slice, local_tensor, select_rows, slice_of
 
 from .adam_runs import HALF
 
@@ -46,13 +53,15 @@ def from_upstream(
 
     Args:
         state_dict: gathered, the same on every rank; or what this rank has saved, in a job of as many ranks with the
-            same tensor-parallel size and stages. Of the latter, and in a pipeline, every rank must call this.
+            same tensor-parallel size and stages. Of the latter, with tensor parallelism, and in a pipeline, every rank
+            must call this. With tensor parallelism the job must be of as many ranks for gathered ones, too, and the
+            parameters must have the values that the model had when its state was saved.
         groups: the optimizer's parameters, in groups.
         loss_scale: by which moments in fp16 are multiplied.
 
     Raises:
         ValueError: tensors do not have as many elements as the parameters; moments are multiplied by a loss scale that
-            is not given; or the state of tensor-parallel parameters was gathered, which puts them out of order.
+            is not given; or the gathered state of tensor-parallel parameters does not fit them.
     """
     return _converted(state_dict, [param for group in _of_all_stages(groups) for param in group], loss_scale)
 
@@ -67,7 +76,7 @@ def _converted(
         raise ValueError(f"the state dict has {len(order)} parameters and the optimizer has {len(params)}")
     state = state_dict["state"]
     slices = [None if param is None else slice_of(param) for param in params]
-    flats = _Gathered(state, order) if state_dict.get("is_whole") else _OfRanks(state, order, slices)
+    flats = _Gathered(state, order, params, slices) if state_dict.get("is_whole") else _OfRanks(state, order, slices)
     converted: dict[Any, dict[str, Any]] = {}
     for index, (key, param, where) in enumerate(zip(order, params, slices, strict=True)):
         step = flats.step(index)
@@ -124,10 +133,22 @@ def _of_all_stages(groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor | Non
 
 
 class _Gathered:
-    """All elements of each parameter."""
+    """All elements of each parameter; see [Note: their form]."""
 
-    def __init__(self, state: Mapping[Any, Any], order: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        state: Mapping[Any, Any],
+        order: Sequence[Any],
+        params: Sequence[Tensor | None],
+        slices: Sequence[Slice | None],
+    ) -> None:
         self._entries = [state.get(key) for key in order]
+        self._params = params
+        self._slices = slices
+        self._tp_size = bmt_comm.current_context().tp_size if bmt_comm.is_initialized() else 1
+        self._cuts: dict[int, list[int]] = {}
+        if self._tp_size > 1:
+            self._find_cuts()
 
     def step(self, index: int) -> int | None:
         entry = self._entries[index]
@@ -141,17 +162,93 @@ class _Gathered:
         flat = (self._entries[index] or {}).get(name)
         if flat is None or where is None:
             return None
-        if where.tp_dim is not None and where.tp_comm is not None and where.tp_comm.size > 1:
-            raise ValueError(
-                f"parameter {index} is split over tensor-parallel ranks, and the gathered state of BMTrain has their "
-                f"elements in an order that depends on its layout: load what each rank has saved, with gather=False"
-            )
+        if index in self._cuts:
+            return self._own(flat.reshape(-1), self._cuts[index])
         if flat.numel() != _numel(where):
             raise ValueError(
                 f"{name} of parameter {index} has {flat.numel()} elements in the state dict, and the parameter, of "
                 f"shape {where.shape}, has {_numel(where)}"
             )
         return flat.reshape(-1)
+
+    def _own(self, flat: Tensor, cuts: Sequence[int]) -> Tensor:
+        """This tensor-parallel rank's shard, whose parts end at ``cuts``, of the elements of all of them."""
+        size, rank = self._tp_size, bmt_comm.current_context().tp_rank
+        starts = [(size * start + rank * (stop - start), stop - start) for start, stop in pairwise(cuts)]
+        return torch.cat([flat[start : start + count] for start, count in starts])
+
+    def _is_of_tp_ranks(self, index: int) -> bool:
+        """Whether the state has a shard, or a copy, of each tensor-parallel rank."""
+        where, entry = self._slices[index], self._entries[index]
+        return (
+            where is not None and bool(entry) and (entry or {})["exp_avg"].numel() == self._tp_size * _numel(where) > 0
+        )
+
+    def _find_cuts(self) -> None:
+        """The cuts of each parameter, with which the master weights of its Block are the parameters, on all ranks."""
+        context = bmt_comm.current_context()
+        everyone = context.world_size // self._tp_size
+        ways = [(True, everyone // context.pipe_size), (True, everyone), (False, everyone)]
+        fits = torch.ones(len(self._params), len(ways))
+        for index in filter(self._is_of_tp_ranks, range(len(self._params))):
+            for number, way in enumerate(ways):
+                fits[index, number] = self._fits(index, self._cuts_of(index, *way))
+        for members in self._blocks():
+            fits[members] = fits[members].amin(0)
+        fits = fits.to(context.device)
+        context.world.all_reduce(fits, "min")
+        for index, row in enumerate(fits.tolist()):
+            if not any(row):
+                raise ValueError(
+                    f"parameter {index} is split over tensor-parallel ranks, and with no cut of this job's ranks are "
+                    f"the master weights in the gathered state of BMTrain its values: load the model's checkpoint of "
+                    f"the same step first, in a job of as many ranks and stages and with the same tensor-parallel "
+                    f"size; or load what each rank has saved, with gather=False"
+                )
+            if self._is_of_tp_ranks(index):
+                self._cuts[index] = self._cuts_of(index, *ways[row.index(1.0)])
+
+    def _blocks(self) -> list[list[int]]:
+        """Which parameters are in the same Block."""
+        numbers = {id(param): index for index, param in enumerate(self._params) if self._is_of_tp_ranks(index)}
+        blocks = {tuple(id(p) for p in _block_of(self._params[index])) for index in numbers.values()}
+        return [[numbers[each] for each in block if each in numbers] for block in blocks if block]
+
+    def _fits(self, index: int, cuts: Sequence[int]) -> bool:
+        param, where = self._params[index], self._slices[index]
+        master = (self._entries[index] or {}).get("_param_fp32")
+        assert param is not None and where is not None
+        if master is None or not cuts:
+            return False
+        own = select_rows(self._own(master.reshape(-1), cuts).view(where.tp_shard_shape), where)
+        values = local_tensor(param).detach().cpu().float()
+        precision = torch.finfo(param.dtype)
+        return torch.allclose(own.cpu().float(), values.view_as(own), rtol=2 * precision.eps, atol=precision.tiny)
+
+    def _cuts_of(self, index: int, in_block: bool, parts: int) -> list[int]:
+        """Where the parts of a shard begin and end, in a Block or by itself; none if it is in no Block."""
+        param, where = self._params[index], self._slices[index]
+        assert param is not None and where is not None
+        numel, offset, total = _numel(where), 0, _numel(where)
+        if in_block:
+            total = 0
+            numbers = {id(each): number for number, each in enumerate(self._params)}
+            for member in _block_of(param):
+                alike = (member.dtype, member.requires_grad) == (param.dtype, param.requires_grad)
+                if not alike or id(member) not in numbers or not self._is_of_tp_ranks(numbers[id(member)]):
+                    continue
+                offset = total if member is param else offset
+                aligned = 512 // param.element_size()
+                total = -(-(total + _numel(slice_of(member))) // aligned) * aligned
+            if not total:
+                return []
+        each = -(-total // parts)
+        return [min(max(each * part - offset, 0), numel) for part in range(parts + 1)]
+
+
+def _block_of(param: Tensor | None) -> list[Tensor]:
+    """The parameters that are in the same Block, in their order; none outside of Blocks."""
+    return getattr(param, "block_parameters", [])
 
 
 class _OfRanks:

@@ -85,7 +85,7 @@ class Run:
         self.inputs: dict[tuple[int, int], list[Tensor]] = {}  # by micro-batch and place: kept for recomputation
         self.surroundings: dict[tuple[int, int], Surroundings] = {}
         self._marks: dict[tuple[int, int], Mark] = {}  # what layers have recorded, to be recorded again
-        self._recorded_before = begin_pipeline_call()
+        self._recording = begin_pipeline_call()
         self._alive: dict[tuple[int, int], _Alive] = {}
         self._retains = False  # the backward that is running may be run again
         self._deferred: dict[tuple[int, int], Any] = {}
@@ -132,6 +132,8 @@ class Run:
         with outside_backward():
             step_context(self.context).finish_reductions()  # those whose end would need all stages
             wanted = self._exchange_wanted(tap_grads)
+            with connected():
+                self._recording.exchange_grads_of_losses(self.context)
             flags = tuple(any(leaf.requires_grad for leaf in s.leaves[: s.num_hidden]) for s in self.plan.signatures)
             self._begin(Pass(self.plan.schedule, False, True, tap_grads=wanted, input_grads=flags))
             with self._all_stages(), step_context(self.context).nested(), self._reducing_once():
@@ -175,7 +177,7 @@ class Run:
     @property
     def number(self) -> int:
         """Which call of a pipeline since recording began."""
-        return self._recorded_before[0]
+        return self._recording.number
 
     def rescale_recorded(self, factor: Tensor) -> None:
         """The gradients of what layers have recorded are to be multiplied by ``factor`` (0-dim)."""
@@ -278,7 +280,7 @@ class Run:
         source = self._pass.stage(place - 1) if place else self._pass.origin(i)
         tensors = self._post.take(source, message)
         versions = [x._version for x in tensors] if self.recomputes else []
-        where = PipelinePlace(*self._recorded_before, place, i)
+        where = PipelinePlace(self._recording.number, self._recording.before, place, i)
         with self._recorded(action), inside_pipeline(where), marked() as self._marks[i, place]:
             if self.recomputes and not self._keeps_input_alone(action.chunk):
                 self.inputs[i, place] = tensors

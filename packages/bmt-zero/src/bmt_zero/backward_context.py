@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from bmt_comm import CallSequences, ParallelContext, begin_backward, not_compiled
+from bmt_comm import CallSequences, ParallelContext, begin_backward, forget_scale, not_compiled
 
 from .gradient_reducer import GradientReducer, UseAgreement
 from .parameter_group import ParameterGroup
@@ -184,7 +184,9 @@ class StepContext:
         self.use.settle(reducers)
 
     def recover(self) -> None:
-        """Outside backward: forget backward passes that an exception has ended."""
+        """Outside backward: forget backward passes that an exception has ended, and the loss scale of the last one."""
+        if torch._C._current_graph_task_id() == -1:
+            forget_scale()
         if not self._passes or current_backward() is not None:
             return
         alive = _hidden.passes

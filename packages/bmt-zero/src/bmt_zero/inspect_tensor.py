@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bmt_comm import ParallelContext, check_agreement, current_context, is_initialized
 
-from .recording import Entry, PipelinePlace, Session, begin_recording, end_recording
+from .recording import Entry, PipelinePlace, Session, SharedTensor, begin_recording, end_recording
 from .statistics import WIDTH, as_statistics, describe, over_ranks, summary_of
 
 
@@ -26,7 +26,7 @@ class InspectTensorManager:
     def __exit__(self, error: object, *_: object) -> None:
         end_recording()
         if error is None:
-            self._inspector.number_with_stages()
+            self._inspector.exchange_with_stages()
 
 
 def inspect_tensor() -> InspectTensorManager:
@@ -39,7 +39,7 @@ def inspect_tensor() -> InspectTensorManager:
             loss.backward()
         print(format_summary(inspector.get_summary()))
 
-    With a pipeline every rank must enter and leave it: stages then tell each other what they have recorded.
+    With a pipeline every rank must enter and leave it: stages then exchange what they have recorded.
 
     Raises:
         RuntimeError: inside of another one.
@@ -52,40 +52,79 @@ class InspectTensor:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._elsewhere: list[_Label] = []  # what other stages of a pipeline have recorded
+        self._elsewhere: list[_Label] = []  # what all stages of a pipeline have recorded
+        self._parts: dict[_Label, tuple[int, Tensor]] | None = None
+        """What stages have recorded inside of pipelines: which one, and the part of it that is of this rank's samples;
+        None before the context was left."""
 
-    def number_with_stages(self) -> None:
-        """Learn what other stages of a pipeline have recorded, so that all number their tensors together.
+    def exchange_with_stages(self) -> None:
+        """Learn what other stages of a pipeline have recorded, and get the part of it that is of this rank's samples.
 
         Every rank must call it; leaving the context does.
         """
-        if is_initialized() and current_context().pipe_size > 1:
-            stages = current_context().pipe_host.all_gather_object([each.label for each in self._tensors()])
-            self._elsewhere = [label for labels in stages for label in labels]
+        self._parts = {}
+        context = current_context() if is_initialized() else None
+        if context is None:
+            return
+        mine = self._tensors()
+        entries = {each.label: _of_stages(each, context) for each in mine if each.place is not None}
+        parts = {label: [_in_order(part) for part in of_stages] for label, of_stages in entries.items()}
+        facts = {
+            label: [None if part is None else (part.shape, part.dtype) for part in of_stages]
+            for label, of_stages in parts.items()
+        }
+        stages = context.pipe_host.all_gather_object(([each.label for each in mine], facts))
+        self._elsewhere = [label for labels, _ in stages for label in labels]
+        for stage, (_, recorded) in enumerate(stages):
+            for label, forms in recorded.items():
+                shared = SharedTensor(stage, forms, entries.get(label, ()))
+                self._session.shared[label.key[1]].append(shared)
+                for rank, form in enumerate(forms):
+                    if form is None:
+                        continue
+                    part = parts[label][rank] if stage == context.pipe_rank else None
+                    if part is None:
+                        part = torch.empty(form[0], dtype=form[1], device=context.device)
+                    context.pipe.broadcast(part, stage)
+                    if rank == context.pipe_rank:
+                        link = self._session.links.get(label.key[1])
+                        with torch.enable_grad():
+                            value = _OfPipeline.apply(shared, part, link is not None, _ANCHOR if link is None else link)
+                        self._parts[label] = stage, value
 
     @property
     def summary(self) -> list[dict[str, Any]]:
-        """A dictionary for each tensor that this rank has recorded, in the order in which they were first recorded.
+        """A dictionary for each recorded tensor, in the order in which they were first recorded.
 
         ``name``, ``group``, ``index`` (of those with the same name and group), ``summary_name`` (as in
-        :meth:`get_summary`), ``shape``, ``requires_grad``, ``tensor``. A loss may use the tensor. If a pipeline has
-        recorded it, it has the values of all micro-batches that this stage has computed; its backward raises if the
-        pipeline has a tail.
+        :meth:`get_summary`), ``shape``, ``requires_grad``, ``tensor``. A loss may use the tensor, which has the values
+        of this rank's samples. If layers of a pipeline have recorded it, on whichever stage, each rank has those of its
+        samples, and its backward raises if the pipeline has a tail.
+
+        Raises:
+            RuntimeError: a pipeline has recorded tensors, and the context of :func:`inspect_tensor` was not left yet.
         """
-        tensors = self._tensors()
-        indices = _indices([*self._elsewhere, *(each.label for each in tensors)])
+        values = {each.label: (None, each.value) for each in self._tensors() if each.place is None}
+        if self._parts is not None:
+            values.update(self._parts)
+        elif any(entry.place is not None for entry in self._session.entries):
+            raise RuntimeError(
+                "stages of a pipeline exchange what they have recorded when the context of inspect_tensor() is left: "
+                "use recorded tensors after it"
+            )
+        indices = _indices([*self._elsewhere, *values])
         return [
             {
-                "name": each.label.name,
-                "group": each.label.group,
-                "index": indices[each.label],
-                "summary_name": _summary_name(each.label, indices),
-                "shape": tuple(each.value.shape),
-                "requires_grad": each.value.requires_grad,
-                "tensor": each.value,
-                "inside_pipe": None if each.place is None else {"stage_id": current_context().pipe_rank},
+                "name": label.name,
+                "group": label.group,
+                "index": indices[label],
+                "summary_name": _summary_name(label, indices),
+                "shape": tuple(value.shape),
+                "requires_grad": value.requires_grad,
+                "tensor": value,
+                "inside_pipe": None if stage is None else {"stage_id": stage},
             }
-            for each in tensors
+            for label, (stage, value) in sorted(values.items(), key=lambda item: item[0].key)
         ]
 
     @property
@@ -94,11 +133,11 @@ class InspectTensor:
         return [{"name": each.name, "group": each.group, "tensor": each.tensor} for each in self._session.entries]
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> Tensor | None:
-        """A recorded tensor of this rank; None if there is no such one.
+        """A recorded tensor, as in :attr:`summary`; None if there is no such one.
 
         Args:
             name, group: as given to :func:`record_tensor`.
-            index: which one of several with the same name and group; by default the first of this rank.
+            index: which one of several with the same name and group; by default the first.
         """
         for item in self.summary:
             if (item["name"], item["group"]) == (name, group) and index in (None, item["index"]):
@@ -162,12 +201,11 @@ class InspectTensor:
             same[number].append(entry)
         for place, numbered in parts.items():
             for number, entries in enumerate(numbered):
-                link = self._session.links.get(place.call)
-                value = _OfPipeline.apply(entries, link is not None, _ANCHOR if link is None else link)
+                value = _joined([each.tensor.detach() for each in entries])
                 grads = [grad for each in entries if (grad := each.grad) is not None]
                 grad = _joined(grads) if len(grads) == len(entries) else None
                 label = _Label((place.before, place.call, place.place, number), entries[0].name, entries[0].group)
-                tensors.append(_Tensor(label, place, value, grad))
+                tensors.append(_Tensor(label, place, value, grad, entries))
         return sorted(tensors, key=lambda each: each.label.key)
 
 
@@ -175,27 +213,23 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class _OfPipeline(torch.autograd.Function):
-    """(link) → the tensors of micro-batches, joined. Their gradients wait for the backward of the pipeline."""
+    """(this rank's part, link) → the part, differentiable: its gradient waits for the backward of the pipeline."""
 
     @staticmethod
-    def forward(ctx: Any, entries: Sequence[Entry], linked: bool, link: Tensor) -> Tensor:
-        ctx.entries, ctx.linked, ctx.link = entries, linked, link.detach()
-        return _joined([each.tensor.detach() for each in entries]).clone()
+    def forward(ctx: Any, shared: SharedTensor, part: Tensor, linked: bool, link: Tensor) -> Tensor:
+        ctx.shared, ctx.linked, ctx.link = shared, linked, link.detach()
+        return part.view_as(part)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        entries: Sequence[Entry] = ctx.entries
         if not ctx.linked:
             raise RuntimeError(
                 "a loss uses a tensor that was recorded inside of a pipeline with a tail, whose backward is over: "
                 "compute the loss in the tail, or let the pipeline return hidden states, without a tail and with "
                 "return_hidden_states=True"
             )
-        sizes = [len(each.tensor) if each.tensor.dim() else 1 for each in entries]
-        for each, part in zip(entries, grad.split(sizes) if grad.dim() else [grad], strict=True):
-            part = part.reshape(each.tensor.shape)
-            each.grad_of_loss = part if each.grad_of_loss is None else each.grad_of_loss + part
-        return None, None, torch.zeros_like(ctx.link)
+        ctx.shared.add_grad(grad)
+        return None, None, None, torch.zeros_like(ctx.link)
 
 
 class _Label(NamedTuple):
@@ -215,6 +249,8 @@ class _Tensor:
     place: PipelinePlace | None
     value: Tensor
     grad: Tensor | None
+    entries: Sequence[Entry] = ()
+    """Of the micro-batches of a pipeline."""
 
     @property
     def fact(self) -> str:
@@ -260,3 +296,20 @@ def _describe(tensors: Sequence[_Tensor], context: ParallelContext | None) -> di
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """The tensors of several micro-batches, along the first dimension."""
     return torch.cat([part if part.dim() else part[None] for part in parts]) if len(parts) > 1 else parts[0]
+
+
+def _of_stages(tensor: _Tensor, context: ParallelContext) -> list[list[Entry]]:
+    """The micro-batches of each stage's samples, in their order."""
+    assert all(entry.place is not None for entry in tensor.entries)
+    ordered = sorted(tensor.entries, key=lambda entry: entry.place.micro_batch)  # type: ignore[union-attr]
+    return [
+        [entry for entry in ordered if entry.place.micro_batch % context.pipe_size == stage]  # type: ignore[union-attr]
+        for stage in range(context.pipe_size)
+    ]
+
+
+def _in_order(entries: Sequence[Entry]) -> Tensor | None:
+    """The tensors of one stage's micro-batches, along the first dimension."""
+    parts = [entry.tensor.detach() for entry in entries]
+    return torch.cat([part if part.dim() else part[None] for part in parts]).contiguous() if parts else None
+

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmt_comm import current_context, forget_scale, is_initialized, scale_in_backward
+from bmt_comm import ParallelContext, current_context, forget_scale, is_initialized, scale_in_backward
 
 from .backward_context import step_context
 
@@ -100,6 +100,38 @@ class _Arrived:
             self.grad = grad.detach().clone()
 
 
+class SharedTensor:
+    """A tensor that a pipeline stage has recorded, of which each stage has the part that is of its own samples.
+
+    Attributes:
+        stage: has recorded it.
+        forms: shape and dtype of each stage's part; None if it has none.
+        entries: on the stage that has recorded it: what each stage's part was joined from.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        forms: Sequence[tuple[torch.Size, torch.dtype] | None],
+        entries: Sequence[Sequence[Entry]],
+    ) -> None:
+        self.stage = stage
+        self.forms = forms
+        self.entries = entries
+        self._grad: tuple[int, Tensor] | None = None  # of this rank's part, and the backward pass that it is from
+
+    def add_grad(self, grad: Tensor) -> None:
+        """A loss has sent a gradient to this rank's part, which the pipeline's backward will need."""
+        task = torch._C._current_graph_task_id()
+        before = self._grad
+        self._grad = (task, grad if before is None or before[0] != task else before[1] + grad)
+
+    def take_grad(self) -> Tensor | None:
+        """What the backward pass that is running has sent."""
+        found, self._grad = self._grad, None
+        return found[1] if found is not None and found[0] == torch._C._current_graph_task_id() else None
+
+
 @dataclass
 class Session:
     """What was recorded since recording began."""
@@ -108,6 +140,8 @@ class Session:
     pipeline_calls: int = 0
     links: dict[int, Tensor] = field(default_factory=dict)
     """Of calls of pipelines: an output, through which a loss that uses recorded tensors reaches the call's backward."""
+    shared: dict[int, list[SharedTensor]] = field(default_factory=dict)
+    """What all stages have recorded in calls of pipelines."""
 
 
 Mark = list[Entry]
@@ -204,12 +238,52 @@ def replayed(mark: Mark) -> Iterator[None]:
         _replays.pop()
 
 
-def begin_pipeline_call() -> tuple[int, int]:
-    """The number of a pipeline's call in this session, and of the tensors recorded before it outside of pipelines."""
+class PipelineCall(NamedTuple):
+    """A pipeline's call in a session."""
+
+    number: int
+    """Of the call, in the session."""
+    before: int
+    """How many tensors had been recorded outside of pipelines."""
+    shared: list[SharedTensor]
+    """What all stages have recorded in it, in the same order on each."""
+
+    def exchange_grads_of_losses(self, context: ParallelContext) -> None:
+        """Send what losses have sent to recorded tensors to the stages that have recorded them.
+
+        In a backward pass; every stage calls it.
+        """
+        if not self.shared:
+            return
+        for each in self.shared:
+            for entry in (entry for entries in each.entries for entry in entries):
+                entry.grad_of_loss = None
+        mine = [each.take_grad() for each in self.shared]
+        exists = context.pipe_host.all_gather_object([grad is not None for grad in mine])
+        for number, (each, grad) in enumerate(zip(self.shared, mine, strict=True)):
+            for rank, form in enumerate(each.forms):
+                if form is None or not exists[rank][number]:
+                    continue
+                received = torch.empty(form[0], dtype=form[1], device=context.device)
+                if rank == context.pipe_rank:
+                    assert grad is not None
+                    received.copy_(grad)
+                context.pipe.broadcast(received, rank)
+                if context.pipe_rank == each.stage:
+                    entries = each.entries[rank]
+                    parts = received.split([len(entry.tensor) if entry.tensor.dim() else 1 for entry in entries])
+                    for entry, part in zip(entries, parts, strict=True):
+                        entry.grad_of_loss = part.reshape(entry.tensor.shape)
+
+
+def begin_pipeline_call() -> PipelineCall:
+    """A pipeline is called."""
     if _session is None:
-        return 0, 0
+        return PipelineCall(0, 0, [])
     _session.pipeline_calls += 1
-    return _session.pipeline_calls, sum(entry.place is None for entry in _session.entries)
+    before = sum(entry.place is None for entry in _session.entries)
+    shared = _session.shared[_session.pipeline_calls] = []
+    return PipelineCall(_session.pipeline_calls, before, shared)
 
 
 def link_pipeline_call(call: int, link: Tensor) -> None:

@@ -79,6 +79,11 @@ class ShardedParameter(nn.Parameter):
         return self.handle.group.mesh
 
     @property
+    def block_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the module that was sharded with this one, in their order; none if it was sharded alone."""
+        return list({id(slot.param): slot.param for slot in self.handle.group.slots}.values())
+
+    @property
     def is_unfilled(self) -> bool:
         """Whether it was built on the meta device and nothing was written into it since."""
         return self.awaits_values and self._version == 0
