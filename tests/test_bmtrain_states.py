@@ -27,9 +27,7 @@ class Layer(bmt.DistributedModule):
 class Model(bmt.DistributedModule):
     def __init__(self, dtype: torch.dtype, stages: int) -> None:
         super().__init__()
-        kind, mode = (
-            (bmt.TransformerBlockList, "BLOCK") if stages == 1 else (bmt.PipelineTransformerBlockList, "PIPE")
-        )
+        kind, mode = (bmt.TransformerBlockList, "BLOCK") if stages == 1 else (bmt.PipelineTransformerBlockList, "PIPE")
         self.emb = bmt.nn.VPEmbedding(10, WIDTH, dtype=dtype)
         self.layers = kind([bmt.Block(Layer(dtype), mode=mode) for _ in range(3)])
         self.head = bmt.Block(bmt.nn.ColumnParallelLinear(WIDTH, 4, dtype=dtype))

@@ -103,3 +103,59 @@ def test_the_same_functions_are_called_outside_of_the_block(ctx: Any, before: in
             loss.backward()
     for param, wanted in zip(block.parameters(), plain.parameters()):
         assert torch.allclose(local_rows(param.grad), wanted.grad, rtol=1e-4, atol=1e-4)
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+class EndsScripted(nn.Module):
+    """The last tensors that backward needs are saved by a scripted function."""
+
+    def __init__(self, script: bool, nested: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.gelu = scripted(gelu) if script else gelu
+        self.nested = nested
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.gelu(self.linear(x))
+        return {"all": [y, (self.gelu(y),)]} if self.nested else x + y
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_scripted_function_is_the_last_that_backward_needs(ctx: Any, nested: bool) -> None:
+    torch.manual_seed(3)
+    plain, inner = EndsScripted(False, nested), EndsScripted(True, nested)
+    inner.load_state_dict(plain.state_dict())
+    block = Block(inner)
+    for step in range(8):
+        x = torch.randn(3, 7, generator=torch.Generator().manual_seed(step))
+        for model in (plain, block):
+            y = model(x)
+            (y["all"][1][0] + y["all"][0] if nested else y).square().sum().backward()
+    for param, wanted in zip(block.parameters(), plain.parameters()):
+        rows = slice(param.bmt_slice.row_start, param.bmt_slice.row_stop)
+        assert torch.allclose(local_rows(param.grad), ctx.world_size * wanted.grad[rows], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.ranks(1)
+def test_an_error_in_a_scripted_function_is_raised(ctx: Any) -> None:
+    calls = []
+
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(7, 7)
+            self.gelu = scripted(gelu)
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(len(calls))
+            y = self.linear(x)
+            return self.gelu(y if len(calls) == 1 else torch.cat([y, y])[:, :0].expand(-1, 5)) + x
+
+    block = Block(Failing())
+    y = block(torch.randn(3, 7))
+    with pytest.raises(RuntimeError, match="expand"):
+        y.sum().backward()

@@ -7,10 +7,10 @@
     ranks and where the cuts are depends on their layout, but the number of elements tells enough.
 
     The gathered state of a tensor-parallel parameter has the elements of all ranks in the order of the ranks: for each
-    part of the shards, that part of every tensor-parallel rank's shard. (Of a bias of ``RowParallelLinear``, which these
-    ranks hold in common, it has as many copies.) The cuts are not in the file. They follow from the number of ranks, and
-    in a Block from its parameters, whose flat buffer is cut evenly; and with the right ones, the master weights are the
-    parameters.
+    part of the shards, that part of every tensor-parallel rank's shard. (Of a bias of ``RowParallelLinear``, which
+    these ranks hold in common, it has as many copies.) The cuts are not in the file. They follow from the number of
+    ranks, and in a Block from its parameters, whose flat buffer is cut evenly. With the right ones, the master weights
+    are the parameters.
 
     The moments of fp16 parameters in their ``AdamOptimizer`` are multiplied by the loss scale; the first one is then
     in fp16.
@@ -217,7 +217,8 @@ class _Gathered:
     def _fits(self, index: int, cuts: Sequence[int]) -> bool:
         param, where = self._params[index], self._slices[index]
         master = (self._entries[index] or {}).get("_param_fp32")
-        assert param is not None and where is not None
+        assert param is not None
+        assert where is not None
         if master is None or not cuts:
             return False
         own = select_rows(self._own(master.reshape(-1), cuts).view(where.tp_shard_shape), where)
@@ -228,7 +229,8 @@ class _Gathered:
     def _cuts_of(self, index: int, in_block: bool, parts: int) -> list[int]:
         """Where the parts of a shard begin and end, in a Block or by itself; none if it is in no Block."""
         param, where = self._params[index], self._slices[index]
-        assert param is not None and where is not None
+        assert param is not None
+        assert where is not None
         numel, offset, total = _numel(where), 0, _numel(where)
         if in_block:
             total = 0

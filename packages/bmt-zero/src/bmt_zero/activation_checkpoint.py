@@ -10,6 +10,10 @@
     different tensors for backward, so a recomputation between them would not find the tensors of the first forward.
     A call of the same function outside of the module replaces it, too. So the executor makes no optimized functions any
     more in a process that has a checkpointed module: scripted functions run as they were written.
+
+    Recomputation stops at the last tensor that backward needs, by an exception without a message. If a scripted
+    function has saved that tensor, TorchScript makes a RuntimeError of it. Torch compares the numbers of tensors after
+    each recomputation, so one that was cut short for another reason is noticed.
 """
 
 from __future__ import annotations
@@ -82,7 +86,12 @@ class CheckpointedForward:
             nonlocal first
             if not first:
                 given, named = with_copied_caches(before)
-                return self._recompute(views, copies, functools.partial(forward, *given, **named))
+                try:
+                    return self._recompute(views, copies, functools.partial(forward, *given, **named))
+                except RuntimeError as error:
+                    if "TorchScript" in str(error) and str(error).rstrip().endswith("RuntimeError:"):
+                        return None  # it has stopped; see [Note: scripted functions]
+                    raise
             first = False
             notes = self._noting_writes(copies) if self._modules else contextlib.nullcontext()
             with notes:

@@ -104,7 +104,9 @@ class InspectTensor:
         Raises:
             RuntimeError: a pipeline has recorded tensors, and the context of :func:`inspect_tensor` was not left yet.
         """
-        values = {each.label: (None, each.value) for each in self._tensors() if each.place is None}
+        values: dict[_Label, tuple[int | None, Tensor]] = {
+            each.label: (None, each.value) for each in self._tensors() if each.place is None
+        }
         if self._parts is not None:
             values.update(self._parts)
         elif any(entry.place is not None for entry in self._session.entries):
@@ -312,4 +314,3 @@ def _in_order(entries: Sequence[Entry]) -> Tensor | None:
     """The tensors of one stage's micro-batches, along the first dimension."""
     parts = [entry.tensor.detach() for entry in entries]
     return torch.cat([part if part.dim() else part[None] for part in parts]).contiguous() if parts else None
-
