@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bmt_comm import Slice
 from bmt_comm.durable import sync_to_disk
 
 from .directory import DirectoryLock, complete_checkpoints, publish, retire, step_name
@@ -24,7 +25,7 @@ from .manifest import NAME, FileRecord, Manifest
 from .meeting import Meeting
 from .plan import PIECE, AddressSpace, Holding, WritePlan, classes_of
 from .reader import is_finite
-from .regions import Region
+from .regions import Region, regions_of
 from .writer import PieceWriter, write_small_file
 
 _log = logging.getLogger("bmt_zero.checkpoints")
@@ -46,14 +47,14 @@ class HeldTensor:
     Attributes:
         section: one of :data:`SECTIONS`.
         entry: the logical tensor.
-        regions: what this rank has of it.
+        where: what this rank has of it; ``None``: nothing that counts.
         content: the bytes: uint8, 1-D.
         is_single: whether only the lowest rank's values count.
     """
 
     section: str
     entry: Entry
-    regions: tuple[Region, ...]
+    where: Slice | None
     content: Tensor
     is_single: bool
 
@@ -175,11 +176,12 @@ def _disagreement(everyone: Sequence[tuple[int, str | None, dict[str, str]]]) ->
 
 
 def _holdings(job: Job) -> bytes:
-    facts = [
-        [t.section, t.entry.name, t.entry.dtype, t.entry.shape, t.is_single, [list(region) for region in t.regions]]
-        for t in job.tensors
-    ]
+    facts = [[t.section, t.entry.name, t.entry.dtype, t.entry.shape, t.is_single, _regions(t)] for t in job.tensors]
     return zlib.compress(json.dumps(facts).encode(), 1)
+
+
+def _regions(tensor: HeldTensor) -> list[Region]:
+    return [] if tensor.where is None else regions_of(tensor.where, tensor.entry.itemsize)
 
 
 class _Holders:

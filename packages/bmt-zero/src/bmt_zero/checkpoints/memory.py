@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
-
-from .regions import flat_bytes
 
 _ALIGNMENT = 64
 
@@ -26,7 +26,8 @@ def view_of(tensor: Tensor) -> memoryview:
 class Snapshot:
     """Copies of tensors in host memory that is used again by the next copies.
 
-    The memory is page-locked where a tensor is on a CUDA device, and grows to the largest set of tensors so far.
+    The memory is page-locked where a tensor is on a CUDA device, else in huge pages where the system has them. It grows
+    to the largest set of tensors so far.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,6 @@ class Snapshot:
 
         The host waits until devices have copied.
         """
-        tensors = [tensor.detach() for tensor in tensors]
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
@@ -45,13 +45,25 @@ class Snapshot:
         devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         if self._memory.numel() < end or (devices and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # released before the larger one is allocated
-            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=bool(devices))
+            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=True) if devices else _huge_pages(end)
         copies = []
-        for tensor, start in zip(tensors, starts):
-            copied = self._memory[start : start + tensor.numel() * tensor.element_size()]
-            if copied.numel():
-                copied.copy_(flat_bytes(tensor), non_blocking=True)
-            copies.append(copied)
+        with torch.no_grad():
+            for tensor, start in zip(tensors, starts):
+                copied = self._memory[start : start + tensor.numel() * tensor.element_size()]
+                if copied.numel():  # as bytes, a copy on the CPU would take longer
+                    copied.view(tensor.dtype).copy_(tensor.view(-1), non_blocking=True)
+                copies.append(copied)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
+
+
+def _huge_pages(size: int) -> Tensor:
+    """Memory that takes the processor few translations of addresses to write to, if the system allows it."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

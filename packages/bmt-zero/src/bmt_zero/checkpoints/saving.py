@@ -14,7 +14,6 @@ from .contents import Content, distinct_tensors, extra_states
 from .job import HeldTensor, Job
 from .memory import Snapshot
 from .objects import Objects
-from .regions import regions_of
 from .trainer_state import replica_file, replica_of, rng_file, to_json
 from .trees import encode
 
@@ -38,8 +37,8 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
         tensors.setdefault(place, content.tensor)
     copies = snapshot.take([tensors[place].contiguous() for place in range(len(tensors))])
     for (section, content), (_, place) in zip(contents, distinct):
-        regions = regions_of(content.where, content.entry.itemsize) if content.is_current else []
-        job.tensors.append(HeldTensor(section, content.entry, tuple(regions), copies[place], content.is_single))
+        where = content.where if content.is_current else None
+        job.tensors.append(HeldTensor(section, content.entry, where, copies[place], content.is_single))
     if given.model is not None:
         job.extra = {name: encode(state, repr(name)) for name, state in extra_states(given.model).items()}
     replica, replicas, leads = replica_of(rank, size)
