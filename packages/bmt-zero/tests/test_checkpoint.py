@@ -136,6 +136,39 @@ def test_tensor_parallel_pieces_are_joined(ctx: Any, tmp_path: Path) -> None:
         ctx.world.barrier()
 
 
+@pytest.mark.ranks(4, tp_size=2)
+@SUFFIX
+@pytest.mark.parametrize("chunk", [16, 48])
+def test_a_file_travels_in_chunks(ctx: Any, tmp_path: Path, suffix: str, chunk: int) -> None:
+    """Chunks end within rows, and within what a rank holds; numbers are converted on their way."""
+
+    class Mixed(bmt_zero.DistributedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            for dim in (0, 1):
+                piece = torch.zeros(6, 10).chunk(2, dim)[ctx.tp_rank]
+                param = bmt_zero.DistributedParameter(piece, tp_mode=True, tp_split_dim=dim)
+                self.register_parameter(f"cut{dim}", param)
+            self.low = bmt_zero.DistributedParameter(torch.zeros(7, 5, dtype=torch.bfloat16))
+            self.transposed = nn.Parameter(torch.zeros(5, 9).t())
+            self.register_buffer("wide", torch.zeros(11, dtype=torch.float64))
+
+    path, generator = tmp_path / f"m{suffix}", torch.Generator().manual_seed(0)
+    shapes = {"cut0": (6, 10), "cut1": (6, 10), "low": (7, 5), "transposed": (9, 5), "wide": (11,)}
+    state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if ctx.rank == 0:
+        from safetensors.torch import save_file
+
+        (torch.save if suffix == ".pt" else save_file)(state, path)
+    ctx.world.barrier()
+    model = Mixed()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "CHUNK", chunk)
+        bmt_zero.load(model, path)
+    found = model.state_dict()
+    same({name: found[name] for name in state}, {name: state[name].to(found[name].dtype) for name in state})
+
+
 @pytest.mark.ranks(2)
 @SUFFIX
 def test_saving_in_the_background_keeps_the_values_of_the_call(ctx: Any, tmp_path: Path, suffix: str) -> None:

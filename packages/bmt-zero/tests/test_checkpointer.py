@@ -19,6 +19,7 @@ import bmt_zero
 from bmt_zero import Checkpointer, SaveError
 from bmt_zero.checkpoints import job as job_module
 from bmt_zero.checkpoints import writer as writer_module
+from bmt_zero.checkpoints.tools import convert
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -199,6 +200,60 @@ def test_little_memory_is_needed_beside_the_copy_and_the_shard(ctx: Any, tmp_pat
     before = peak()
     bmt_zero.load(make("meta"), tmp_path / "c" / "step-00000002")
     assert shard * 0.9 < peak() - before < shard + extra
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_one_large_tensor_takes_little_memory_beside_the_shard(ctx: Any, tmp_path: Path) -> None:
+    """Loaded from a directory, and from files that rank 0 reads, into a model on the meta device."""
+
+    def make(device: str) -> nn.Module:
+        with torch.device(device):
+            return bmt_zero.BMTrainModelWrapper(nn.Linear(2048, 24 * 2048, bias=False))
+
+    extra, shard = 64 << 20, 24 * 2048 * 2048 * 4 // 2
+    model, checkpointer = make("cpu"), Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=model)
+    checkpointer.close()
+    wanted = model.weight.to_local().clone()
+    source = tmp_path / "c" / "step-00000001"
+    if ctx.rank == 0:
+        for suffix in (".safetensors", ".pt"):
+            convert(source, tmp_path / f"m{suffix}")
+    del model, checkpointer
+    gc.collect()
+    ctx.world.barrier()
+    for path in (source, tmp_path / "m.safetensors", tmp_path / "m.pt"):
+        model = None
+        peak()
+        before = peak()
+        model = make("meta")
+        bmt_zero.load(model, path)
+        assert shard * 0.9 < peak() - before < shard + extra, path
+        assert torch.equal(model.weight.to_local(), wanted)
+        ctx.world.barrier()
+
+
+@pytest.mark.ranks(2, tp_size=2, timeout=120)
+def test_columns_that_ranks_exchange_take_little_memory_beside_the_copy(ctx: Any, tmp_path: Path) -> None:
+    class Columns(bmt_zero.DistributedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            own = torch.ones(4096, 6144)
+            self.weight = bmt_zero.DistributedParameter(own, tp_mode=True, tp_split_dim=1)
+
+    extra, shard = 64 << 20, 4096 * 6144 * 4
+    model, checkpointer = Columns(), Checkpointer(tmp_path / "c")
+    gc.collect()
+    peak()
+    before = peak()
+    checkpointer.save(1, model=model)
+    checkpointer.wait()
+    assert shard < peak() - before < shard + extra
+    before = peak()
+    checkpointer.save(2, model=model)
+    checkpointer.wait()
+    assert checkpointer.load_latest(model=model) == 2
+    assert peak() - before < extra
 
 
 # --- objects --------------------------------------------------------------------------------------
