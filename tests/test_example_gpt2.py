@@ -7,6 +7,7 @@ import json
 import lzma
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -545,6 +546,47 @@ def test_training_learns_and_resumes_exactly(tmp_path):
     assert "step 17/24" in output
     assert "step 16/24" not in output
     assert losses(tmp_path) == uninterrupted
+
+
+@pytest.mark.thorough
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
+    """First one rank is killed, and torchrun starts all again; then all are, and the same command is given again."""
+    write_text(tmp_path)
+    flags = ["--steps", "60", "--save-interval", "4", "--sample-tokens", "0"]
+    code, output = run_training(tmp_path, *flags, "--out", "runs/whole")
+    assert code == 0, output
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1"]
+    command += [str(EXAMPLE / "train.py"), *FLAGS, *flags, "--resume"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    output, kills, codes = "", [10, 30], []
+    for _ in range(2):
+        with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes) as process:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            killer = threading.Timer(150, lambda process=process, children=children: kill_all(process, children))
+            killer.start()
+            for line in process.stdout:
+                output += line
+                step = re.match(r"step (\d+)/60 ", line)
+                if step is None or not kills or int(step[1]) < kills[0]:
+                    continue
+                if kills.pop(0) == 10:
+                    os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+                else:
+                    kill_all(process, children)
+            codes.append(process.wait())
+            killer.cancel()
+    assert codes == [-signal.SIGKILL, 0], output
+    assert output.count("Building the model") == 3
+    assert losses(tmp_path) == losses(tmp_path, "whole")
+
+
+def kill_all(process, children):
+    """A launcher and the ranks that it has started."""
+    ranks = [int(pid) for pid in children.read_text().split()]
+    process.kill()  # before it sees that ranks have died
+    for rank in ranks:
+        os.kill(rank, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *map(thorough, [signal.SIGUSR1, signal.SIGINT])])
