@@ -179,3 +179,25 @@ def test_the_state_of_an_optimizer_that_does_not_train_everything(
         assert convert(tmp_path / "optimizer.pt", tmp_path / "ours.pt", "--model", tmp_path / "trained.pt") == 0
     found = torch.load(tmp_path / "ours.pt", weights_only=True)["state"]
     assert [tuple(found[i]["exp_avg"].shape) for i in found] == [tuple(p.shape) for p in trained.values()]
+
+
+def test_states_of_tensor_parallel_ranks_are_told_from_others(tmp_path: Path) -> None:
+    """Two ranks have the columns of a weight; and its elements, one rank's after the other's, are as many."""
+    model = nn.Sequential(nn.Linear(4, 3, bias=False))
+    torch.save({**model.state_dict(), "steps": torch.tensor(3.0)}, tmp_path / "model.pt")
+    saved = optimizer_of_rank(model, 0, 1)
+    assert convert_one(tmp_path, saved) == 0
+    for key in KEYS:
+        saved["state"][0][key] = torch.cat([x.flatten() for x in saved["state"][0][key].view(3, 4).chunk(2, 1)])
+    assert convert_one(tmp_path, saved) == 1
+    other = {key: value + 1 for key, value in saved["state"][0].items()}  # of another step: nobody can tell
+    assert convert_one(tmp_path, {**saved, "state": {0: other}}) == 0
+
+
+KEYS = ("exp_avg", "exp_avg_sq", "_param_fp32")
+
+
+def convert_one(folder: Path, saved: dict[str, Any]) -> int:
+    torch.save(saved, folder / "optimizer.pt")
+    (folder / "ours.pt").unlink(missing_ok=True)
+    return convert(folder / "optimizer.pt", folder / "ours.pt", "--model", folder / "model.pt")

@@ -21,7 +21,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -354,7 +354,10 @@ def merge_ranks(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def to_own_form(
-    state_dict: Mapping[str, Any], shapes: Sequence[torch.Size], loss_scale: float | None = None
+    state_dict: Mapping[str, Any],
+    shapes: Sequence[torch.Size],
+    loss_scale: float | None = None,
+    values: Callable[[int], Tensor] | None = None,
 ) -> dict[str, Any]:
     """A gathered state dict in the form of this package's, with whole tensors.
 
@@ -363,27 +366,45 @@ def to_own_form(
         shapes: of the model's parameters and buffers, in order. The optimizer's parameters are some of them, in the
             same order.
         loss_scale: by which moments in fp16 are multiplied.
+        values: the tensor whose shape is number i of ``shapes``. Master weights that are its elements in another order
+            are of tensor-parallel ranks.
 
     Raises:
-        ValueError: the shapes do not fit, or several do; see also :func:`from_upstream`.
+        ValueError: the shapes do not fit, or several do, or the state is of tensor-parallel ranks; see also
+            :func:`from_upstream`.
     """
     order = [key for group in state_dict["param_groups"] for key in group["params"]]
     entries = [state_dict["state"].get(key) for key in order]
     fitting = iter(_fitting([None if entry is None else entry["exp_avg"].numel() for entry in entries], shapes))
     chosen: list[Tensor] = []
-    for entry in entries:
+    for index, entry in enumerate(entries):
         if entry is None:
             chosen.append(torch.empty(0))
             continue
+        place, is_certain = next(fitting)
+        if is_certain and values is not None and "_param_fp32" in entry:
+            _check_order(index, entry["_param_fp32"], values(place))
         dtype = torch.float16 if "_param_fp32" in entry else torch.float32  # whether there is a master weight
-        chosen.append(torch.empty(next(fitting), dtype=dtype, device="meta"))
+        chosen.append(torch.empty(shapes[place], dtype=dtype, device="meta"))
     converted = _converted({**state_dict, "is_whole": True}, chosen, loss_scale)
     groups = [{**group, "hold_steps": 0} for group in converted["param_groups"]]  # which they do not save
     return {**converted, "param_groups": groups}
 
 
-def _fitting(counts: Sequence[int | None], shapes: Sequence[torch.Size]) -> list[torch.Size]:
-    """The shapes of parameters of so many elements (None: it has no state), which are some of ``shapes``, in order.
+def _check_order(index: int, master: Tensor, value: Tensor) -> None:
+    """Raise if master weights are the elements of a parameter in another order."""
+    master, value = master.reshape(-1).cpu().to(value.dtype).float(), value.reshape(-1).float()
+    if not torch.equal(master, value) and torch.equal(master.sort().values, value.sort().values):
+        raise ValueError(
+            f"the master weights of parameter {index} of the optimizer are those of the model in another order, as "
+            f"tensor-parallel ranks have them: load its state in a job with as many of these, which takes it as it is"
+        )
+
+
+def _fitting(counts: Sequence[int | None], shapes: Sequence[torch.Size]) -> list[tuple[int, bool]]:
+    """Which of ``shapes``, in order, are of parameters of so many elements (None: it has no state).
+
+    And whether no other one can be, for each.
 
     Raises:
         ValueError: there are none, or different ones.
@@ -399,7 +420,7 @@ def _fitting(counts: Sequence[int | None], shapes: Sequence[torch.Size]) -> list
                 f"shapes {sorted(found)}, of which it does not train all: leave those that it does not train out of "
                 f"the model's checkpoint, or load its state in a job, which takes it as it is"
             )
-    return [shapes[place] for place in first]
+    return [(low, low == high) for low, high in zip(first, last, strict=True)]
 
 
 def _places(wanted: Sequence[tuple[int, int]], shapes: Sequence[torch.Size]) -> list[int]:

@@ -13,7 +13,8 @@ import torch
 
 from bmt_comm.durable import complete_file
 from bmt_optim.upstream_state import merge_ranks, to_own_form
-from bmt_zero.checkpoints.pt_files import read_shapes, read_state_dict
+from bmt_zero.checkpoints.pt_files import PtSource, read_shapes, read_state_dict
+from bmt_zero.checkpoints.reader import read_tensor
 
 
 def is_optimizer_file(path: Path) -> bool:
@@ -58,24 +59,29 @@ def convert_upstream(sources: Sequence[Path], target: Path, *, model: Path | Non
     for path, content in zip(sources, contents):
         if ("optimizers" if is_manager else "param_groups") not in content:
             raise ValueError(f"{path} is not the state of {kind}, as others are")
-    shapes = [torch.Size(shape) for shape in read_shapes(model).values() if shape is not None]
-    _write(_manager(contents, shapes) if is_manager else _optimizer(contents, shapes, None), target)
+    weights = PtSource(model)
+    try:
+        converted = _manager(contents, weights) if is_manager else _optimizer(contents, weights, None)
+    finally:
+        weights.close()
+    _write(converted, target)
 
 
-def _manager(contents: Sequence[Mapping[str, Any]], shapes: Sequence[torch.Size]) -> dict[str, Any]:
+def _manager(contents: Sequence[Mapping[str, Any]], weights: PtSource) -> dict[str, Any]:
     first = contents[0]
     optimizers = [
-        _optimizer([each["optimizers"][i] for each in contents], shapes, first.get("loss_scale"))
+        _optimizer([each["optimizers"][i] for each in contents], weights, first.get("loss_scale"))
         for i in range(len(first["optimizers"]))
     ]
     return {**first, "optimizers": optimizers}
 
 
-def _optimizer(
-    contents: Sequence[Mapping[str, Any]], shapes: Sequence[torch.Size], loss_scale: float | None
-) -> dict[str, Any]:
+def _optimizer(contents: Sequence[Mapping[str, Any]], weights: PtSource, loss_scale: float | None) -> dict[str, Any]:
     merged = contents[0] if contents[0].get("is_whole") or len(contents) == 1 else merge_ranks(contents)
-    return to_own_form(merged, shapes, loss_scale)
+    shapes = [torch.Size(entry.shape) for entry in weights.entries.values()]
+    names = list(weights.entries)
+
+    return to_own_form(merged, shapes, loss_scale, lambda place: read_tensor(weights, names[place]))
 
 
 def _write(content: dict[str, Any], path: Path) -> None:
