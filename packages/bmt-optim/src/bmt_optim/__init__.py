@@ -4,25 +4,33 @@ from . import lr_scheduler
 from ._version import __version__
 from .adafactor import Adafactor, DistributedAdafactor
 from .adam import AdamOptimizer
+from .adam_mini import AdamMini, get_adam_mini_param_groups
 from .adam_offload import AdamOffloadOptimizer
 from .adam_rule import Adam
+from .ademamix import AdEMAMix
+from .apollo import APOLLO
 from .came import CAME, DistributedCAME
 from .convert import to_distributed
 from .distributed import DistributedOptimizer
 from .exchange import Communication
 from .galore import DistGaloreAdamW, GaLoreAdamW, get_galore_param_groups
 from .lamb import DistributedLamb, Lamb
+from .lion import Lion
 from .loss import FusedCrossEntropy
 from .loss_spikes import LossSpikes
 from .manager import OptimManager
 from .muon import Muon
 from .saving import save_optimizer
+from .schedule_free import ScheduleFreeAdamW
 from .torch_adafactor import TorchAdafactor
 
 __all__ = [
+    "APOLLO",
     "CAME",
+    "AdEMAMix",
     "Adafactor",
     "Adam",
+    "AdamMini",
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "Communication",
@@ -34,11 +42,14 @@ __all__ = [
     "FusedCrossEntropy",
     "GaLoreAdamW",
     "Lamb",
+    "Lion",
     "LossSpikes",
     "Muon",
     "OptimManager",
+    "ScheduleFreeAdamW",
     "TorchAdafactor",
     "__version__",
+    "get_adam_mini_param_groups",
     "get_galore_param_groups",
     "lr_scheduler",
     "save_optimizer",

@@ -1,0 +1,149 @@
+"""Schedule-free AdamW: an average of the weights in place of a schedule of the learning rate. No rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmt_comm import local_tensor
+
+from .batch import Batch
+from .distributed import DistributedOptimizer, Params
+from .engine import Step
+from .options import check_betas, check_not_negative
+from .requests import Rule
+from .state_layout import StateTensor, like_parameter, per_matrix
+
+
+class ScheduleFreeAdamW(DistributedOptimizer):
+    """Schedule-free AdamW (Defazio et al., `arXiv:2405.15682 <https://arxiv.org/abs/2405.15682>`_).
+
+    z are the weights that are stepped, x their weighted mean, and y, at which gradients are computed, between them.
+    With γ = lr·min(1, t/warm_up), at first x = y = z::
+
+        v ← β₂v + (1-β₂)g²        d = g / (√(v/(1-β₂ᵗ)) + eps) + weight_decay·y
+        c = w / Σw, with w = t^r · (the largest γ so far)^weight_lr_power
+        y ← (1-c)y + c·z - γ(1 - β₁(1-c))d        z ← z - γd        so that  x = y + (1 - 1/β₁)(z - y)
+
+    Parameters hold y during training. Models are evaluated, and their weights saved for others, at x::
+
+        with optimizer.evaluating():
+            ...
+
+    A checkpoint to go on from is of y, and a learning rate needs no decay.
+
+    Args:
+        params: parameters, or parameter groups.
+        lr, betas, eps, weight_decay, r, weight_lr_power: as in the formula; β₁ above 0.
+        warm_up: steps in which γ grows to lr.
+        stochastic_rounding: see :class:`DistributedOptimizer`.
+
+    Raises:
+        TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
+        ValueError: an option out of range.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 0.0025,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        warm_up: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "warm_up": warm_up,
+            "r": r,
+            "weight_lr_power": weight_lr_power,
+        }
+        self._evaluates = False
+        super().__init__(params, defaults, stochastic_rounding)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_evaluates": False, **state})
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        check_not_negative(options, "lr", "eps", "weight_decay", "warm_up", "r", "weight_lr_power")
+        check_betas(options["betas"], 2)
+        if options["betas"][0] == 0:
+            raise ValueError(f"betas={options['betas']!r}: the first must be above 0")
+
+    def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
+        return {
+            "z": like_parameter(shape),
+            "exp_avg_sq": like_parameter(shape),
+            "weight_sum": per_matrix(),
+            "lr_max": per_matrix(),
+        }
+
+    def begin_step(self, scale: float = 1, grad_factor: Tensor | None = None) -> Step:
+        """As :meth:`DistributedOptimizer.begin_step`.
+
+        Raises:
+            RuntimeError: within :meth:`evaluating`, or what a step raises.
+        """
+        if self._evaluates:
+            raise RuntimeError("a step of ScheduleFreeAdamW within evaluating(): the parameters are averages there")
+        return super().begin_step(scale, grad_factor)
+
+    def rule(self, batch: Batch) -> Rule:
+        yield []
+        options, step = batch.options, batch.step
+        beta1, beta2 = options["betas"]
+        rate = float(options["lr"]) * min(1.0, step / max(options["warm_up"], 1))
+        states = {key: batch.state(key) for key in ("z", "exp_avg_sq", "weight_sum", "lr_max")}
+        for indices, weights in batch.writable():
+            for i, y in zip(indices, weights):
+                z, squares, total, largest = (tensors[i] for tensors in states.values())
+                grad = batch.fp32_grad(i)
+                if step == 1:
+                    z.copy_(y)
+                share = largest.clamp_(min=rate) ** options["weight_lr_power"] * step ** options["r"]
+                share = torch.where(total.add_(share) > 0, share / total, 0.0)
+                squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                direction = grad.div(squares.div(1 - beta2**step).sqrt_().add_(options["eps"]))
+                direction.add_(y, alpha=options["weight_decay"])
+                y.lerp_(z, share).addcmul_(direction, (1 - share).mul_(beta1).sub_(1).mul_(rate))
+                z.add_(direction, alpha=-rate)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within, the parameters are the averages x, to evaluate a model or to save its weights.
+
+        All ranks that share parameters enter it. It takes the memory of one copy of this rank's parameters.
+
+        Raises:
+            RuntimeError: it is entered within itself.
+        """
+        if self._evaluates:
+            raise RuntimeError("evaluating() of ScheduleFreeAdamW within evaluating()")
+        kept: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    entry = self.state.get(param)
+                    if entry and entry["step"]:
+                        local = local_tensor(param)
+                        kept.append((local, local.clone()))
+                        y = entry.get("master", local).float()
+                        local.copy_(y.lerp(entry["z"], 1 - 1 / group["betas"][0]))
+        self._evaluates = True
+        try:
+            yield
+        finally:
+            self._evaluates = False
+            with torch.no_grad():
+                for local, y in kept:
+                    local.copy_(y)
