@@ -6,7 +6,7 @@ from types import ModuleType as _ModuleType
 from . import nccl, store
 from ._compat import not_compiled
 from ._version import __version__
-from .agreement import CallSequences, check_agreement, note_step
+from .agreement import CallSequences, DisagreementError, agreement_time, check_agreement, note_step
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
 from .combine import REDUCE_OPS
 from .communicator import Communicator, Traffic
@@ -52,6 +52,7 @@ __all__ = [
     "Communicator",
     "Config",
     "DeferredWeightGradients",
+    "DisagreementError",
     "GradientReceiver",
     "ParallelContext",
     "RankFailureError",
@@ -62,6 +63,7 @@ __all__ = [
     "WeightGradient",
     "Work",
     "__version__",
+    "agreement_time",
     "all_gather",
     "all_reduce",
     "allgather_objects",

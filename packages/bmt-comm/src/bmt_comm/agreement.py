@@ -1,46 +1,205 @@
-"""Ranks that disagree get an error that names the first difference, not a hang."""
+"""Ranks that disagree get an error that names the first difference, not a hang.
+
+[Note: agreement over the store]
+    A check goes over the rendezvous store, not over a collective, so that a rank that does not come to it costs the
+    others no more than the check's own time-out. Ranks that agree need one request each, and some more while they wait
+    (:class:`Tally`). Only ranks that differ exchange what they bring: rank 0's, and that of the lowest rank that
+    differs from it. The last rank to come removes the keys of the check before, which all have left.
+
+    A check counts among the communicator's operations: a rank that is at another operation in its place is found as
+    between collectives, and one that is elsewhere is described by the watch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
+from ._compat import not_compiled
 from .communicator import Communicator
+from .journal import limits
+from .report import ranks_in_words
+from .tally import Tally, missing, read_soon
 
 _MASK = (1 << 63) - 1
+_PAUSES = 0.0001, 0.02  # seconds between two looks at the store, the first and the last
+_PAUSE_PER_RANK = 1e-4  # seconds; ranks that wait leave the store time for others
+_LATE = 0.5  # seconds of waiting after which a rank tells that it is here
+TIMEOUT = 300.0
+"""Seconds that a check waits for other ranks, if nobody says otherwise."""
 
 
+class DisagreementError(RuntimeError):
+    """Ranks have brought different things to a check."""
+
+
+@dataclass
+class _Settings:
+    """Of the checks of this process; :func:`begin_agreements`.
+
+    Attributes:
+        store: for the checks; None: the default process group's.
+        timeout: seconds that a check waits for the other ranks.
+        stopped: why checks are to end.
+    """
+
+    store: Any = None
+    timeout: float = TIMEOUT
+    stopped: str = ""
+
+
+_settings = _Settings()
+
+
+def begin_agreements(store: Any, timeout: float) -> None:
+    """Checks go over ``store`` from now on, and wait for ``timeout`` seconds."""
+    _settings.store, _settings.timeout, _settings.stopped = store, timeout, ""
+
+
+def stop_agreements(why: str) -> None:
+    """Let checks that wait for other ranks end with an error."""
+    _settings.stopped = why
+
+
+@contextlib.contextmanager
+def agreement_time() -> Iterator[None]:
+    """Within, this thread's waits for collectives may take as long as :func:`check_agreement`, and no longer."""
+    thread = threading.get_ident()
+    before = limits.get(thread)
+    limits[thread] = _settings.timeout
+    try:
+        yield
+    finally:
+        if before is None:
+            del limits[thread]
+        else:
+            limits[thread] = before
+
+
+@not_compiled
 def check_agreement(comm: Communicator, what: str, facts: Sequence[str]) -> None:
     """Raise unless every rank of ``comm`` came here with the same ``what`` and ``facts``.
 
-    Costs one all-gather of 32 bytes per rank while they agree.  Every call has the same wire format, so
-    ranks that have come to different calls are told so as well.
+    Costs a few requests to the rendezvous store; see [Note: agreement over the store].
 
     Raises:
-        RuntimeError: on every rank, naming the first difference and the ranks.
+        DisagreementError: on every rank, naming the first difference and the ranks.
+        RuntimeError: a rank has not come within ``agreement_timeout`` of :func:`bmt_comm.init_distributed`.
     """
     if comm.size == 1:
         return
-    digest = hashlib.sha256(repr((what, list(facts))).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(comm.device)
-    everyone = torch.empty(comm.size, 32, dtype=torch.uint8, device=comm.device)
-    comm.all_gather(everyone, mine, label="an agreement")
-    if bool((everyone == everyone[0]).all()):
-        return
-    reports = comm.all_gather_object((what, list(facts)))
-    other = next(r for r in range(comm.size) if reports[r] != reports[0])
+    check = _Check(comm, what, facts)
+    comm.wait_for(check, f"agreement on {what}")
+    if check.differs:
+        _raise_difference(comm, *check.differs)
+
+
+class _Check:
+    """One check, as an operation that can be waited for.
+
+    Attributes:
+        differs: what rank 0 and another rank bring, and which rank that is; None: all bring the same.
+    """
+
+    def __init__(self, comm: Communicator, what: str, facts: Sequence[str]) -> None:
+        assert comm.group is not None
+        base = _settings.store or dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"bmt_comm/agreement/{comm.group.group_name}", base)
+        self._rank, self._size, self._ranks = comm.rank, comm.size, comm.ranks
+        self._what, self._brought = what, json.dumps([what, list(facts)])
+        number, self._before = _last.get(comm.group, (0, []))
+        self._key = str(number + 1)
+        self._keys = [f"{self._key}/came"]
+        _last[comm.group] = number + 1, self._keys
+        self.differs: tuple[str, str, int] | None = None
+
+    def wait(self) -> None:
+        tally = Tally(self._store, self._keys[0], self._size, self._brought)
+        self._begun = time.monotonic()
+        self._wait_for(tally)
+        if not tally.agrees:
+            self._exchange()
+        if tally.last:
+            for key in self._before:
+                self._store.delete_key(key)
+
+    def is_completed(self) -> bool:
+        return False
+
+    def _wait_for(self, tally: Tally) -> None:
+        """Wait until all ranks have come."""
+        pause, told = _PAUSES[0], False
+        longest = max(_PAUSES[1], _PAUSE_PER_RANK * self._size)
+        while not tally.complete:
+            self._stop_late()
+            if not told and time.monotonic() - self._begun > _LATE:
+                self._store.set(f"{self._key}/{self._rank}", "")
+                told = True
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+            tally.look()
+        if told:
+            self._store.delete_key(f"{self._key}/{self._rank}")
+
+    def _stop_late(self) -> None:
+        """Raise where this is to end without all ranks."""
+        if _settings.stopped:
+            raise RuntimeError(_settings.stopped)
+        if time.monotonic() - self._begun > _settings.timeout:
+            absent = missing(self._store, [f"{self._key}/{rank}" for rank in range(self._size)])
+            raise RuntimeError(
+                f"{ranks_in_words([self._ranks[rank] for rank in absent])} did not come to the agreement on "
+                f"{self._what} in {_settings.timeout:g} seconds"
+            )
+
+    def _exchange(self) -> None:
+        """Find out what rank 0 and the lowest rank that differs from it bring."""
+        first, lowest, told, second = (f"{self._key}/{name}" for name in ("first", "lowest", "told", "second"))
+        self._keys += [first, lowest, told, second]
+        if self._rank == 0:
+            self._store.set(first, self._brought)
+        reference = read_soon(self._store, first, self._stop_late)
+        if reference != self._brought:
+            seen = ""
+            while seen == "" or int(seen) > self._rank:
+                now = self._store.compare_set(lowest, seen, str(self._rank)).decode()
+                if now == str(self._rank):
+                    break
+                seen = now
+        self._wait_for(Tally(self._store, told, self._size, ""))
+        other = int(read_soon(self._store, lowest, self._stop_late))
+        if other == self._rank:
+            self._store.set(second, self._brought)
+        self.differs = reference, read_soon(self._store, second, self._stop_late), other
+
+
+_last: WeakKeyDictionary[dist.ProcessGroup, tuple[int, list[str]]] = WeakKeyDictionary()
+"""The number of the last check of each process group, and its keys."""
+
+
+def _raise_difference(comm: Communicator, first: str, second: str, other: int) -> None:
+    (what_a, facts_a), (what_b, facts_b) = json.loads(first), json.loads(second)
     names = [f"rank {comm.ranks[0]}", f"rank {comm.ranks[other]}"]
-    (what_a, facts_a), (what_b, facts_b) = reports[0], reports[other]
     if what_a != what_b:
-        raise RuntimeError(f"ranks disagree on what comes next: {names[0]} is at {what_a}, {names[1]} at {what_b}")
+        raise DisagreementError(f"ranks disagree on what comes next: {names[0]} is at {what_a}, {names[1]} at {what_b}")
     for index, (a, b) in enumerate(zip_longest(facts_a, facts_b, fillvalue=None)):
         if a != b:
             a, b = ("nothing" if fact is None else fact for fact in (a, b))
-            raise RuntimeError(f"ranks disagree on {what}: item {index} is {a} on {names[0]} and {b} on {names[1]}")
+            raise DisagreementError(
+                f"ranks disagree on {what_a}: item {index} is {a} on {names[0]} and {b} on {names[1]}"
+            )
 
 
 _steps = 0

@@ -369,6 +369,10 @@ class Communicator:
             self.all_reduce(token)
             token.item()  # on CUDA: until the device has done it
 
+    def wait_for(self, work: Work, name: str) -> None:
+        """Wait for ``work``, which needs all ranks, as for a collective of this name."""
+        self._finish_now(work, False, self._journal.begin(name.encode(), 0))
+
     # --- objects ----------------------------------------------------------------------------------
 
     @_compat.not_compiled

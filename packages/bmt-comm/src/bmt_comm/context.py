@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import watch
-from .agreement import forget_steps
+from .agreement import TIMEOUT, begin_agreements, forget_steps, stop_agreements
 from .backend_threads import let_backend_threads_rest
 from .communicator import Communicator, stop_sharing_memory, stop_waiting
 from .journal import journals, note_place
@@ -146,6 +146,7 @@ def init_distributed(
     device: str | torch.device | None = None,
     backend: str | None = None,
     timeout: float | datetime.timedelta = 1800.0,
+    agreement_timeout: float | datetime.timedelta | None = None,
 ) -> ParallelContext:
     """Join the job's other processes and lay out the ranks.
 
@@ -163,6 +164,8 @@ def init_distributed(
         device: "cuda", "cpu" or a device with an index; by default this process's GPU where there is one.
         backend: of ``torch.distributed``; by default nccl for CUDA and gloo for CPU.
         timeout: seconds, or a timedelta, after which a collective that a rank has not joined fails.
+        agreement_timeout: the same for the comparisons of models, options and pipeline calls between ranks; by default
+            five minutes, or ``timeout`` where that is shorter.
 
     Raises:
         RuntimeError: called twice without :func:`shutdown`; a rank has not come in time, or has ended.
@@ -182,6 +185,10 @@ def init_distributed(
         raise ValueError(f"zero_level={zero_level!r} is not a ZeRO level; choose 0, 1, 2 or 3")
     if not isinstance(timeout, datetime.timedelta):
         timeout = datetime.timedelta(seconds=timeout)
+    if agreement_timeout is None:
+        agreement_timeout = min(timeout.total_seconds(), TIMEOUT)
+    if isinstance(agreement_timeout, datetime.timedelta):
+        agreement_timeout = agreement_timeout.total_seconds()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     adopt = dist.is_initialized()
     if adopt:
@@ -226,11 +233,13 @@ def init_distributed(
         "device": chosen.type,
         "backend": backend,
         "timeout": timeout,
+        "agreement_timeout": agreement_timeout,
     }
+    begin_agreements(dist.PrefixStore("agree", meeting), agreement_timeout)
     if size > 1:
         seconds = timeout.total_seconds()
         peers = meet(dist.PrefixStore("start", meeting), rank, size, facts, seconds)
-        watch.start(dist.PrefixStore("watch", meeting), rank, peers, seconds, stop_waiting)
+        watch.start(dist.PrefixStore("watch", meeting), rank, size, peers, seconds, _wake)
     try:
         if not adopt:
             assert backend is not None
@@ -259,6 +268,12 @@ def init_distributed(
     return context
 
 
+def _wake(message: str) -> None:
+    """Let all waits of this process end with an error."""
+    stop_agreements(message)
+    stop_waiting(message)
+
+
 def shutdown() -> None:
     """Leave the job: forget the context and destroy the process group, unless it was adopted.
 
@@ -269,6 +284,7 @@ def shutdown() -> None:
     if context is None:
         return
     watch.stop(leaves=True)
+    begin_agreements(None, TIMEOUT)
     note_place("")
     forget_communicators()
     if not dist.is_initialized() or context.world.group is not dist.group.WORLD:

@@ -78,6 +78,7 @@ class Wait(NamedTuple):
         operation: what is waited for.
         peers: the global ranks without which it does not end.
         place: see :func:`place`.
+        limit: seconds that it may take; None: as long as the job says.
     """
 
     begun: float
@@ -85,12 +86,17 @@ class Wait(NamedTuple):
     operation: Operation
     peers: tuple[int, ...]
     place: str
+    limit: float | None = None
 
 
 waits: dict[int, Wait] = {}
 """Of each thread that waits, by its identity."""
 
+limits: dict[int, float] = {}
+"""Of threads whose next waits may take less time than others, by their identities."""
+
 
 def begin_wait(journal: Journal, operation: Operation, peers: tuple[int, ...]) -> None:
     """This thread begins to wait; ``waits.pop`` ends it."""
-    waits[threading.get_ident()] = Wait(time.monotonic(), journal, operation, peers, _place)
+    thread = threading.get_ident()
+    waits[thread] = Wait(time.monotonic(), journal, operation, peers, _place, limits.get(thread))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+_NAMED = 16  # ranks that have a line of their own
+
 
 class Waiting(TypedDict):
     """An operation that a rank waits for.
@@ -75,8 +77,10 @@ def describe(reason: str, words: Mapping[int, Word], states: Mapping[int, str], 
     """The message: the reason, the culprits with their stacks, and who waits for them."""
     blamed = culprits(words, states, size)
     lines = [reason]
-    for rank in blamed:
+    for rank in blamed[:_NAMED]:
         lines.append(f"  rank {rank}: {_where(words.get(rank), states.get(rank, ''))}")
+    if len(blamed) > _NAMED:
+        lines.append(f"  and {ranks_in_words(blamed[_NAMED:])}")
     groups: dict[str, list[int]] = {}
     for rank in range(size):
         if rank not in blamed and rank in words:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from .report import ranks_in_words
+from .tally import Tally, missing, read_many, read_soon
 
 _PAUSES = 0.001, 0.1  # seconds between two looks at the store, the first and the last
 _PATIENCE = 30.0  # seconds after which it is said who is missing
+_PERIOD = 0.25  # seconds between two looks at the processes of this host
 _log = logging.getLogger("bmt_comm")
 
 
@@ -78,7 +81,7 @@ def _stat(process: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-def meet(store: Any, rank: int, size: int, facts: Mapping[str, object], timeout: float) -> list[Peer]:
+def meet(store: Any, rank: int, size: int, facts: Mapping[str, object], timeout: float) -> dict[int, Peer]:
     """Wait until every rank has come here, and compare what they bring.
 
     Args:
@@ -87,45 +90,74 @@ def meet(store: Any, rank: int, size: int, facts: Mapping[str, object], timeout:
         timeout: seconds to wait for the others.
 
     Returns:
-        The processes, by rank.
+        The processes on this host, this one among them, by rank.
 
     Raises:
         ValueError: a fact differs; on all ranks, with everybody's values.
         RuntimeError: a rank has not come in time, or has ended meanwhile.
     """
     mine = _here()
-    told = {name: str(value) for name, value in facts.items()}
-    store.set(f"here/{rank}", json.dumps([told, [mine.host, mine.process, mine.started]]))
-    came: dict[int, tuple[dict[str, str], Peer]] = {}
-    begun, said, pause = time.monotonic(), False, _PAUSES[0]
-    while len(came) < size:
-        missing = [other for other in range(size) if other not in came]
-        for other in missing:
-            if store.check([f"here/{other}"]):
-                theirs, peer = json.loads(store.get(f"here/{other}"))
-                came[other] = theirs, Peer(*peer)
-        missing = [other for other in missing if other not in came]
-        if not missing:
-            break
-        ended = [other for other, (_, peer) in came.items() if peer.state() == "ended"]
-        if ended:
+    told = json.dumps({name: str(value) for name, value in facts.items()})
+    host = f"host/{hashlib.sha256(mine.host.encode()).hexdigest()[:16]}"
+    store.set(f"here/{rank}", told)
+    store.set(f"{host}/{store.add(host, 1)}", json.dumps([rank, mine.process, mine.started]))
+    tally = Tally(store, "came", size, told)
+    begun = time.monotonic()
+    looked, said, pause = begun, False, _PAUSES[0]
+    while not tally.complete:
+        now = time.monotonic()
+        if now - looked > _PERIOD:
+            looked = now
+            ended = [other for other, peer in _on_this_host(store, host).items() if peer.state() == "ended"]
+            if ended:
+                raise RuntimeError(
+                    f"{ranks_in_words(sorted(ended))} ended while rank {rank} waited for "
+                    f"{ranks_in_words(_missing(store, size))} to start"
+                )
+        if now - begun > timeout:
             raise RuntimeError(
-                f"{ranks_in_words(ended)} ended while rank {rank} waited for {ranks_in_words(missing)} to start"
+                f"{ranks_in_words(_missing(store, size))} did not come to init_distributed() in {timeout:g} seconds"
             )
-        waited = time.monotonic() - begun
-        if waited > timeout:
-            raise RuntimeError(f"{ranks_in_words(missing)} did not come to init_distributed() in {timeout:g} seconds")
-        if waited > _PATIENCE and not said and rank == min(came):
-            said = True
-            _log.warning("%s did not come to init_distributed() in %g seconds yet", ranks_in_words(missing), _PATIENCE)
+        if now - begun > _PATIENCE and not said:
+            said, absent = True, _missing(store, size)
+            if absent and rank == min(set(range(size)) - set(absent)):
+                _log.warning(
+                    "%s did not come to init_distributed() in %g seconds yet", ranks_in_words(absent), _PATIENCE
+                )
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])
-    _compare([came[other][0] for other in range(size)])
-    return [came[other][1] for other in range(size)]
+        tally.look()
+    if not tally.agrees:
+        if rank == 0:
+            store.set("differs", _difference([json.loads(each) for each in _of_all(store, size)]))
+
+        def until() -> None:
+            if time.monotonic() - begun > timeout + _PATIENCE:
+                raise RuntimeError("ranks call init_distributed() with different arguments")
+
+        raise ValueError(read_soon(store, "differs", until))
+    return _on_this_host(store, host)
 
 
-def _compare(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise unless all facts are the same."""
+def _missing(store: Any, size: int) -> list[int]:
+    return missing(store, [f"here/{rank}" for rank in range(size)])
+
+
+def _of_all(store: Any, size: int) -> list[str]:
+    return read_many(store, [f"here/{rank}" for rank in range(size)])
+
+
+def _on_this_host(store: Any, host: str) -> dict[int, Peer]:
+    """The processes that have come from this host, by rank."""
+    keys = [f"{host}/{number + 1}" for number in range(store.add(host, 0))]
+    absent = set(missing(store, keys))
+    came = read_many(store, [key for number, key in enumerate(keys) if number not in absent])
+    mine = _here()
+    return {rank: Peer(mine.host, process, started) for rank, process, started in map(json.loads, came)}
+
+
+def _difference(everyone: Sequence[Mapping[str, str]]) -> str:
+    """What differs, by rank."""
     for name in everyone[0]:
         values = [facts.get(name, "nothing") for facts in everyone]
         if len(set(values)) > 1:
@@ -133,4 +165,5 @@ def _compare(everyone: Sequence[Mapping[str, str]]) -> None:
                 f"{value} on {ranks_in_words([rank for rank, each in enumerate(values) if each == value])}"
                 for value in dict.fromkeys(values)
             )
-            raise ValueError(f"ranks call init_distributed() with different arguments: {name} is {told}")
+            return f"ranks call init_distributed() with different arguments: {name} is {told}"
+    return "ranks call init_distributed() of different versions of bmt_comm"

@@ -4,12 +4,14 @@
     Each rank has a watching thread. It raises the alarm when this rank has waited for an operation longer than the
     time-out, when another rank waits for another operation in its place, when an operation has failed because another
     rank cannot be reached, when an exception ends this rank, or when another process of this host has ended without
-    :func:`bmt_comm.shutdown`. The alarm is a key in the rendezvous
-    store, at which all watching threads look a few times a second. Then every rank writes into the store where it is,
-    and reads what the others have written. What waits for an operation gets an error that tells all of it. A rank that
-    does not wait, or cannot be woken, is ended: nobody needs what it computes.
+    :func:`bmt_comm.shutdown`. The alarm is a key in the rendezvous store, at which all watching threads look a few
+    times a second. Then every rank writes into the store where it is. The rank that was first to raise the alarm reads
+    what all have written, and writes the message, which all others read. (If it fails, too, another one does so.) What
+    waits for an operation gets an error with this message. A rank that does not wait, or cannot be woken, is ended:
+    nobody needs what it computes.
 
-    Nothing of this goes over a communicator, and operations do not touch the store.
+    Nothing of this goes over a communicator, and operations do not touch the store. No rank but one reads as many keys
+    as there are ranks, and it reads many at a time.
 """
 
 from __future__ import annotations
@@ -24,23 +26,29 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from .journal import Wait, journals, place, waits
 from .report import Waiting, Word, describe
 from .startup import Peer
+from .tally import missing, read_many
 
 _PERIOD = 0.25  # seconds between two looks
 _ANSWER = 1.0  # seconds that the ranks have to tell where they are
+_MESSAGE = 0.4  # seconds after that in which the message must come
+_PAUSE = 0.02  # seconds between two looks at what others have told
 _SUSPICIOUS = 2.0  # seconds of a wait after which ranks compare what they wait for
 _WAKE = 0.7  # seconds that the main thread has to raise the error
 _OURS = ("bmt_comm", "bmt_zero", "bmt_tp", "bmt_pipe", "bmt_optim", "bmt_kernels", "bmtrain", "torch", "contextlib")
+_ALARM, _SECOND_ALARM = "alarm", "alarm, the first reporter having failed"
 _log = logging.getLogger("bmt_comm")
+T = TypeVar("T")
 
 
 class RankFailureError(RuntimeError):
@@ -53,15 +61,22 @@ class Watch:
     Args:
         store: which nothing else uses; used by this object's thread.
         rank: this one.
-        peers: the processes, by rank.
+        size: the number of ranks.
+        peers: the processes on this host, this one among them, by rank.
         timeout: seconds after which a wait fails.
         wake: called with a message that all waits of this process are to raise.
     """
 
     def __init__(
-        self, store: Any, rank: int, peers: Sequence[Peer], timeout: float, wake: Callable[[str], None]
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        peers: Mapping[int, Peer],
+        timeout: float,
+        wake: Callable[[str], None],
     ) -> None:
-        self.rank, self.peers, self.timeout = rank, list(peers), timeout
+        self.rank, self.size, self.peers, self.timeout = rank, size, dict(peers), timeout
         self._store, self._wake = store, wake
         self._reason = ""  # why this rank raises the alarm
         self._raised = ""  # the traceback of the exception that ends this rank
@@ -69,7 +84,7 @@ class Watch:
         self._news, self._concluded, self._delivered = threading.Event(), threading.Event(), threading.Event()
         self._stopping = False
         self._message = ""
-        self._told = ""  # what this rank has last told that it waits for
+        self._compared: dict[str, bool] = {}  # keys of waits that were compared, and whether this rank wrote them
         self._hook = sys.excepthook
         sys.excepthook = self._uncaught
         self._thread = threading.Thread(target=self._run, name="bmt-watch", daemon=True)
@@ -93,7 +108,7 @@ class Watch:
         told = "" if wait is None else f" (in {wait.journal.name}, {wait.operation.name.decode()})"
         self._alarm(f"rank {self.rank}: {error}{told}")
         self._concluded.wait(_ANSWER + 1.0)
-        message = self._message or describe(self._reason, {self.rank: self._word()}, self._states(), len(self.peers))
+        message = self._message or describe(self._reason, {self.rank: self._word()}, self._states(), self.size)
         self._delivered.set()
         return RankFailureError(message)
 
@@ -150,7 +165,8 @@ class Watch:
         )
 
     def _states(self) -> dict[int, str]:
-        return {rank: peer.state() for rank, peer in enumerate(self.peers)}
+        """Of the processes on this host, by rank."""
+        return {rank: peer.state() for rank, peer in self.peers.items()}
 
     # --- in the thread ----------------------------------------------------------------------------
 
@@ -166,17 +182,15 @@ class Watch:
 
     def _look(self) -> None:
         """Find a reason for an alarm."""
-        told = self._read("alarm")
+        told = self._read(_ALARM)
         if told is not None:
-            self._reason = told
+            self._reason = json.loads(told)[1]
             return
         now = time.monotonic()
-        late = next((wait for wait in list(waits.values()) if now - wait.begun > self.timeout), None)
+        late = next((w for w in list(waits.values()) if now - w.begun > (w.limit or self.timeout)), None)
         if self._reason:
             return
-        for wait in list(waits.values()):
-            if wait.operation.number and now - wait.begun > _SUSPICIOUS:
-                self._compare(wait)
+        self._compare(now)
         if self._reason:
             return
         if late is not None:
@@ -185,51 +199,58 @@ class Watch:
                 f"in {late.journal.name}"
             )
             return
-        for rank, peer in enumerate(self.peers):
+        for rank, peer in self.peers.items():
             if rank == self.rank or peer.state() != "ended":
                 continue
             if self._read(f"left/{rank}") is None and self._store is not None:
                 self._reason = f"rank {rank} has ended"
                 return
 
-    def _compare(self, wait: Wait) -> None:
-        """Find out whether a rank that waits, too, waits for something else in its place."""
-        journal, (number, name, _) = wait.journal, wait.operation
-        mine = json.dumps([journal.key, number, name.decode()])
-        if self._told != mine:
-            self._told = mine
-            self._tell(f"waits/{self.rank}", mine)
-        for peer in wait.peers:
-            told = None if peer == self.rank else self._read(f"waits/{peer}")
-            key, theirs, what = ("", 0, "") if told is None else json.loads(told)
-            if key == journal.key and theirs == number and what != name.decode():
+    def _compare(self, now: float) -> None:
+        """Find out whether a rank that waits, too, waits for something else in its place.
+
+        The first rank that waits for long writes what it waits for; the others compare that with what they wait for.
+        """
+        long = [w for w in list(waits.values()) if w.operation.number and now - w.begun > _SUSPICIOUS]
+        keys = {f"waits/{wait.journal.key}/{wait.operation.number}": wait for wait in long}
+        for key in self._compared.keys() - keys.keys():
+            if self._compared.pop(key):  # it was this rank that has written it
+                self._ask(partial(_delete, key))
+        for key in keys.keys() - self._compared.keys():
+            journal, (number, name, _) = keys[key].journal, keys[key].operation
+            mine = json.dumps([self.rank, name.decode()])
+            first = self._ask(partial(_first, key, mine))
+            if first is None:
+                return
+            self._compared[key] = first == mine
+            rank, theirs = json.loads(first)
+            if theirs != name.decode():
                 self._reason = (
                     f"ranks call different operations: rank {self.rank} is at operation {number} of {journal.name}, "
-                    f"{name.decode()}, rank {peer} at {what}"
+                    f"{name.decode()}, rank {rank} at {theirs}"
                 )
                 return
 
     def _conclude(self) -> None:
-        """Tell where this rank is, read where the others are, and let this rank's waits end."""
-        self._tell("alarm", self._reason)
+        """Tell where this rank is, hear where the others are, and let this rank's waits end."""
         word = self._word()
-        self._tell(f"word/{self.rank}", json.dumps(word))
-        words: dict[int, Word] = {self.rank: word}
-        deadline = time.monotonic() + _ANSWER
-        while self._store is not None and time.monotonic() < deadline:
-            states = self._states()
-            for rank in range(len(self.peers)):
-                told = None if rank in words else self._read(f"word/{rank}")
-                if told is not None:
-                    words[rank] = json.loads(told)
-            if all(rank in words or states[rank] == "ended" for rank in range(len(self.peers))):
+        message = ""
+        told = False
+        for key, patience in ((_ALARM, _ANSWER), (_SECOND_ALARM, _MESSAGE)):
+            mine = json.dumps([self.rank, self._reason])
+            first = self._ask(partial(_first, key, mine))
+            if not told:
+                told = True
+                ended = {rank: state for rank, state in self._states().items() if state in ("ended", "stopped")}
+                self._tell(f"word/{self.rank}", json.dumps([word, ended]))
+                self._ask(lambda store: store.add("told", 1))
+            if first is None:
                 break
-            time.sleep(0.02)
-        states = self._states()
-        for rank in range(len(self.peers)):
-            if rank not in words and self._read(f"left/{rank}") is not None:
-                states[rank] = "ended"
-        message = describe(self._reason, words, states, len(self.peers))
+            reporter, self._reason = json.loads(first)
+            message = self._report(patience) if reporter == self.rank else self._hear(patience + _MESSAGE)
+            if message:
+                break
+        message = message or describe(self._reason, {self.rank: word}, self._states(), self.size)
         path = Path(os.environ.get("BMT_FAULT_DIR", tempfile.gettempdir()))
         path = path / f"bmt-fault-rank{self.rank}-{os.getpid()}.txt"
         try:
@@ -240,7 +261,7 @@ class Watch:
             _log.warning("the report of rank %d could not be written: %s", self.rank, error)
         self._message = message
         if self.rank == 0:
-            time.sleep(0.1)  # this process may keep the store, and the others still read
+            self._wait_for_readers()
         self._concluded.set()
         if self._delivered.wait(0.1) or self._stopping:
             return
@@ -251,32 +272,100 @@ class Watch:
         sys.stderr.flush()
         os._exit(1)
 
-    def _read(self, key: str) -> str | None:
-        """A value from the store; None where there is none, or no store any more."""
+    def _report(self, patience: float) -> str:
+        """Read where all ranks are, and write the message; nothing where the store is lost."""
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and self._store is not None:
+            told = self._ask(lambda store: store.add("told", 0)) or 0
+            ended = [rank for rank, state in self._states().items() if state == "ended"]
+            silent = self._missing(f"word/{rank}" for rank in ended) or []
+            if told + len(silent) >= self.size:
+                break
+            time.sleep(_PAUSE)
+        words, states = self._words()
+        if self._store is None:
+            return ""
+        message = describe(self._reason, words, states, self.size)
+        self._tell("message", message)
+        return message
+
+    def _words(self) -> tuple[dict[int, Word], dict[int, str]]:
+        """What the ranks have told about themselves, and the states of the processes, as far as they are known."""
+        keys = [f"word/{rank}" for rank in range(self.size)]
+        absent = self._missing(keys) or []
+        told = sorted(set(range(self.size)) - set(absent))
+        read = self._ask(lambda store: read_many(store, [keys[rank] for rank in told])) or []
+        words: dict[int, Word] = {}
+        states: dict[int, str] = {}
+        for rank, (word, ended) in zip(told, map(json.loads, read)):
+            words[rank] = word
+            states.update({int(other): state for other, state in ended.items()})
+        states.update(self._states())
+        alive = self._missing(f"left/{rank}" for rank in absent)
+        states.update({rank: "ended" for index, rank in enumerate(absent) if alive is not None and index not in alive})
+        return words, states
+
+    def _hear(self, patience: float) -> str:
+        """The message of the rank that writes it; nothing where it does not come."""
+        pause = max(_PAUSE, self.size * 1e-4)  # the store serves all ranks
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and self._store is not None:
+            message = self._read("message")
+            if message is not None:
+                self._ask(lambda store: store.add("heard", 1))
+                return message
+            time.sleep(pause)
+        return ""
+
+    def _wait_for_readers(self) -> None:
+        """This process may keep the store, in which the others still read."""
+        deadline = time.monotonic() + _MESSAGE
+        while time.monotonic() < deadline and self._store is not None:
+            told = self._ask(lambda store: store.add("told", 0)) or 0
+            if (self._ask(lambda store: store.add("heard", 0)) or 0) >= told - 1:
+                return
+            time.sleep(_PAUSE)
+
+    def _ask(self, request: Callable[[Any], T]) -> T | None:
+        """The answer of the store; None where there is no store any more."""
         if self._store is None:
             return None
         try:
-            return self._store.get(key).decode() if self._store.check([key]) else None
+            return request(self._store)
         except RuntimeError:  # its process has ended
             self._store = None
             return None
 
+    def _missing(self, keys: Iterable[str]) -> list[int] | None:
+        wanted = list(keys)
+        return self._ask(lambda store: missing(store, wanted))
+
+    def _read(self, key: str) -> str | None:
+        """A value from the store; None where there is none."""
+        return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+
     def _tell(self, key: str, value: str) -> None:
-        if self._store is None:
-            return
-        try:
-            self._store.set(key, value)
-        except RuntimeError:
-            self._store = None
+        self._ask(lambda store: store.set(key, value))
+
+
+def _first(key: str, mine: str, store: Any) -> str:
+    """What the first rank has written, which is this one where none was before."""
+    return str(store.compare_set(key, "", mine).decode())
+
+
+def _delete(key: str, store: Any) -> None:
+    store.delete_key(key)
 
 
 _current: Watch | None = None
 
 
-def start(store: Any, rank: int, peers: Sequence[Peer], timeout: float, wake: Callable[[str], None]) -> None:
+def start(
+    store: Any, rank: int, size: int, peers: Mapping[int, Peer], timeout: float, wake: Callable[[str], None]
+) -> None:
     """Watch this rank from now on."""
     global _current
-    _current = Watch(_own_connection(store, rank), rank, peers, timeout, wake)
+    _current = Watch(_own_connection(store, rank), rank, size, peers, timeout, wake)
 
 
 def stop(leaves: bool) -> None:

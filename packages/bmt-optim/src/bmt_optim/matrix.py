@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from bmt_comm import Communicator, Slice, is_dtensor, slice_of
+from bmt_comm import Communicator, Slice, check_agreement, is_dtensor, slice_of
 
 
 @dataclass(eq=False)
@@ -104,6 +104,9 @@ def plan_matrices(params: Sequence[Tensor], costs: Sequence[float]) -> list[Matr
     here = dist.get_rank() if dist.is_initialized() else 0
     groups = by_grid(found)
     facts = [[(slices[i].shape, costs[i], *found[i].rows[0], *found[i].pieces[0]) for i in g] for g in groups]
+    for n, comm in _in_order([found[g[0]].row_comm for g in groups]) + _in_order([found[g[0]].tp_comm for g in groups]):
+        shapes = [f"one of shape {shape}, of cost {cost}" for shape, cost, *_ in facts[n]]
+        check_agreement(comm, "the parameters of an optimizer", shapes)
     grids = gather_over_grids([(found[g[0]], (here, mine)) for g, mine in zip(groups, facts)])
     for grid in grids:
         _check_same_matrices(grid)

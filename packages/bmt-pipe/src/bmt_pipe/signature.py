@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from bmt_comm import ParallelContext
+from bmt_comm import ParallelContext, agreement_time
 
 from .messages import StageFailedError, Structure, TensorForm, connected
 
@@ -215,13 +215,13 @@ class SignatureCache:
                 problem = TypeError(f"arguments are in containers that cannot be sent to other stages: {error}")
         digest = hashlib.sha256(packed).digest() if packed else bytes(32)
         everyone = torch.empty(comm.size, 32, dtype=torch.uint8)
-        with connected():
+        with agreement_time(), connected():
             comm.all_gather(everyone, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         digests = [row.numpy().tobytes() for row in everyone]
         if bytes(32) in digests:
             raise_first(context, problem)
         if any(each not in self._known for each in digests):
-            with connected():
+            with agreement_time(), connected():
                 found = comm.all_gather_object(packed)
             for each, data in zip(digests, found, strict=True):
                 self._known[each] = pickle.loads(data)  # from a rank of this job

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, check_agreement
+from bmt_comm import Communicator, DisagreementError, check_agreement
 
 from .regions import tensor_comm
 
@@ -31,7 +31,7 @@ def check_same_batch(*tensors: Tensor, comm: Communicator | None = None) -> None
     facts = [f"{tuple(t.shape)} {t.dtype} with the digest {_digest(t)}" for t in tensors]
     try:
         check_agreement(comm, "the batch of a tensor-parallel group", facts)
-    except RuntimeError as error:
+    except DisagreementError as error:
         raise RuntimeError(
             f"the ranks of a tensor-parallel group must be given the same batch, of which each computes a part: "
             f"{error}; choose the data by the context's data_rank, not by rank"
@@ -51,9 +51,10 @@ def check_same_input(x: Tensor, comm: Communicator, cure: str) -> None:
     """
     if comm.size == 1:
         return
-    shapes = comm.all_gather_object(tuple(x.shape))
-    if any(shape != shapes[0] for shape in shapes):
-        raise RuntimeError(f"the tensor-parallel ranks pass inputs of the shapes {shapes}; {cure}")
+    try:
+        check_agreement(comm, "the input of a tensor-parallel layer", [f"of shape {tuple(x.shape)}"])
+    except DisagreementError as error:
+        raise RuntimeError(f"the tensor-parallel ranks pass different inputs: {error}; {cure}") from error
     if not x.numel():
         return
     # Random projections: activations that differ by more than rounding differ in these.

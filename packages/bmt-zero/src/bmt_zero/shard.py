@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -316,11 +318,8 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
     if options.communicators is not None and (context.tp_size > 1 or options.stage_local):
         check_groups(options.communicators, context, first, options.stage_local)
     params = [slot.param for slot in first]
-    facts = [
-        f"{slot.path}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}{' on meta' * p.is_meta}"
-        for slot, p in zip(first, params, strict=True)
-    ]
-    for comm in options.ranks(context):
+    facts = [parameter_fact(slot.path, p) for slot, p in zip(first, params, strict=True)]
+    for comm in () if _agreed.get() else options.ranks(context):
         check_agreement(comm, f"the parameters of {options.name} at level {options.level}", facts)
     for module in {slot.module: None for slot in slots}:
         if isinstance(module, nn.RNNBase):  # convert() cannot swap tensors that have weak references
@@ -334,6 +333,25 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
         slot.index = position[id(slot.param)]
     add_state_hooks(slots)
     return ParameterGroup(reducers, context, options, step_context(context), slots)
+
+
+def parameter_fact(name: str, param: Tensor) -> str:
+    """What ranks must agree on before a parameter is sharded."""
+    meta = " on meta" if param.is_meta else ""
+    return f"{name}: {slice_of(param).shape} {param.dtype} requires_grad={param.requires_grad}{meta}"
+
+
+@contextlib.contextmanager
+def agreed() -> Iterator[None]:
+    """Within, groups are built of parameters that ranks have compared already, all at once."""
+    token = _agreed.set(True)
+    try:
+        yield
+    finally:
+        _agreed.reset(token)
+
+
+_agreed: contextvars.ContextVar[bool] = contextvars.ContextVar("agreed", default=False)
 
 
 def build_standalone(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from bmt_comm import ParallelContext, check_agreement, current_context, not_compiled, print_rank, slice_of
+from bmt_comm import ParallelContext, check_agreement, current_context, not_compiled, print_rank
 
 from .block import Block
 from .caches import turn_off_caches
@@ -20,7 +20,17 @@ from .parameter_group import Slot
 from .precision import MixedPrecision
 from .registrations import registrations
 from .repeated_layers import find_layers
-from .shard import build_group, check_level, check_parameter, find_slots, is_standalone, sharding_of, share_buffers
+from .shard import (
+    agreed,
+    build_group,
+    check_level,
+    check_parameter,
+    find_slots,
+    is_standalone,
+    parameter_fact,
+    sharding_of,
+    share_buffers,
+)
 from .sharded_parameter import ShardedParameter
 from .stage_entry import is_stage_local
 from .wrapped import WrapperHook
@@ -75,19 +85,18 @@ def BMTrainModelWrapper(
     if isinstance(model, nn.RNNBase):
         raise ValueError("a recurrent module by itself is sharded by Block(model)")
     rest = _slots_outside(model, layers, context)
-    facts = [
-        f"{name}: {slice_of(p).shape} {p.dtype} requires_grad={p.requires_grad}"
-        for name, p in model.named_parameters()
-        if not is_stage_local(p)  # other stages do not have those
-    ]
+    # Other stages do not have what is local to a stage.
+    facts = [parameter_fact(name, p) for name, p in model.named_parameters() if not is_stage_local(p)]
+    facts += [f"Block {path}" for path, module in model.named_modules() if module in layers] + [f"level {level}"]
     check_agreement(context.outer_zero, f"the parameters of {type(model).__name__}", facts)
     precision = precision or MixedPrecision()
     inside = dataclasses.replace(precision, output_dtype=None)
-    for module in layers:
-        Block(module, use_checkpoint, level, precision=inside)
     options = Options(level, inside)
-    share_buffers(model, context, options)
-    outside = _shard_rest(model, rest, options, precision, context)
+    with agreed():
+        for module in layers:
+            Block(module, use_checkpoint, level, precision=inside)
+        share_buffers(model, context, options)
+        outside = _shard_rest(model, rest, options, precision, context)
     parts = {module: [sharding.hooks] for module in layers if (sharding := sharding_of(module)) is not None}
     for path, module in model.named_modules():
         sharding = sharding_of(module)
