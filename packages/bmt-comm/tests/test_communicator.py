@@ -2,11 +2,13 @@
 
 import copy
 import time
+from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from bmt_comm import REDUCE_OPS, Communicator, init_distributed
+from bmt_comm import REDUCE_OPS, Communicator, _compat, init_distributed
 from bmt_comm import direct_exchange as module
 
 DTYPES = [
@@ -358,3 +360,24 @@ def test_traffic_counts_what_a_rank_must_send(ctx):
         "broadcast": (1, (n - 1) * 24 if ctx.rank == 0 else 0),
         "send": (1, 24),
     }
+
+
+class Recorded(dist.ProcessGroup):
+    """A process group that notes when it is aborted."""
+
+    aborted: ClassVar[list[dist.ProcessGroup]] = []
+
+    def getBackendName(self):
+        return "recorded"
+
+    def abort(self):
+        self.aborted.append(self)
+
+
+@pytest.mark.ranks(1, init=False)
+def test_the_latest_process_groups_are_aborted_first():
+    dist.Backend.register_backend("recorded", lambda store, rank, size, timeout: Recorded(rank, size), devices=["cpu"])
+    dist.init_process_group("recorded", store=dist.HashStore(), rank=0, world_size=1)
+    groups = [dist.group.WORLD, *(dist.new_group([0], backend="recorded") for _ in range(2))]
+    _compat.abort(groups)
+    assert Recorded.aborted == groups[::-1]

@@ -169,3 +169,13 @@ def test_ranks_busy_or_idle_end_when_the_process_of_the_pool_is_killed(tmp_path:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
     assert wait_until_gone(pids, seconds=5)
+
+
+def test_the_traceback_of_a_preload_that_fails_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_no_use.py").write_text("raise LookupError('nothing to be found here')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with RankPool(preload=["of_no_use"]) as pool, pytest.raises(RuntimeError) as raised:
+        pool.run(fail_on, 1, 5)
+    assert "the process that forks ranks has ended with exit code 1" in str(raised.value)
+    assert 'of_no_use.py", line 1' in str(raised.value)
+    assert "LookupError: nothing to be found here" in str(raised.value)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -10,6 +14,7 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from bmt_comm import journal, watch
@@ -141,3 +146,44 @@ def test_ranks_that_wait_for_different_operations_are_found_by_one_request(ranks
     assert made[CULPRIT]._reason == (
         "ranks call different operations: rank 77 is at operation 5 of world, all_gather, rank 3 at all_reduce"
     )
+
+
+def test_the_file_of_a_rank_tells_what_the_flight_recorder_knows(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(RECORDED))
+    env = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100"}
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    if not hasattr(c10d, "_dump_fr_trace_json"):
+        assert done.stdout == "\n"
+        return
+    assert done.stdout.splitlines() == [
+        f"PyTorch's flight recorder ({tmp_path}/bmt-flight-rank-0), operations that have not ended:",
+        "  gloo:all_reduce number 2 of process group ['0', 'default_pg'], ['Float'] [[5]]: scheduled",
+    ]
+    entries = pickle.loads((tmp_path / "bmt-flight-rank-0").read_bytes())["entries"]
+    assert [entry["input_sizes"] for entry in entries] == [[[3]], [[5]]]
+    assert any(frame["filename"] == str(script) for frame in entries[1]["frames"])
+
+
+RECORDED = """
+    import os
+    import time
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    from bmt_comm.flight_recorder import write_record
+    store = dist.FileStore("store", 2)
+    rank = int(os.fork() == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(3))
+    if rank == 0:
+        dist.all_reduce(torch.ones(5), async_op=True)
+        while "[[3]]" in (said := write_record(Path.cwd(), 0)):  # the recorder is told later that it has ended
+            time.sleep(0.01)
+        print(said, flush=True)
+        Path("over").touch()
+    while not Path("over").exists():
+        time.sleep(0.01)
+    os._exit(0)
+"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -54,10 +54,29 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_ga
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def abort(group: dist.ProcessGroup) -> None:
-    """Let the operations of a process group end with an error; nothing where torch cannot."""
-    if hasattr(group, "abort"):
-        group.abort()
+def abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Let the operations of process groups end with an error; nothing where torch cannot.
+
+    NCCL's communicators are aborted together, the latest first: one that is aborted by itself may wait for another.
+    """
+    backends = [backend for group in groups if (backend := _nccl_backend(group)) is not None]
+    if backends:
+        backends[0]._group_start()
+    try:
+        for group in reversed(groups):
+            if hasattr(group, "abort"):
+                group.abort()
+    finally:
+        if backends:
+            backends[0]._group_end()
+
+
+def _nccl_backend(group: dist.ProcessGroup) -> Any:
+    """The part of a process group that is NCCL's and can abort together with others; None where there is none."""
+    if "nccl" not in dist.get_backend(group):
+        return None
+    backend = group._get_backend(torch.device("cuda"))
+    return backend if hasattr(backend, "_group_start") else None
 
 
 # A thread that ends with an object left in it may wait for the interpreter for ever; torch 2.13 can remove it.

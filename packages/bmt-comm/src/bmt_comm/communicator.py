@@ -487,11 +487,17 @@ class _Call:
 
 def stop_waiting(message: str) -> None:
     """Let all waits of this process end with an error, and NCCL's kernels with them."""
+    groups = []
     for group, on_host in list(_host_collectives.items()):
         if isinstance(on_host, SharedMemoryCollectives):
             on_host.stop(message)
         if waits or "nccl" in dist.get_backend(group):
-            threading.Thread(target=_compat.abort, args=(group,), daemon=True).start()
+            groups.append(group)
+    # NCCL's in one thread, together; others each in its own, so that none waits for another.
+    nccl = [group for group in groups if "nccl" in dist.get_backend(group)]
+    for together in (nccl, *([group] for group in groups if group not in nccl)):
+        if together:
+            threading.Thread(target=_compat.abort, args=(together,), daemon=True).start()
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .flight_recorder import write_record
 from .journal import Wait, journals, place, waits
 from .report import Waiting, Word, describe
 from .startup import Peer
@@ -251,11 +252,11 @@ class Watch:
             if message:
                 break
         message = message or describe(self._reason, {self.rank: word}, self._states(), self.size)
-        path = Path(os.environ.get("BMT_FAULT_DIR", tempfile.gettempdir()))
-        path = path / f"bmt-fault-rank{self.rank}-{os.getpid()}.txt"
+        folder = Path(os.environ.get("BMT_FAULT_DIR", tempfile.gettempdir()))
+        path = folder / f"bmt-fault-rank{self.rank}-{os.getpid()}.txt"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(message + "\n")
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{message}\n{write_record(folder, self.rank)}\n")
             message += f"\n(rank {self.rank} has written this to {path})"
         except OSError as error:
             _log.warning("the report of rank %d could not be written: %s", self.rank, error)

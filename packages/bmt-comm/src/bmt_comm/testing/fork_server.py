@@ -16,9 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from typing import BinaryIO
 
 # The stack dump is armed before torch is imported, so that a server that hangs there can be asked, too.
 _BOOTSTRAP = """
@@ -46,9 +48,11 @@ class ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(timeout)
         self._asked = 0
+        self._stderr: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOTSTRAP, json.dumps([sys.path, theirs.fileno(), list(modules), threads])],
             stdin=subprocess.DEVNULL,
+            stderr=self._stderr,
             pass_fds=[theirs.fileno()],
             env=dict(environ),
             start_new_session=True,  # an interrupt from the keyboard is the pool's to handle
@@ -73,6 +77,7 @@ class ForkServer:
         self._control.close()
         self._process.kill()
         self._process.wait()
+        self._stderr.close()
 
     def _ask(self, question: dict[str, int], descriptors: Sequence[int] = ()) -> int:
         self._asked += 1
@@ -82,11 +87,19 @@ class ForkServer:
             while number < self._asked:  # an interrupt may have left an earlier answer
                 message = self._control.recv(64)
                 if not message:
-                    raise RuntimeError(f"the process that forks ranks has ended with exit code {self._process.wait()}")
+                    raise BrokenPipeError
                 number, answer = map(int, message.split())
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise RuntimeError(
+                f"the process that forks ranks has ended with exit code {self._process.wait()}\n{self._said()}"
+            ) from error
         except OSError as error:
-            raise RuntimeError(f"the process that forks ranks does not answer: {error}") from error
+            raise RuntimeError(f"the process that forks ranks does not answer: {error}\n{self._said()}") from error
         return answer
+
+    def _said(self) -> str:
+        """What the server has written to its standard error: a traceback, where an import has failed."""
+        return os.pread(self._stderr.fileno(), os.fstat(self._stderr.fileno()).st_size, 0).decode(errors="replace")
 
 
 class Fork:

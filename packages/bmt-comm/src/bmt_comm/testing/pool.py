@@ -288,6 +288,10 @@ class _Worker:
         logs = (log.file.fileno() for log in (self.stdout, self.stderr, self.stacks))
         try:
             self.process = server.fork(theirs.fileno(), *logs)
+        except BaseException:
+            self.close()
+            self._close_logs()
+            raise
         finally:
             theirs.close()
 
@@ -326,5 +330,8 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self._close_logs()
+
+    def _close_logs(self) -> None:
         for log in (self.stdout, self.stderr, self.stacks):
             log.close()
