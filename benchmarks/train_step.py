@@ -7,6 +7,8 @@ Reported are medians over rounds, and the median of the ratios within a round.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import statistics
 import sys
 import time
@@ -20,7 +22,8 @@ from torch import Tensor, nn
 
 import bmt_comm
 import bmt_zero
-from bmt_optim import AdamOptimizer
+from bmt_comm.fixed_order import use_deterministic_kernels
+from bmt_optim import AdamOptimizer, OptimManager
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -32,6 +35,27 @@ def _torch_step(model: nn.Module) -> Step:
         model(tokens, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return step
+
+
+def _accumulating_step(model: nn.Module, optimizer: AdamOptimizer, context: bmt_comm.ParallelContext) -> Step:
+    """Four micro-batches, a gradient norm and an optimizer step; sums in a fixed order if ``context`` has one."""
+    for param in model.parameters():
+        param.handle.reducer.has_fixed_order = context.deterministic
+    manager = OptimManager(skip_non_finite=True, context=context)
+    manager.add_optimizer(optimizer)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        restore = use_deterministic_kernels(context.device.type == "cuda") if context.deterministic else None
+        manager.zero_grad()
+        for micro_batch in range(4):
+            with contextlib.nullcontext() if micro_batch == 3 else bmt_zero.no_sync(model):
+                manager.backward(model(tokens, targets) / 4)
+        manager.clip_grad_norm(optimizer.param_groups, 1.0)
+        manager.step()
+        if restore is not None:
+            restore()
 
     return step
 
@@ -52,9 +76,12 @@ def build(name: str, shape: GPTShape, context: bmt_comm.ParallelContext) -> Step
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return _torch_step(model)
-    level = int(name.rsplit("-", 1)[1])
-    model = bmt_zero.BMTrainModelWrapper(model, use_checkpoint=False, zero_level=level)
+    level, *order = name.rsplit("-", 1)[1].split()
+    model = bmt_zero.BMTrainModelWrapper(model, use_checkpoint=False, zero_level=int(level))
     optimizer = AdamOptimizer(model.parameters(), lr=1e-4)
+    if order:
+        context = dataclasses.replace(context, deterministic=order == ["deterministic"])
+        return _accumulating_step(model, optimizer, context)
 
     def step(tokens: Tensor, targets: Tensor) -> None:
         (model(tokens, targets) / context.replicas).backward()
@@ -98,7 +125,7 @@ def report(size: str, times: dict[str, list[float]], names: list[str]) -> None:
     print(f"\nbatch {size}: median seconds per step; speed relative to {yardstick} (median of ratios)")
     for name in names:
         ratio = statistics.median(y / t for t, y in zip(times[name], times[yardstick], strict=True))
-        print(f"  {name:18s} {statistics.median(times[name]):8.4f}   {ratio:5.2f}x", flush=True)
+        print(f"  {name:28s} {statistics.median(times[name]):8.4f}   {ratio:5.2f}x", flush=True)
 
 
 def main() -> int:
@@ -116,7 +143,8 @@ def main() -> int:
         "--candidates",
         nargs="+",
         default=["no communication", "DDP", "FSDP2", "bmtrain ZeRO-2", "bmtrain ZeRO-3"],
-        help="what to compare; also 'bmtrain ZeRO-0' and 'bmtrain ZeRO-1'",
+        help="what to compare; also ZeRO-0 and ZeRO-1. 'bmtrain ZeRO-3 accumulating': four micro-batches, a gradient "
+        "norm and a step; 'bmtrain ZeRO-3 deterministic': the same with sums in a fixed order",
     )
     arguments = parser.parse_args()
     if not launched():

@@ -327,9 +327,14 @@ class Batches:
         """Go on from a place."""
         self.position = state["position"]
 
+    @property
+    def first(self) -> int:
+        """The place in the row where this rank's next batch begins."""
+        return self.position + self.rank * self.batch_size
+
     def next(self) -> Tensor:
         """This rank's next batch: (batch_size, seq_len + 1)."""
-        first = self.position + self.rank * self.batch_size
+        first = self.first
         self.position += self.world_size * self.batch_size
         self.latest = [self._index(p) for p in range(first, first + self.batch_size)]
         return torch.stack([self.dataset[index] for index in self.latest])

@@ -18,6 +18,7 @@ from optimizers import LEARNING_RATES
 
 SCHEDULES = ("cosine", "linear", "noam", "constant")
 MAX_VOCABULARY = 2**24
+DETERMINISTIC = ("muon", "adam", "adam_offload")  # optimizers
 PIPE_SCHEDULES = ("recompute", "1f1b", "interleaved_1f1b", "zb_h1")
 
 
@@ -68,6 +69,11 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices; biases and norms have none")
     group.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     group.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout")
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the same losses and weights to the last bit on 1, 2, 4, ... replicas, with the same --step-size",
+    )
 
     group = parser.add_argument_group("precision, memory, devices")
     group.add_argument(
@@ -175,6 +181,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         if args.step_size is not None:
             args.accumulation = accumulation_of(args)
         check_pipeline(args)
+        check_deterministic(args)
     except UsageError as error:
         parser.error(str(error))
     return args
@@ -229,6 +236,19 @@ def check_pipeline(args: argparse.Namespace) -> None:
             f"--pipe {args.pipe} × --tp {args.tp} = {together} does not divide the number of ranks, {ranks}; start a "
             f"multiple of {together}: torchrun --nproc-per-node {together}"
         )
+
+
+def check_deterministic(args: argparse.Namespace) -> None:
+    """Raise unless sums can have an order that does not depend on the number of ranks."""
+    if not args.deterministic:
+        return
+    if args.pipe > 1:
+        raise UsageError("--deterministic is not for pipelines; leave --pipe out")
+    if args.optimizer not in DETERMINISTIC:
+        raise UsageError(f"--deterministic takes --optimizer {', '.join(DETERMINISTIC)}, and not {args.optimizer}")
+    replicas = int(os.environ.get("WORLD_SIZE", 1)) // args.tp
+    if replicas & (replicas - 1):
+        raise UsageError(f"--deterministic takes 1, 2, 4, ... replicas of the model, and there are {replicas}")
 
 
 def model_config(args: argparse.Namespace) -> GPTConfig:

@@ -120,27 +120,30 @@ class Trainer:
         """Take one step; or skip it, if a gradient on any rank is not finite.
 
         Returns:
-            This rank's mean loss, the bytes that it predicted, the norm of the gradient, and whether it was taken.
+            The losses of this rank's micro-batches, the bytes that it predicted, the norm of the gradient, and whether
+            the step was taken.
         """
         self.manager.zero_grad()
         self.sequences = []
-        total, num_bytes = torch.zeros((), device=self.device), 0
+        losses, num_bytes = [], 0
         for micro_batch in range(self.args.accumulation):
             is_last = micro_batch == self.args.accumulation - 1
             with contextlib.nullcontext() if is_last else bmt.no_sync(self.model):
+                if self.args.deterministic:  # what is dropped depends on the sequences, not on the rank
+                    torch.manual_seed(self.args.seed + self.batches.first)
                 sequences = self.batches.next()
                 self.sequences += self.batches.latest
-                loss = self.loss(sequences.to(self.device)) / self.args.accumulation
-                self.manager.backward(loss)
-            total += loss.detach()
+                loss = self.loss(sequences.to(self.device))
+                self.manager.backward(loss / self.args.accumulation)
+            losses.append(loss.detach())
             num_bytes += self.count_bytes(sequences)
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         norm = self.manager.clip_grad_norm(groups, self.args.clip)
         taken = self.manager.step()
         self.step += 1
-        return total, num_bytes, norm, taken
+        return torch.stack(losses), num_bytes, norm, taken
 
-    def skipped(self, loss: Tensor) -> dict[str, Any]:
+    def skipped(self, losses: Tensor) -> dict[str, Any]:
         """The record of a step that was skipped, with the sequences that it had and those whose loss was not finite.
 
         Raises:
@@ -151,7 +154,7 @@ class Trainer:
                 f"{MAX_SKIPPED} steps in a row had gradients that are not finite, up to step {self.step}; go on from "
                 f"the newest checkpoint with --resume and a lower --lr than {self.args.lr:g}"
             )
-        found = bmt.store.allgather_objects((self.sequences, math.isfinite(loss.item())))
+        found = bmt.store.allgather_objects((self.sequences, bool(losses.isfinite().all())))
         by_replica = {tuple(sequences): finite for sequences, finite in found}  # tensor-parallel ranks have the same
         record: dict[str, Any] = {"step": self.step, "skipped": [i for sequences in by_replica for i in sequences]}
         record["bad"] = [i for sequences, finite in by_replica.items() if not finite for i in sequences]
@@ -188,13 +191,14 @@ class Trainer:
         clock, clock_step = time.perf_counter(), self.step
         while self.step < self.steps:
             lr = self.schedulers[0].current_lr
-            loss, num_bytes, norm, taken = self.train_step()
+            losses, num_bytes, norm, taken = self.train_step()
             metrics.advance()
             is_last = self.step == self.steps
             if not taken:
-                metrics.write(self.skipped(loss))
+                metrics.write(self.skipped(losses))
             elif self.step % args.log_interval == 0 or is_last:
-                mean_loss, mean_bytes = bmt.sum_loss(torch.stack([loss, torch.full_like(loss, num_bytes)])).tolist()
+                *means, mean_bytes = bmt.sum_loss(torch.cat([losses, losses.new_tensor([num_bytes])])).unbind()
+                mean_loss, mean_bytes = bmt.tree_sum(means).item() / args.accumulation, mean_bytes.item()
                 tokens = self.sequences_per_step * args.config.seq_len
                 metrics.write({
                     "step": self.step,
@@ -274,7 +278,7 @@ def train(args: argparse.Namespace) -> None:
     """The whole run, in the folder that ``--out`` names."""
     bmt.init_distributed(
         seed=args.seed, pipe_size=args.pipe, num_micro_batches=args.micro_batches, tp_size=args.tp,
-        zero_level=args.zero_level, device=args.device, timeout=args.timeout,
+        zero_level=args.zero_level, device=args.device, timeout=args.timeout, deterministic=args.deterministic,
     )  # fmt: skip
     checkpointer = prepare_output(args)
     try:

@@ -12,6 +12,7 @@ from .combine import REDUCE_OPS
 from .communicator import Communicator, Traffic
 from .config import Config, config, rank, world_size
 from .context import ParallelContext, current_context, init_distributed, is_initialized, shutdown
+from .fixed_order import TREE_SUM, TreeSum, tree_sum
 from .journal import note_place
 from .loss_scale import begin_backward, forget_scale, mark_scaled, note_scale, scale_in_backward, scale_of
 from .printing import print_block, print_dict, print_rank, see_memory
@@ -48,6 +49,7 @@ __all__ = [
     "LAYER_ATTRIBUTE",
     "REDUCE_OPS",
     "SLICE_ATTRIBUTE",
+    "TREE_SUM",
     "CallSequences",
     "Communicator",
     "Config",
@@ -60,6 +62,7 @@ __all__ = [
     "StateRecord",
     "TopologyNames",
     "Traffic",
+    "TreeSum",
     "WeightGradient",
     "Work",
     "__version__",
@@ -108,6 +111,7 @@ __all__ = [
     "synchronize",
     "total_gradients",
     "tp_shard_of",
+    "tree_sum",
     "unshard_tp",
     "wait_loader",
     "whole",

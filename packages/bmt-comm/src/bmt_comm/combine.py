@@ -7,14 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .fixed_order import TREE_SUM, tree_sum
+
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,  # divided afterwards
     "max": torch.maximum,
     "min": torch.minimum,
     "prod": torch.mul,
+    TREE_SUM: torch.add,
 }
-REDUCE_OPS = tuple(_COMBINE)
+REDUCE_OPS = tuple(op for op in _COMBINE if op != TREE_SUM)
 
 
 def check_op(op: str, tensor: Tensor) -> None:
@@ -47,8 +50,12 @@ def _combines(op: str, dtype: torch.dtype) -> bool:
 def combine(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
     """Reduce the ranks' ``parts``, two at least, into ``out``.
 
-    In rank order, so that a sum does not depend on who computes it. ``out`` may be one of the first two parts.
+    In rank order, so that a sum does not depend on who computes it; :data:`TREE_SUM` as :func:`tree_sum`, in the dtype
+    of ``out``. ``out`` may be one of the first two parts.
     """
+    if op == TREE_SUM:
+        tree_sum([part.to(out.dtype) for part in parts], out)
+        return
     torch_op = _COMBINE[op]
     torch_op(parts[0], parts[1], out=out)
     for part in parts[2:]:

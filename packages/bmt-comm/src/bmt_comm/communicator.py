@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _compat
-from .combine import check_op
+from .combine import check_op, combine
 from .direct_exchange import TAG_RANGE, DirectExchange
+from .fixed_order import TREE_SUM
 from .journal import Journal, begin_wait, journals, waits
 from .operation import Operation, describe
 from .shared_memory import SharedMemoryCollectives, connect_shared_memory
@@ -253,11 +254,12 @@ class Communicator:
         """Reduce ``src`` over the ranks and keep this rank's part of the result in ``out``.
 
         ``src`` (size × numel) and ``out`` (numel) are contiguous and do not overlap. On CPU ``src`` must
-        stay unchanged until ``wait``.
+        stay unchanged until ``wait``. They have one dtype; that of ``out`` may be another one for ``TREE_SUM``.
         """
         check_op(op, src)
         self._check_contiguous(out=out, src=src)
-        _check_same_dtype("reduce_scatter", out, src)
+        if op != TREE_SUM:
+            _check_same_dtype("reduce_scatter", out, src)
         if src.numel() != self.size * out.numel():
             raise ValueError(
                 f"reduce_scatter: src has {src.numel()} elements; {self.size} ranks × {out.numel()} are needed"
@@ -271,6 +273,8 @@ class Communicator:
         if numel == 0:
             return DONE
         operation = self._begin("reduce_scatter", op, out, label)
+        if src.is_cuda and op == TREE_SUM:
+            return self._finish_now(self._tree_sum(mine, flat), async_op, operation)
         if src.is_cuda:
             work = _compat.reduce_scatter_single(mine, flat, _REDUCE_OPS[op], group=self.group, async_op=async_op)
             return self._finish_now(work, async_op, operation)
@@ -289,10 +293,29 @@ class Communicator:
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         operation = self._begin("all_reduce", op, tensor, label)
+        if tensor.is_cuda and op == TREE_SUM:
+            self._tree_sum_everywhere(_flat(tensor))
+            return DONE
         if tensor.is_cuda:
             work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=async_op)
             return self._finish_now(work, async_op, operation)
         return self._finish_now(self._on_host.all_reduce(_flat(tensor), op, operation), async_op, operation)
+
+    def _tree_sum(self, mine: Tensor, flat: Tensor) -> Work:
+        """On CUDA: a reduce-scatter in a fixed order sends as many bytes as NCCL's, which chooses the order itself."""
+        received = torch.empty_like(flat)
+        work = dist.all_to_all_single(received, flat, group=self.group, async_op=True)
+        parts = received.view(self.size, -1).unbind()
+        return Pending([work], lambda: combine(mine, parts, TREE_SUM), flat)
+
+    def _tree_sum_everywhere(self, flat: Tensor) -> None:
+        part = -(-flat.numel() // self.size)
+        padded = flat.new_zeros(self.size * part)
+        padded[: flat.numel()] = flat
+        mine = flat.new_empty(part)
+        self._tree_sum(mine, padded).wait()
+        _compat.all_gather_single(padded, mine, group=self.group, async_op=False)
+        flat.copy_(padded[: flat.numel()])
 
     @_compat.not_compiled
     def broadcast(self, tensor: Tensor, root: int, async_op: bool = False, label: str = "") -> Work:

@@ -25,6 +25,7 @@ _LOOKUP: dict[str, Callable[[ParallelContext], Any]] = {
     "tp_size": lambda c: c.tp_size,
     "tp_rank": lambda c: c.tp_rank,
     "zero_level": lambda c: c.zero_level,
+    "deterministic": lambda c: c.deterministic,
     "zero_size": lambda c: c.outer_zero.size,
     "zero_rank": lambda c: c.outer_zero.rank,
     "tp_zero_size": lambda c: c.outer_tp_zero.size,

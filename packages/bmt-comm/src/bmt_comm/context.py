@@ -13,7 +13,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, urlparse
 
@@ -26,6 +26,7 @@ from . import watch
 from .agreement import TIMEOUT, begin_agreements, forget_steps, stop_agreements
 from .backend_threads import let_backend_threads_rest
 from .communicator import Communicator, stop_sharing_memory, stop_waiting
+from .fixed_order import use_deterministic_kernels
 from .journal import journals, note_place
 from .report import ranks_in_words
 from .slice import forget_communicators
@@ -60,6 +61,8 @@ class ParallelContext(TopologyNames):
 
     ``pipe_host`` and ``tp_zero_host`` have the ranks of ``pipe`` and ``tp_zero``, and carry host memory: what the host
     must know, without waiting for the device.
+
+    ``deterministic``: whether sums have an order that does not depend on the number of replicas.
     """
 
     mesh: DeviceMesh
@@ -84,6 +87,7 @@ class ParallelContext(TopologyNames):
     pipe_channels: Mapping[tuple[int, int], Communicator]
     pipe_host: Communicator
     tp_zero_host: Communicator
+    deterministic: bool = False
     owns_process_group: bool = field(repr=False, default=True)
     subgroups: tuple[dist.ProcessGroup, ...] = field(repr=False, default=())
     """The process groups that were made for this layout."""
@@ -117,6 +121,7 @@ class ParallelContext(TopologyNames):
 
 _current: ParallelContext | None = None
 _process = os.getpid()  # that the context belongs to
+_restore_kernels: Callable[[], None] | None = None  # after a deterministic job
 
 
 def is_initialized() -> bool:
@@ -147,6 +152,7 @@ def init_distributed(
     backend: str | None = None,
     timeout: float | datetime.timedelta = 1800.0,
     agreement_timeout: float | datetime.timedelta | None = None,
+    deterministic: bool = False,
 ) -> ParallelContext:
     """Join the job's other processes and lay out the ranks.
 
@@ -166,13 +172,17 @@ def init_distributed(
         timeout: seconds, or a timedelta, after which a collective that a rank has not joined fails.
         agreement_timeout: the same for the comparisons of models, options and pipeline calls between ranks; by default
             five minutes, or ``timeout`` where that is shorter.
+        deterministic: whether the same seed, data and micro-batches give the same bits on 1, 2, 4, ... replicas: sums
+            over micro-batches and ranks have a fixed order, and torch's deterministic algorithms are on until
+            :func:`shutdown`. bmt-zero's README tells what the script must do. The number of replicas must be a power
+            of two, and there can be no pipeline.
 
     Raises:
         RuntimeError: called twice without :func:`shutdown`; a rank has not come in time, or has ended.
         ValueError: sizes that do not divide the world, a device that does not exist, an argument out of range, or
             arguments that differ between ranks.
     """
-    global _current, _process
+    global _current, _process, _restore_kernels
     if _current is not None:
         raise RuntimeError("init_distributed() was called already; call shutdown() before calling it again")
     pipe_size = 1 if pipe_size == -1 else pipe_size
@@ -200,6 +210,14 @@ def init_distributed(
         raise ValueError(
             f"pipe_size={pipe_size} × tp_size={tp_size} = {pipe_size * tp_size} does not divide the world size "
             f"{world_size}; choose sizes whose product does"
+        )
+    if deterministic and pipe_size > 1:
+        raise ValueError("deterministic=True: a pipeline adds up its micro-batches in its own order; use pipe_size=1")
+    replicas = world_size // (pipe_size * tp_size)
+    if deterministic and (replicas & (replicas - 1) or tp_size & (tp_size - 1)):
+        raise ValueError(
+            f"deterministic=True takes numbers of replicas and of tensor-parallel ranks that are powers of two, and "
+            f"there are {replicas} and {tp_size}"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = _choose_device(device, local_rank, backend, adopt)
@@ -234,6 +252,7 @@ def init_distributed(
         "backend": backend,
         "timeout": timeout,
         "agreement_timeout": agreement_timeout,
+        "deterministic": deterministic,
     }
     begin_agreements(dist.PrefixStore("agree", meeting), agreement_timeout)
     if size > 1:
@@ -254,6 +273,7 @@ def init_distributed(
             local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size if launched else 1))),
             num_micro_batches=num_micro_batches or pipe_size,
             zero_level=zero_level,
+            deterministic=deterministic,
             owns_process_group=not adopt,
             timeout=timeout,
         )
@@ -264,6 +284,8 @@ def init_distributed(
     forget_steps()
     if seed is not None:
         _seed_generators(seed)
+    if deterministic:
+        _restore_kernels = use_deterministic_kernels(chosen.type == "cuda")
     _current, _process = context, os.getpid()
     return context
 
@@ -279,10 +301,13 @@ def shutdown() -> None:
 
     Runs by itself at exit. Calling it twice, or before :func:`init_distributed`, does nothing.
     """
-    global _current
+    global _current, _restore_kernels
     context, _current = _current, None
     if context is None:
         return
+    if _restore_kernels is not None:
+        _restore_kernels()
+        _restore_kernels = None
     watch.stop(leaves=True)
     begin_agreements(None, TIMEOUT)
     note_place("")
@@ -361,6 +386,7 @@ def _lay_out(
     local_size: int,
     num_micro_batches: int,
     zero_level: int,
+    deterministic: bool,
     owns_process_group: bool,
     timeout: datetime.timedelta,
 ) -> ParallelContext:
@@ -395,6 +421,7 @@ def _lay_out(
         tp_size=tp_size,
         num_micro_batches=num_micro_batches,
         zero_level=zero_level,
+        deterministic=deterministic,
         world=world,
         zero=zero,
         tp_zero=tp_zero,

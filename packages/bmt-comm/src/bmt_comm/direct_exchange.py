@@ -51,7 +51,7 @@ class DirectExchange:
         return Pending(self._exchange([mine] * self.size, chunks, self._next_tag(operation)), None, (chunks, mine))
 
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
-        received = out.new_empty(self.size - 1, out.numel())
+        received = chunks[0].new_empty(self.size - 1, out.numel())
         parts = [received[r if r < self.rank else r - 1] for r in range(self.size) if r != self.rank]
         parts.insert(self.rank, chunks[self.rank])
         works = self._exchange(chunks, parts, self._next_tag(operation))

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .collectives import all_gather
 from .communicator import Communicator
-from .context import current_context
+from .context import current_context, is_initialized
+from .fixed_order import TREE_SUM
 
 
 def synchronize() -> None:
@@ -25,12 +26,17 @@ def wait_loader() -> None:
 def sum_loss(loss: Tensor, comm: Communicator | None = None) -> Tensor:
     """The **mean** of ``loss`` over the ranks of ``comm`` (by default the world); not differentiable.
 
-    Integers are averaged in torch's default dtype.
+    Integers are averaged in torch's default dtype. With ``init_distributed(deterministic=True)``, the order of the sum
+    is that of :func:`tree_sum`.
     """
     comm = comm or current_context().world
     dtype = loss.dtype if loss.is_floating_point() or loss.is_complex() else torch.get_default_dtype()
     result = torch.empty(loss.shape, dtype=dtype, device=comm.device).copy_(loss.detach())
-    comm.all_reduce(result, "avg")
+    if is_initialized() and current_context().deterministic:
+        comm.all_reduce(result, TREE_SUM)
+        result /= comm.size
+    else:
+        comm.all_reduce(result, "avg")
     return result.to(loss.device)
 
 

@@ -111,7 +111,7 @@ class SharedMemoryCollectives:
         return self._whole.start([self._gather(chunks, mine)], operation)
 
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
-        if out.nbytes * (self.size - 1) > _LARGEST_BYTES:
+        if chunks[0].nbytes * (self.size - 1) > _LARGEST_BYTES:
             return self.direct.reduce_scatter(out, chunks, op, operation)
         return self._whole.start([self._reduce(out, chunks, op)], operation)
 
@@ -154,7 +154,7 @@ class SharedMemoryCollectives:
         others = [chunk for rank, chunk in enumerate(chunks) if rank != self.rank]
         total = sum(chunk.nbytes for chunk in chunks)
         sizes = [total - chunk.nbytes for chunk in chunks]
-        return _Piece(others, sizes, out.dtype, partial(self._read_reduced, out, chunks, op))
+        return _Piece(others, sizes, chunks[0].dtype, partial(self._read_reduced, out, chunks, op))
 
     def _read_reduced(self, out: Tensor, chunks: Sequence[Tensor], op: str, messages: list[Tensor]) -> None:
         mine = chunks[self.rank]

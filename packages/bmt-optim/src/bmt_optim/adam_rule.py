@@ -30,6 +30,8 @@ class Adam(DistributedOptimizer):
         ValueError: an option out of range.
     """
 
+    sums_over_ranks = False
+
     def __init__(
         self,
         params: Params,

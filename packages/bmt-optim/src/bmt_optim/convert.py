@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import slice_of
+from bmt_comm import current_context, is_initialized, slice_of
 
 from .adapters import ADAPTERS, ELEMENTWISE, REFUSED, explanation, known_name
 from .distributed import DistributedOptimizer
@@ -93,7 +93,14 @@ def distributed_where_needed(optimizer: Any, elementwise: bool = False) -> Any:
     """
     if isinstance(optimizer, DistributedOptimizer):
         return optimizer
-    if not any(slice_of(p).communicators for group in optimizer.param_groups for p in group["params"]):
+    same_bits = is_initialized() and current_context().deterministic  # on one rank, too, the optimizer for several
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if same_bits and fused and any(p.device.type == "cpu" for g in optimizer.param_groups for p in g["params"]):
+        raise ValueError(
+            f"fused=True: on the CPU, {type(optimizer).__name__} then rounds an element by its place in memory, which "
+            "depends on the number of ranks; with deterministic=True, leave fused out"
+        )
+    if not same_bits and not any(slice_of(p).communicators for g in optimizer.param_groups for p in g["params"]):
         return optimizer
     name = known_name(type(optimizer))
     if name in ELEMENTWISE:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import Slice, StateRecord, is_dtensor, local_tensor, slice_of
+from bmt_comm import Slice, StateRecord, current_context, is_dtensor, is_initialized, local_tensor, slice_of
 
 from .batch import HALF, Batch
 from .engine import Step, run
@@ -48,13 +48,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: a parameter of another dtype.
-        ValueError: an option out of range, or a parameter that this optimizer does not take.
+        ValueError: an option out of range, or a parameter that this optimizer does not take; or the job is
+            ``deterministic``, and the optimizer adds up over ranks.
     """
 
     counts_steps = True
     """Whether the rule depends on ``batch.step``, so that a state dict without it does not do."""
 
+    sums_over_ranks = True
+    """Whether the rule adds up over ranks, in an order that depends on their number."""
+
     def __init__(self, params: Params, defaults: dict[str, Any], stochastic_rounding: bool = False) -> None:
+        if self.sums_over_ranks and is_initialized() and current_context().deterministic:
+            raise ValueError(
+                f"{type(self).__name__} adds up over ranks in an order that depends on their number; with "
+                "deterministic=True, use Adam, AdamOptimizer, AdamOffloadOptimizer, Muon or an element-wise optimizer"
+            )
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()
         self._plan: _Plan | None = None

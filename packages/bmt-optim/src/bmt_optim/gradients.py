@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,8 @@ def global_norm(params: Sequence[Tensor], norm_type: float, context: ParallelCon
     where ``norm_type`` is inf.
     """
     op = "max" if math.isinf(norm_type) else "sum"
+    if op == "sum" and context.deterministic:
+        return _norm_in_fixed_order(params, norm_type, context), local_grads(params)
     grads: list[Tensor] = []
 
     def power(some: Sequence[Tensor]) -> Tensor:
@@ -66,6 +69,38 @@ def global_norm(params: Sequence[Tensor], norm_type: float, context: ParallelCon
     total = reduce_over_ranks(params, power, context, op)
     norm = total if op == "max" else total ** (1 / norm_type)
     return norm.float().double(), grads
+
+
+def _norm_in_fixed_order(params: Sequence[Tensor], norm_type: float, context: ParallelContext) -> Tensor:
+    """The norm to the same bits on any number of ranks, as :func:`global_norm` gives it.
+
+    No rank holds a part of a row. The powers of all rows are put together on all ranks, and added up in one order.
+    """
+    slices = [slice_of(p) for p in params]
+    shards = [1 if where.tp_comm is None else where.tp_comm.size for where in slices]
+    starts = [0, *accumulate(count * where.tp_shard_rows for count, where in zip(shards, slices))]
+    powers = torch.zeros(starts[-1], dtype=torch.float64, device=context.device)
+    for comms, indices in by_comms(slices):
+        mine = torch.zeros_like(powers)
+        for i in indices:
+            grad, where = local_grad(params[i]), slices[i]
+            if grad is not None and grad.numel():
+                first = starts[i] + where.row_start
+                if where.tp_comm is not None:
+                    first += where.tp_comm.rank * where.tp_shard_rows
+                rows = grad.detach().reshape(where.row_stop - where.row_start, -1)
+                mine[first : first + len(rows)] = _row_powers(rows, norm_type)
+        all_reduce_over(mine, comms, "sum")  # one rank's value and zeros: nothing is rounded
+        powers += mine
+    return (powers.sum() ** (1 / norm_type)).float().double()
+
+
+def _row_powers(rows: Tensor, norm_type: float) -> Tensor:
+    """Σ|g|ᵖ of each row of a matrix, fp64."""
+    if rows.shape[1] == 1:
+        return rows[:, 0].double().abs() ** norm_type
+    dtype = torch.float32 if rows.dtype.itemsize < 4 else None
+    return torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=dtype).double() ** norm_type
 
 
 def reduce_over_ranks(

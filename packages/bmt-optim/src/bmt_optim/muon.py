@@ -50,6 +50,7 @@ class Muon(DistributedOptimizer):
     """
 
     counts_steps = False
+    sums_over_ranks = False
 
     def __init__(
         self,

@@ -68,6 +68,7 @@ class StepContext:
         self.forbidden: str | None = None
         self._passes: dict[int, dict[ParameterGroup, None]] = {}
         self._reducing: list[GradientReducer] = []
+        self._adding: dict[GradientReducer, None] = {}  # whose sums over micro-batches have not ended
         self._prefetched: dict[ParameterGroup, bool] = {}  # whether they are kept until they are used
         self.use = UseAgreement()
         self._nested = 0
@@ -136,9 +137,18 @@ class StepContext:
             for group in self._passes.pop(task, {}):
                 if not self._passes or not any(group in others for others in self._passes.values()):
                     group.end_backward()
+            if not self._passes:
+                self._end_sums()
             if not self._nested:
                 self.use.settle()
                 self.sequences.compare()
+
+    def _end_sums(self) -> None:
+        """A backward pass has ended, and outside of ``no_sync`` the sums in a fixed order."""
+        for reducer in self._adding:
+            reducer.end_backward()
+            self.use.note(reducer)
+        self._adding = {reducer: None for reducer in self._adding if reducer.no_sync}
 
     @contextmanager
     def nested(self) -> Iterator[None]:
@@ -168,6 +178,8 @@ class StepContext:
         reducers, self._reducing = self._reducing, []
         for reducer in reducers:
             reducer.finish()
+            if reducer.has_fixed_order:
+                self._adding[reducer] = None
             self.use.note(reducer)
 
     def reduce_accumulated(self, reducers: Sequence[GradientReducer]) -> None:
@@ -194,6 +206,7 @@ class StepContext:
         self._passes = {task: groups for task, groups in self._passes.items() if task in alive}
         reducers = {reducer for groups in ended for group in groups for reducer in group.reducers}
         self._reducing = [r for r in self._reducing if r not in reducers]
+        self._adding = {r: None for r in self._adding if r not in reducers}
         self.use.forget(reducers)
         for groups in ended:
             for group in groups:

@@ -10,6 +10,13 @@
     Parameters are sorted into flat parameters by ``requires_grad`` once, when they are sharded. The layout never
     changes after that, because optimizers keep the shapes. A parameter that is frozen later counts as zeros in the
     reduction and gets no gradient.
+
+[Note: sums in a fixed order]
+    With ``init_distributed(deterministic=True)`` every backward pass is reduced, also under ``no_sync``. The reduced
+    gradients of this rank's shard are added up in a tree (``bmt_comm.fixed_order``). The first backward pass outside of
+    ``no_sync`` ends the sum and gives it to the parameters. If a group is reduced several times in each backward pass,
+    each time has a tree of its own: all leaves of a tree are micro-batches, on any number of ranks. Sums are made in
+    the dtype in which parameters are stored, over ranks as over micro-batches.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Work, current_context
+from bmt_comm import TREE_SUM, Communicator, TreeSum, Work, current_context
 
 from .flat_parameter import FlatParameter, on_stream, record_event, wait_event
 from .replica_check import check_replicas
@@ -62,11 +69,13 @@ class GradientReducer:
     Args:
         flat: the flat parameter.
         grad_scale: factor of the summed gradients.
+        has_fixed_order: see [Note: sums in a fixed order].
     """
 
-    def __init__(self, flat: FlatParameter, grad_scale: float) -> None:
+    def __init__(self, flat: FlatParameter, grad_scale: float, has_fixed_order: bool = False) -> None:
         self.flat = flat
         self.grad_scale = grad_scale
+        self.has_fixed_order = has_fixed_order
         self.settings = ReductionSettings(keeps_unsharded=flat.options.level <= 1)
         self.no_sync = False
         self._has_checked = False  # that tensor-parallel ranks find the same gradients
@@ -78,6 +87,8 @@ class GradientReducer:
         self.agrees = True  # the ranks know which parameters the reduced gradients are of
         self.undecided: list[Tensor | None] = []  # reduced gradients that wait for :meth:`decide`
         self._arrived: dict[GradientReducer, ReducedGradient] | None = None  # see :meth:`apart`
+        self._trees: list[TreeSum] = []  # of the first, second, ... reductions of backward passes
+        self._tree = 0  # which of them is next in this backward pass
         self._gaps = flat.layout.gaps
 
     def reduce(self, grads: Sequence[Tensor | None], needed: bool) -> None:
@@ -96,7 +107,7 @@ class GradientReducer:
             self._check_replicas(grads)
         if not all(self._used_here):
             self._used_here = [u or g is not None for u, g in zip(self._used_here, grads, strict=True)]
-        accumulate = self.no_sync and self.settings.keeps_unsharded
+        accumulate = self.no_sync and self.settings.keeps_unsharded and not self.has_fixed_order
         total = self._accumulated
         if total is not None:
             self._write(total, grads, add=True)
@@ -136,13 +147,16 @@ class GradientReducer:
         reduced = reduction.finish()
         if reduction.is_partial:
             self._watch_gradients()
+        elif self.has_fixed_order:
+            self._add_to_tree(reduced)
         else:
             self._add_gradient(reduced)
 
     @property
     def accumulates(self) -> bool:
         """Whether parameters stay unsharded from one micro-batch to the next."""
-        return self.flat.options.level <= 1 and (self.no_sync or self._accumulated is not None)
+        waits = self._accumulated is not None or bool(self._trees)
+        return self.flat.options.level <= 1 and (self.no_sync or waits)
 
     def drop(self) -> None:
         """Forget what an interrupted backward has left."""
@@ -150,8 +164,37 @@ class GradientReducer:
         if reduction is not None:
             reduction.finish()
         self._accumulated = self.partial = None
+        self._trees, self._tree = [], 0
         self._grads_then = []
         self.drop_undecided()
+
+    # --- sums in a fixed order --------------------------------------------------------------------
+
+    def _add_to_tree(self, reduced: Tensor) -> None:
+        """Add the reduced gradient of a backward pass to the others of the step."""
+        if not self._trees:
+            for param in self.flat.params:
+                if isinstance(param.grad, ShardedGradient) and not param.grad.is_zeroed:
+                    raise RuntimeError(
+                        "deterministic=True adds up micro-batches in an order of its own, and there are gradients "
+                        "already: run all backward passes of a step but the last one under no_sync(model), one for "
+                        "each micro-batch, and zero the gradients between steps"
+                    )
+        self._watch_gradients()
+        if self._tree == len(self._trees):
+            self._trees.append(TreeSum())
+        self._trees[self._tree].add(reduced)
+        self._tree += 1
+
+    def end_backward(self) -> None:
+        """A backward pass has ended, and with it, outside of ``no_sync``, the sum over the micro-batches."""
+        self._tree = 0
+        if self._trees and not self.no_sync:
+            total, *others = [tree.total() for tree in self._trees]
+            for other in others:
+                total += other
+            self._trees = []
+            self._add_gradient(total)
 
     # --- which parameters were used ---------------------------------------------------------------
 
@@ -283,6 +326,7 @@ class GradientReducer:
             if self._accumulated is not None:
                 self._accumulated.zero_()
             self.partial = None
+            self._trees = []
             self._grads_then, self._used_here = [], [False] * len(self.flat.params)
 
     @property
@@ -326,7 +370,8 @@ class GradientReducer:
     def divisor_before(self) -> float:
         """What gradients are divided by before they are summed: in half precision the sum could overflow."""
         divisor = self.settings.divisor
-        return 2.0 ** math.ceil(math.log2(divisor) / 2) if self._dtype == torch.float16 and divisor > 1 else 1.0
+        halves = self._dtype == torch.float16 and divisor > 1 and not self.has_fixed_order
+        return 2.0 ** math.ceil(math.log2(divisor) / 2) if halves else 1.0
 
     def _new_total(self, may_borrow: bool) -> Tensor:
         flat, dtype = self.flat, self._dtype
@@ -358,22 +403,27 @@ class _Reduction:
         self.reducer = reducer
         self.total: Tensor | None = total  # read by the side stream until ``done``
         self.done: torch.cuda.Event | None = None
-        self.is_partial = not reducer.settings.all_reduces and reducer.flat.replicate_comm.size > 1
+        all_reduces = reducer.settings.all_reduces or reducer.has_fixed_order
+        self.is_partial = not all_reduces and reducer.flat.replicate_comm.size > 1
         self.divisor_before = reducer.divisor_before
         flat = reducer.flat
         comm, on_cpu = flat.shard_comm, flat.stream is None
+        op = TREE_SUM if reducer.has_fixed_order else "sum"
         flat.let_side_stream_wait()
         with on_stream(flat.stream):
+            if reducer.has_fixed_order and comm.size == 1:
+                total = total.to(flat.shard.dtype)
             self.work: Work | None = None
             self.reduced = total
             if self.divisor_before != 1.0:
                 total.div_(self.divisor_before)
             if comm.size > 1:
-                self.reduced = torch.empty(flat.layout.shard_numel, dtype=total.dtype, device=total.device)
-                self.work = comm.reduce_scatter(self.reduced, total, async_op=on_cpu, label=reducer.flat.label)
-            elif reducer.flat.replicate_comm.size > 1 and not self.is_partial:
+                dtype = flat.shard.dtype if reducer.has_fixed_order else total.dtype
+                self.reduced = torch.empty(flat.layout.shard_numel, dtype=dtype, device=total.device)
+                self.work = comm.reduce_scatter(self.reduced, total, op, on_cpu, flat.label)
+            elif flat.replicate_comm.size > 1 and not self.is_partial:
                 self._add_partial()
-                self.work = reducer.flat.replicate_comm.all_reduce(total, async_op=on_cpu, label=reducer.flat.label)
+                self.work = flat.replicate_comm.all_reduce(total, op, on_cpu, flat.label)
             if not on_cpu:
                 self._complete()
                 self.done = record_event(flat.stream)
@@ -401,7 +451,8 @@ class _Reduction:
             reducer.partial = self.reduced if is_sharded else self.reduced.clone()  # its storage may be borrowed
             return
         if is_sharded and reducer.flat.replicate_comm.size > 1:
-            reducer.flat.replicate_comm.all_reduce(self.reduced, label=reducer.flat.label)
+            op = TREE_SUM if reducer.has_fixed_order else "sum"
+            reducer.flat.replicate_comm.all_reduce(self.reduced, op, label=reducer.flat.label)
         scale = reducer.grad_scale * self.divisor_before / settings.divisor
         if scale != 1.0:
             self.reduced.mul_(scale)

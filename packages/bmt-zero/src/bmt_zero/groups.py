@@ -26,6 +26,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     The first backward outside of the context reduces the sum; until then ``.grad`` does not include it. Levels 2 and 3
     never hold unsharded gradients, so each backward reduces as always. The accumulated gradient is the same.
+
+    With ``init_distributed(deterministic=True)``, each backward reduces at all levels, and ``.grad`` includes the sum
+    only after the first backward outside of the context, which must be the last one of the step.
     """
     handles: list[Any] = [param.handle for param in model.parameters() if isinstance(param, ShardedParameter)]
     before: dict[GradientReducer, bool] = {r: r.no_sync for handle in handles for r in handle.group.reducers}

@@ -549,7 +549,9 @@ def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientRed
         twins.append(twin)
     shard, communicators = flat.shard.detach().clone(), (flat.shard_comm, flat.replicate_comm)
     result = GradientReducer(
-        FlatParameter(flat.layout, twins, shard, communicators, flat.options, flat.allocate), reducer.grad_scale
+        FlatParameter(flat.layout, twins, shard, communicators, flat.options, flat.allocate),
+        reducer.grad_scale,
+        reducer.has_fixed_order,
     )
     result.settings = copy.copy(reducer.settings)
     return result

@@ -317,6 +317,12 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
     first = [slot for slot in slots if by_param[id(slot.param)] is slot]  # of each parameter
     if options.communicators is not None and (context.tp_size > 1 or options.stage_local):
         check_groups(options.communicators, context, first, options.stage_local)
+    if context.deterministic and options.communicators is not None:
+        shard_ranks, replica_ranks = (comm.ranks for comm in options.communicators)
+        if len(replica_ranks) > 1 and shard_ranks[-1] - shard_ranks[0] >= replica_ranks[1] - replica_ranks[0]:
+            raise ValueError(
+                f"deterministic=True: the ranks of a shard group must follow one another, and they are {shard_ranks}"
+            )
     params = [slot.param for slot in first]
     facts = [parameter_fact(slot.path, p) for slot, p in zip(first, params, strict=True)]
     for comm in () if _agreed.get() else options.ranks(context):
@@ -388,7 +394,8 @@ def _build(
     for old in before:
         old.params = []  # it has had one
         old.drop_storage()
-    return GradientReducer(flat, 1.0 if tp_mode else 1.0 / context.tp_size)  # see [Note: tensor-parallel ranks]
+    grad_scale = 1.0 if tp_mode else 1.0 / context.tp_size  # see [Note: tensor-parallel ranks]
+    return GradientReducer(flat, grad_scale, context.deterministic)
 
 
 def values_of(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Slice
+from bmt_comm import Communicator, Slice, current_context, is_initialized
 
 from .stage_entry import STAGE_LOCAL_ATTRIBUTE, is_stage_local
 
@@ -80,6 +80,11 @@ def _norm(
     """Norms of logical gradients, 0-dim; for ``_foreach_norm`` a list of them, with a collective for each group."""
     given = ord if p is None else p
     order = 2.0 if given in (None, "fro") else float(given)
+    if order not in (0, float("inf"), -float("inf")) and is_initialized() and current_context().deterministic:
+        raise RuntimeError(
+            "deterministic=True: this norm of gradients depends on the number of ranks in its last bits; use "
+            "OptimManager.clip_grad_norm, or grad.to_local() for this rank's rows"
+        )
     several = name == "_foreach_norm"
     chosen = list(grads) if several else [grads]
     dtypes = [dtype or grad.dtype for grad in chosen]

@@ -14,6 +14,7 @@ from bmt_comm import (
     shutdown,
     sum_loss,
     synchronize,
+    tree_sum,
     wait_loader,
     world_size,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "store",
     "sum_loss",
     "synchronize",
+    "tree_sum",
     "utils",
     "verify_replicas",
     "wait_loader",

@@ -300,18 +300,19 @@ class _Transport:
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Begun) -> Work:
         source = _Buffer(torch.cat([chunk.reshape(-1) for chunk in chunks]))  # posted; the callers' may not change
         sent = [(buffer, buffer.read()) for buffer in map(_Buffer, chunks)]
+        mine = chunks[self.rank]
 
         def finish(found: list[bytes]) -> list[bytes]:
-            part = slice(self.rank * out.nbytes, (self.rank + 1) * out.nbytes)
-            return [_combined([data[part] for data in found], out.dtype, op)]
+            part = slice(self.rank * mine.nbytes, (self.rank + 1) * mine.nbytes)
+            return [_combined([data[part] for data in found], mine.dtype, out.dtype, op)]
 
-        return self._collective("reduce_scatter", (out.nbytes, operation.name), source, sent, [_Buffer(out)], finish)
+        return self._collective("reduce_scatter", (mine.nbytes, operation.name), source, sent, [_Buffer(out)], finish)
 
     def all_reduce(self, flat: Tensor, op: str, operation: Begun) -> Work:
         buffer = _Buffer(flat)
 
         def finish(found: list[bytes]) -> list[bytes]:
-            return [_combined(found, flat.dtype, op)]
+            return [_combined(found, flat.dtype, flat.dtype, op)]
 
         return self._collective("all_reduce", (flat.nbytes, operation.name), buffer, [], [buffer], finish)
 
@@ -414,8 +415,8 @@ class _Sent:
         return True
 
 
-def _combined(parts: list[bytes], dtype: torch.dtype, op: str) -> bytes:
+def _combined(parts: list[bytes], dtype: torch.dtype, out_dtype: torch.dtype, op: str) -> bytes:
     tensors = [torch.frombuffer(bytearray(part), dtype=dtype) for part in parts]
-    out = torch.empty_like(tensors[0])
+    out = torch.empty_like(tensors[0], dtype=out_dtype)
     combine(out, tensors, op)
     return _Buffer(out).read()
