@@ -120,11 +120,13 @@ def tried_as_hugging_face(folder: Path, model: nn.Module, names: set[str]) -> st
     Without transformers: by the index, and the files that it names.
     """
     if transformers is not None:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         model.config.save_pretrained(folder)  # what dcp does not write, so that only the weights matter
         try:
             _, facts = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
         except Exception as error:
-            return f"no ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+            return f"no ({type(error).__name__}: {str(error).partition(', found in')[0][:120]})"
         return f"no (without {facts['missing_keys']})" if facts["missing_keys"] else "yes"
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -228,7 +230,8 @@ def measure(gigabytes: float, rounds: int, folder: str) -> dict[str, Any]:
     found["copy"], found["dd"], found["cat"] = copies, writes, reads
     checkpointer.close()
     names = set(model.state_dict())
-    found["ours"]["read"] = tried_as_hugging_face(root / "ours" / f"step-{rounds:08}", model, names)
+    if context.rank == 0:
+        found["ours"]["read"] = tried_as_hugging_face(root / "ours" / f"step-{rounds:08}", model, names)
     # torch's: of the same model, with torch's optimizer, whose state has the same size.
     theirs = torch.optim.AdamW(model.parameters())
     for param in model.parameters():

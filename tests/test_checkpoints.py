@@ -198,7 +198,7 @@ def write_and_read(
 ) -> None:
     """Each layout writes the same files as the first one, of any number of ranks, and reads what that wrote."""
     for number, (tp, pipe, level, interleave) in enumerate(layouts):
-        ctx = bmt.init_distributed(tp_size=tp, pipe_size=pipe, seed=1)
+        ctx = bmt.init_distributed(tp_size=tp, pipe_size=pipe, num_micro_batches=pipe * (number + 1), seed=1)
         model, manager = build(name, level, dtype, interleave, 5, sizes)
         checkpointer = Checkpointer(folder / f"{number}", max_file_size=max_file_size)
         checkpointer.save(1, model=model, manager=manager)

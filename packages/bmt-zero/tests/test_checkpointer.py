@@ -219,16 +219,27 @@ def test_one_large_tensor_takes_little_memory_beside_the_shard(ctx: Any, tmp_pat
     if ctx.rank == 0:
         for suffix in (".safetensors", ".pt"):
             convert(source, tmp_path / f"m{suffix}")
+    count, preadv = 0, os.preadv
+
+    def counted(handle: int, buffers: Any, at: int) -> int:
+        nonlocal count
+        count += (read := preadv(handle, buffers, at))
+        return read
+
     del model, checkpointer
     gc.collect()
     ctx.world.barrier()
     for path in (source, tmp_path / "m.safetensors", tmp_path / "m.pt"):
-        model = None
+        model, count = None, 0
         peak()
         before = peak()
         model = make("meta")
-        bmt_zero.load(model, path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "preadv", counted)
+            bmt_zero.load(model, path)
         assert shard * 0.9 < peak() - before < shard + extra, path
+        if path == source:  # each rank reads what it holds
+            assert shard <= count < shard + (4 << 20)
         assert torch.equal(model.weight.to_local(), wanted)
         ctx.world.barrier()
 
