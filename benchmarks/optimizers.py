@@ -33,8 +33,8 @@ import bmt_comm
 from bmt_optim import (
     CAME,
     Adafactor,
-    Adam,
     AdamOptimizer,
+    AdamW,
     DistributedOptimizer,
     GaLoreAdamW,
     Lamb,
@@ -114,7 +114,7 @@ def make_candidates(model: nn.Module, rank: int) -> list[Candidate]:
     muon = [Muon(matrices, lr=LR), AdamOptimizer(rest, lr=LR, weight_decay=DECAY)]
     return [
         Candidate(BASELINE, [AdamOptimizer(params, lr=LR, weight_decay=DECAY)]),
-        Candidate("Adam on the engine", [Adam(params, lr=LR, weight_decay=DECAY)]),
+        Candidate("Adam on the engine", [AdamW(params, lr=LR, weight_decay=DECAY)]),
         Candidate("8-bit Adam", [GaLoreAdamW(params, lr=LR, weight_decay=DECAY, nbits=8)]),
         Candidate("LAMB", [Lamb(params, lr=LR, weight_decay=DECAY)]),
         Candidate("Adafactor", [Adafactor(params, lr=LR, weight_decay=DECAY, relative_step=False)]),

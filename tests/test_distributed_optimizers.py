@@ -33,8 +33,8 @@ from bmt_comm import ParallelContext, local_tensor, slice_of
 from bmt_optim import (
     CAME,
     Adafactor,
-    Adam,
     AdamOptimizer,
+    AdamW,
     GaLoreAdamW,
     Lamb,
     Muon,
@@ -142,7 +142,7 @@ def distributed(named: Iterable[tuple[str, Tensor]]) -> list[torch.optim.Optimiz
         "galore": GaLoreAdamW(galore_groups(params), nbits=32, **GALORE),
         "muon": Muon(params["muon"], **MUON),
         "torch adafactor": to_distributed(torch.optim.Adafactor(params["torch adafactor"], **OF_TORCH)),
-        "adam": Adam(params["adam"], **ADAM),
+        "adam": AdamW(params["adam"], **ADAM),
     }
     return list(found.values())
 

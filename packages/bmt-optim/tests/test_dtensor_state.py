@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from bmt_optim import (
     CAME,
     Adafactor,
-    Adam,
     AdamOptimizer,
+    AdamW,
     GaLoreAdamW,
     Lamb,
     Muon,
@@ -41,7 +41,7 @@ def muon(model):
 
 OPTIMIZERS = {
     "AdamOptimizer": lambda model: AdamOptimizer(model.parameters(), lr=0.01),
-    "Adam": lambda model: Adam(model.parameters(), lr=0.01),
+    "AdamW": lambda model: AdamW(model.parameters(), lr=0.01),
     "Lamb": lambda model: Lamb(model.parameters(), lr=0.01),
     "Adafactor": lambda model: Adafactor(model.parameters(), lr=0.01, relative_step=False, beta1=0.9),
     "CAME": lambda model: CAME(model.parameters(), lr=0.01),

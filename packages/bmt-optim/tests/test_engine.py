@@ -9,7 +9,7 @@ from layouts import cut_slice, layout, shards, tensors
 from torch import nn
 
 from bmt_comm import slice_of
-from bmt_optim import Adam, AdamOptimizer, DistributedLamb, DistributedOptimizer, Muon, engine
+from bmt_optim import AdamOptimizer, AdamW, DistributedLamb, DistributedOptimizer, Muon, engine
 from bmt_optim.engine import run
 from bmt_optim.experts import sum_by_expert
 from bmt_optim.matrix import assign_owners
@@ -142,7 +142,7 @@ def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
 def test_work_is_done_once_while_messages_are_under_way(ctx):
     sent = []
 
-    class Busy(Adam):
+    class Busy(AdamW):
         def rule(self, batch):
             yield []
             counted = ctx.world.traffic["all_reduce"].calls if ctx.world_size > 1 else 0
@@ -165,7 +165,7 @@ def test_work_is_done_once_while_messages_are_under_way(ctx):
     assert sent == [1]
 
 
-class TwoRounds(Adam):
+class TwoRounds(AdamW):
     def rule(self, batch):
         (sums,) = yield [Sum([g.sum() for g in batch.grads], batch.matrices)]
         yield [Sum(sums, batch.matrices)]
@@ -190,7 +190,7 @@ def test_an_overflow_on_one_rank_abandons_all_steps_and_the_flag_rides_along(ctx
     slices = layout(ctx, SHAPES)
     _, params, first = probe(slices, torch.float32)
     matrices = [p for p in params if len(p.bmt_slice.shape) == 2]
-    others = [Adam(params), DistributedLamb(params, weight_decay=0.1), Muon(matrices)]
+    others = [AdamW(params), DistributedLamb(params, weight_decay=0.1), Muon(matrices)]
     before = [p.detach().clone() for p in params]
     for flagged in (True, False):
         flag = torch.tensor(float(flagged and ctx.rank == ctx.world_size - 1))
@@ -244,7 +244,7 @@ def test_ranks_with_different_parameters_are_told(ctx):
 
 
 def test_a_rule_must_not_end_before_its_step_can_be_abandoned():
-    class Hasty(Adam):
+    class Hasty(AdamW):
         def rule(self, batch):
             return
             yield
@@ -313,12 +313,12 @@ def test_adam_on_the_engine_is_adam_and_takes_its_state(ctx, dtype):
     slices = layout(ctx, SHAPES)
     options = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     mine, theirs = (shards(tensors(SHAPES), slices, dtype) for _ in range(2))
-    ours, reference = Adam(mine, **options), AdamOptimizer(theirs, **options)
+    ours, reference = AdamW(mine, **options), AdamOptimizer(theirs, **options)
     for step in range(4):
         for p, q, g in zip(mine, theirs, tensors(SHAPES, 1 + step)):
             p.grad = q.grad = cut(g, slice_of(p)).to(dtype).clone()
         if step == 2:
-            ours = Adam(mine)
+            ours = AdamW(mine)
             ours.load_state_dict(reference.state_dict())
         ours.step()
         reference.step()
@@ -331,7 +331,7 @@ def test_adam_on_the_engine_is_adam_and_takes_its_state(ctx, dtype):
 def test_without_masters_small_updates_are_not_lost(ctx):
     start = [torch.ones(40, 50)]
     params = shards(start, layout(ctx, [(40, 50)]), torch.bfloat16)
-    optimizer = Adam(params, lr=1e-4, stochastic_rounding=True)
+    optimizer = AdamW(params, lr=1e-4, stochastic_rounding=True)
     for _ in range(20):  # 1e-4 is a fortieth of the step of bf16 below 1
         params[0].grad = torch.ones_like(params[0])
         optimizer.step()

@@ -6,7 +6,7 @@ from .adafactor import Adafactor, DistributedAdafactor
 from .adam import AdamOptimizer
 from .adam_mini import AdamMini, get_adam_mini_param_groups
 from .adam_offload import AdamOffloadOptimizer
-from .adam_rule import Adam
+from .adam_rule import Adam, AdamW
 from .ademamix import AdEMAMix
 from .apollo import APOLLO
 from .came import CAME, DistributedCAME
@@ -33,6 +33,7 @@ __all__ = [
     "AdamMini",
     "AdamOffloadOptimizer",
     "AdamOptimizer",
+    "AdamW",
     "Communication",
     "DistGaloreAdamW",
     "DistributedAdafactor",

@@ -15,14 +15,22 @@ from .state_layout import StateTensor, like_parameter
 
 
 class Adam(DistributedOptimizer):
-    """AdamW (Loshchilov & Hutter, `arXiv:1711.05101 <https://arxiv.org/abs/1711.05101>`_), on the engine.
+    """Adam (Kingma & Ba, `arXiv:1412.6980 <https://arxiv.org/abs/1412.6980>`_), as ``torch.optim.Adam``.
 
-    The update is :class:`AdamOptimizer`'s, and so are the state dicts. This one steps together with optimizers that
-    communicate, and can do without master weights; that one has the shorter way to the kernel.
+    ::
+
+        g ← g + weight_decay·p                      unless the weight decay is decoupled
+        m ← β₁m + (1-β₁)g        v ← β₂v + (1-β₂)g²
+        p ← p(1 - lr·weight_decay)                  if it is
+        p ← p - lr · m/(1-β₁ᵗ) / (√(v/(1-β₂ᵗ)) + eps)
+
+    State dicts are those of :class:`AdamOptimizer`, which is decoupled and has the shorter way to the kernel. This one
+    steps together with optimizers that communicate, and can do without master weights.
 
     Args:
         params: parameters, or parameter groups.
-        lr, betas, eps, weight_decay: as for :class:`AdamOptimizer`.
+        lr, betas, eps, weight_decay, decoupled_weight_decay: as in the formula.
+        maximize: step along the gradients, not against them.
         stochastic_rounding: see :class:`DistributedOptimizer`.
 
     Raises:
@@ -39,9 +47,18 @@ class Adam(DistributedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
         stochastic_rounding: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+        }
         super().__init__(params, defaults, stochastic_rounding)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
@@ -63,8 +80,30 @@ class Adam(DistributedOptimizer):
                 betas=batch.options["betas"],
                 eps=batch.options["eps"],
                 weight_decay=batch.options["weight_decay"],
+                decoupled=batch.options["decoupled_weight_decay"],
+                maximize=batch.options["maximize"],
                 step=batch.step,
                 masters=masters,
                 grad_scale=batch.grad_scale,
                 grad_factor=batch.grad_factor,
             )
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov & Hutter, `arXiv:1711.05101 <https://arxiv.org/abs/1711.05101>`_).
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize, stochastic_rounding: as for :class:`Adam`.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        maximize: bool = False,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, True, maximize, stochastic_rounding)

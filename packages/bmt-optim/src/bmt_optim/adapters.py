@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .adafactor import DistributedAdafactor
-from .adam_rule import Adam
+from .adam_rule import Adam, AdamW
 from .came import DistributedCAME
 from .distributed import DistributedOptimizer
 from .galore import DistGaloreAdamW
@@ -51,21 +51,17 @@ class Adapter:
     state: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
 
-def adam(options: Options) -> dict[str, Any]:
+def adamw(options: Options) -> dict[str, Any]:
     """The options of AdamW, by torch or by us."""
-    refuse(options, amsgrad=False, maximize=False, differentiable=False, hold_steps=0)
+    refuse(options, amsgrad=False, differentiable=False, hold_steps=0)
     _refuse_capturable(options)
-    return {**pick(options, "lr", "eps", "weight_decay"), "betas": tuple(number(beta) for beta in options["betas"])}
+    found = {**pick(options, "lr", "eps", "weight_decay"), "maximize": bool(options.get("maximize"))}
+    return {**found, "betas": tuple(number(beta) for beta in options["betas"])}
 
 
-def adam_with_l2(options: Options) -> dict[str, Any]:
-    """The options of torch's Adam, whose weight decay is another one unless it is decoupled."""
-    if options["weight_decay"] != 0 and not options.get("decoupled_weight_decay"):
-        raise ValueError(
-            f"weight_decay={options['weight_decay']!r} is added to the gradients by torch.optim.Adam, and taken from "
-            "the weights by ours; use torch.optim.AdamW, or weight_decay=0"
-        )
-    return adam(options)
+def adam(options: Options) -> dict[str, Any]:
+    """The options of torch's Adam, which are ours."""
+    return {**adamw(options), "decoupled_weight_decay": bool(options.get("decoupled_weight_decay"))}
 
 
 def muon(options: Options) -> dict[str, Any]:
@@ -106,14 +102,14 @@ def galore(options: Options) -> dict[str, Any]:
 
 
 ADAPTERS = {
-    "torch.optim.Adam": Adapter(Adam, adam_with_l2),
-    "torch.optim.AdamW": Adapter(Adam, adam),
+    "torch.optim.Adam": Adapter(Adam, adam),
+    "torch.optim.AdamW": Adapter(AdamW, adamw),
     "torch.optim.Adafactor": Adapter(TorchAdafactor, torch_adafactor),
     "torch.optim.Muon": Adapter(Muon, muon),
     "transformers.optimization.Adafactor": Adapter(DistributedAdafactor, adafactor, adafactor_state),
     "came_pytorch.CAME.CAME": Adapter(DistributedCAME, came),
     "galore_torch.adamw.AdamW": Adapter(DistGaloreAdamW, galore),
-    "bmt_optim.adam.AdamOptimizer": Adapter(Adam, adam),
+    "bmt_optim.adam.AdamOptimizer": Adapter(AdamW, adamw),
 }
 
 ELEMENTWISE = frozenset(
