@@ -737,6 +737,7 @@ def test_mutated_files_are_refused_clearly(tmp_path: Path, seed: int) -> None:
         ),
         (lambda saved: saved["optimizers"][0]["groups"][0]["dict"].update(lr="x"), "says nothing usable of .*'lr'"),
         (lambda saved: saved["optimizers"][0]["groups"][0]["dict"].update(betas={"tuple": [1]}), "usable of .*'betas'"),
+        (lambda saved: saved["optimizers"][0]["groups"][0]["dict"].update(betas={"tuple": [0.9, 1.5]}), "Invalid beta"),
         (lambda saved: saved.update(manager=[1]), "says nothing usable of the manager"),
         (lambda saved: saved.update(manager=3), "says nothing usable of the manager"),
         (lambda saved: saved.update(manager={"dict": {"loss_scale": 1, "lr_schedulers": 3}}), "usable of the manager"),

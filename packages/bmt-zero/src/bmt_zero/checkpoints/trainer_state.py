@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import platform
 import random
@@ -120,6 +121,17 @@ def _check_options(optimizer: Any, mine: Mapping[str, Any], options: Any, proble
     check = getattr(optimizer, "check_options", None)
     if check is not None:
         _usable(lambda: check({**mine, **options}), problem)
+    elif type(optimizer).__module__.startswith("torch.optim."):
+        _usable(lambda: _check_torch_options(type(optimizer), {**mine, **options}, problem), problem)
+
+
+def _check_torch_options(kind: Any, options: Mapping[str, Any], problem: str) -> None:
+    """torch's optimizers check the range of their options when they are made."""
+    known = inspect.signature(kind).parameters.keys() - {"params", "foreach", "fused", "capturable", "differentiable"}
+    try:
+        kind([torch.zeros(1, 1)], **{key: value for key, value in options.items() if key in known})
+    except ValueError as error:
+        raise ValueError(f"{problem}: {error}") from None
 
 
 def _usable(call: Callable[[], object], problem: str) -> None:
