@@ -138,7 +138,12 @@ class Torch(Candidate):
 
 class Ours(Candidate):
     def __init__(
-        self, shape: GPTShape, context: bmt_comm.ParallelContext, tokens: Tensor, interleave: int, tail: str | None
+        self,
+        shape: GPTShape,
+        context: bmt_comm.ParallelContext,
+        tokens: Tensor,
+        interleave: int | None,
+        tail: str | None,
     ) -> None:
         ends, layers = make_parts(shape)
         self.context = context
@@ -203,7 +208,7 @@ def measure(arguments: argparse.Namespace) -> None:
     for interleave in arguments.interleave:
         candidates[f"recompute, v={interleave}"] = Ours(shape, context, tokens, interleave, None)
     for name in arguments.tail:
-        interleave = 2 if name.startswith("interleaved") else 1
+        interleave = 2 if name.startswith("interleaved") else None
         candidates[f"{name}, loss inside"] = Ours(shape, context, tokens, interleave, name)
     losses, peaks, shares = {}, {}, {}
     for name, candidate in candidates.items():
@@ -254,7 +259,9 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--interleave", type=int, nargs="*", default=[1, 2, 4], help="of the default schedule")
-    parser.add_argument("--tail", nargs="*", default=["1f1b", "zb_h1"], help="schedules with the loss inside")
+    parser.add_argument(
+        "--tail", nargs="*", default=["1f1b", "zero_bubble_h1", "zero_bubble_v"], help="schedules with the loss inside"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default: 7)")
     parser.add_argument("--plot", help="draw the timelines, planned and measured, into this file")
     arguments = parser.parse_args()

@@ -470,7 +470,11 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
         (["--pipe", "2", "--tp", "2"], "--pipe 2 × --tp 2 = 4 does not divide the number of ranks, 1"),
         (["--interleave", "2"], "--interleave 2 is for pipelines; pass --pipe"),
         (["--pipe", "2", "--interleave", "4"], "--layers 2 are too few for --pipe 2 × --interleave 4, which need 8"),
-        (["--pipe", "2", "--interleave", "2", "--pipe-schedule", "zb_h1"], "zb_h1 has one part of the layers"),
+        (
+            ["--pipe", "2", "--interleave", "2", "--pipe-schedule", "zero_bubble_h1"],
+            "zero_bubble_h1 has one part of the layers",
+        ),
+        (["--pipe", "2", "--pipe-schedule", "zero_bubble_v"], "zero_bubble_v needs --interleave 2, and it is 1"),
         (["--pipe", "2", "--micro-batches", "3"], "--micro-batches 3 is no multiple of --pipe 2"),
         (["--pipe", "2", "--micro-batches", "16"], "more than the 8 sequences that --pipe 2 stages with"),
     ],
@@ -760,7 +764,7 @@ def test_every_optimizer_learns_resumes_exactly_and_does_the_same_at_any_layout(
 
 
 @pytest.mark.ranks(2, init=False, timeout=120)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
 def test_losses_do_not_depend_on_the_schedule_of_a_pipeline(single, schedule):
     folder, expected = single
     flags = ["--pipe", "2", "--micro-batches", "4", "--pipe-schedule", schedule, "--batch-size", "2"]
@@ -773,7 +777,7 @@ def test_losses_do_not_depend_on_the_schedule_of_a_pipeline(single, schedule):
     "flags",
     [
         ["--tp", "2", "--batch-size", "2", "--micro-batches", "4"],
-        ["--tp", "2", "--batch-size", "2", "--pipe-schedule", "zb_h1", "--checkpointing"],
+        ["--tp", "2", "--batch-size", "2", "--pipe-schedule", "zero_bubble_h1", "--checkpointing"],
         ["--batch-size", "1", "--zero-level", "2"],  # and two replicas of each stage
     ],
     ids=" ".join,

@@ -19,7 +19,7 @@ from optimizers import LEARNING_RATES
 SCHEDULES = ("cosine", "linear", "noam", "constant")
 MAX_VOCABULARY = 2**24
 DETERMINISTIC = ("muon", "adam", "adam_offload")  # optimizers
-PIPE_SCHEDULES = ("recompute", "1f1b", "interleaved_1f1b", "zb_h1")
+PIPE_SCHEDULES = ("recompute", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v")
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
@@ -213,11 +213,13 @@ def check_pipeline(args: argparse.Namespace) -> None:
         for name, default in (("micro_batches", 1), ("interleave", 1), ("pipe_schedule", "recompute")):
             if (value := getattr(args, name)) != default:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is for pipelines; pass --pipe, too")
-    if args.pipe_schedule in ("1f1b", "zb_h1") and args.interleave > 1:
+    if args.pipe_schedule in ("1f1b", "zero_bubble_h1") and args.interleave > 1:
         raise UsageError(
             f"--pipe-schedule {args.pipe_schedule} has one part of the layers on each stage, and --interleave is "
             f"{args.interleave}; choose recompute or interleaved_1f1b"
         )
+    if args.pipe_schedule == "zero_bubble_v" and args.interleave != 2:
+        raise UsageError(f"--pipe-schedule zero_bubble_v needs --interleave 2, and it is {args.interleave}")
     parts = args.pipe * args.interleave
     if args.config.num_layers < parts:
         raise UsageError(

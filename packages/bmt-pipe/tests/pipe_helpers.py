@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import ParallelContext, defer_weight_gradient, slice_of
+from bmt_comm import ParallelContext, slice_of
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_zero import Block, BMTrainModelWrapper
 
@@ -18,9 +18,9 @@ DTYPE = torch.float64  # so that the order of sums does not blur what is compare
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ, whose weight gradient can be put off."""
+    """x Wᵀ, of which backward makes all gradients at once."""
 
-    deferred = 0
+    backwards = 0
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -28,25 +28,20 @@ class _Product(torch.autograd.Function):
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        late = defer_weight_gradient(ctx, 1, _weight_gradient, grad, x)
-        _Product.deferred += late
-        return grad @ weight, None if late else _weight_gradient(grad, x)
+        _Product.backwards += 1
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-class DeferringLinear(nn.Linear):
+class FusedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return _Product.apply(x, self.weight) + self.bias
 
     @staticmethod
-    def deferred() -> int:
-        """How many weight gradients this rank has put off so far."""
-        return _Product.deferred
+    def backwards() -> int:
+        """How often this rank has computed the gradients of such a layer so far."""
+        return _Product.backwards
 
 
 class Layer(nn.Module):
@@ -56,7 +51,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 2 * width + 1)
-        self.down = DeferringLinear(2 * width + 1, width)
+        self.down = FusedLinear(2 * width + 1, width)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, *, scale: float = 1.0

@@ -434,10 +434,10 @@ def test_layers_that_not_all_micro_batches_use(ctx: ParallelContext) -> None:
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v"])
 def test_gradients_with_the_loss_inside(ctx: ParallelContext, schedule: str) -> None:
     r = ctx.rank
-    twins = Twins(ctx, Layer, 5, interleave=2 if "interleaved" in schedule else 1, tail_schedule=schedule)
+    twins = Twins(ctx, Layer, 5, interleave=2 if "interleaved" in schedule else None, tail_schedule=schedule)
     target, shared = random(50 + r, 3, 3, WIDTH), random(60, WIDTH)
 
     def tail(x: Tensor, target: Tensor, power: int, names: list[Any]) -> Tensor:

@@ -32,7 +32,7 @@ def mean_square(hidden: Tensor) -> Tensor:
 
 
 @pytest.mark.ranks(2, 4, pipe_size=2, num_micro_batches=4)
-@pytest.mark.parametrize("tail", [None, "1f1b", "zb_h1"])
+@pytest.mark.parametrize("tail", [None, "1f1b", "zero_bubble_h1", "zero_bubble_v"])
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_statistics_are_those_of_one_process(ctx: Any, tail: str | None, checkpoint: bool) -> None:
     torch.manual_seed(0)

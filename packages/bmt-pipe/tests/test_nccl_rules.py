@@ -18,9 +18,9 @@ def test_two_stages(ctx: ParallelContext) -> None:
 
 
 @pytest.mark.ranks(3, pipe_size=3, num_micro_batches=6, timeout=120, nccl_rules="eager")
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v"])
 def test_loss_inside(ctx: ParallelContext, schedule: str) -> None:
-    interleave = 2 if schedule.startswith("interleaved") else 1
+    interleave = 2 if schedule.startswith("interleaved") else None
     compare(ctx, 6, [4, 2, 5], tail=True, tail_schedule=schedule, interleave=interleave)
 
 

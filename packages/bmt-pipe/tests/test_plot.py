@@ -28,9 +28,9 @@ SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
 @st.composite
 def timelines(draw):
-    name = draw(st.sampled_from(["recompute", "1f1b", "interleaved_1f1b", "zb_h1"]))
+    name = draw(st.sampled_from(["recompute", "1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v"]))
     stages, micro_batches = draw(st.integers(1, 5)), draw(st.integers(1, 6))
-    chunks = draw(st.integers(1, 3)) if name in ("recompute", "interleaved_1f1b") else 1
+    chunks = draw(st.integers(1, 3)) if name in ("recompute", "interleaved_1f1b") else None
     if name == "interleaved_1f1b":
         micro_batches *= stages
     schedule = make_schedule(name, stages, micro_batches, chunks)
@@ -107,7 +107,7 @@ def test_numbers_that_do_not_fit_are_left_out():
 
 
 def test_plan_and_measurement_are_compared_on_one_scale_where_they_have_one_unit():
-    schedule = make_schedule("zb_h1", 2, 4)
+    schedule = make_schedule("zero_bubble_h1", 2, 4)
     plan, slower = simulate(schedule), simulate(schedule, {F: 3, I: 2, W: 2})
     panels = [("", schedule, plan), ("", schedule, slower), ("", schedule, in_seconds(schedule, plan))]
     axes = timeline_figure(panels).axes

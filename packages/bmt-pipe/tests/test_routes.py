@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bmt_comm.testing.rules import MESSAGES, Operation, Rules
 from bmt_comm.testing.rules import Message as Transfer
-from bmt_pipe import Kind, Schedule, make_schedule
+from bmt_pipe import SCHEDULES, Kind, Schedule, make_schedule, recompute
 from bmt_pipe.messages import Message
 from bmt_pipe.routes import Pass
 
@@ -44,10 +44,13 @@ def flags(draw: st.DrawFn, count: int) -> tuple[bool, ...]:
 @st.composite
 def passes(draw: st.DrawFn) -> Pass:
     """A pass as calls make them: forward, backward, or both with the loss inside, with or without gradients."""
-    name = draw(st.sampled_from(["recompute", "1f1b", "interleaved_1f1b", "zb_h1"]))
+    name = draw(st.sampled_from(list(SCHEDULES)))
     p, pieces = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    chunks = draw(st.integers(1, 3)) if name in ("recompute", "interleaved_1f1b") else 1
+    chunks = draw(st.integers(1, 3)) if name in ("recompute", "interleaved_1f1b") else None
     schedule = make_schedule(name, p, p * pieces, chunks)
+    if chunks == 2 and name == "recompute" and draw(st.booleans()):
+        schedule = recompute(p, p * pieces, 2, v_shaped=True)
+    chunks = schedule.chunks
     if name != "recompute":
         return Pass(schedule, True, draw(st.booleans()), tail=True, input_grads=flags(draw, p))
     if draw(st.booleans()):
@@ -59,6 +62,7 @@ def passes(draw: st.DrawFn) -> Pass:
 def wanted(what: Pass) -> list[Sent]:
     """All messages of a pass, from what a pipeline must move."""
     schedule = what.schedule
+    at = {schedule.place(stage, chunk): stage for stage in range(schedule.stages) for chunk in range(schedule.chunks)}
     p, places = schedule.stages, schedule.stages * schedule.chunks
     last = places - 1
     found = []
@@ -66,44 +70,44 @@ def wanted(what: Pass) -> list[Sent]:
         origin = i % p
         if what.forward:
             found.append(Sent(origin, 0, Message("input", i, 0)))
-            found += [Sent((k - 1) % p, k % p, Message("hidden", i, k)) for k in range(1, places)]
+            found += [Sent(at[k - 1], at[k], Message("hidden", i, k)) for k in range(1, places)]
             if not what.tail:
-                found.append(Sent(last % p, origin, Message("output", i, last)))
+                found.append(Sent(at[last], origin, Message("output", i, last)))
             if what.taps:
-                found += [Sent(k % p, origin, Message("taps", i, k)) for k in range(places)]
+                found += [Sent(at[k], origin, Message("taps", i, k)) for k in range(places)]
         if what.backward:
             if not what.tail:
-                found.append(Sent(origin, last % p, Message("output_grad", i, last)))
+                found.append(Sent(origin, at[last], Message("output_grad", i, last)))
             if what.tap_grads:
                 found += [
-                    Sent(origin, k % p, Message("taps_grad", i, k)) for k in range(places) if what.tap_grads[origin][k]
+                    Sent(origin, at[k], Message("taps_grad", i, k)) for k in range(places) if what.tap_grads[origin][k]
                 ]
-            found += [Sent(k % p, (k - 1) % p, Message("hidden_grad", i, k)) for k in range(1, places)]
+            found += [Sent(at[k], at[k - 1], Message("hidden_grad", i, k)) for k in range(1, places)]
             if what.input_grads[origin]:
                 found.append(Sent(0, origin, Message("input_grad", i, 0)))
     if what.tail and what.forward:
-        found += [Sent(last % p, origin, Message("loss", origin, last)) for origin in range(p)]
+        found += [Sent(at[last], origin, Message("loss", origin, last)) for origin in range(p)]
     return found
 
 
 def steps(what: Pass, stage: int) -> Iterator[Step]:
     """What a stage sends and waits for, in order: takes follow from what an action computes with."""
-    p = what.schedule.stages
+    p, at = what.schedule.stages, what.schedule.stage
     last = p * what.schedule.chunks - 1
     own = range(stage, what.schedule.micro_batches, p)
     yield from (Step(True, *route) for route in what.before(stage))
     for action in what.actions(stage):
-        i, place = action.micro_batch, action.chunk * p + stage
+        i, place = action.micro_batch, what.schedule.place(stage, action.chunk)
         origin = i % p
         if action.kind is Kind.FORWARD:
             yield (
-                Step(False, (place - 1) % p, Message("hidden", i, place))
+                Step(False, at(place - 1), Message("hidden", i, place))
                 if place
                 else Step(False, origin, Message("input", i, 0))
             )
         if action.kind in (Kind.BACKWARD, Kind.INPUT):
             if place < last:
-                yield Step(False, (place + 1) % p, Message("hidden_grad", i, place + 1))
+                yield Step(False, at(place + 1), Message("hidden_grad", i, place + 1))
             elif not what.tail:
                 yield Step(False, origin, Message("output_grad", i, last))
             if what.tap_grads and what.tap_grads[origin][place]:
@@ -111,12 +115,12 @@ def steps(what: Pass, stage: int) -> Iterator[Step]:
         yield from (Step(True, *route) for route in what.during(stage, action))
     yield from (Step(True, *route) for route in what.after(stage))
     if what.forward and what.tail:
-        yield Step(False, last % p, Message("loss", stage, last))
+        yield Step(False, at(last), Message("loss", stage, last))
     elif what.forward:
         for i in own:
-            yield Step(False, last % p, Message("output", i, last))
+            yield Step(False, at(last), Message("output", i, last))
             if what.taps:
-                yield from (Step(False, k % p, Message("taps", i, k)) for k in range(last + 1))
+                yield from (Step(False, at(k), Message("taps", i, k)) for k in range(last + 1))
     if what.backward and what.input_grads[stage]:
         yield from (Step(False, 0, Message("input_grad", i, 0)) for i in own)
 
@@ -240,13 +244,25 @@ def run_by_nccls_rules(what: Pass, ahead: bool, key: Callable[[int, int], Hashab
     return rules.failure
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_no_schedule_hangs(name: str, stages: int, pieces: int) -> None:
+    for chunks in (1, 2, 4) if name in ("recompute", "interleaved_1f1b") else (None,):
+        schedule = make_schedule(name, stages, stages * pieces, chunks)
+        both = Pass(schedule, True, True, tail=True, input_grads=(True,) * stages)
+        halves = [Pass(schedule, True, False), Pass(schedule, False, True, input_grads=(True,) * stages)]
+        for what in halves if schedule.loss_outside else [both]:
+            assert run_by_nccls_rules(what, True, lambda source, target: (source, target), Random(1)) == ""
+
+
 @given(passes(), st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_channels_never_hang(what: Pass, ahead: bool, random: Random) -> None:
     assert run_by_nccls_rules(what, ahead, lambda source, target: (source, target), random) == ""
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zero_bubble_h1", "zero_bubble_v"])
 @pytest.mark.parametrize(
     "key",
     [lambda source, target: "one for all", lambda source, target: (min(source, target), max(source, target))],
@@ -254,7 +270,7 @@ def test_channels_never_hang(what: Pass, ahead: bool, random: Random) -> None:
 )
 def test_fewer_communicators_would_hang(name: str, key: Callable[[int, int], Hashable]) -> None:
     """Where both directions have one communicator, a receive that is posted ahead blocks the sends behind it."""
-    what = Pass(make_schedule(name, 3, 6, 2 if name.startswith("inter") else 1), True, True, tail=True)
+    what = Pass(make_schedule(name, 3, 6, 2 if name.startswith("inter") else None), True, True, tail=True)
     what = what._replace(input_grads=(True,) * 3)
     assert "wait for ever" in run_by_nccls_rules(what, True, key, Random(0))
 
@@ -268,7 +284,7 @@ def test_every_take_is_of_a_message_that_comes(what) -> None:
         assert taken == Counter((way.source, way.message) for way in wanted(what) if way.target == stage)
 
 
-@pytest.mark.parametrize("name", ["recompute", "1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_a_pass_has_the_actions_of_its_half(name: str, stages: int) -> None:
     schedule: Schedule = make_schedule(name, stages, 2 * stages)

@@ -17,6 +17,7 @@ from bmt_pipe import (
     recompute,
     simulate,
     zero_bubble_h1,
+    zero_bubble_v,
 )
 
 F, R, B, I, W = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
@@ -74,10 +75,41 @@ def test_zero_bubble(p, m):
         assert max(timeline.waiting) == p - 1
 
 
+@given(stages, micro_batches)
+def test_zero_bubble_v(p, m):
+    schedule = zero_bubble_v(p, m)
+    check_everything_happens_once(schedule, (F, I, W))
+    timeline = simulate(schedule)
+    assert all(found <= 2 * min(p, m) for found in timeline.activations)  # as 1F1B; each chunk has half of the layers
+    if m >= 2 * p:
+        assert 2 * max(timeline.waiting) <= max(simulate(zero_bubble_h1(p, m)).waiting)
+
+
+@given(stages, micro_batches)
+def test_recomputation_in_a_v_shaped_pipeline(p, m):
+    schedule = recompute(p, m, 2, v_shaped=True)
+    check_everything_happens_once(schedule, (F, R, B))
+    timeline = simulate(schedule)
+    assert all(found == 1 for found in timeline.activations)
+    assert all(found == 2 * m for found in timeline.inputs)
+    assert max(timeline.waiting) <= (p - 1) * 3
+
+
+@given(stages, chunks, st.booleans())
+def test_every_chunk_has_one_place(p, v, v_shaped):
+    schedule = recompute(p, 1, 2, True) if v_shaped else recompute(p, 1, v)
+    places = {schedule.place(stage, chunk): stage for stage in range(p) for chunk in range(schedule.chunks)}
+    assert sorted(places) == list(range(schedule.last + 1))
+    assert all(schedule.stage(place) == stage for place, stage in places.items())
+    if v_shaped:
+        assert (places[0], places[p - 1], places[p], places[schedule.last]) == (0, p - 1, p - 1, 0)
+
+
 @given(stages, micro_batches, st.lists(st.integers(1, 9), min_size=5, max_size=5))
 def test_none_stops_whatever_the_costs(p, m, costs):
     given_costs = dict(zip((F, R, B, I, W), costs))
-    for schedule in (recompute(p, m, 2), one_forward_one_backward(p, m), zero_bubble_h1(p, m)):
+    plain = (recompute(p, m, 2), one_forward_one_backward(p, m), zero_bubble_h1(p, m))
+    for schedule in (*plain, recompute(p, m, 2, True), zero_bubble_v(p, m)):
         timeline = simulate(schedule, given_costs)
         for rank, actions in enumerate(schedule.actions):
             work = sum(Fraction(given_costs[a.kind]) / schedule.chunks for a in actions)
@@ -105,6 +137,8 @@ def test_ranks_that_wait_for_each_other_are_named():
         (interleaved_one_forward_one_backward, (2, 2, 1.5), "chunks=1.5"),
         (interleaved_one_forward_one_backward, (2, 3, 2), "micro_batches=3 must be a multiple of the 2 stages"),
         (zero_bubble_h1, (None, 1), "stages=None"),
+        (zero_bubble_v, (1, 0), "micro_batches=0"),
+        (recompute, (2, 2, 3, True), "chunks=3 must be 2 in a V-shaped pipeline"),
     ],
 )
 def test_numbers_that_cannot_be_are_named(function, arguments, message):
@@ -116,15 +150,20 @@ def test_schedules_have_names():
     assert make_schedule("recompute", 4, 8, 2) == recompute(4, 8, 2)
     assert make_schedule("1f1b", 4, 8) == one_forward_one_backward(4, 8)
     assert make_schedule("interleaved_1f1b", 4, 8, 2) == interleaved_one_forward_one_backward(4, 8, 2)
-    assert make_schedule("zb_h1", 4, 8) == zero_bubble_h1(4, 8)
+    assert make_schedule("zero_bubble_h1", 4, 8) == zero_bubble_h1(4, 8)
+    assert make_schedule("zero_bubble_v", 4, 8) == make_schedule("zero_bubble_v", 4, 8, 2) == zero_bubble_v(4, 8)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gpipe", 2, 2), "no schedule 'gpipe'; choose one of recompute, 1f1b, interleaved_1f1b, zb_h1"),
-        (("1f1b", 2, 2, 2), "chunks=2 must be 1 for '1f1b'; only recompute and interleaved_1f1b know several"),
-        (("zb_h1", 2, 2, 0), "chunks=0 must be 1 for 'zb_h1'"),
+        (
+            ("gpipe", 2, 2),
+            "no schedule 'gpipe'; choose one of recompute, 1f1b, interleaved_1f1b, zero_bubble_h1, zero",
+        ),
+        (("1f1b", 2, 2, 2), "chunks=2 must be 1 for '1f1b'; only recompute and interleaved_1f1b take any number"),
+        (("zero_bubble_h1", 2, 2, 0), "chunks=0 must be 1 for 'zero_bubble_h1'"),
+        (("zero_bubble_v", 2, 2, 1), "chunks=1 must be 2 for 'zero_bubble_v'"),
         (("recompute", 2, 0), "micro_batches=0 must be"),
     ],
 )

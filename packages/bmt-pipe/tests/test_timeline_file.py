@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from bmt_pipe import Kind, make_schedule, read_timeline, simulate, timeline_of, write_timeline
 
-names = st.sampled_from([("recompute", 3), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1)])
+names = st.sampled_from(
+    [("recompute", 3), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble_h1", 1), ("zero_bubble_v", 2)]
+)
 costs = st.one_of(st.integers(1, 9), st.floats(1e-6, 1e6), st.fractions(Fraction(1, 100), 100))
 
 
@@ -47,7 +49,7 @@ def written(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (["format"], "bmt-pipe timeline 2", "its format is 'bmt-pipe timeline 2' and not 'bmt-pipe timeline 1'"),
+        (["format"], "bmt-pipe timeline 3", "its format is 'bmt-pipe timeline 3' and not 'bmt-pipe timeline 2'"),
         (["starts"], None, "starts is not a list of a list for each rank"),
         (["starts", 0], {}, "starts is not a list of a list for each rank"),
         (["starts", 0], [], r"starts has \[0\] times on its ranks, and the schedule \[4\] actions"),
@@ -59,13 +61,19 @@ def written(tmp_path):
         (["ends", 0, 0], 1.0, "some of its times are numbers of seconds, others fractions"),
         (["ends", 0, 0], "5/2", "rank 0 cannot do B0 from 1 to 3, with what it did before until 5/2"),
         (["ends", 0, 3], "1", "rank 0 cannot do B1 from 4 to 1"),
-        (["schedule"], [], "schedule is not an object of actions, chunks, loss_outside, micro_batches, stages"),
+        (
+            ["schedule"],
+            [],
+            "schedule is not an object of actions, chunks, loss_outside, micro_batches, stages",
+        ),
         (["schedule", "stages"], 2, "it has the actions of 1 ranks for 2 stages"),
         (["schedule", "stages"], True, "stages is True and not a positive integer"),
         (["schedule", "chunks"], 0, "chunks is 0 and not a positive integer"),
         (["schedule", "micro_batches"], "2", "micro_batches is '2' and not a positive integer"),
         (["schedule", "micro_batches"], 1, "'F1' is beyond 1 micro-batches in 1 chunks"),
         (["schedule", "loss_outside"], 0, "loss_outside is 0 and neither true nor false"),
+        (["schedule", "v_shaped"], None, "v_shaped is None and neither true nor false"),
+        (["schedule", "v_shaped"], True, "it is V-shaped, and has 1 chunks on each rank instead of 2"),
         (["schedule", "actions", 0, 0], "F0.1", "'F0.1' is beyond 2 micro-batches in 1 chunks"),
         (["schedule", "actions", 0, 0], "F-1", "'F-1' is not an action, such as 'F0' or 'B3.1'"),
         (["schedule", "actions", 0, 0], 7, "7 is not an action"),

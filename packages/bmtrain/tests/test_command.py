@@ -122,7 +122,7 @@ def test_pipeline_plot_says_how_to_call_it(capsys):
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: bmtrain pipeline-plot")
-    assert "recompute, 1f1b, interleaved_1f1b, zb_h1" in out
+    assert "recompute, 1f1b, interleaved_1f1b, zero_bubble_h1, zero_bubble_v" in out
 
 
 def test_pipeline_plot_prints_what_a_plan_comes_to(capsys):
@@ -160,7 +160,7 @@ def test_pipeline_plot_plans_with_measured_costs(tmp_path, capsys):
     assert "  length 18 ms" in capsys.readouterr().out.splitlines()
     # Another schedule may do what was not measured.
     with pytest.raises(SystemExit) as ended:
-        main(["pipeline-plot", "--schedule", "zb_h1", "--stages", "1", "--micro-batches", "3", *arguments])
+        main(["pipeline-plot", "--schedule", "zero_bubble_h1", "--stages", "1", "--micro-batches", "3", *arguments])
     assert ended.value.code == 2
     assert "costs must say what each kind of action takes, and says nothing of I, W" in capsys.readouterr().err
 

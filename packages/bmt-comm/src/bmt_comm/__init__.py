@@ -34,15 +34,6 @@ from .state_record import StateRecord
 from .store import allgather_objects, broadcast_object
 from .topology import TopologyNames
 from .watch import RankFailureError
-from .weight_gradients import (
-    DeferredWeightGradients,
-    GradientReceiver,
-    WeightGradient,
-    defer_weight_gradient,
-    deferred_weight_gradients,
-    deferring,
-    total_gradients,
-)
 from .work import Work
 
 __all__ = [
@@ -53,9 +44,7 @@ __all__ = [
     "CallSequences",
     "Communicator",
     "Config",
-    "DeferredWeightGradients",
     "DisagreementError",
-    "GradientReceiver",
     "ParallelContext",
     "RankFailureError",
     "Slice",
@@ -63,7 +52,6 @@ __all__ = [
     "TopologyNames",
     "Traffic",
     "TreeSum",
-    "WeightGradient",
     "Work",
     "__version__",
     "agreement_time",
@@ -77,9 +65,6 @@ __all__ = [
     "check_agreement",
     "config",
     "current_context",
-    "defer_weight_gradient",
-    "deferred_weight_gradients",
-    "deferring",
     "dtensor_like",
     "forget_scale",
     "gather_result",
@@ -109,7 +94,6 @@ __all__ = [
     "store",
     "sum_loss",
     "synchronize",
-    "total_gradients",
     "tp_shard_of",
     "tree_sum",
     "unshard_tp",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, TypeVar
@@ -77,37 +75,3 @@ def _nccl_backend(group: dist.ProcessGroup) -> Any:
         return None
     backend = group._get_backend(torch.device("cuda"))
     return backend if hasattr(backend, "_group_start") else None
-
-
-# A thread that ends with an object left in it may wait for the interpreter for ever; torch 2.13 can remove it.
-_remove: Any = getattr(torch._C, "_remove_obj_from_tls", None)
-
-
-def stash_in_thread(key: str, value: object) -> None:
-    """Keep a value in this thread, and in those that autograd runs this thread's backward passes in; None: no value."""
-    if value is None and _remove is not None:
-        if torch._C._is_key_in_tls(key):
-            _remove(key)
-        return
-    if not _stash_takes_reference():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    torch._C._stash_obj_in_tls(key, value)
-
-
-def stashed_in_thread(key: str) -> Any:
-    """What :func:`stash_in_thread` has kept, or None."""
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
-
-
-@functools.cache
-def _stash_takes_reference() -> bool:
-    """Whether torch takes the reference to a stashed object that it gives back in the end; old versions do not."""
-    probe = object()
-    before = sys.getrefcount(probe)
-    torch._C._stash_obj_in_tls("bmt_comm.probe", probe)
-    takes = sys.getrefcount(probe) > before
-    if not takes:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
-    if _remove is not None:
-        _remove("bmt_comm.probe")
-    return takes

@@ -16,6 +16,7 @@ from .schedule import (
     one_forward_one_backward,
     recompute,
     zero_bubble_h1,
+    zero_bubble_v,
 )
 from .simulate import UNIT_COSTS, Timeline, idle_share, mean_costs, simulate, timeline_of
 from .timeline_file import read_timeline, write_timeline
@@ -48,4 +49,5 @@ __all__ = [
     "timeline_of",
     "write_timeline",
     "zero_bubble_h1",
+    "zero_bubble_v",
 ]

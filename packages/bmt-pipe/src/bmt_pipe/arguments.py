@@ -71,7 +71,9 @@ class Arguments:
         if leaf < signature.num_hidden:
             return range(0)
         in_tail = leaf >= len(signature.leaves) - signature.num_tail
-        return range(self.plan.stages - 1 if in_tail else 0, self.plan.stages)
+        schedule = self.plan.schedule
+        last = schedule.stage(schedule.last)
+        return range(last, last + 1) if in_tail else range(self.plan.stages)
 
     def of(
         self, micro_batch: int, leaves: dict[int, Tensor] | None = None

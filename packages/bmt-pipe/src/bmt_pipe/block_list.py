@@ -31,10 +31,11 @@ class PipelineTransformerBlockList(StagedState):
     """A chain of layers, cut into stages; a rank has those of its own stage alone.
 
     Every rank passes all layers, in the same order. The chain is cut into ``interleave`` chunks for each stage, dealt
-    out in turn: chunk c of stage r is number c · stages + r. Layers keep the names that they have in a list of all
-    layers ("5" is the sixth), so that parameters, state dicts and initial values are those of a
-    ``TransformerBlockList``. ``len``, iteration and indices go over the layers of all stages, in the order of the
-    chain; in the place of another stage's layer is an :class:`AbsentLayer`, which has no parameters.
+    out in turn: chunk c of stage r is number c · stages + r (for "zero_bubble_v", the second ones are dealt out
+    backwards). Layers keep the names that they have in a list of all layers ("5" is the sixth), so that parameters,
+    state dicts and initial values are those of a ``TransformerBlockList``. ``len``, iteration and indices go over the
+    layers of all stages, in the order of the chain; in the place of another stage's layer is an :class:`AbsentLayer`,
+    which has no parameters.
 
     In the forward of a model that contains the list, iteration goes over all layers of all stages, and runs them: a
     model that loops over its layers needs no change (see :mod:`.loop`).
@@ -46,9 +47,10 @@ class PipelineTransformerBlockList(StagedState):
     Args:
         modules: modules, which become Blocks, or Blocks. One that comes twice, in the same stage, is shared.
         num_hidden: how many hidden states the layers take and return.
-        interleave: chunks of each stage.
+        interleave: chunks of each stage; by default two for "zero_bubble_v", and one otherwise.
         weights: the relative cost of each layer, by which stages are balanced; by default all cost the same.
-        tail_schedule: of calls with a tail: "1f1b", "interleaved_1f1b" or "zb_h1"; by default one of the first two.
+        tail_schedule: of calls with a tail: "1f1b", "interleaved_1f1b" (the default; the same as "1f1b" where a stage
+            has one chunk), "zero_bubble_h1" or "zero_bubble_v".
 
     Attributes:
         num_layers: of all stages.
@@ -67,18 +69,19 @@ class PipelineTransformerBlockList(StagedState):
         modules: Iterable[nn.Module],
         num_hidden: int = 1,
         *,
-        interleave: int = 1,
+        interleave: int | None = None,
         weights: Sequence[float] | None = None,
         tail_schedule: str | None = None,
     ) -> None:
         super().__init__()
         context = current_context()
-        for name, value in (("num_hidden", num_hidden), ("interleave", interleave)):
+        for name, value in (("num_hidden", num_hidden), ("interleave", 1 if interleave is None else interleave)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
         if tail_schedule is None:
-            tail_schedule = "1f1b" if interleave == 1 else "interleaved_1f1b"
-        make_schedule(tail_schedule, context.pipe_size, context.pipe_size, interleave)  # raises where it cannot be
+            tail_schedule = "interleaved_1f1b"
+        schedule = make_schedule(tail_schedule, context.pipe_size, context.pipe_size, interleave)
+        interleave = schedule.chunks
         if weights is None and not isinstance(modules, Sized):
             modules = list(modules)
         costs = None if weights is None else [float(weight) for weight in weights]
@@ -99,7 +102,8 @@ class PipelineTransformerBlockList(StagedState):
         self.num_layers = count
         self.interleave = interleave
         self.all_chunks = split_layers(costs, pieces)
-        self.chunks = self.all_chunks[context.pipe.rank :: context.pipe_size]
+        self.chunks = [self.all_chunks[schedule.place(context.pipe.rank, chunk)] for chunk in range(interleave)]
+        self._stages = [schedule.stage(place) for place, chunk in enumerate(self.all_chunks) for _ in chunk]  # by layer
         self._pipe = context.pipe
         self._attributes: list[dict[str, Any]] = []  # of the layers of all stages
         # Before the layers' own collectives, which ranks that have cut the chain differently would mix up.
@@ -176,7 +180,7 @@ class PipelineTransformerBlockList(StagedState):
 
     def _take(self, layers: Iterator[nn.Module], context: ParallelContext) -> None:
         """Make Blocks of this stage's layers, and drop the others."""
-        owner_of = _owners(self.all_chunks, context.pipe_size)
+        owner_of = self._stages
         seen = _Seen(owner_of)
         pipeline = next(_numbers.setdefault(context, itertools.count()))
         for index in range(self.num_layers):
@@ -227,7 +231,7 @@ class PipelineTransformerBlockList(StagedState):
         if in_forward:
             return LoopLayer(None, number, self._attributes[number])
         own = self._modules.get(str(number))
-        return AbsentLayer(number, _owners(self.all_chunks, self._pipe.size)[number]) if own is None else own
+        return AbsentLayer(number, self._stages[number]) if own is None else own
 
     def _loop(self) -> LayerLoop:
         """What a model's forward iterates over in place of the layers."""
@@ -318,8 +322,3 @@ class _Seen:
 
 def _same(thing: Any) -> Any:
     return thing
-
-
-def _owners(chunks: Sequence[range], stages: int) -> list[int]:
-    """The stage of each layer."""
-    return [number % stages for number, chunk in enumerate(chunks) for _ in chunk]

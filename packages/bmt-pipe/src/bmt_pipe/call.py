@@ -18,7 +18,7 @@ from .messages import Message, StageFailedError, connected
 from .plan import Plan
 from .recording import Recorder
 from .run import Run
-from .schedule import Schedule, make_schedule
+from .schedule import Schedule, make_schedule, recompute
 from .signature import Signature, SignatureCache, sign
 from .tail import Tail
 
@@ -114,9 +114,10 @@ class Pipeline:
             raise StageFailedError("another data-parallel replica's call of the pipeline has failed; see its error")
         plan = self._plans.get((key, pieces))
         if plan is None or plan.differentiable != inputs_differ:
-            name = "recompute" if tail is None else self.tail_schedule
-            chunks = len(self.chunks)
-            schedule = make_schedule(name, context.pipe_size, pieces * context.pipe_size, chunks)
+            sizes = context.pipe_size, pieces * context.pipe_size, len(self.chunks)
+            schedule = make_schedule(self.tail_schedule, *sizes)
+            if tail is None:
+                schedule = recompute(*sizes, schedule.v_shaped)
             plan = Plan(signatures, schedule, inputs_differ, return_hidden_states, self.layers)
             self._plans[key, pieces] = plan
             while len(self._plans) > _MOST_PLANS:
@@ -158,7 +159,7 @@ class Pipeline:
         loss, grads = run.forward_and_backward()
         if not run.plan.differentiable:
             return loss
-        tail.agree_on_use()
+        tail.agree_on_use(run.plan.schedule.stage(run.plan.schedule.last))
         wanted = [
             (value, grad)
             for value, leaf, grad in zip(run.arguments.values[run.stage], _own(run).leaves, grads)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bmt_zero.activation_checkpoint import CheckpointedForward
 from bmt_zero.shard import sharding_of
 
 
@@ -67,17 +68,20 @@ class Surroundings:
             self._set(now)
 
 
+def checkpoints(blocks: Sequence[nn.Module]) -> list[CheckpointedForward]:
+    """Those of the layers that are checkpointed."""
+    found = [sharding.checkpoint for sharding in map(sharding_of, blocks) if sharding is not None]
+    return [checkpoint for checkpoint in found if checkpoint is not None and checkpoint.enabled]
+
+
 @contextlib.contextmanager
-def last_not_checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Within, the last layer keeps its activations: where backward follows at once, they are needed first."""
-    sharding = sharding_of(blocks[-1])
-    assert sharding is not None
-    checkpoint = sharding.checkpoint
-    if checkpoint is None:
-        yield
-        return
-    before, checkpoint.enabled = checkpoint.enabled, False
+def not_checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, layers keep their activations."""
+    found = checkpoints(blocks)
+    for checkpoint in found:
+        checkpoint.enabled = False
     try:
         yield
     finally:
-        checkpoint.enabled = before
+        for checkpoint in found:
+            checkpoint.enabled = True

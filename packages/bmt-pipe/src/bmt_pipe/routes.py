@@ -58,13 +58,13 @@ class Pass(NamedTuple):
     @property
     def last(self) -> int:
         """The last place in the chain of chunks."""
-        return self.schedule.stages * self.schedule.chunks - 1
+        return self.schedule.last
 
     def place(self, stage: int, chunk: int) -> int:
-        return chunk * self.stages + stage
+        return self.schedule.place(stage, chunk)
 
     def stage(self, place: int) -> int:
-        return place % self.stages
+        return self.schedule.stage(place)
 
     def origin(self, micro_batch: int) -> int:
         return micro_batch % self.stages

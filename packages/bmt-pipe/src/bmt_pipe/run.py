@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 
-from bmt_comm import ParallelContext, deferred_weight_gradients, note_place
+from bmt_comm import ParallelContext, note_place
 from bmt_zero.backward_context import outside_backward, step_context
 from bmt_zero.gradient_reducer import GradientReducer, ReducedGradient
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
-from bmt_zero.shard import group_of, sharding_of
+from bmt_zero.shard import group_of
 
 from .arguments import Arguments
-from .chunk import Surroundings, last_not_checkpointed, run_layers
+from .chunk import Surroundings, checkpoints, not_checkpointed, run_layers
 from .messages import (
     Message,
     Post,
@@ -39,6 +39,7 @@ from .recording import Recorder
 from .routes import Pass
 from .schedule import Action, Kind
 from .signature import raise_first
+from .split_backward import SplitBackward
 from .tail import Tail
 
 
@@ -88,14 +89,23 @@ class Run:
         self._recording = begin_pipeline_call()
         self._alive: dict[tuple[int, int], _Alive] = {}
         self._retains = False  # the backward that is running may be run again
-        self._deferred: dict[tuple[int, int], Any] = {}
+        self._split: dict[tuple[int, int], SplitBackward] = {}  # whose second part is still to come
         self._tail_grads: dict[int, list[Tensor]] = {}
         self._post: Post
         self._pass: Pass
 
-    @property
-    def recomputes(self) -> bool:
-        return self.plan.schedule.loss_outside and self.plan.differentiable
+    def _keeps_input_alone(self, chunk: int) -> bool:
+        """Whether a chunk keeps nothing but its input from its forward on, and is computed again before its backward.
+
+        If the loss is computed outside, all are, but a single checkpointed Block, which does so by itself. Backward in
+        two parts needs one graph for both, so it takes the place of checkpointing.
+        """
+        if not self.plan.differentiable:
+            return False
+        checkpointed = checkpoints(self.chunks[chunk])
+        if self.plan.schedule.loss_outside:
+            return len(self.chunks[chunk]) > 1 or not checkpointed or self.plan.taps
+        return self.plan.schedule.splits_backward and bool(checkpointed)
 
     # --- passes -----------------------------------------------------------------------------------
 
@@ -223,7 +233,7 @@ class Run:
             group.release()
         if not self._retains:
             self._alive.clear()
-        self._deferred.clear()
+        self._split.clear()
 
     @contextlib.contextmanager
     def _reducing_once(self) -> Iterator[None]:
@@ -279,15 +289,14 @@ class Run:
         message = Message("hidden" if place else "input", i, place)
         source = self._pass.stage(place - 1) if place else self._pass.origin(i)
         tensors = self._post.take(source, message)
-        versions = [x._version for x in tensors] if self.recomputes else []
+        again = self._keeps_input_alone(action.chunk)
+        versions = [x._version for x in tensors] if again else []
         where = PipelinePlace(self._recording.number, self._recording.before, place, i)
         with self._recorded(action), inside_pipeline(where), marked() as self._marks[i, place]:
-            if self.recomputes and not self._keeps_input_alone(action.chunk):
+            if again:
                 self.inputs[i, place] = tensors
                 self.surroundings[i, place] = Surroundings(self.context.device)
-                with torch.no_grad():
-                    hidden, inputs = self._run(action.chunk, i, tensors, {})
-            elif not self.plan.differentiable:
+            if again or not self.plan.differentiable:
                 with torch.no_grad():
                     hidden, inputs = self._run(action.chunk, i, tensors, {})
             else:
@@ -305,25 +314,17 @@ class Run:
         for peer, message in self._pass.during(self.stage, action):
             self._post.send(peer, message, *(taps if message.kind == "taps" else (form, outputs)))
 
-    def _keeps_input_alone(self, chunk: int) -> bool:
-        """Whether a chunk that is run for its backward keeps but its input, and need not be run twice."""
-        blocks = self.chunks[chunk]
-        sharding = sharding_of(blocks[0])
-        checkpoint = None if sharding is None else sharding.checkpoint
-        return len(blocks) == 1 and checkpoint is not None and checkpoint.enabled and not self.plan.taps
-
     def _recompute(self, action: Action) -> None:
-        i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)
-        if (i, place) in self._alive:
-            with self._recorded(action):
-                return
-        with (
-            self._recorded(action),
-            self.surroundings[i, place].again(),
-            last_not_checkpointed(self.chunks[action.chunk]),
-            replayed(self._marks[i, place]),
-        ):
-            self._run_with_grad(action.chunk, i, self.inputs[i, place])
+        place = self._pass.place(self.stage, action.chunk)
+        with self._recorded(action):
+            if (action.micro_batch, place) not in self._alive:
+                # Backward of the last layer follows at once.
+                self._compute_again(action, self.inputs[action.micro_batch, place], self.chunks[action.chunk][-1:])
+
+    def _compute_again(self, action: Action, inputs: list[Tensor], keep_activations: Sequence[nn.Module]) -> None:
+        key = action.micro_batch, self._pass.place(self.stage, action.chunk)
+        with self.surroundings[key].again(), not_checkpointed(keep_activations), replayed(self._marks[key]):
+            self._run_with_grad(action.chunk, action.micro_batch, inputs)
 
     def _backward(self, action: Action) -> None:
         i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)
@@ -339,7 +340,9 @@ class Run:
         if self._pass.tap_grads and self._pass.tap_grads[origin][place]:
             tap_grads = self._post.take(origin, Message("taps_grad", i, place))
         with self._recorded(action):
-            retain = self._retains and self._keeps_input_alone(action.chunk)  # others are computed again
+            if (i, place) in self.inputs and action.kind is Kind.INPUT:
+                self._compute_again(action, self.inputs.pop((i, place)), self.chunks[action.chunk])
+            retain = self._retains and not self._keeps_input_alone(action.chunk)  # others are computed again
             alive = self._alive[i, place] if retain else self._alive.pop((i, place))
             edges = [*alive.outputs, *(alive.taps if tap_grads else ())]
             grads = [*grads, *tap_grads]
@@ -348,12 +351,17 @@ class Run:
                     edges.append(get_gradient_edge(entry.tensor))
                     grads.append(entry.grad_of_loss)
                 entry.grad_of_loss = None
-            if action.kind is Kind.BACKWARD:
+            pairs = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
+            edges, grads = [edge for edge, _ in pairs], [grad for _, grad in pairs]
+            if action.kind is Kind.INPUT:
+                leaves = [*alive.inputs, *alive.arguments.values()]
+                hooked = {get_gradient_edge(e.tensor).node for e in self._marks[i, place] if e.tensor.requires_grad}
+                split = SplitBackward(edges, grads, leaves, step_context(self.context), hooked)
+                split.inputs()
+                self._split[i, place] = split
+            elif edges:
                 with self._one_less(action.chunk):
-                    _backward_from(edges, grads, retain)
-            else:
-                with deferred_weight_gradients() as self._deferred[i, place]:
-                    _backward_from(edges, grads, retain)
+                    torch.autograd.backward(edges, grads, retain_graph=retain)
             self.arguments.add_grads(i, alive.arguments)
         floating = [x for x in alive.inputs if x.is_floating_point()]
         for peer, message in self._pass.during(self.stage, action):
@@ -368,8 +376,13 @@ class Run:
 
     def _weight(self, action: Action) -> None:
         i, place = action.micro_batch, self._pass.place(self.stage, action.chunk)
+        split = self._split.pop((i, place))
         with self._recorded(action), self._one_less(action.chunk):
-            self._deferred.pop((i, place)).run()
+            if split.reads_parameters:
+                for group in dict.fromkeys(map(group_of, self.chunks[action.chunk])):
+                    group.unshard()
+                    group.wait()
+            split.weights()
 
     def _run(
         self, chunk: int, micro_batch: int, tensors: list[Tensor], leaves: dict[int, Tensor]
@@ -400,7 +413,8 @@ class Run:
             x.detach().requires_grad_(want and x.is_floating_point()) for x, want in zip(tensors, wanted, strict=True)
         ]
         leaves: dict[int, Tensor] = {}
-        with torch.enable_grad():
+        splits = self.plan.schedule.splits_backward
+        with torch.enable_grad(), step_context(self.context).splitting() if splits else contextlib.nullcontext():
             hidden, taps = self._run(chunk, micro_batch, inputs, leaves)
         # Not the outputs themselves, which can go once they have been sent.
         edges = [
@@ -486,12 +500,6 @@ class Run:
         last = self._pass.stage(self._pass.last)
         [losses] = self._post.take(last, Message("loss", self.stage, self._pass.last))
         return losses.sum()
-
-
-def _backward_from(edges: Sequence[GradientEdge | None], grads: Sequence[Tensor], retain: bool) -> None:
-    pairs = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
-    if pairs:
-        torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs], retain_graph=retain)
 
 
 def _joined(parts: list[Any], dim: int) -> Any:

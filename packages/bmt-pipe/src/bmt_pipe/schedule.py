@@ -2,8 +2,11 @@
 
 [Note: schedules]
     A pipeline of ``stages`` ranks has ``chunks`` chunks of layers on each, dealt out in turn: chunk c of rank r is
-    number c · stages + r of the chain. A schedule is a list of actions for each rank, which the rank does in order;
-    what an action waits for follows from its kind:
+    number c · stages + r of the chain. In a V-shaped pipeline the second of two chunks is dealt out backwards: the last
+    rank has the two in the middle of the chain, and the first rank both ends.
+
+    A schedule is a list of actions for each rank, which the rank does in order; what an action waits for follows from
+    its kind:
 
     =============  =========================  ====================================================================
     kind           does                       waits for, of the same micro-batch
@@ -16,14 +19,18 @@
     =============  =========================  ====================================================================
 
 Sources: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaving, arXiv:2104.04473; zero bubble,
-arXiv:2401.10241 (ZB-H1).
+arXiv:2401.10241 (ZB-H1) and arXiv:2405.15362 (ZB-V).
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class Kind(enum.Enum):
@@ -58,6 +65,7 @@ class Schedule:
         chunks: of each rank.
         loss_outside: all backwards wait for all forwards, because the loss is computed outside of the pipeline.
         actions: for each rank.
+        v_shaped: the second chunks are dealt out backwards.
     """
 
     stages: int
@@ -65,23 +73,50 @@ class Schedule:
     chunks: int
     loss_outside: bool
     actions: tuple[tuple[Action, ...], ...]
+    v_shaped: bool = False
+
+    @property
+    def last(self) -> int:
+        """The last place in the chain of chunks."""
+        return self.stages * self.chunks - 1
+
+    def place(self, stage: int, chunk: int) -> int:
+        """The place of a stage's chunk in the chain."""
+        return chunk * self.stages + (self.stages - 1 - stage if self.v_shaped and chunk else stage)
+
+    def stage(self, place: int) -> int:
+        """The stage that has the chunk at a place in the chain."""
+        return self.last - place if self.v_shaped and place >= self.stages else place % self.stages
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward is INPUT and WEIGHT."""
+        return any(action.kind is Kind.INPUT for action in self.actions[0])
 
 
-def recompute(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def recompute(stages: int, micro_batches: int, chunks: int = 1, v_shaped: bool = False) -> Schedule:
     """All forwards, which keep a chunk's inputs alone; then each backward, with the chunk computed again before it.
 
     The computation for the first backwards is done while their gradients are on their way, so that what a rank waits
     for is (stages - 1)(F + B) / chunks, as if nothing were computed twice.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError: a number is not positive, or a V-shaped pipeline has other than two chunks on a rank.
     """
     _check(stages, micro_batches, chunks)
-    forward = [Action(Kind.FORWARD, i, c) for c, i in _in_turns(stages, micro_batches, chunks)]
-    backward: list[Action] = []
-    for c, i in _in_turns(stages, micro_batches, chunks):
-        backward += [Action(Kind.RECOMPUTE, i, chunks - 1 - c), Action(Kind.BACKWARD, i, chunks - 1 - c)]
-    return Schedule(stages, micro_batches, chunks, True, (tuple(forward + backward),) * stages)
+    if v_shaped and chunks != 2:
+        raise ValueError(f"chunks={chunks!r} must be 2 in a V-shaped pipeline")
+    actions = []
+    for rank in range(stages):
+        order = _in_turns(stages, micro_batches, chunks)
+        if v_shaped:
+            first, second = ([(c, i) for i in range(micro_batches)] for c in range(2))
+            order = _by_turns(first, second, min(2 * (stages - 1 - rank), micro_batches))
+        again = [
+            (Action(Kind.RECOMPUTE, i, chunks - 1 - c), Action(Kind.BACKWARD, i, chunks - 1 - c)) for c, i in order
+        ]
+        actions.append((*(Action(Kind.FORWARD, i, c) for c, i in order), *itertools.chain.from_iterable(again)))
+    return Schedule(stages, micro_batches, chunks, True, tuple(actions), v_shaped)
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
@@ -98,7 +133,7 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
         ahead = min(stages - 1 - rank, micro_batches)
         forward = [Action(Kind.FORWARD, i) for i in range(micro_batches)]
         backward = [Action(Kind.BACKWARD, i) for i in range(micro_batches)]
-        actions.append(_by_turns(forward, backward, ahead))
+        actions.append(tuple(_by_turns(forward, backward, ahead)))
     return Schedule(stages, micro_batches, 1, False, tuple(actions))
 
 
@@ -119,7 +154,7 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, chunks
     actions = []
     for rank in range(stages):
         ahead = min(2 * (stages - 1 - rank) + (chunks - 1) * stages, len(forward))
-        actions.append(_by_turns(forward, backward, ahead))
+        actions.append(tuple(_by_turns(forward, backward, ahead)))
     return Schedule(stages, micro_batches, chunks, False, tuple(actions))
 
 
@@ -148,33 +183,64 @@ def zero_bubble_h1(stages: int, micro_batches: int) -> Schedule:
     return Schedule(stages, micro_batches, 1, False, tuple(actions))
 
 
+def zero_bubble_v(stages: int, micro_batches: int) -> Schedule:
+    """ZB-V: two chunks on each rank, in a V. From the middle of the chain on, backward follows forward at once.
+
+    A rank holds the activations of no more than ``stages`` micro-batches, as 1F1B does on the first one, and waits for
+    half as long as with ZB-H1.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+    _check(stages, micro_batches, 1)
+    count = max(micro_batches, 2 * stages - 1)  # of fewer, some have no part in the pattern
+    actions = []
+    for rank in range(stages):
+        later = stages - rank
+        ahead = count - 2 * later - rank + 1  # forwards of chunk 0 that the first part leaves to the second
+        order = ["F0"] * (2 * later - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * later
+        for number in range(count - stages):
+            order += [*(["F0"] if number < ahead else []), "I0", "W0", "F1", "I1", "W1"]
+        order += ["I0", "I1"] * rank + ["I0", "W0"] * later + ["W1"] * rank + ["W0"] * rank
+        numbers = {name: itertools.count() for name in order}
+        mine = (Action(Kind(name[0]), next(numbers[name]), int(name[1])) for name in order)
+        actions.append(tuple(action for action in mine if action.micro_batch < micro_batches))
+    return Schedule(stages, micro_batches, 2, False, tuple(actions), v_shaped=True)
+
+
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "recompute": recompute,
     "1f1b": one_forward_one_backward,
     "interleaved_1f1b": interleaved_one_forward_one_backward,
-    "zb_h1": zero_bubble_h1,
+    "zero_bubble_h1": zero_bubble_h1,
+    "zero_bubble_v": zero_bubble_v,
 }
 """The functions above, by the names that settings and the command line give them."""
 
 _WITH_CHUNKS = ("recompute", "interleaved_1f1b")
 
 
-def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
     """The schedule of a name in ``SCHEDULES``.
 
+    Args:
+        chunks: on each rank; by default two for "zero_bubble_v", and one for others.
+
     Raises:
-        ValueError: no schedule is called so, it knows no chunks where there are several, or its function refuses
-            the numbers.
+        ValueError: no schedule is called so, it is made for another number of chunks, or its function refuses the
+            numbers.
     """
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     if name in _WITH_CHUNKS:
-        return SCHEDULES[name](stages, micro_batches, chunks)
-    if chunks != 1:
+        return SCHEDULES[name](stages, micro_batches, 1 if chunks is None else chunks)
+    schedule = SCHEDULES[name](stages, micro_batches)
+    if chunks not in (None, schedule.chunks):
         raise ValueError(
-            f"chunks={chunks!r} must be 1 for {name!r}; only {' and '.join(_WITH_CHUNKS)} know several on a rank"
+            f"chunks={chunks!r} must be {schedule.chunks} for {name!r}; only {' and '.join(_WITH_CHUNKS)} take any "
+            f"number on a rank"
         )
-    return SCHEDULES[name](stages, micro_batches)
+    return schedule
 
 
 def _check(stages: int, micro_batches: int, chunks: int) -> None:
@@ -193,9 +259,9 @@ def _in_turns(stages: int, micro_batches: int, chunks: int) -> list[tuple[int, i
     ]
 
 
-def _by_turns(forward: list[Action], backward: list[Action], ahead: int) -> tuple[Action, ...]:
-    """``ahead`` forwards, then a forward and a backward by turns, then the backwards that are left."""
-    order = forward[:ahead]
-    for later, first in zip(forward[ahead:], backward):
-        order += [later, first]
-    return tuple(order + backward[len(forward) - ahead :])
+def _by_turns(first: list[_T], second: list[_T], ahead: int) -> list[_T]:
+    """``ahead`` of ``first``, then one of ``first`` and ``second`` by turns, then what is left of ``second``."""
+    order = first[:ahead]
+    for pair in zip(first[ahead:], second):
+        order += pair
+    return order + second[len(first) - ahead :]

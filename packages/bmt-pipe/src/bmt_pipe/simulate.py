@@ -136,7 +136,7 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, Time] = UNIT_COSTS) -> Tim
                 start = max(ready, ends[rank][-1] if ends[rank] else Fraction(0))
                 starts[rank].append(start)
                 ends[rank].append(start + exact[action.kind])
-                done[action.kind, _place(schedule, rank, action), action.micro_batch] = ends[rank][-1]
+                done[action.kind, schedule.place(rank, action.chunk), action.micro_batch] = ends[rank][-1]
                 left -= 1
                 if action.kind is Kind.FORWARD:
                     forwards_left -= 1
@@ -151,10 +151,6 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, Time] = UNIT_COSTS) -> Tim
     return timeline_of(schedule, starts, ends)
 
 
-def _place(schedule: Schedule, rank: int, action: Action) -> int:
-    return action.chunk * schedule.stages + rank
-
-
 def _ready(
     schedule: Schedule,
     rank: int,
@@ -164,8 +160,7 @@ def _ready(
     forwards_end: Fraction | None,
 ) -> Fraction | None:
     """From when on an action can run; None: what it waits for has not been done yet."""
-    place, i = _place(schedule, rank, action), action.micro_batch
-    last = schedule.stages * schedule.chunks - 1
+    place, i = schedule.place(rank, action.chunk), action.micro_batch
     if action.kind is Kind.FORWARD:
         return Fraction(0) if place == 0 else done.get((Kind.FORWARD, place - 1, i))
     if action.kind is Kind.WEIGHT:
@@ -174,7 +169,7 @@ def _ready(
     own = done.get((Kind.RECOMPUTE if computed_again else Kind.FORWARD, place, i))
     if action.kind is Kind.RECOMPUTE or own is None:
         return own
-    if place < last:
+    if place < schedule.last:
         return done.get((Kind.BACKWARD, place + 1, i), done.get((Kind.INPUT, place + 1, i)))
     return forwards_end if schedule.loss_outside else own
 

@@ -129,14 +129,14 @@ class Tail:
         finally:
             step.forbidden = None
 
-    def agree_on_use(self) -> None:
-        """Let all stages have gradients of what the last one has used: zeros. A collective of the pipeline."""
+    def agree_on_use(self, stage: int) -> None:
+        """Let all stages have gradients of what ``stage`` has used: zeros. A collective of the pipeline."""
         comm = self.context.pipe_host
         used = torch.tensor([grad is not None for grad in self.grads[: len(self.params)]], dtype=torch.uint8)
         if comm.size == 1 or len(used) == 0:
             return
         with connected():
-            comm.broadcast(used, comm.size - 1)
+            comm.broadcast(used, stage)
         for n, (param, flag) in enumerate(zip(self.params, used.tolist(), strict=True)):
             if flag and self.grads[n] is None:
                 dtype = param.handle.flat.unsharded.dtype

@@ -11,10 +11,10 @@ from typing import Any
 from .schedule import Action, Kind, Schedule
 from .simulate import Time, Timeline, check_times, timeline_of
 
-_FORMAT = "bmt-pipe timeline 1"
+_FORMAT = "bmt-pipe timeline 2"
 _ACTION = re.compile(r"([FRBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 _FRACTION = re.compile(r"[0-9]{1,1000}(?:/0*[1-9][0-9]{0,999})?")
-_SCHEDULE_KEYS = {"stages", "micro_batches", "chunks", "loss_outside", "actions"}
+_SCHEDULE_KEYS = {"stages", "micro_batches", "chunks", "loss_outside", "v_shaped", "actions"}
 
 
 def write_timeline(path: str | Path, schedule: Schedule, timeline: Timeline) -> None:
@@ -31,6 +31,7 @@ def write_timeline(path: str | Path, schedule: Schedule, timeline: Timeline) -> 
             "micro_batches": schedule.micro_batches,
             "chunks": schedule.chunks,
             "loss_outside": schedule.loss_outside,
+            "v_shaped": schedule.v_shaped,
             "actions": [[repr(action) for action in actions] for actions in schedule.actions],
         },
         "starts": [[_written(time) for time in times] for times in timeline.starts],
@@ -72,13 +73,16 @@ def _read_schedule(value: Any) -> Schedule:
         if type(content[name]) is not int or content[name] < 1:
             raise ValueError(f"{name} is {content[name]!r} and not a positive integer")
         sizes[name] = content[name]
-    if not isinstance(content["loss_outside"], bool):
-        raise ValueError(f"loss_outside is {content['loss_outside']!r} and neither true nor false")
+    for name in ("loss_outside", "v_shaped"):
+        if not isinstance(content[name], bool):
+            raise ValueError(f"{name} is {content[name]!r} and neither true nor false")
+    if content["v_shaped"] and sizes["chunks"] != 2:
+        raise ValueError(f"it is V-shaped, and has {sizes['chunks']} chunks on each rank instead of 2")
     rows = _rows("actions", content["actions"])
     if len(rows) != sizes["stages"]:
         raise ValueError(f"it has the actions of {len(rows)} ranks for {sizes['stages']} stages")
     actions = tuple(tuple(_read_action(text, sizes) for text in row) for row in rows)
-    return Schedule(**sizes, loss_outside=content["loss_outside"], actions=actions)
+    return Schedule(**sizes, loss_outside=content["loss_outside"], actions=actions, v_shaped=content["v_shaped"])
 
 
 def _read_action(text: Any, sizes: dict[str, int]) -> Action:

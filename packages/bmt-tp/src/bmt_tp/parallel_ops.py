@@ -10,8 +10,8 @@
     A column-parallel map and a row-parallel one after it need no communication between them. Around the pair, x
     and y are either whole (backward, and forward, all-reduce) or split along the sequence (all-gather before,
     reduce-scatter after). Kept for backward is the rank's own x, not the gathered one: it is gathered again, while
-    the gradient of x is computed. Where weight gradients are put off (bmt_comm's ``deferred_weight_gradients``), what
-    is kept for those is the rank's own part, too, also of the gradient of a row-parallel map's y.
+    the gradient of x is computed. Where a later pass computes the weight's gradient (see ``ops``), that pass gathers
+    it, and the gradient of a row-parallel map's y once more.
 
 What is communicated is cut into chunks, so that the products with one chunk overlap with the transport of the next.
 """
@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from bmt_comm import Communicator, not_compiled
 
-from .ops import check_shapes
+from .ops import as_rows, bias_gradient, check_shapes, wanted, weight_gradient
 from .parameters import unsharded
 from .regions import (
     Pending,
@@ -43,7 +43,6 @@ from .regions import (
     tensor_comm,
 )
 from .symmetric import gathered_products, scattered_product
-from .weight_gradients import Rejoined, as_rows, bias_gradient, wanted_now, weight_gradient
 
 
 class ReduceType(enum.IntEnum):
@@ -245,6 +244,8 @@ class OpParallelLinear:
 
 
 class _ColumnLinear(torch.autograd.Function):
+    splits_backward = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -295,20 +296,17 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: Communicator = ctx.comm
         x, *weights = ctx.saved_tensors
-        x_parts = Rejoined(ctx.dim, comm, grads[0].dtype) if ctx.gather else None
-        now: list[tuple[bool, bool]] = []
-        edge = 1
-        for i, (grad, bias_dtype) in enumerate(zip(grads, ctx.bias_dtypes, strict=True)):
-            now.append(wanted_now(ctx, 6 + 2 * i, edge, grad, x, bias_dtype, x_parts=x_parts))
-            edge += 1 if bias_dtype is None else 2
+        need_x, *needed = wanted(ctx)
+        flags = iter(needed)
+        layers = [(next(flags), dtype is not None and next(flags)) for dtype in ctx.bias_dtypes]
         gathering: Pending | None = None
-        if ctx.gather and any(weight for weight, _ in now):
+        if ctx.gather and any(need_weight for need_weight, _ in layers):
             gathering = start_gather(x.to(grads[0].dtype), ctx.dim, comm)
         summing: Pending | None = None
         grad_x = None
-        if ctx.needs_input_grad[0] and ctx.gather and comm.symmetric_memory and len(grads) == 1:
+        if need_x and ctx.gather and comm.symmetric_memory and len(grads) == 1:
             grad_x = scattered_product(grads[0], weights[0], ctx.dim, comm)
-        elif ctx.needs_input_grad[0]:
+        elif need_x:
             grad_x = grads[0] @ weights[0].to(grads[0].dtype)
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
                 as_rows(grad_x).addmm_(as_rows(grad), weight.to(grad.dtype))
@@ -318,15 +316,17 @@ class _ColumnLinear(torch.autograd.Function):
                 summing = start_all_reduce(grad_x.contiguous(), comm)
         full = gathering.wait() if gathering is not None else x
         results: list[Tensor | None] = []
-        for grad, bias_dtype, (now_weight, now_bias) in zip(grads, ctx.bias_dtypes, now, strict=True):
-            results.append(weight_gradient(grad, full) if now_weight else None)
-            results.append(bias_gradient(grad, bias_dtype) if now_bias else None)
+        for grad, bias_dtype, (need_weight, need_bias) in zip(grads, ctx.bias_dtypes, layers, strict=True):
+            results.append(weight_gradient(grad, full) if need_weight else None)
+            results.append(bias_gradient(grad, bias_dtype) if need_bias else None)
         if summing is not None:
             grad_x = summing.wait()
         return (grad_x, None, None, None, None, None, *results)
 
 
 class _RowLinear(torch.autograd.Function):
+    splits_backward = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -356,18 +356,18 @@ class _RowLinear(torch.autograd.Function):
         (grad,) = grads
         x, weight = ctx.saved_tensors
         grad_x = None
-        parts = Rejoined(ctx.dim, ctx.comm, grad.dtype) if ctx.scatter else None
-        now_weight, now_bias = wanted_now(ctx, 1, 1, grad, x, ctx.bias_dtype, grad_parts=parts)
-        if ctx.scatter and ctx.comm.symmetric_memory and ctx.needs_input_grad[0]:
+        need_x, need_weight, *need_bias = wanted(ctx)
+        if ctx.scatter and ctx.comm.symmetric_memory and need_x:
             whole, (grad_x,) = gathered_products(grad, [weight], ctx.dim, ctx.comm, keep=True)
             assert whole is not None
             grad = whole
-        elif ctx.scatter and (ctx.needs_input_grad[0] or now_weight or now_bias):
+        elif ctx.scatter and any((need_x, need_weight, *need_bias)):
             grad = start_gather(grad, ctx.dim, ctx.comm).wait()
-        if ctx.needs_input_grad[0] and grad_x is None:
+        if need_x and grad_x is None:
             grad_x = grad @ weight.to(grad.dtype)
-        grad_weight = weight_gradient(grad, x) if now_weight else None
-        grad_bias = bias_gradient(grad, ctx.bias_dtype) if now_bias else None  # of the whole sequence, on every rank
+        grad_weight = weight_gradient(grad, x) if need_weight else None
+        # Of the whole sequence, on every rank.
+        grad_bias = bias_gradient(grad, ctx.bias_dtype) if any(need_bias) else None
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 

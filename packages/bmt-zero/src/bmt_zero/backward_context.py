@@ -7,6 +7,7 @@ used. The next forward notices a forward or a pass that an exception has ended.
 
 from __future__ import annotations
 
+import enum
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,16 @@ def outside_backward() -> Iterator[None]:
         _hidden.passes = before
 
 
+class BackwardPart(enum.Enum):
+    """What a backward pass computes."""
+
+    ALL = enum.auto()
+    INPUTS = enum.auto()
+    """The gradients of a chunk's inputs; those of parameters follow."""
+    WEIGHTS = enum.auto()
+    """The gradients of parameters, by running single nodes of modules' graphs again."""
+
+
 class StepContext:
     """The forward calls and backward passes under way, of parameter groups.
 
@@ -60,6 +71,8 @@ class StepContext:
         sequences: the operations of this rank, to compare their order with other ranks.
         forbidden: why nothing may be unsharded now; None: it may.
         use: lets ranks agree on which parameters they have used.
+        splits_backward: whether the forward that is running will be differentiated in two parts.
+        part: what the backward pass that is running computes.
     """
 
     def __init__(self) -> None:
@@ -72,6 +85,8 @@ class StepContext:
         self._prefetched: dict[ParameterGroup, bool] = {}  # whether they are kept until they are used
         self.use = UseAgreement()
         self._nested = 0
+        self.splits_backward = False
+        self.part = BackwardPart.ALL
 
     def begin_unsharding(self, group: ParameterGroup) -> None:
         """A collective of ``group`` is started; ranks compare the order of labels.
@@ -164,6 +179,24 @@ class StepContext:
             raise
         finally:
             self._nested -= 1
+
+    @contextmanager
+    def computing(self, part: BackwardPart) -> Iterator[None]:
+        """Within, backward passes compute ``part``."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    @contextmanager
+    def splitting(self) -> Iterator[None]:
+        """Within, forwards run that will be differentiated in two parts."""
+        before, self.splits_backward = self.splits_backward, True
+        try:
+            yield
+        finally:
+            self.splits_backward = before
 
     def reduce(self, work: Sequence[tuple[GradientReducer, Sequence[Tensor | None]]], needed: bool) -> None:
         """Start to reduce gradients, one for each parameter of a reducer; see :meth:`GradientReducer.reduce`."""

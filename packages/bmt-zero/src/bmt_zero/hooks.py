@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from bmt_comm import not_compiled, note_place
 
-from .backward_context import current_backward
+from .backward_context import BackwardPart, current_backward
 from .outputs import find_tensors
 from .parameter_group import Enter, ParameterGroup
 from .registrations import registrations
@@ -54,6 +54,8 @@ class Call:
         views = self.group.views()
         trainable = list(itertools.compress(views, self.trainable))
         entered = Enter.apply(self, trainable, self.group.anchor) if trainable else ()
+        if self.group.step.splits_backward:
+            entered = tuple(x.view_as(x) for x in entered)  # a node for each, to compute its gradient alone
         if len(entered) == len(views):
             return list(entered)
         arriving = iter(entered)
@@ -87,8 +89,8 @@ class Call:
             RuntimeError: this backward is to be differentiated (``create_graph=True``), which would use parameters
                 after they are released.
         """
-        group = self.group
-        if self in group.in_backward:
+        group, part = self.group, self.group.step.part
+        if self in group.in_backward or part is BackwardPart.WEIGHTS:
             return
         if torch.is_grad_enabled() and any(flat.releases for flat in group.flats):
             raise RuntimeError(
@@ -99,7 +101,7 @@ class Call:
             group.step.enter(group)
             note_place(group.places[1])
             group.in_backward.add(self)
-            self._awaits_params = any(self.trainable)
+            self._awaits_params = any(self.trainable) and part is BackwardPart.ALL
             for node in self.inputs:
                 self._awaited_inputs[node] = node.register_prehook(functools.partial(self._input_arrived, node))
             if self.hooks.needed_in_backward:
@@ -116,7 +118,7 @@ class Call:
         self._awaits_params = False
         self._end_if_complete()
         if torch._C._will_engine_execute_node(group.accumulates):  # not in torch.autograd.grad(loss, inputs)
-            group.reduce_in_time(self, functools.partial(group.reduce_call, self.trainable, grads))
+            group.reduce_call(self.trainable, grads)
         group.reshard_in_backward()
 
     @not_compiled
@@ -133,10 +135,6 @@ class Call:
     def forget(self) -> None:
         while self._awaited_inputs:
             self._awaited_inputs.popitem()[1].remove()
-
-    def accepts(self, output: int, tensors: Sequence[Tensor]) -> bool:
-        """See :class:`bmt_comm.GradientReceiver`."""
-        return self.group.may_wait(tensors)
 
 
 class ForwardHooks:
@@ -234,7 +232,7 @@ class ForwardHooks:
         if call.call is not None:
             tensors = find_tensors((*args, *kwargs.values()) if kwargs else args, in_objects=False)
             call.inputs = {id(x): x for x in tensors}
-            if not all(call.call.trainable):
+            if step.splits_backward or not all(call.call.trainable):
                 nodes = [get_gradient_edge(x).node for x in call.inputs.values() if x.requires_grad]
                 call.call.inputs = list(dict.fromkeys(nodes))
         call.first = group.install(call.views)

@@ -4,17 +4,17 @@
     While a module's forward runs, its ``_parameters`` hold the unsharded tensors, as FSDP2's do. Otherwise, also in
     backward, they hold the sharded parameters.
 
-[Note: gradients that come later]
-    If the weight-gradient pass comes after the input-gradient pass (``bmt_comm.weight_gradients``), autograd nodes get
-    None in place of a gradient that comes later. A call with such a gradient is reduced as a whole when it has been
-    computed; the call's other gradients wait. Until then no parameter needs to be unsharded.
+[Note: backward in two parts]
+    A pipeline schedule may compute the gradients of a chunk's inputs first and those of its parameters later
+    (``bmt_pipe.split_backward``). The first part does not reach :class:`Enter`: a call ends when the gradients of its
+    inputs have arrived. The second part begins behind the modules, at the parameters. ``StepContext.part`` tells which
+    part is running.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import (
-    GradientReceiver,
-    ParallelContext,
-    deferring,
-    not_compiled,
-    select_rows,
-    total_gradients,
-)
+from bmt_comm import ParallelContext, not_compiled, select_rows
 
 from .flat_parameter import FlatParameter, State
 from .gradient_reducer import GradientReducer, ReducedGradient
@@ -112,20 +105,16 @@ class GroupHandle:
         self.param.detach().copy_(select_rows(values, self.param.bmt_slice))
         self.param.awaits_values = False
 
-    def accepts(self, output: int, tensors: Sequence[Tensor]) -> bool:
-        """See :class:`bmt_comm.GradientReceiver`."""
-        return self.group.may_wait(tensors)
-
-    def reduce(self, grad: Tensor | None, late: Mapping[int, Tensor] | None = None) -> None:
+    def reduce(self, grad: Tensor | None) -> None:
         """Reduce a gradient of the unsharded parameter in the backward pass that is running."""
         grads: list[Tensor | None] = [None] * len(self.flat.params)
-        [grads[self.index]] = _added([grad], late or {})
+        grads[self.index] = grad
         self.group.reduce([(self.reducer, grads)])
 
     def params_arrived(self, grads: Sequence[Tensor | None]) -> None:
         """The gradient of the tensor that :meth:`gather` returned has arrived: reduce it."""
         self._cached = None
-        self.group.reduce_in_time(self, functools.partial(self.reduce, grads[0]))
+        self.reduce(grads[0])
 
 
 class Enter(torch.autograd.Function):
@@ -134,14 +123,14 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, receiver: Any, tensors: list[Tensor], _anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.gradient_receiver = receiver
+        ctx.receiver = receiver
         return tuple(tensors)
 
     @staticmethod
     @not_compiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         with torch._C.DisableTorchFunctionSubclass():
-            ctx.gradient_receiver.params_arrived(grads)
+            ctx.receiver.params_arrived(grads)
         return None, None, None
 
 
@@ -186,7 +175,6 @@ class ParameterGroup:
         reshard_after_backward: whether parameters are resharded after backward.
         mesh: of the ranks that share the parameters.
         unfilled: parameters that were built on the meta device and not seen with values yet.
-        waits: whether reductions wait for gradients that come later; None: not known yet.
     """
 
     def __init__(
@@ -223,7 +211,6 @@ class ParameterGroup:
         self.unsharded_by_script = False
         self.reshard_after_backward = True
         self.mesh = context.mesh
-        self.waits: bool | None = None
         self.label = -1
         self._labelled_name = ""
         self.places = ("", "")  # of forward and backward, for messages about failures
@@ -298,7 +285,7 @@ class ParameterGroup:
         if trains != self.trains or self.name != self._labelled_name:
             frozen = [slot.path for slot in self.slots if not trains[slot.index]]
             text = f"{self.name}, {f'frozen: {frozen}' if frozen else 'all parameters trained'}"
-            self.trains, self._labelled_name, self.waits = trains, self.name, None
+            self.trains, self._labelled_name = trains, self.name
             self.label = self.step.sequences.label(text)
             paths = {id(self.params[slot.index]): slot.path for slot in reversed(self.slots)}  # the first of tied ones
             for flat in self.flats:
@@ -398,43 +385,8 @@ class ParameterGroup:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def may_wait(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether gradients of the group's parameters may come later, and ``tensors`` can be kept for them.
-
-        The running backward pass accumulates gradients, and none of the tensors is in storage that is about to be
-        released.
-        """
-        if not torch._C._will_engine_execute_node(self.accumulates):
-            return False
-        return not any(flat.owns(tensor) for flat in self.flats for tensor in tensors)
-
-    def reduce_in_time(self, receiver: GradientReceiver, reduce: Callable[[Mapping[int, Tensor]], None]) -> None:
-        """Call ``reduce`` with the gradients for ``receiver`` that come later, by output: now, or when they are there.
-
-        The group waits if a gradient comes later on any rank, which is settled at the first opportunity: otherwise
-        ranks that take different paths through a module would reduce at different times.
-        """
-        deferred = deferring()
-        if deferred is None:
-            reduce({})
-            return
-        gradients = deferred.take(receiver)
-        if self.waits is None:
-            later = torch.tensor(bool(gradients), dtype=torch.uint8, device=self.context.device)
-            for comm in self.communicators:
-                comm.all_reduce(later, "max")
-            self.waits = bool(later)
-        if self.waits:
-            deferred.finish_later(gradients, reduce)
-        else:
-            reduce(total_gradients(gradients))
-
-    def reduce_call(
-        self, trainable: Sequence[bool], grads: Sequence[Tensor | None], late: Mapping[int, Tensor]
-    ) -> None:
+    def reduce_call(self, trainable: Sequence[bool], grads: Sequence[Tensor | None]) -> None:
         """Reduce the gradients of the parameters that a call computed with, one for each ``trainable`` one."""
-        if late:
-            grads = _added(grads, late)
         if len(grads) < len(trainable):
             arrived = iter(grads)
             grads = [next(arrived) if trains else None for trains in trainable]
@@ -527,12 +479,6 @@ def refresh_flat_weights(module: nn.Module) -> None:
     """Update the list of weights that recurrent modules keep beside the attributes."""
     names: list[str] = module._flat_weights_names  # type: ignore[assignment]
     module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
-
-
-def _added(grads: Sequence[Tensor | None], late: Mapping[int, Tensor]) -> list[Tensor | None]:
-    """Gradients that arrived in backward, with those that came later."""
-    later = [late.get(i) for i in range(len(grads))]
-    return [b if a is None else a if b is None else a + b for a, b in zip(grads, later, strict=True)]
 
 
 def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientReducer:

@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", metavar="NAME", help=f"what to plan: {', '.join(SCHEDULES)}")
     parser.add_argument("--stages", type=int, metavar="P", help="ranks of the pipeline")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of a step")
-    parser.add_argument("--interleave", type=int, metavar="V", help="chunks of layers on each rank (default: 1)")
+    parser.add_argument(
+        "--interleave", type=int, metavar="V", help="chunks of layers on each rank (default: 1; 2 for zero_bubble_v)"
+    )
     parser.add_argument(
         "--costs",
         default="",
@@ -70,8 +72,7 @@ def _panels(options: argparse.Namespace) -> list[tuple[str, Schedule, Timeline]]
     measured = [(path, *read_timeline(path)) for path in options.measured]
     by_name = (options.schedule, options.stages, options.micro_batches)
     if None not in by_name:
-        chunks = 1 if options.interleave is None else options.interleave
-        planned = make_schedule(*by_name, chunks)
+        planned = make_schedule(*by_name, options.interleave)
         name = f"{options.schedule}: {_sizes(planned)}"
     elif measured and not any(value is not None for value in (*by_name, options.interleave)):
         planned = measured[0][1]

@@ -1,0 +1,275 @@
+"""Backward of any computation in two parts: the gradients of its inputs, and later those of its parameters.
+
+[Note: the two parts]
+    Zero-bubble schedules send the gradient of a chunk's input as soon as possible and fill idle time with the gradients
+    of its parameters (Qi et al., arXiv:2401.10241). Autograd can compute both apart, for any module::
+
+        output ── Addmm ── Gelu ── Addmm ── input         the path to the inputs
+                    │                │
+                    T                T                    the boundary
+                    │                │
+                  weight           weight                 what parameters enter through
+
+    The first part is ``autograd.grad`` with respect to the inputs: nodes compute what leads there and nothing else. A
+    hook keeps the gradient that arrives at each node with an edge across the boundary. The second part runs each of
+    these nodes alone, for its edges across the boundary, and begins an ordinary backward pass behind the boundary with
+    what it has found. That pass accumulates gradients, calls hooks and lets bmt_zero reduce. Parameters that enter
+    through the same node, as those of a Block do, are treated together, the last ones first.
+
+    torch.distributed.pipelining splits in the same way, but takes leaves for parameters, runs hooks of parameters'
+    tensors not at all, and computes a function twice that makes all gradients at once.
+
+[Note: what is computed in the first part]
+    Only products (linear layers, embeddings) are worth the second part. What else crosses the boundary, norms' gains
+    and elementwise factors, is computed together with the inputs' gradients, which takes one kernel in place of two and
+    no values of parameters later. So are the gradients of a ``torch.autograd.Function``, which may compute all of them
+    whatever is asked for (unless it has ``splits_backward = True``; see ``bmt_tp.ops``), and those of a tensor that
+    crosses the boundary at several nodes, one of which may be on another one's path.
+
+    All gradients are computed in the first part, if the computation contains a reentrant checkpoint, which knows
+    complete backward passes only, or if what crosses there is computed of something that crosses elsewhere.
+
+    Hooks on a product, other than those that bmt_zero knows of, are called in both parts; what they return in the
+    second one is ignored.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from bmt_zero.backward_context import BackwardPart, StepContext
+
+_PRODUCTS = frozenset(f"{name}Backward0" for name in ("Addmm", "Mm", "Bmm", "Baddbmm", "Embedding"))
+"""Nodes that compute a weight's gradient by itself, without the weight's value, at a cost that is worth a pass."""
+
+_SHAPES = [
+    "Alias",
+    "Expand",
+    "Permute",
+    "ReshapeAlias",
+    "Select",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "T",
+    "Transpose",
+    "Unbind",
+]
+_SHAPES += ["UnsafeView", "Unsqueeze", "View"]
+_READ_NO_PARAMETERS = frozenset(
+    f"{name}Backward0" for name in (*_SHAPES, "Add", "Cat", "Clone", "Stack", "Sub", "ToCopy")
+)
+_READ_NO_PARAMETERS |= {"EnterBackward", "torch::autograd::AccumulateGrad"}
+"""Nodes behind the boundary that need no values of parameters."""
+
+Graph = Mapping[Node, Sequence[tuple["Node | None", int]]]
+"""The edges of each node."""
+
+
+class _Group:
+    """Parameters that enter a computation through the same nodes.
+
+    Attributes:
+        nodes: behind the boundary.
+        crossing: nodes on the path to the inputs, and those of their edges that end at ``nodes``.
+        grads: what has arrived at such edges.
+    """
+
+    def __init__(self, nodes: set[Node]) -> None:
+        self.nodes = nodes
+        self.crossing: dict[Node, list[GradientEdge]] = {}
+        self.grads: dict[GradientEdge, Tensor] = {}
+
+    @property
+    def order(self) -> int:
+        """Larger for groups that have entered later."""
+        return min(node._sequence_nr() for node in self.nodes)
+
+    def add(self, edge: GradientEdge, grad: Tensor | None) -> None:
+        if grad is not None:
+            before = self.grads.get(edge)
+            self.grads[edge] = grad if before is None else before + grad
+
+
+class SplitBackward:
+    """A backward pass in two parts; see [Note: the two parts].
+
+    Args:
+        roots: where gradients arrive.
+        grads: these gradients.
+        leaves: the inputs; the first part accumulates their gradients.
+        step: told which part is running.
+        hooked: nodes of tensors whose hooks must be called once.
+
+    Attributes:
+        reads_parameters: whether the second part may read the values of parameters.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[GradientEdge],
+        grads: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        step: StepContext,
+        hooked: Collection[Node] = (),
+    ) -> None:
+        self._step = step
+        self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        self._roots = list(zip(roots, grads, strict=True))
+        self._arrived: dict[Node, Sequence[Tensor | None]] = {}
+        self._together: list[tuple[_Group, GradientEdge]] = []  # what the first part computes, too
+        self._groups: list[_Group] = []
+        self.reads_parameters = False
+        graph = _graph_of(root.node for root in roots)
+        path = _leading_to([get_gradient_edge(leaf).node for leaf in self._leaves], graph)
+        users: dict[Node, set[Node]] = defaultdict(set)  # of each node just behind the boundary
+        for node in path:
+            for entry, _ in graph[node]:
+                if entry is not None and entry not in path:
+                    users[entry].add(node)
+        behind = {entry: _behind(entry, graph) for entry in users}
+        at_once = {
+            entry
+            for entry, nodes in users.items()
+            if len(nodes) > 1 or any(node in hooked or not _waits(node) for node in nodes)
+        }
+        self._whole = any(node.name() == "CheckpointFunctionBackward" for node in graph) or any(
+            not at_once.isdisjoint(nodes - {entry}) for entry, nodes in behind.items()
+        )
+        if self._whole:
+            return
+        late_roots = [(root, grad) for root, grad in self._roots if root.node not in path]
+        self._roots = [(root, grad) for root, grad in self._roots if root.node in path]
+        behind.update((root.node, _behind(root.node, graph)) for root, _ in late_roots)
+        group_of = _grouped(behind.values())
+        for root, grad in late_roots:
+            group_of[root.node].add(root, grad)
+        for node in path:
+            for entry, index in graph[node]:
+                if entry is None or entry in path:
+                    continue
+                group, edge = group_of[entry], GradientEdge(entry, index)
+                if entry in at_once:
+                    self._together.append((group, edge))
+                else:
+                    group.crossing.setdefault(node, []).append(edge)
+        self._groups = sorted(dict.fromkeys(group_of.values()), key=lambda group: group.order)
+        self.reads_parameters = any(n.name() not in _READ_NO_PARAMETERS for group in self._groups for n in group.nodes)
+
+    def inputs(self) -> None:
+        """The first part: accumulate the gradients of the inputs."""
+        roots, self._roots = self._roots, []
+        leaves, self._leaves = self._leaves, []
+        if not roots:
+            return
+        edges, grads = [root for root, _ in roots], [grad for _, grad in roots]
+        if self._whole:
+            torch.autograd.backward(edges, grads)
+            return
+        nodes = {node for group in self._groups for node in group.crossing}
+        handles = [node.register_prehook(partial(self._arrived.__setitem__, node)) for node in nodes]
+        together = list(dict.fromkeys(edge for _, edge in self._together))
+        wanted = [*map(get_gradient_edge, leaves), *together]
+        try:
+            with self._step.computing(BackwardPart.INPUTS):
+                found = torch.autograd.grad(edges, wanted, grads, retain_graph=bool(nodes), allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for leaf, grad in zip(leaves, found):
+            if grad is not None:
+                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+        groups = {edge: group for group, edge in self._together}
+        for edge, grad in zip(together, found[len(leaves) :], strict=True):
+            groups[edge].add(edge, grad)
+        self._together = []
+
+    def weights(self) -> None:
+        """The second part: accumulate the gradients of the parameters."""
+        while self._groups:
+            group = self._groups.pop()
+            with self._step.computing(BackwardPart.WEIGHTS):
+                while group.crossing:
+                    node, edges = group.crossing.popitem()
+                    self._run_alone(node, list(dict.fromkeys(edges)), group)
+            if group.grads:
+                torch.autograd.backward(list(group.grads), list(group.grads.values()))
+
+    def _run_alone(self, node: Node, edges: Sequence[GradientEdge], group: _Group) -> None:
+        arrived = self._arrived.get(node, ())
+        grads = {GradientEdge(node, n): grad for n, grad in enumerate(arrived) if grad is not None}
+        if not grads:
+            return
+        handle = node.register_prehook(lambda _: tuple(arrived))  # which hooks have changed already
+        try:
+            found = torch.autograd.grad(list(grads), edges, list(grads.values()), retain_graph=True, allow_unused=True)
+        finally:
+            handle.remove()
+        for edge, grad in zip(edges, found, strict=True):
+            group.add(edge, grad)
+
+
+def _graph_of(roots: Iterable[Node]) -> Graph:
+    """The nodes that roots lead to, with themselves."""
+    graph: dict[Node, Sequence[tuple[Node | None, int]]] = {}
+    left = list(roots)
+    while left:
+        node = left.pop()
+        if node not in graph:
+            graph[node] = node.next_functions
+            left += [following for following, _ in graph[node] if following is not None]
+    return graph
+
+
+def _leading_to(targets: Iterable[Node], graph: Graph) -> dict[Node, None]:
+    """The nodes of a graph that lead to one of ``targets``, with themselves."""
+    before: dict[Node, list[Node]] = defaultdict(list)
+    for node, edges in graph.items():
+        for following, _ in edges:
+            if following is not None:
+                before[following].append(node)
+    path: dict[Node, None] = {}
+    left = [node for node in targets if node in graph]
+    while left:
+        node = left.pop()
+        if node not in path:
+            path[node] = None
+            left += before[node]
+    return path
+
+
+def _behind(entry: Node, graph: Graph) -> set[Node]:
+    """The nodes that ``entry`` leads to, with itself."""
+    nodes: set[Node] = set()
+    left = [entry]
+    while left:
+        node = left.pop()
+        if node not in nodes:
+            nodes.add(node)
+            left += [following for following, _ in graph[node] if following is not None]
+    return nodes
+
+
+def _grouped(sets: Iterable[set[Node]]) -> dict[Node, _Group]:
+    """The group of each node; sets that have a node in common are of one group."""
+    group_of: dict[Node, _Group] = {}
+    for nodes in sets:
+        groups = {group_of[node] for node in nodes if node in group_of}
+        group = _Group(nodes.union(*(group.nodes for group in groups)))
+        group_of.update(dict.fromkeys(group.nodes, group))
+    return group_of
+
+
+def _waits(node: Any) -> bool:
+    """Whether a node computes parameters' gradients in the second part."""
+    if node.name() in _PRODUCTS:
+        return True
+    function = getattr(node, "_forward_cls", None)  # of a torch.autograd.Function
+    return bool(getattr(function, "splits_backward", False))
