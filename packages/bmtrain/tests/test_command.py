@@ -122,7 +122,7 @@ def test_pipeline_plot_says_how_to_call_it(capsys):
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: bmtrain pipeline-plot")
-    assert "recompute, 1f1b, interleaved_1f1b, zero_bubble_h1, zero_bubble_v" in out
+    assert "recompute, 1f1b, interleaved_1f1b, zero_bubble_h1, zero_bubble_v" in " ".join(out.split())
 
 
 def test_pipeline_plot_prints_what_a_plan_comes_to(capsys):
