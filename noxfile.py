@@ -261,6 +261,16 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(default=False)
 @summarized
+def signals(session: nox.Session) -> None:
+    """50 runs of the example of which one rank gets SIGTERM or SIGUSR1 at some moment; eight minutes."""
+    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install_ours(session)
+    session.env["BMT_SIGNALS"] = "50"
+    run_tests(session, "signals", "-s", "tests/test_signals.py")
+
+
+@nox.session(default=False)
+@summarized
 def two_hosts(session: nox.Session) -> None:
     """The example on two hosts, which are network namespaces of this machine, of which one is lost on the way."""
     install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)

@@ -310,6 +310,9 @@ def test_bad_data_is_an_error_on_every_rank(tmp_path):
     (folder / "text.txt").write_text("no UTF-8", encoding="utf-16")
     with pytest.raises(UsageError, match="no file there is text in UTF-8"):
         data.load_corpus(folder, 0, 0.1, 300, tmp_path / "cache")
+    (folder / "text.txt").write_bytes(bytes(10000))
+    with pytest.raises(UsageError, match="no file there is text in UTF-8"):
+        data.load_corpus(folder, 0, 0.1, 300, tmp_path / "cache")
 
 
 # --- bits per byte --------------------------------------------------------------------------------

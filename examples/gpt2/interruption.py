@@ -12,6 +12,14 @@ import bmtrain as bmt
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Ctrl-C; what torchrun and schedulers send to end a job; what schedulers send some time before."""
 
+_early: list[int] = []
+
+
+def note_signals() -> None:
+    """Let SIGTERM and SIGUSR1 end this process no more: what comes before training is heard in its first step."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: _early.append(number))
+
 
 class Interruption:
     """Notes signals while it is active. Ranks that leave one by one would leave the others waiting.
@@ -27,6 +35,7 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._asked = bool(_early)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -27,7 +27,7 @@ from data import Batches, Corpus, Sequences, load_corpus
 from errors import UsageError
 from flags import check_output, parse_flags
 from generate import generate
-from interruption import Interruption
+from interruption import Interruption, note_signals
 from metrics import Metrics, peak_memory, plot
 from models import GPT
 from optimizers import make_optimizers
@@ -183,6 +183,7 @@ class Trainer:
         if self.step == 0:
             record = self.evaluate()
             if record is None:
+                self.save(checkpointer)
                 return False
             if bmt.rank() == 0:
                 held_out = self.eval_set.flatten().numpy()
@@ -318,6 +319,7 @@ def run(args: argparse.Namespace, checkpointer: bmt.Checkpointer) -> None:
 
 def main() -> None:
     args = parse_flags()
+    note_signals()
     try:
         train(args)
     except (UsageError, bmt.SaveError) as error:
