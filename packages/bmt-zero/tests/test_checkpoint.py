@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import bmt_zero
 from bmt_zero import checkpoint
-from bmt_zero.checkpoints import weight_files
+from bmt_zero.checkpoints import rank0_source, weight_files
 from bmt_zero.checkpoints.pt_files import PtSource
 from bmt_zero.checkpoints.sources import SafetensorsSource
 
@@ -163,7 +163,7 @@ def test_a_file_travels_in_chunks(ctx: Any, tmp_path: Path, suffix: str, chunk: 
     ctx.world.barrier()
     model = Mixed()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "CHUNK", chunk)
+        patch.setattr(rank0_source, "CHUNK", chunk)
         bmt_zero.load(model, path)
     found = model.state_dict()
     same({name: found[name] for name in state}, {name: state[name].to(found[name].dtype) for name in state})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,12 @@ from bmt_comm import (
     select_rows,
     slice_of,
     tp_shard_of,
-    whole,
 )
 
-from .checkpoints.contents import Content
-from .checkpoints.headers import DTYPES, NAMES, Entry
-from .checkpoints.pretrained import KeyMap, WeightLoader, give_memory, open_source
-from .checkpoints.reader import Target, check_range, check_total, read_tensor
+from .checkpoints.headers import NAMES, Entry
+from .checkpoints.pretrained import KeyMap, WeightLoader, give_memory
+from .checkpoints.rank0_source import Rank0Source
 from .checkpoints.regions import flat_bytes
-from .checkpoints.sources import CHUNK
 from .checkpoints.weight_files import Placeholder, WeightFile, weight_file, write_weights
 from .sharded_parameter import ShardedParameter
 from .stage_entry import StageEntry, is_stage_local
@@ -182,110 +179,14 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
     has_code = _has_own_code(model, context, loading=True) or _has_own_code(model, context, loading=False)
     note_place("load")
     check_agreement(context.world, "load", _facts(model, has_code))
-    reading = _Reading(path, context, at_once=has_code)
+    reading = Rank0Source(path, context, at_once=has_code)
     try:
         _fill(model, reading, strict, has_code, context.device)
     finally:
         reading.close()
 
 
-class _Reading:
-    """A file that rank 0 reads, for all ranks.
-
-    Args:
-        at_once: whether all of it will be in memory.
-
-    Attributes:
-        facts: name, shape (``None`` if it is no tensor) and dtype of all that is in it.
-        tied: the first name of each tensor that has several.
-    """
-
-    def __init__(self, path: Path, context: ParallelContext, at_once: bool) -> None:
-        self.path, self.context = path, context
-        self._source: Any = None
-        self._problem: Exception | None = None
-        facts: list[tuple[str, tuple[int, ...] | None, torch.dtype | None]] = []
-        tied: dict[str, str] = {}
-        if context.rank == 0:
-            try:
-                self._source = open_source(path)
-                if at_once:
-                    check_total(self._source)
-                tied = dict(self._source.tied)
-                facts = [(name, each.shape, DTYPES[each.dtype]) for name, each in self._source.entries.items()]
-                facts += [(name, shape_of(value), dtype_of(value)) for name, value in self._source.others.items()]
-            except Exception as error:  # the others wait to hear of it
-                self._problem = error
-        self.check()
-        self.facts, self.tied = context.world.broadcast_object((facts, tied))
-
-    def _read(self, name: str, low: int, high: int) -> Tensor | None:
-        """Bytes of a tensor, on rank 0, if they can be read; what cannot be is kept for :meth:`check`."""
-        if self._source is None:
-            return None
-        try:
-            window: Tensor = self._source.read(name, low, high)
-            return window.to(self.context.world.device)
-        except Exception as error:  # the others wait for the bytes
-            self._problem = self._problem or error
-            return None
-
-    def receive(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Any:
-        """A value, on every rank; after an error on rank 0, which :meth:`check` raises, something else."""
-        value: Any = None
-        if self._source is not None:
-            value = self._source.others.get(name)
-            if name in self._source.entries:
-                value = torch.zeros(shape or (), dtype=dtype)
-                try:
-                    value = read_tensor(self._source, name)
-                except Exception as error:  # the others wait for the tensor
-                    self._problem = self._problem or error
-        return StageEntry(value, shape, dtype, self.context.world, owner=0).spread(value)
-
-    def check_dtypes(self, dtypes: Mapping[str, torch.dtype | None]) -> None:
-        """Raise ValueError on every rank if numbers would be changed by being read into tensors of these dtypes."""
-        for name, _, dtype in self.facts:
-            mine = dtypes.get(name)
-            if mine is not None and not _converts(dtype, mine):
-                raise ValueError(f"{self.path}: {name!r} has dtype {dtype}, the model's has {mine}; nothing was loaded")
-        if self._source is not None:
-            entries: Mapping[str, Entry] = self._source.entries
-            known = [entry for entry in entries.values() if dtypes.get(entry.name) is not None]
-            targets = [torch.empty(entry.shape, dtype=dtypes[entry.name], device="meta") for entry in known]
-            try:
-                check_range([Content(each, whole(t), t) for each, t in zip(known, targets)], self._source)
-            except Exception as error:  # the others wait to hear of it
-                self._problem = error
-        self.check()
-
-    def stream(self, entry: Entry, target: Tensor | None) -> None:
-        """Write this rank's part of a tensor, which travels in chunks; after an error on rank 0, something else."""
-        comm, part = self.context.world, None
-        if target is not None:
-            part = Target(Content(entry, slice_of(target), local_tensor(target)), entry)
-        for low in range(0, entry.nbytes, CHUNK):
-            high = min(low + CHUNK, entry.nbytes)
-            window = self._read(entry.name, low, high)
-            window = torch.empty(high - low, dtype=torch.uint8, device=comm.device) if window is None else window
-            comm.broadcast(window, root=0)
-            if part is not None:
-                with torch.no_grad():
-                    part.take(low, window)
-        if part is not None:
-            with torch.no_grad():
-                part.finish()
-
-    def check(self) -> None:
-        """Raise on every rank what has gone wrong on rank 0."""
-        raise_on_all(self.context.world, self._problem)
-
-    def close(self) -> None:
-        if self._source is not None:
-            self._source.close()
-
-
-def _fill(model: nn.Module, reading: _Reading, strict: bool, has_code: bool, device: torch.device) -> None:
+def _fill(model: nn.Module, reading: Rank0Source, strict: bool, has_code: bool, device: torch.device) -> None:
     if has_code:
         theirs = reading.context.world.all_gather_object(dtypes_without_own_code(model))  # stages have different layers
         reading.check_dtypes({name: dtype for each in theirs for name, dtype in each.items()})
@@ -364,11 +265,6 @@ def _check_target(path: Path) -> None:
         problem = "it is no regular file"
     if problem is not None:
         raise RuntimeError(f"rank 0 could not write {path}: {problem}")
-
-
-def _converts(source: torch.dtype | None, target: torch.dtype) -> bool:
-    """Whether numbers of one dtype may be loaded as another."""
-    return source == target or (source is not None and source.is_floating_point and target.is_floating_point)
 
 
 def _log_failure(done: Future[None]) -> None:

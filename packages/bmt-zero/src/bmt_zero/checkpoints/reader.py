@@ -41,15 +41,16 @@ def check_fit(
             continue
         if theirs.shape != entry.shape:
             problems.append(f"{name!r} has shape {theirs.shape} in {what}, and {entry.shape} here")
-        elif theirs.dtype != entry.dtype and (exact or not _converts(theirs.dtype, entry.dtype)):
+        elif theirs.dtype != entry.dtype and (exact or not converts(DTYPES[theirs.dtype], DTYPES[entry.dtype])):
             problems.append(f"{name!r} has dtype {theirs.dtype} in {what}, and {entry.dtype} here")
         if len(problems) > 5:
             return [*problems[:5], "and more"]
     return problems
 
 
-def _converts(source: str, target: str) -> bool:
-    return DTYPES[source].is_floating_point and DTYPES[target].is_floating_point
+def converts(source: torch.dtype | None, target: torch.dtype) -> bool:
+    """Whether numbers of one dtype may be read into tensors of another."""
+    return source == target or (source is not None and source.is_floating_point and target.is_floating_point)
 
 
 def _some(names: list[str], limit: int = 5) -> str:

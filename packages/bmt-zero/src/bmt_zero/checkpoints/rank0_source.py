@@ -1,0 +1,116 @@
+"""A file that rank 0 reads for all ranks, a few MiB at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmt_comm import ParallelContext, local_tensor, slice_of, whole
+from bmt_zero.stage_entry import StageEntry
+from bmt_zero.state import dtype_of, raise_on_all, shape_of
+
+from .contents import Content
+from .headers import DTYPES, Entry
+from .pretrained import open_source
+from .reader import Target, check_range, check_total, converts, read_tensor
+from .sources import CHUNK
+
+
+class Rank0Source:
+    """A file that rank 0 reads, for all ranks.
+
+    Args:
+        at_once: whether all of it will be in memory.
+
+    Attributes:
+        facts: name, shape (``None`` if it is no tensor) and dtype of all that is in it.
+        tied: the first name of each tensor that has several.
+    """
+
+    def __init__(self, path: Path, context: ParallelContext, at_once: bool) -> None:
+        self.path, self.context = path, context
+        self._source: Any = None
+        self._problem: Exception | None = None
+        facts: list[tuple[str, tuple[int, ...] | None, torch.dtype | None]] = []
+        tied: dict[str, str] = {}
+        if context.rank == 0:
+            try:
+                self._source = open_source(path)
+                if at_once:
+                    check_total(self._source)
+                tied = dict(self._source.tied)
+                facts = [(name, each.shape, DTYPES[each.dtype]) for name, each in self._source.entries.items()]
+                facts += [(name, shape_of(value), dtype_of(value)) for name, value in self._source.others.items()]
+            except Exception as error:  # the others wait to hear of it
+                self._problem = error
+        self.check()
+        self.facts, self.tied = context.world.broadcast_object((facts, tied))
+
+    def _read(self, name: str, low: int, high: int) -> Tensor | None:
+        """Bytes of a tensor, on rank 0, if they can be read; what cannot be is kept for :meth:`check`."""
+        if self._source is None:
+            return None
+        try:
+            window: Tensor = self._source.read(name, low, high)
+            return window.to(self.context.world.device)
+        except Exception as error:  # the others wait for the bytes
+            self._problem = self._problem or error
+            return None
+
+    def receive(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Any:
+        """A value, on every rank; after an error on rank 0, which :meth:`check` raises, something else."""
+        value: Any = None
+        if self._source is not None:
+            value = self._source.others.get(name)
+            if name in self._source.entries:
+                value = torch.zeros(shape or (), dtype=dtype)
+                try:
+                    value = read_tensor(self._source, name)
+                except Exception as error:  # the others wait for the tensor
+                    self._problem = self._problem or error
+        return StageEntry(value, shape, dtype, self.context.world, owner=0).spread(value)
+
+    def check_dtypes(self, dtypes: Mapping[str, torch.dtype | None]) -> None:
+        """Raise ValueError on every rank if numbers would be changed by being read into tensors of these dtypes."""
+        for name, _, dtype in self.facts:
+            mine = dtypes.get(name)
+            if mine is not None and not converts(dtype, mine):
+                raise ValueError(f"{self.path}: {name!r} has dtype {dtype}, the model's has {mine}; nothing was loaded")
+        if self._source is not None:
+            entries: Mapping[str, Entry] = self._source.entries
+            known = [entry for entry in entries.values() if dtypes.get(entry.name) is not None]
+            targets = [torch.empty(entry.shape, dtype=dtypes[entry.name], device="meta") for entry in known]
+            try:
+                check_range([Content(each, whole(t), t) for each, t in zip(known, targets)], self._source)
+            except Exception as error:  # the others wait to hear of it
+                self._problem = error
+        self.check()
+
+    def stream(self, entry: Entry, target: Tensor | None) -> None:
+        """Write this rank's part of a tensor, which travels in chunks; after an error on rank 0, something else."""
+        comm, part = self.context.world, None
+        if target is not None:
+            part = Target(Content(entry, slice_of(target), local_tensor(target)), entry)
+        for low in range(0, entry.nbytes, CHUNK):
+            high = min(low + CHUNK, entry.nbytes)
+            window = self._read(entry.name, low, high)
+            window = torch.empty(high - low, dtype=torch.uint8, device=comm.device) if window is None else window
+            comm.broadcast(window, root=0)
+            if part is not None:
+                with torch.no_grad():
+                    part.take(low, window)
+        if part is not None:
+            with torch.no_grad():
+                part.finish()
+
+    def check(self) -> None:
+        """Raise on every rank what has gone wrong on rank 0."""
+        raise_on_all(self.context.world, self._problem)
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
