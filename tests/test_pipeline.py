@@ -295,6 +295,54 @@ def test_manager_accumulates_clips_and_skips_on_all_stages(device_type, level, s
     assert_same_update(model, plain, before, 1e-6)  # the norm is fp32
 
 
+class _Flushing(torch.autograd.Function):
+    """The identity, whose gradient underflows like one of half precision: below a limit it is zero."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.masked_fill(grad.abs() < 1e-2, 0.0)
+
+
+class FlushingLayer(PlainLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Flushing.apply(super().forward(x))
+
+
+@pytest.mark.ranks(2, init=False, timeout=120)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+def test_the_first_step_is_computed_for_the_loss_scale(device_type, schedule):
+    ctx = start(device_type)
+    torch.manual_seed(0)
+    plain = nn.ModuleList(PlainLayer() for _ in range(4))
+    layers = bmt.PipelineTransformerBlockList(
+        [bmt.Block(FlushingLayer(), zero_level=0) for _ in range(4)], tail_schedule=schedule
+    )
+    load_state_dict(layers, plain.state_dict())
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    manager = bmt.optim.OptimManager(loss_scale=2.0**24, loss_scale_steps=1)
+    manager.add_optimizer(optimizer)
+    inputs = torch.randn(ctx.replicas, ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(ctx.device)
+    inputs = inputs / 1e3
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):  # with a larger loss scale each time
+        manager.zero_grad()
+        manager.backward(layers(inputs[ctx.rank], tail=mean_square))
+        x = inputs
+        for layer in plain:
+            x = layer(x)
+        reference.zero_grad()
+        mean_square(x).backward()
+        for index in (i for chunk in layers.chunks for i in chunk):
+            for found, wanted in zip(layers[index].parameters(), plain[index].parameters(), strict=True):
+                torch.testing.assert_close(found.grad / manager.loss_scale, wanted.grad, rtol=1e-5, atol=0)
+        manager.step()
+        reference.step()
+
+
 @pytest.mark.ranks(2, init=False, timeout=120)
 @pytest.mark.parametrize("schedule", ["recompute", "1f1b"])
 def test_training_recovers_from_a_loss_scale_that_is_too_large(device_type, schedule):

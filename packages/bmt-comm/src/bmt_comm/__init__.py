@@ -14,7 +14,17 @@ from .config import Config, config, rank, world_size
 from .context import ParallelContext, current_context, init_distributed, is_initialized, shutdown
 from .fixed_order import TREE_SUM, TreeSum, tree_sum
 from .journal import note_place
-from .loss_scale import begin_backward, forget_scale, mark_scaled, note_scale, scale_in_backward, scale_of
+from .loss_scale import (
+    LossScaler,
+    begin_backward,
+    expected_scale,
+    forget_scale,
+    mark_scaled,
+    note_scale,
+    scale_in_backward,
+    scale_of,
+    use_scaler,
+)
 from .printing import print_block, print_dict, print_rank, see_memory
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
 from .slice import (
@@ -45,6 +55,7 @@ __all__ = [
     "Communicator",
     "Config",
     "DisagreementError",
+    "LossScaler",
     "ParallelContext",
     "RankFailureError",
     "Slice",
@@ -66,6 +77,7 @@ __all__ = [
     "config",
     "current_context",
     "dtensor_like",
+    "expected_scale",
     "forget_scale",
     "gather_result",
     "init_distributed",
@@ -97,6 +109,7 @@ __all__ = [
     "tp_shard_of",
     "tree_sum",
     "unshard_tp",
+    "use_scaler",
     "wait_loader",
     "whole",
     "world_size",

@@ -6,7 +6,9 @@ parameters that an ``OptimManager`` steps have a note of their scale. Other grad
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +16,28 @@ from torch import Tensor
 _ATTRIBUTE = "bmt_loss_scale"  # of a gradient
 _current = 1.0
 _last = 1.0
+
+
+class LossScaler(Protocol):
+    """Multiplies losses by ``loss_scale / grad_scale`` before their backward."""
+
+    loss_scale: float
+    grad_scale: float
+
+
+_scaler: weakref.ref[LossScaler] | None = None
+
+
+def use_scaler(scaler: LossScaler) -> None:
+    """Losses to come will be multiplied by what ``scaler`` says then, as long as it lives."""
+    global _scaler
+    _scaler = weakref.ref(scaler)
+
+
+def expected_scale() -> float:
+    """What a loss that is computed now will be multiplied by before its backward; 1 if nothing is known."""
+    scaler = None if _scaler is None else _scaler()
+    return 1.0 if scaler is None else scaler.loss_scale / scaler.grad_scale
 
 
 def scale_in_backward() -> float:

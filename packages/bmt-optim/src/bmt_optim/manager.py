@@ -19,6 +19,7 @@ from bmt_comm import (
     note_place,
     note_scale,
     note_step,
+    use_scaler,
 )
 
 from .adam import AdamOptimizer
@@ -118,6 +119,7 @@ class OptimManager:
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
         self.grad_scale = self.context.replicas if grad_scale is None else grad_scale
+        use_scaler(self)
         self.steps_since_last_scale = 0
         self.skip_non_finite = bool(skip_non_finite)
         self.max_skipped_steps = max_skipped_steps

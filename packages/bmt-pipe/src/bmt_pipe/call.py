@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bmt_comm import ParallelContext
+from bmt_comm import ParallelContext, expected_scale
 from bmt_zero.recording import link_pipeline_call
 from bmt_zero.shard import group_of
 
@@ -51,7 +51,8 @@ class Pipeline:
         self.last_schedule: Schedule | None = None
         self._signatures = SignatureCache()
         self._plans: dict[tuple[bytes, int], Plan] = {}
-        self._scale: Tensor | None = None  # the gradient that the last loss got
+        # The gradient that the last loss got, relative to the loss scale.
+        self._factor = torch.ones((), dtype=torch.float64, device=context.device)
         self._anchor = torch.zeros((), requires_grad=True)
 
     def __call__(
@@ -92,10 +93,7 @@ class Pipeline:
                 options=(return_hidden_states, tail is not None, len(self.layers), self.tail_schedule),
             )
             if tail is not None:
-                scale = self._scale
-                if scale is None:
-                    scale = torch.ones((), dtype=torch.float64, device=context.device)
-                prepared = Tail(tail, context, scale, grad)
+                prepared = Tail(tail, context, self._factor, expected_scale(), grad)
         except Exception as error:  # whatever it is, the other ranks are to know
             problem, signature = error, None
         try:
@@ -168,14 +166,13 @@ class Pipeline:
         wanted += list(zip(tail.plain, tail.grads[len(tail.params) :]))
         return _Loss.apply(self, run, tail, self._anchor, loss, [g for _, g in wanted], *(v for v, _ in wanted))
 
-    def note_scale(self, grad: Tensor, scale: Tensor) -> None:
-        """The gradient of a loss, for which the next one's will be computed: loss scales seldom change.
+    def note_gradient(self, tail: Tail, grad: Tensor) -> None:
+        """The gradient of a loss: relative to the loss scale, the next one is likely to get the same.
 
-        ``scale``, for which this one's were, is kept instead of a gradient of 0, inf or NaN, from which there would be
-        no way back.
+        Not 0, inf or NaN, from which there would be no way back.
         """
-        found = grad.detach()
-        self._scale = torch.where(found.isfinite() & (found != 0), found, scale)
+        found = grad.detach() / tail.loss_scale
+        self._factor = torch.where(found.isfinite() & (found != 0), found, tail.factor)
 
 
 _MOST_PLANS = 128
@@ -269,7 +266,7 @@ class _Loss(torch.autograd.Function):
             raise RuntimeError("backward from the loss of a pipeline's tail for a second time: its gradients are gone")
         grad = _same_on_stages(run.context, grad.double())
         factor = grad / tail.scale
-        ctx.pipeline.note_scale(grad, tail.scale)
+        ctx.pipeline.note_gradient(tail, grad)
         run.rescale_recorded(factor)
         for group in run.groups:
             for reducer in group.reducers:

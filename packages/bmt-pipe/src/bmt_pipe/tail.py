@@ -33,10 +33,12 @@ class Tail:
     Args:
         function: computes the loss of a micro-batch, 0-dim, from the hidden states and further arguments.
         context: the ranks.
-        scale: the gradient of the loss that is expected (0-dim, fp64): gradients are computed for it.
+        factor: the gradient of the loss that is expected (0-dim, fp64), relative to ``loss_scale``.
+        loss_scale: by which the loss will be multiplied.
         grad: whether to differentiate.
 
     Attributes:
+        scale: the gradient of the loss that is expected; all gradients are computed for it.
         losses: of each micro-batch, times its share of the batch.
         params: bmt_zero's whose gradients are computed.
         plain: others; there are some where there is one rank.
@@ -46,10 +48,13 @@ class Tail:
         ValueError: the tail has parameters whose gradients nobody would reduce.
     """
 
-    def __init__(self, function: Callable[..., Tensor], context: ParallelContext, scale: Tensor, grad: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor], context: ParallelContext, factor: Tensor, loss_scale: float, grad: bool
+    ) -> None:
         self.function = function
         self.context = context
-        self.scale = scale
+        self.factor, self.loss_scale = factor, loss_scale
+        self.scale = factor * loss_scale
         self.grad = grad
         self.losses: dict[int, Tensor] = {}
         self._sharded, plain = _parameters_of(function, context)
