@@ -480,6 +480,12 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
         (["--pipe", "2", "--pipe-schedule", "zero_bubble_v"], "zero_bubble_v needs --interleave 2, and it is 1"),
         (["--pipe", "2", "--micro-batches", "3"], "--micro-batches 3 is no multiple of --pipe 2"),
         (["--pipe", "2", "--micro-batches", "16"], "more than the 8 sequences that --pipe 2 stages with"),
+        (["--deterministic", "--pipe", "2"], "--deterministic is not for pipelines"),
+        (
+            ["--deterministic", "--optimizer", "lamb"],
+            "--deterministic takes --optimizer muon, adam, adam_offload, and not",
+        ),
+        (["--roll-back"], "pass --snapshot-every, too"),
     ],
 )
 def test_bad_flags_are_errors(argv, message, capsys):
@@ -555,19 +561,36 @@ def test_training_learns_and_resumes_exactly(tmp_path):
     assert losses(tmp_path) == uninterrupted
 
 
+def test_deterministic_runs_are_the_same_on_any_number_of_ranks(tmp_path):
+    write_text(tmp_path)
+    flags = ["--deterministic", "--step-size", "8", "--batch-size", "2", "--steps", "6", "--sample-tokens", "0"]
+    for ranks in (1, 2):
+        code, output = run_training(tmp_path, *flags, "--optimizer", "muon", "--out", f"runs/{ranks}", ranks=ranks)
+        assert code == 0, output
+    one, two = ([each for each in losses(tmp_path, run) if each[0] not in (0, 6)] for run in ("1", "2"))
+    assert one == two
+    weights = [next((tmp_path / "runs" / run).glob("checkpoints/*6/model-*.safetensors")) for run in ("1", "2")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
 @pytest.mark.thorough
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
+@pytest.mark.parametrize(
+    ("saving", "kills"),
+    [(["--save-interval", "4"], [10, 30]), (["--save-interval", "0", "--snapshot-every", "1"], [10])],
+)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, saving, kills):
     """First one rank is killed, and torchrun starts all again; then all are, and the same command is given again."""
     write_text(tmp_path)
-    flags = ["--steps", "60", "--save-interval", "4", "--sample-tokens", "0"]
+    flags = ["--steps", "60", *saving, "--sample-tokens", "0"]
+    expected, kills = ([-signal.SIGKILL, 0] if 30 in kills else [0]), list(kills)
     code, output = run_training(tmp_path, *flags, "--out", "runs/whole")
     assert code == 0, output
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", "--monitor-interval", "0.1"]
     command += [str(EXAMPLE / "train.py"), *FLAGS, *flags, "--resume"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    output, kills, codes = "", [10, 30], []
-    for _ in range(2):
+    output, codes = "", []
+    for _ in expected:
         with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes) as process:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
             killer = threading.Timer(150, lambda process=process, children=children: kill_all(process, children))
@@ -583,8 +606,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
                     kill_all(process, children)
             codes.append(process.wait())
             killer.cancel()
-    assert codes == [-signal.SIGKILL, 0], output
-    assert output.count("Building the model") == 3
+    assert codes == expected, output
+    assert output.count("Building the model") == 1 + len(expected)
+    if expected == [0]:
+        assert "step 0/60" not in output.partition("Building the model")[2].partition("Building the model")[2]
     assert losses(tmp_path) == losses(tmp_path, "whole")
 
 
@@ -703,6 +728,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(single, tmp_path, alwa
     Trainer.loss = loss
     try:
         flags = ["--steps", "30" if always else "8", "--out", str(tmp_path / "run"), "--batch-size", "2"]
+        flags += [] if always else ["--snapshot-every", "1", "--roll-back"]
         if always:
             with pytest.raises(UsageError, match="20 steps in a row had gradients that are not finite, up to step 20"):
                 run_here(folder, "", *flags)

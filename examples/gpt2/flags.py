@@ -110,6 +110,15 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     )
     group.add_argument("--save-interval", type=int, default=400, help="steps between checkpoints; 0: at the end only")
     group.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
+    group.add_argument(
+        "--snapshot-every",
+        type=int,
+        default=0,
+        help="steps between snapshots in memory, from which --resume goes on after torchrun has restarted; 0: none",
+    )
+    group.add_argument(
+        "--roll-back", action="store_true", help="after a step that is skipped, go back to the last snapshot"
+    )
     group.add_argument("--log-interval", type=int, default=20, help="steps between measurements")
     group.add_argument("--eval-interval", type=int, default=200, help="steps between held-out losses; 0: end only")
     group.add_argument("--eval-sequences", type=int, default=1024, help="held-out sequences to measure on, at most")
@@ -139,7 +148,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         if not math.isfinite(getattr(args, name) or 0):
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} must be finite")
     for name in (
-        *("max_bytes", "warmup", "save_interval", "eval_interval", "sample_tokens"),
+        *("max_bytes", "warmup", "save_interval", "eval_interval", "sample_tokens", "snapshot_every"),
         *("lr", "clip", "seed", "weight_decay"),
     ):
         if getattr(args, name) < 0:
@@ -158,6 +167,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--held-out {args.held_out} must be between 0 and 1")
     if not args.temperature > 0:
         parser.error(f"--temperature {args.temperature} must be above 0; for no chance at all use --top-k 1")
+    if args.roll_back and not args.snapshot_every:
+        parser.error("--roll-back goes back to a snapshot; pass --snapshot-every, too")
     if args.resume and args.overwrite:
         parser.error("--resume goes on with what --overwrite deletes; choose one")
     if args.vocab_size is not None and not 257 <= args.vocab_size <= MAX_VOCABULARY:
@@ -180,8 +191,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     try:
         if args.step_size is not None:
             args.accumulation = accumulation_of(args)
-        check_pipeline(args)
         check_deterministic(args)
+        check_pipeline(args)
     except UsageError as error:
         parser.error(str(error))
     return args

@@ -40,6 +40,7 @@ SCHEDULES = {
 }
 
 MAX_SKIPPED = 20  # steps in a row
+MEMORY = "/dev/shm"  # where Linux has a file system in memory
 
 
 class Trainer:
@@ -66,6 +67,7 @@ class Trainer:
         self.step = 0
         self.sequences: list[int] = []  # which ones of the training set the last step has taken, on this replica
         self.interruption = Interruption()
+        self.snapshots = bmt.MemorySnapshots(MEMORY) if args.snapshot_every else None
 
         bmt.print_rank("Building the model and its optimizer, a few seconds ...", flush=True)
         tail_schedule = None if args.pipe_schedule == "recompute" else args.pipe_schedule
@@ -87,16 +89,17 @@ class Trainer:
         return {"model": self.model, "manager": self.manager, "data": self.batches, "conditions": conditions}
 
     def resume(self, checkpointer: bmt.Checkpointer) -> None:
-        """Go on from the newest checkpoint, if there is one; the learning rate follows this run's flags.
+        """Go on from the newest snapshot or checkpoint, if there is one; the learning rate follows this run's flags.
 
-        The checkpoint may be of another number of ranks, and of other flags for how they share the work.
+        A checkpoint may be of another number of ranks, and of other flags for how they share the work.
 
         Raises:
             UsageError: the checkpoint is of another model, another optimizer or other data, or cannot be read.
         """
         schedules = [scheduler.state_dict() for scheduler in self.schedulers]
         try:
-            self.step = checkpointer.load_latest(**self.saved_objects)
+            found = None if self.snapshots is None else self.snapshots.restore(**self.saved_objects)
+            self.step = checkpointer.load_latest(**self.saved_objects) if found is None else found
         except (OSError, RuntimeError, ValueError) as error:
             raise UsageError(f"cannot go on: {error}") from error
         if self.step > 0:
@@ -197,6 +200,8 @@ class Trainer:
             is_last = self.step == self.steps
             if not taken:
                 metrics.write(self.skipped(losses))
+                if self.snapshots is not None and args.roll_back:  # the data go on behind what was skipped
+                    self.snapshots.restore(model=self.model, manager=self.manager)
             elif self.step % args.log_interval == 0 or is_last:
                 *means, mean_bytes = bmt.sum_loss(torch.cat([losses, losses.new_tensor([num_bytes])])).unbind()
                 mean_loss, mean_bytes = bmt.tree_sum(means).item() / args.accumulation, mean_bytes.item()
@@ -211,6 +216,8 @@ class Trainer:
                     "memory": peak_memory(self.device),
                 })  # fmt: skip
                 clock, clock_step = time.perf_counter(), self.step
+            if self.snapshots is not None and taken and self.step % args.snapshot_every == 0:
+                self.snapshots.take(self.step, **self.saved_objects)
             pause = time.perf_counter()
             is_saved = bool(args.save_interval and self.step % args.save_interval == 0) or is_last
             if is_saved:
@@ -304,6 +311,8 @@ def run(args: argparse.Namespace, checkpointer: bmt.Checkpointer) -> None:
         finished = trainer.run(metrics, checkpointer)
         checkpointer.wait()
     metrics.close()
+    if trainer.snapshots is not None:
+        trainer.snapshots.close()
     if not finished:
         bmt.print_rank(f"Interrupted and saved after step {trainer.step}; go on with --resume.", flush=True)
         return

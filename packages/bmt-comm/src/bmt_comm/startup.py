@@ -38,12 +38,17 @@ class Peer:
     @classmethod
     def here(cls) -> Peer:
         """This process."""
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, process: int) -> Peer:
+        """A process of this host."""
         host = "|".join(_first_line(path) for path in ("/proc/sys/kernel/random/boot_id", "/etc/hostname"))
         try:
             host += os.readlink("/proc/self/ns/pid")
         except OSError:
             host += f"unknown {os.getpid()}"
-        return cls(host, os.getpid(), _stat(os.getpid())[1])
+        return cls(host, process, _stat(process)[1])
 
     def state(self) -> str:
         """ "ended", "stopped", "alive", or "" where it cannot be known: it is on another host."""

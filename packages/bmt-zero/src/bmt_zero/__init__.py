@@ -4,7 +4,7 @@ from ._version import __version__
 from .block import Block, CheckpointBlock
 from .block_list import TransformerBlockList, link_blocks
 from .checkpoint import load, save
-from .checkpoints import Checkpointer, DamagedError, SaveError
+from .checkpoints import Checkpointer, DamagedError, MemorySnapshots, SaveError
 from .distributed import DistributedModule, DistributedParameter, ParameterInitializer
 from .fully_shard import (
     CPUOffloadPolicy,
@@ -47,6 +47,7 @@ __all__ = [
     "Histograms",
     "InspectTensor",
     "InspectTensorManager",
+    "MemorySnapshots",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

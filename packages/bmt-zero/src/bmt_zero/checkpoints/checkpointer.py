@@ -138,7 +138,7 @@ class Checkpointer:
         job = Job(step if isinstance(step, int) else -1)
         problem: Exception | None = None
         try:
-            _check_step(step)
+            check_step(step)
             meeting = self._meeting
             prepare_job(job, Objects(objects), per_replica, meeting.rank, meeting.size, self._snapshot)
         except Exception as error:  # the others must hear of it
@@ -271,7 +271,7 @@ class Checkpointer:
         steps = [each.decode() for each in self._meeting.exchange(repr(step).encode())]
         if len(set(steps)) > 1:
             raise ValueError(f"ranks load different steps, in the order of the ranks: {', '.join(steps[:20])}")
-        _check_step(step)
+        check_step(step)
         if not self._from_rank_0(lambda: (self.directory / step_name(step)).is_dir()):
             raise FileNotFoundError(f"{self.directory} has no checkpoint of step {step}")
         self._load(step, objects)
@@ -356,7 +356,7 @@ def _kind(error: Exception) -> str:
     return "OSError" if is_of_system else type(error).__name__
 
 
-def _check_step(step: Any) -> None:
+def check_step(step: Any) -> None:
     if not isinstance(step, int) or not 0 <= step < 10**18:
         raise ValueError(f"step={step!r} must be a whole number, 0 or more")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -38,24 +38,37 @@ class Snapshot:
 
         The host waits until devices have copied.
         """
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-        if self._memory.numel() < end or (devices and not self._memory.is_pinned()):
+        _, size = places_of(tensor.nbytes for tensor in tensors)
+        return copy_into(self.room(size, any(tensor.is_cuda for tensor in tensors)), tensors)
+
+    def room(self, size: int, is_locked: bool) -> Tensor:
+        """Memory of ``size`` bytes or more."""
+        if self._memory.numel() < size or (is_locked and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # released before the larger one is allocated
-            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=True) if devices else _huge_pages(end)
-        copies = []
-        with torch.no_grad():
-            for tensor, start in zip(tensors, starts):
-                copied = self._memory[start : start + tensor.numel() * tensor.element_size()]
-                if copied.numel():  # as bytes, a copy on the CPU would take longer
-                    copied.view(tensor.dtype).copy_(tensor.view(-1), non_blocking=True)
-                copies.append(copied)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
-        return copies
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True) if is_locked else _huge_pages(size)
+        return self._memory
+
+
+def places_of(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where copies of so many bytes begin, one after the other, and where the last one ends."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return starts, end
+
+
+@torch.no_grad()
+def copy_into(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of contiguous tensors in ``memory`` (uint8, 1-D), as bytes. The host waits until devices have copied."""
+    starts, _ = places_of(tensor.nbytes for tensor in tensors)
+    copies = [memory[start : start + tensor.nbytes] for tensor, start in zip(tensors, starts)]
+    for tensor, copied in zip(tensors, copies):
+        if copied.numel():  # as bytes, a copy on the CPU would take longer
+            copied.view(tensor.dtype).copy_(tensor.view(-1), non_blocking=True)
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
 def _huge_pages(size: int) -> Tensor:

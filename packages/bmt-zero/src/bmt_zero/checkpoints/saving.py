@@ -30,7 +30,7 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
     sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents()}
     contents = [(section, content) for section, held in sections.items() for content in held]
     for _, content in contents:
-        _check_has_values(content)
+        check_has_values(content)
     distinct = distinct_tensors(content for _, content in contents)
     tensors: dict[int, Tensor] = {}
     for content, place in distinct:
@@ -63,6 +63,6 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
     job.common_files[trainer_state.FILE] = json.dumps(trainer, indent=1).encode()
 
 
-def _check_has_values(content: Content) -> None:
+def check_has_values(content: Content) -> None:
     if content.tensor.is_meta or getattr(content.owner, "awaits_values", False):
         raise ValueError(f"{content.entry.name!r} has no values yet; load or initialise the model before saving it")

@@ -1,0 +1,311 @@
+"""Snapshots of a run in memory: to go back to after a bad step, or after a rank was lost.
+
+[Note: what outlives a process]
+    ``torchrun`` ends all ranks of a job if one fails, and starts them again. Its own process on each host stays. So
+    snapshots lie in files of a file system in memory, in a folder that is named after that process. A later job of
+    the host removes folders whose process has ended.
+
+    Each rank sends what it has to the rank as many numbers further as its host has ranks, which is on the next host,
+    and keeps that of another one. After a restart the ranks tell each other which snapshots the memory of their hosts
+    has, and take the newest step that is there for every rank.
+
+    Of each step and the one before there is a file, so that a rank that ends while it writes leaves a complete one.
+    A file begins with its step and a check-sum. It has none while it is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmt_comm import Communicator, note_place
+from bmt_comm.startup import Peer
+
+from .checkpointer import check_step
+from .meeting import Meeting
+from .memory import Snapshot, copy_into, places_of, view_of
+from .objects import Objects
+from .snapshot_state import describe, restore
+from .trainer_state import to_json
+
+_HEAD = 64  # bytes, of 8-byte words: a mark, and what _Copy._head gives
+_MARK = 0x626D74536E617031
+Key = tuple[int, int]
+"""The rank and the step of a snapshot."""
+
+
+class MemorySnapshots:
+    """The last snapshot of a run, in host memory: each rank has that of its own shards.
+
+    ::
+
+        snapshots = MemorySnapshots("/dev/shm")
+        step = snapshots.restore(model=model, manager=manager, data=batches) or 0  # after torchrun has restarted
+        while step < steps:
+            ...
+            if not manager.step():
+                snapshots.restore(model=model, manager=manager)  # and go on with the data that follow
+            elif step % 10 == 0:
+                snapshots.take(step, model=model, manager=manager, data=batches)
+        snapshots.close()
+
+    Every rank makes one, at the same time, and calls the same methods in the same order.
+
+    Args:
+        directory: of a file system in memory, such as "/dev/shm": snapshots are then there after ``torchrun`` has
+            restarted the ranks (``--max-restarts``), at the same number of ranks. Each rank also keeps the snapshot of
+            a rank of the next host, so that they outlive the loss of a host. This takes four times the memory of a
+            rank's shards; ``None`` takes it once, for this process alone.
+        timeout: seconds that a rank waits for others.
+
+    Raises:
+        RuntimeError: the directory cannot be used.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None, timeout: float = 1800.0) -> None:
+        self._meeting = Meeting(timeout)
+        self._rank, self._size = self._meeting.rank, self._meeting.size
+        self._comm = Communicator(self._meeting.group, "cpu")
+        self._kept: int | None = None  # the step whose snapshot must not be overwritten
+        self._folder = None if directory is None else _folder_of_job(Path(directory))
+        self._own = self._copies("own")
+        self._others = [] if self._folder is None else self._copies("other")  # those of another rank
+        local_sizes = self._meeting.exchange(os.environ.get("LOCAL_WORLD_SIZE", "1").encode())
+        largest = max(int(each) for each in local_sizes)
+        self._distance = largest if largest < self._size else 1  # to the rank that keeps what this one has
+
+    def _copies(self, kind: str) -> list[_Copy]:
+        if self._folder is None:
+            return [_Copy()]
+        return [_Copy(self._folder / f"{self._rank}-{kind}-{number}") for number in range(2)]
+
+    def take(self, step: int, **objects: Any) -> None:
+        """Copy this rank's part of a run. Every rank must call it.
+
+        It returns when everything is copied, and sent to the other rank. The snapshot before is replaced.
+
+        Args:
+            step: the number of the snapshot.
+            objects: as for :meth:`Checkpointer.save`; the state of those that are neither ``model`` nor ``manager`` nor
+                ``optimizer`` may differ from rank to rank. The random generators are always part of it.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or something cannot be saved.
+            RuntimeError: there is not enough memory.
+        """
+        note_place("the taking of a snapshot")
+        check_step(step)
+        described, tensors = describe(Objects(objects))
+        if self._kept is None:
+            for each in (*self._own, *self._others):  # of processes that nothing was restored from
+                each.invalidate()
+        own = self._to_replace(self._own)
+        own.write([step, self._rank, self._size], described, tensors)
+        if self._others and self._size > 1:
+            target, source = (self._rank + self._distance) % self._size, (self._rank - self._distance) % self._size
+            size = torch.empty(1, dtype=torch.int64)
+            self._comm.send_recv([(torch.tensor([own.content().numel()]), target)], [(size, source)])
+            room = self._to_replace(self._others).room(int(size))
+            self._comm.send_recv([(own.content(), target)], [(room, source)])
+        self._kept = step
+
+    def _to_replace(self, copies: Sequence[_Copy]) -> _Copy:
+        return next((each for each in copies if each.step != self._kept), copies[0])
+
+    def restore(self, **objects: Any) -> int | None:
+        """Go back to the newest snapshot that is there for every rank. Every rank must call it.
+
+        Gradients stay as they are: zero them before the next backward pass.
+
+        Args:
+            objects: as for :meth:`take`; those that are given go back, in place. What is left out goes on as it is: the
+                position in the data, for example, after a bad batch.
+
+        Returns:
+            The step; ``None`` if there is no snapshot, or only one of another number of ranks.
+
+        Raises:
+            ValueError: the snapshot is of another model, or of other objects.
+        """
+        note_place("the return to a snapshot")
+        here = {each.key: each for each in self._held() if each.key is not None and each.ranks == self._size}
+        chosen = self._choose(here)
+        if chosen is None:
+            return None
+        step, holders = chosen
+        sends = [(here[rank, step].content(), rank) for rank, (holder, _) in holders.items() if holder == self._rank]
+        holder, size = holders[self._rank]
+        mine = here[self._rank, step] if holder == self._rank else _Copy()
+        recvs = [] if holder == self._rank else [(mine.room(size), holder)]
+        self._comm.send_recv([(content, rank) for content, rank in sends if rank != self._rank], recvs)
+        restore(Objects(objects, loading=True), *mine.parts())
+        for each in here.values():
+            if each.step != step:  # not to be taken for one of the steps that follow
+                each.invalidate()
+        self._kept = step
+        return step
+
+    def _held(self) -> list[_Copy]:
+        """All snapshots in the memory of this host."""
+        return self._own if self._folder is None else [_Copy(path) for path in sorted(self._folder.iterdir())]
+
+    def _choose(self, here: dict[Key, _Copy]) -> tuple[int, dict[int, tuple[int, int]]] | None:
+        """The newest step that is there for every rank, and for each rank who has it and how many bytes it is.
+
+        Of ``here``, damaged ones are dropped.
+        """
+        while True:
+            mine = [[rank, step, each.content().numel()] for (rank, step), each in here.items()]
+            everyone = [json.loads(each) for each in self._meeting.exchange(json.dumps(mine).encode())]
+            holders: dict[int, dict[int, tuple[int, int]]] = {}  # by step and rank
+            for holder, held in enumerate(everyone):
+                for rank, step, size in held:
+                    of_step = holders.setdefault(step, {})
+                    if holder == rank or rank not in of_step:
+                        of_step[rank] = holder, size
+            complete = [step for step, of_step in holders.items() if len(of_step) == self._size]
+            if not complete:
+                return None
+            step = max(complete)
+            used = [(rank, step) for rank, (holder, _) in holders[step].items() if holder == self._rank]
+            damaged = [key for key in used if not here[key].is_intact()]
+            for key in damaged:
+                del here[key]
+            if not any(json.loads(each) for each in self._meeting.exchange(json.dumps(len(damaged)).encode())):
+                return step, holders[step]
+
+    def close(self) -> None:
+        """Give the memory back; nothing is left for a later process. At a normal end of a run every rank calls it."""
+        for each in (*self._own, *self._others):
+            each.remove()
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # other ranks of the host have their files there
+                self._folder.rmdir()
+        self._meeting.leave()
+
+
+class _Copy:
+    """A snapshot of one rank, in the memory of this process or in a file of memory.
+
+    Args:
+        path: the file, which may be there from an earlier process.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._private = Snapshot()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if path is not None and path.exists() and path.stat().st_size > _HEAD:
+            self._map(path.stat().st_size)
+
+    def _map(self, size: int) -> None:
+        self._memory = torch.from_file(str(self._path), shared=True, size=size, dtype=torch.uint8)
+
+    def _head(self) -> list[int]:
+        """The step, the rank, the ranks, the bytes of the snapshot and of its description, and the check-sum."""
+        if self._memory.numel() < _HEAD:
+            return []
+        mark, *head = self._memory[:_HEAD].view(torch.int64).tolist()
+        return head if mark == _MARK and _HEAD < head[3] <= self._memory.numel() else []
+
+    @property
+    def step(self) -> int | None:
+        """None if it is not complete."""
+        head = self._head()
+        return head[0] if head else None
+
+    @property
+    def key(self) -> Key | None:
+        head = self._head()
+        return (head[1], head[0]) if head else None
+
+    @property
+    def ranks(self) -> int:
+        """Of the job."""
+        return self._head()[2]
+
+    def content(self) -> Tensor:
+        """All bytes of a complete one."""
+        return self._memory[: self._head()[3]]
+
+    def invalidate(self) -> None:
+        self._memory[:8].zero_()
+
+    def room(self, size: int, is_locked: bool = False) -> Tensor:
+        """Memory for another snapshot in place of this one."""
+        self.invalidate()
+        if self._path is None:
+            self._memory = self._private.room(size, is_locked)
+        elif self._memory.numel() < size:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                os.posix_fallocate(file, 0, size)  # an error now, and not a signal when it is written
+            except OSError as error:
+                raise RuntimeError(
+                    f"{self._path.parent} has no room for {size} bytes more: {error.strerror}"
+                ) from error
+            finally:
+                os.close(file)
+            self._map(size)
+        return self._memory[:size]
+
+    def write(self, head: Sequence[int], described: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Copy a snapshot; ``head`` is the step, the rank and the number of ranks."""
+        text = to_json({**described, "bytes": [tensor.nbytes for tensor in tensors]})
+        parts = [torch.zeros(_HEAD, dtype=torch.uint8), torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors]
+        _, size = places_of(part.nbytes for part in parts)
+        memory = self.room(size, any(tensor.is_cuda for tensor in tensors))
+        copy_into(memory, parts)
+        words = memory[:_HEAD].view(torch.int64)
+        words[1:7] = torch.tensor([*head, size, len(text), _sum(memory)])
+        words[0] = _MARK
+
+    def is_intact(self) -> bool:
+        return _sum(self.content()) == self._head()[5]
+
+    def parts(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """What :meth:`write` was given; tensors as bytes."""
+        head, memory = self._head(), self._memory
+        described = json.loads(bytes(view_of(memory[_HEAD : _HEAD + head[4]])))
+        sizes = [_HEAD, head[4], *described["bytes"]]
+        starts, _ = places_of(sizes)
+        return described, [memory[start : start + size] for start, size in zip(starts[2:], sizes[2:])]
+
+    def remove(self) -> None:
+        self._memory, self._private = self._memory.new_empty(0), Snapshot()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def _sum(content: Tensor) -> int:
+    """A check-sum that takes no longer than a copy."""
+    return int(content[_HEAD:].view(torch.int64).sum())
+
+
+def _folder_of_job(directory: Path) -> Path:
+    """The folder of this job on this host; those of jobs that have ended are removed."""
+    here = Peer.here()
+    launcher = Peer.of(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+    prefix = f"bmt-snapshots-{os.getuid()}-{hashlib.sha256(here.host.encode()).hexdigest()[:12]}-"
+    folder = directory / f"{prefix}{launcher.process}-{launcher.started}"
+    try:
+        for other in directory.glob(f"{prefix}*"):
+            process, _, started = other.name.removeprefix(prefix).partition("-")
+            if Peer(here.host, int(process), started).state() == "ended":
+                shutil.rmtree(other, ignore_errors=True)  # other ranks may do the same
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user")
+    except OSError as error:
+        raise RuntimeError(f"{directory} cannot be used for snapshots: {error}") from error
+    return folder

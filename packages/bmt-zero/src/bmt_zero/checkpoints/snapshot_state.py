@@ -1,0 +1,84 @@
+"""This rank's part of a training run as it is in memory, and back: nothing is gathered, nothing is unsharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import trainer_state
+from .contents import Content, distinct_tensors, extra_states, mark_loaded, require_memory, set_extra_states
+from .headers import Entry
+from .objects import Objects
+from .saving import check_has_values
+from .trees import decode, encode
+
+_WHAT = "the snapshot"
+
+
+def describe(given: Objects) -> tuple[dict[str, Any], list[Tensor]]:
+    """What this rank has of a run: the tensors of the model and the optimizers, and all else as JSON.
+
+    Raises:
+        TypeError, ValueError: something cannot be saved.
+    """
+    sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents()}
+    contents = [content for held in sections.values() for content in held]
+    for content in contents:
+        check_has_values(content)
+    described = {
+        "sections": {section: _entries(held) for section, held in sections.items()},
+        "extra": {} if given.model is None else encode(extra_states(given.model), "the extra state of the model"),
+        "trainer": trainer_state.state_of_optimizers(given.optimizers, given.manager),
+        "objects": {name: encode(each.state_dict(), f"the state of {name!r}") for name, each in given.others.items()},
+        "random": encode(trainer_state.random_state(), "the state of the random generators"),
+    }
+    return described, [tensor.contiguous() for tensor in _distinct(contents)]
+
+
+@torch.no_grad()
+def restore(given: Objects, described: Mapping[str, Any], copies: Sequence[Tensor]) -> None:
+    """Go back to what :func:`describe` saw; ``copies`` are the bytes (uint8, 1-D) of its tensors.
+
+    Raises:
+        ValueError: the objects are others.
+    """
+    saved = described["sections"]
+    for optimizer in given.optimizers:
+        if not hasattr(optimizer, "state_records"):  # torch's: it may have had no state then
+            optimizer.state.clear()
+    made = {name: Entry(name, dtype, tuple(shape)) for name, dtype, shape, _ in saved["optimizer"]}
+    sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents(made)}
+    for section, held in sections.items():
+        if _entries(held) != saved[section]:
+            raise ValueError(f"{_WHAT} is of another {section}; give restore what take was given")
+        require_memory(held)
+    missing = [name for name in given.others if name not in described["objects"]]
+    if missing:
+        raise ValueError(f"{_WHAT} has no state of {missing}")
+    settings = trainer_state.OptimizerSettings(described["trainer"], given.optimizers, given.manager, _WHAT)
+    for tensor, copied in zip(_distinct(content for held in sections.values() for content in held), copies):
+        if copied.numel():
+            tensor.copy_(copied.view(tensor.dtype).view(tensor.shape))
+    if given.model is not None:
+        set_extra_states(given.model, decode(described["extra"], _WHAT))
+    mark_loaded(sections["model"])
+    given.adopt_records()
+    settings.apply()
+    for name, each in given.others.items():
+        each.load_state_dict(decode(described["objects"][name], _WHAT))
+    trainer_state.set_random_state(decode(described["random"], _WHAT))
+
+
+def _entries(contents: Iterable[Content]) -> list[Any]:
+    return [[c.entry.name, c.entry.dtype, list(c.entry.shape), list(c.tensor.shape)] for c in contents]
+
+
+def _distinct(contents: Iterable[Content]) -> list[Tensor]:
+    """Tied weights are one tensor."""
+    tensors: dict[int, Tensor] = {}
+    for content, place in distinct_tensors(contents):
+        tensors.setdefault(place, content.tensor)
+    return list(tensors.values())

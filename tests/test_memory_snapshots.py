@@ -1,0 +1,174 @@
+"""Snapshots in memory: back to them after a bad step, and on from them after a rank or a host was lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_worker import Data
+from torch import nn
+
+import bmtrain as bmt
+
+WORKER = Path(__file__).parent / "snapshot_worker.py"
+MEMORY = Path("/dev/shm")
+STEPS = 9
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    if not MEMORY.is_dir():
+        pytest.skip("there is no /dev/shm")
+    folder = MEMORY / f"bmt-test-{uuid.uuid4().hex}"
+    folder.mkdir()
+    yield folder
+    left = [path for path in folder.rglob("*") if path.is_file()]
+    for path in left:
+        path.unlink()
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir()
+    folder.rmdir()
+    assert not left
+
+
+def run(folder: Path, memory: str, when: str, ranks: int = 2) -> tuple[dict[int, float], list[int]]:
+    """The losses by step, and the steps from which the starts went on."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1"]
+    command += [str(WORKER), str(folder), str(STEPS), memory, when]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, timeout=180, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    losses = dict(json.loads(line) for line in (folder / "losses").read_text().splitlines())
+    return losses, [int(line) for line in (folder / "starts").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> dict[int, float]:
+    losses, starts = run(tmp_path_factory.mktemp("runs") / "uninterrupted", str(MEMORY), "never")
+    assert starts == [0]
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("when", "hosts"), [("step", "one"), ("take", "one"), ("take", "{rank}"), ("host", "{rank}"), ("step", "{rank}")]
+)
+def test_a_killed_rank_costs_one_step_at_most(tmp_path, memory, uninterrupted, when, hosts):
+    losses, starts = run(tmp_path / "run", str(memory / hosts), when)
+    assert starts == [0, 4]
+    assert losses == uninterrupted
+
+
+def test_memory_of_jobs_that_have_ended_is_given_back(tmp_path, memory):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(WORKER), str(tmp_path), str(STEPS), str(memory), "step"]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=180, capture_output=True)
+    assert done.returncode != 0
+    assert list(memory.glob("bmt-snapshots-*/*"))
+    snapshots = bmt.MemorySnapshots(memory)
+    assert len(list(memory.iterdir())) == 1  # its own
+    snapshots.close()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = bmt.TransformerBlockList(
+            [bmt.Block(nn.Sequential(nn.Linear(65, 33), nn.Dropout(0.2), nn.Linear(33, 65))) for _ in range(2)]
+        )
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layers(x)
+
+
+def train(rank: int, every: int, bad: int | None, left_out: tuple[int, ...] = ()) -> list[float]:
+    """The losses of the batches that were used, but for those that a return to a snapshot has undone."""
+    torch.manual_seed(5)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    manager = bmt.optim.OptimManager(skip_non_finite=True)
+    manager.add_optimizer(optimizer, bmt.lr_scheduler.Cosine(optimizer, 0.01, 2, 20))
+    torch.manual_seed(rank)
+    data, snapshots, losses = Data(rank), bmt.MemorySnapshots(), []
+    kept: list[float] = []
+    for number in range(10):
+        x = data.next()
+        if number in left_out:
+            continue
+        if number == bad and rank == 1:
+            x[0, 0] = float("nan")
+        manager.zero_grad()
+        loss = model(x).square().mean()
+        manager.backward(loss)
+        if manager.step():
+            losses.append(bmt.sum_loss(loss.detach()).item())
+        else:
+            assert snapshots.restore(model=model, manager=manager) == len(kept)
+            losses = list(kept)
+        if len(losses) % every == 0:
+            snapshots.take(len(losses), model=model, manager=manager, data=data)
+            kept = list(losses)
+    assert model.calls == len(losses)
+    snapshots.close()
+    return losses
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("every", [1, 3])
+def test_all_ranks_go_back_to_the_last_snapshot(ctx, every):
+    bad = 5
+    undone = tuple(range(bad - bad % every, bad + 1))
+    assert train(ctx.rank, every, bad) == train(ctx.rank, every, None, left_out=undone)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_damaged_snapshot_is_not_used(ctx, tmp_path):
+    model = nn.Linear(3, 3)
+    snapshots = bmt.MemorySnapshots(tmp_path)
+    assert snapshots.restore(model=model) is None
+    expected = model.weight.detach().clone()
+    snapshots.take(1, model=model)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    snapshots.take(2, model=model)
+    if ctx.rank == 0:  # of the last one of this rank, and of the copy that the other one has
+        for copies in tmp_path.glob("*/*"):
+            with copies.open("r+b") as file:
+                step = torch.frombuffer(bytearray(file.read(16)), dtype=torch.int64)[1]
+                if step == 2:
+                    file.seek(-1, os.SEEK_END)
+                    file.seek(4096)
+                    file.write(b"damaged")
+    ctx.world.barrier()
+    with torch.no_grad():
+        model.weight.zero_()
+    assert snapshots.restore(model=model) == 1
+    assert torch.equal(model.weight.detach(), expected)
+    with pytest.raises(ValueError, match="of another model"):
+        snapshots.restore(model=nn.Linear(3, 4))
+    snapshots.close()
+
+
+@pytest.mark.ranks(2)
+def test_memory_that_is_too_small_is_an_error(ctx, tmp_path):
+    snapshots = bmt.MemorySnapshots(tmp_path)
+
+    def no_room(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", no_room)
+        with pytest.raises(RuntimeError, match="has no room for"):
+            snapshots.take(1, model=nn.Linear(3, 3))
+    snapshots.close()
