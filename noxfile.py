@@ -325,21 +325,39 @@ def run_by_nccls_rules(session: nox.Session, tests: dict[str, list[str]], *kinds
 
 
 @nox.session(default=False)
+@summarized
 def sanitize(session: nox.Session) -> None:
     """The tests of bmt-kernels with its CPU module under AddressSanitizer and UndefinedBehaviorSanitizer (GCC)."""
+    run_sanitized(session, {}, *session.posargs)
+
+
+@nox.session(default=False, tags=["ci"])
+@summarized
+def cuda_on_host(session: nox.Session) -> None:
+    """The CUDA kernels without a GPU: compiled for the host, in random orders, under the same sanitizers (GCC, Linux).
+
+    Arguments go to pytest. BMT_CUDA_SEED repeats the order in which a test has failed.
+    """
+    run_sanitized(session, {"BMT_CUDA_ON_HOST": "ON"}, "-k", "cuda_on_host or cuda-on-host", *session.posargs)
+
+
+def run_sanitized(session: nox.Session, settings: dict[str, str], *arguments: str) -> None:
     needs_environment(session)
     install(session, "torch", *TEST_NEEDS, *BUILD_NEEDS)
     install_build_tools(session)
     build = {"BMT_SANITIZE": "ON", "BMT_CUDA": "OFF", "SKBUILD_BUILD_DIR": str(session.env_dir / "build-sanitized")}
-    session.install("--no-build-isolation", "--no-deps", "--force-reinstall", "packages/bmt-kernels", env=build)
+    with step(session, "compiling bmt-kernels with sanitizers", "2 minutes on two cores"):
+        package = "packages/bmt-kernels"
+        session.install("--no-build-isolation", "--no-deps", "--force-reinstall", package, env={**build, **settings})
     libraries = [
         (session.run("g++", f"-print-file-name=lib{name}.so", silent=True, external=True) or "").strip()
         for name in ("asan", "ubsan")
     ]
     # Python and torch do not free all they have at their end, and torch's exceptions cross the sanitizer's stacks.
-    environment = {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
-    arguments = session.posargs or ["packages/bmt-kernels/tests"]
-    session.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, env=environment)
+    # New memory is full of NaN: what is read before it is written shows.
+    options = "detect_leaks=0:detect_stack_use_after_return=0:max_malloc_fill_size=4294967296:malloc_fill_byte=255"
+    session.env.update(LD_PRELOAD=" ".join(libraries), ASAN_OPTIONS=options)
+    run_tests(session, session.name, "-q", "packages/bmt-kernels/tests", *arguments)
 
 
 @nox.session(default=False)

@@ -64,9 +64,9 @@ def test_a_variant_that_cannot_run_is_refused(monkeypatch):
 def test_cuda_module_loads_without_a_driver_and_says_when_a_launch_fails():
     module = _native.cuda_module
     if module is None:
-        assert _native.cuda_kernels(0) is None
+        assert _native.cuda_module_for(0) is None
     elif torch.cuda.is_available():
-        assert module.supports(0) == (_native.cuda_kernels(0) is not None)
+        assert module.supports(0) == (_native.cuda_module_for(0) is not None)
     else:
         assert not module.supports(0)  # as with a driver that is too old for the toolkit
         row = (0, 0, 0, 0, 0, 1, 0)
@@ -154,12 +154,12 @@ def test_cuda_kernels_that_do_not_run_are_told_once(monkeypatch, driver, message
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
-    _native.cuda_kernels.cache_clear()
+    _native.cuda_module_for.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match=message):
-            assert _native.cuda_kernels(0) is None
-        assert _native.cuda_kernels(0) is None  # and no second warning, which would be an error
+            assert _native.cuda_module_for(0) is None
+        assert _native.cuda_module_for(0) is None  # and no second warning, which would be an error
         monkeypatch.setenv("LOCAL_RANK", "1")
-        assert _native.cuda_kernels(1) is None
+        assert _native.cuda_module_for(1) is None
     finally:
-        _native.cuda_kernels.cache_clear()
+        _native.cuda_module_for.cache_clear()

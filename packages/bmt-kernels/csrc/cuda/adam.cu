@@ -23,7 +23,7 @@ struct KernelExtras {
   double* sums;                // one for each block of the launch
   double* squares;
 };
-static_assert(sizeof(AdamBatch) + sizeof(AdamScalars) + sizeof(KernelExtras) <= 4096, "kernel arguments hold 4 KB");
+static_assert(sizeof(AdamBatch) + sizeof(AdamScalars) + sizeof(KernelExtras) <= kArgumentBytes);
 
 __device__ double read_number(const DeviceNumber& number, double otherwise) {
   if (number.address == nullptr) return otherwise;
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
   // Four fp32 values fill a 128-bit access; half-precision arrays take eight for it.
   constexpr int kPack = kSame<Weight, F32> && kSame<Copy, NoCopy> && kSame<Grad, F32> ? 4 : 8;
   int done = 0;
-  if (batch.aligned >> row_index & 1) {
+  if (batch.aligned[row_index]) {
     done = n / kPack * kPack;
     for (int i = threadIdx.x * kPack; i < done; i += kThreads * kPack) {
       adam_pack<Weight, Copy, Grad, kPack, kSums>(row, begin + i, factors, scalars.decoupled, scalars.update, sums);
@@ -114,11 +114,13 @@ template <class Weight, class Copy, class Grad, bool kSums>
 cudaError_t launch_kind(const AdamRow* rows, int64_t count, int kind, const AdamScalars& scalars, KernelExtras& extras,
                         cudaStream_t stream) {
   const auto launch = [&](const AdamBatch& batch, unsigned blocks) {
-    adam_kernel<Weight, Copy, Grad, kSums><<<blocks, kThreads, 0, stream>>>(batch, scalars, extras);
+    const cudaError_t error =
+        launch_kernel(adam_kernel<Weight, Copy, Grad, kSums>, blocks, kThreads, stream, batch, scalars, extras);
     if (kSums) {
       extras.sums += blocks;
       extras.squares += blocks;
     }
+    return error;
   };
   Batcher<AdamRow, decltype(launch)> batcher(launch);
   for (int64_t i = 0; i < count; ++i) {
@@ -154,8 +156,8 @@ cudaError_t adam_rows_cuda(const AdamRow* rows, int64_t count, const AdamSetting
   KernelExtras rest{extras.found_inf, extras.grad_factor, extras.scalars, extras.partials,
                     sums ? extras.partials + blocks : nullptr};
   if (extras.scalars != nullptr) {
-    scalars_kernel<<<1, 1, 0, stream>>>(settings, extras.lr, extras.step, extras.scalars);
-    const cudaError_t error = cudaGetLastError();
+    const cudaError_t error =
+        launch_kernel(scalars_kernel, 1, 1, stream, settings, extras.lr, extras.step, extras.scalars);
     if (error != cudaSuccess) return error;
   }
   const AdamScalars scalars = adam_scalars(settings);
@@ -167,9 +169,8 @@ cudaError_t adam_rows_cuda(const AdamRow* rows, int64_t count, const AdamSetting
     if (error != cudaSuccess) return error;
   }
   if (!sums) return cudaSuccess;
-  combine_partials<kMagnitudes><<<2, kThreads, 0, stream>>>(extras.partials, blocks, extras.delta_stats,
-                                                            extras.found_inf);
-  return cudaGetLastError();
+  return launch_kernel(combine_partials<kMagnitudes>, 2, kThreads, stream, extras.partials, blocks, extras.delta_stats,
+                       extras.found_inf);
 }
 
 bool device_is_supported() {

@@ -9,7 +9,7 @@ namespace bmt {
 namespace {
 
 using Adam8bitBatch = Batch<Adam8bitRow>;
-static_assert(sizeof(Adam8bitBatch) + sizeof(AdamScalars) + sizeof(void*) <= 4096, "kernel arguments hold 4 KB");
+static_assert(sizeof(Adam8bitBatch) + sizeof(AdamScalars) + sizeof(void*) <= kArgumentBytes);
 
 template <class Weight, class Copy, class Grad>
 __global__ void __launch_bounds__(kThreads)
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t chunk;
   int n;
   chunk_of_block(batch, row_index, chunk, n);
-  const bool aligned = batch.aligned >> row_index & 1;
+  const bool aligned = batch.aligned[row_index];
   const auto factors = spread_factors<float>(scalars, [](float x) { return x; });
   auto* weight = address<typename Weight::Storage>(row.weight);
   auto* codes_avg = address<uint8_t>(row.exp_avg);
@@ -75,7 +75,7 @@ template <class Weight, class Copy, class Grad>
 cudaError_t launch_kind(const Adam8bitRow* rows, int64_t count, int kind, const AdamScalars& scalars,
                         const float* found_inf, cudaStream_t stream) {
   const auto launch = [&](const Adam8bitBatch& batch, unsigned blocks) {
-    adam8bit_kernel<Weight, Copy, Grad><<<blocks, kThreads, 0, stream>>>(batch, scalars, found_inf);
+    return launch_kernel(adam8bit_kernel<Weight, Copy, Grad>, blocks, kThreads, stream, batch, scalars, found_inf);
   };
   Batcher<Adam8bitRow, decltype(launch)> batcher(launch);
   for (int64_t i = 0; i < count; ++i) {

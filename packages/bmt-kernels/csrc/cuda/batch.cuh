@@ -5,14 +5,29 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace bmt {
 
 constexpr int kThreads = 256;
 constexpr int64_t kChunk = 8192;  // elements per thread block
-// As many as the 4 KB of a kernel's arguments hold, beside 256 bytes for what else it takes; Batch counts to 64.
+
+// What kernel<<<blocks, threads, 0, stream>>>(arguments...) does, in words that a C++ compiler knows, too: the tests
+// compile the kernels for the host.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
+                          Arguments&&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+constexpr size_t kArgumentBytes = 4096;  // of a kernel
+// As many as these hold, beside 320 bytes for what else the kernel takes. A row needs a 32-bit number and a bit, too.
 template <class Row>
-constexpr int kMaxRows = 3840 / (sizeof(Row) + sizeof(uint32_t)) < 60 ? 3840 / (sizeof(Row) + sizeof(uint32_t)) : 60;
+constexpr int kMaxRows = static_cast<int>((kArgumentBytes - 320) / (sizeof(Row) + sizeof(uint32_t) + 1));
 
 // Thread blocks that all rows take together, over however many launches.
 template <class Row>
@@ -27,7 +42,7 @@ struct Batch {
   Row rows[kMaxRows<Row>];
   uint32_t first_block[kMaxRows<Row> + 1];
   int32_t count;
-  uint64_t aligned;  // bit i: every array of row i starts on a 16-byte boundary
+  bool aligned[kMaxRows<Row>];  // every array of the row starts on a 16-byte boundary
 };
 
 // Of a Batch, or of anything else that has count and first_block.
@@ -70,7 +85,8 @@ __device__ __forceinline__ void store_pack(T* p, const Pack<T, N>& pack) {
   *reinterpret_cast<Pack<T, N>*>(p) = pack;
 }
 
-// Collects rows and calls launch(batch, blocks) for every full batch and, in flush, for what is left.
+// Collects rows and calls launch(batch, blocks), which returns an error, for every full batch and, in flush, for what is
+// left.
 template <class Row, class Launch>
 class Batcher {
  public:
@@ -84,7 +100,7 @@ class Batcher {
     }
     if (blocks > 0x7fffffffull) return cudaErrorInvalidConfiguration;
     batch_.rows[batch_.count] = row;
-    if (aligned) batch_.aligned |= uint64_t{1} << batch_.count;
+    batch_.aligned[batch_.count] = aligned;
     blocks_ += blocks;
     batch_.first_block[++batch_.count] = static_cast<uint32_t>(blocks_);
     return cudaSuccess;
@@ -92,15 +108,14 @@ class Batcher {
 
   cudaError_t flush() {
     if (batch_.count == 0) return cudaSuccess;
-    launch_(batch_, static_cast<unsigned>(blocks_));
+    const cudaError_t error = launch_(batch_, static_cast<unsigned>(blocks_));
     clear();
-    return cudaGetLastError();
+    return error;
   }
 
  private:
   void clear() {
     batch_.count = 0;
-    batch_.aligned = 0;
     batch_.first_block[0] = 0;
     blocks_ = 0;
   }

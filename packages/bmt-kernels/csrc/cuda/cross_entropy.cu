@@ -159,28 +159,22 @@ cudaError_t dispatch(const CrossEntropyRows& rows, bool smooth, Launch launch) {
   if (rows.rows == 0) return cudaSuccess;
   if (rows.rows > 0x7fffffffll) return cudaErrorInvalidConfiguration;
   const auto with_type = [&](auto type) {
-    if (!smooth) {
-      launch(type, SumsOf<kNoSum>());
-    } else if (rows.weight == 0) {
-      launch(type, SumsOf<kPlainSum>());
-    } else {
-      launch(type, SumsOf<kWeightedSum>());
-    }
+    if (!smooth) return launch(type, SumsOf<kNoSum>());
+    return rows.weight == 0 ? launch(type, SumsOf<kPlainSum>()) : launch(type, SumsOf<kWeightedSum>());
   };
   switch (static_cast<DType>(rows.dtype)) {
-    case DType::kFloat32: with_type(F32()); break;
-    case DType::kBFloat16: with_type(BF16()); break;
-    case DType::kFloat16: with_type(F16()); break;
+    case DType::kBFloat16: return with_type(BF16());
+    case DType::kFloat16: return with_type(F16());
+    default: return with_type(F32());
   }
-  return cudaGetLastError();
 }
 
 }  // namespace
 
 cudaError_t cross_entropy_statistics_cuda(const CrossEntropyRows& rows, bool smooth, float* out, cudaStream_t stream) {
   return dispatch(rows, smooth, [&](auto type, auto sums) {
-    statistics_kernel<decltype(type), decltype(sums)::value>
-        <<<static_cast<unsigned>(rows.rows), kRowThreads, 0, stream>>>(rows, out);
+    return launch_kernel(statistics_kernel<decltype(type), decltype(sums)::value>, rows.rows, kRowThreads, stream, rows,
+                         out);
   });
 }
 
@@ -189,9 +183,7 @@ cudaError_t cross_entropy_losses_cuda(const CrossEntropyRows& rows, const CrossE
                                       cudaStream_t stream) {
   if (rows.rows == 0) return cudaSuccess;
   const int64_t blocks = (rows.rows + kThreads - 1) / kThreads;
-  losses_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(rows, factors, statistics, ranks, losses,
-                                                                         normalizers);
-  return cudaGetLastError();
+  return launch_kernel(losses_kernel, blocks, kThreads, stream, rows, factors, statistics, ranks, losses, normalizers);
 }
 
 cudaError_t cross_entropy_gradient_cuda(const CrossEntropyRows& rows, const CrossEntropyFactors& factors,
@@ -200,9 +192,9 @@ cudaError_t cross_entropy_gradient_cuda(const CrossEntropyRows& rows, const Cros
   if (rows.columns == 0) return cudaSuccess;
   return dispatch(rows, factors.smooth, [&](auto type, auto sums) {
     using Type = decltype(type);
-    gradient_kernel<Type, decltype(sums)::value><<<static_cast<unsigned>(rows.rows), kRowThreads, 0, stream>>>(
-        rows, factors, normalizers, scale, scale_stride, denominator, static_cast<typename Type::Storage*>(out),
-        out_stride);
+    return launch_kernel(gradient_kernel<Type, decltype(sums)::value>, rows.rows, kRowThreads, stream, rows, factors,
+                         normalizers, scale, scale_stride, denominator, static_cast<typename Type::Storage*>(out),
+                         out_stride);
   });
 }
 

@@ -21,7 +21,8 @@ struct Rows {
   int32_t count;
 };
 
-// Collects rows and calls launch(rows, blocks) for every full batch and, in flush, for what is left.
+// Collects rows and calls launch(rows, blocks), which returns an error, for every full batch and, in flush, for what is
+// left.
 template <class Row, int kMax, class Launch>
 class Collector {
  public:
@@ -42,9 +43,9 @@ class Collector {
 
   cudaError_t flush() {
     if (batch_.count == 0) return cudaSuccess;
-    launch_(batch_, static_cast<unsigned>(blocks_));
+    const cudaError_t error = launch_(batch_, static_cast<unsigned>(blocks_));
     clear();
-    return cudaGetLastError();
+    return error;
   }
 
  private:
@@ -66,7 +67,7 @@ struct TiledRow {
 };
 constexpr int kMaxTiled = 28;
 using TiledRows = Rows<TiledRow, kMaxTiled>;
-static_assert(sizeof(TiledRows) + sizeof(FactoredScalars) + sizeof(void*) <= 4096, "kernel arguments hold 4 KB");
+static_assert(sizeof(TiledRows) + sizeof(FactoredScalars) + sizeof(void*) <= kArgumentBytes);
 
 // out[b][i] = sum over t of partials[b][t][i]; one thread for each result.
 struct Combination {
@@ -374,11 +375,8 @@ template <class Grad>
 cudaError_t launch_sums(const FactoredRow* rows, int64_t count, int kind, const FactoredScalars& scalars,
                         float* workspace, cudaStream_t stream) {
   return launch_tiles(rows, count, kind, grad_kind<FactoredRow>, [&](const TiledRows& batch, unsigned blocks) {
-    if (batch.rows[0].row.exp_avg != 0) {
-      sums_kernel<Grad, true><<<blocks, kThreads, 0, stream>>>(batch, scalars, workspace);
-    } else {
-      sums_kernel<Grad, false><<<blocks, kThreads, 0, stream>>>(batch, scalars, workspace);
-    }
+    const auto kernel = batch.rows[0].row.exp_avg != 0 ? sums_kernel<Grad, true> : sums_kernel<Grad, false>;
+    return launch_kernel(kernel, blocks, kThreads, stream, batch, scalars, workspace);
   });
 }
 
@@ -386,7 +384,7 @@ template <class Grad>
 cudaError_t launch_update_square_sum(const FactoredRow* rows, int64_t count, int kind, const FactoredScalars& scalars,
                                      float* workspace, cudaStream_t stream) {
   return launch_tiles(rows, count, kind, grad_kind<FactoredRow>, [&](const TiledRows& batch, unsigned blocks) {
-    update_square_sum_kernel<Grad><<<blocks, kThreads, 0, stream>>>(batch, scalars, workspace);
+    return launch_kernel(update_square_sum_kernel<Grad>, blocks, kThreads, stream, batch, scalars, workspace);
   });
 }
 
@@ -396,7 +394,7 @@ template <class Weight, class Copy, class Grad>
 cudaError_t launch_update(const FactoredRow* rows, int64_t count, int kind, const FactoredScalars& scalars, float*,
                           cudaStream_t stream) {
   return launch_tiles(rows, count, kind, update_kind, [&](const TiledRows& batch, unsigned blocks) {
-    update_kernel<Weight, Copy, Grad><<<blocks, kThreads, 0, stream>>>(batch, scalars);
+    return launch_kernel(update_kernel<Weight, Copy, Grad>, blocks, kThreads, stream, batch, scalars);
   });
 }
 
@@ -440,7 +438,7 @@ cudaError_t factored_sums_cuda(const FactoredRow* rows, int64_t count, const Fac
       launch_kinds(kSums, grad_kind<FactoredRow>, rows, count, scalars, workspace, stream);
   if (error != cudaSuccess) return error;
   const auto launch = [&](const Rows<Combination, kMaxCombinations>& batch, unsigned blocks) {
-    combine_kernel<<<blocks, kCombinationThreads, 0, stream>>>(batch, scalars.found_inf);
+    return launch_kernel(combine_kernel, blocks, kCombinationThreads, stream, batch, scalars.found_inf);
   };
   Collector<Combination, kMaxCombinations, decltype(launch)> collector(launch);
   const float* partials = workspace;
@@ -466,7 +464,7 @@ cudaError_t factored_update_square_sum_cuda(const FactoredRow* rows, int64_t cou
       launch_kinds(kUpdateSquareSum, grad_kind<FactoredRow>, rows, count, scalars, workspace, stream);
   if (error != cudaSuccess) return error;
   const auto launch = [&](const Rows<Total, kMaxTotals>& batch, unsigned blocks) {
-    total_kernel<<<blocks, kThreads, 0, stream>>>(batch);
+    return launch_kernel(total_kernel, blocks, kThreads, stream, batch);
   };
   Collector<Total, kMaxTotals, decltype(launch)> collector(launch);
   const float* partials = workspace;

@@ -13,7 +13,7 @@ struct Job : LambRow {
   int64_t partials;
 };
 using Jobs = Batch<Job>;
-static_assert(sizeof(Jobs) + sizeof(LambScalars) + 3 * sizeof(void*) <= 4096, "kernel arguments hold 4 KB");
+static_assert(sizeof(Jobs) + sizeof(LambScalars) + 3 * sizeof(void*) <= kArgumentBytes);
 
 __device__ __forceinline__ LambFactors<float> factors_of(const LambScalars& scalars) {
   return spread_factors<float>(scalars, [](float x) { return x; });
@@ -33,7 +33,7 @@ __device__ __forceinline__ void visit_chunk(const Jobs& batch, int row_index, co
   int n;
   chunk_of_block(batch, row_index, begin, n);
   int done = 0;
-  if (batch.aligned >> row_index & 1) {
+  if (batch.aligned[row_index]) {
     done = n / kPack * kPack;
     for (int i = threadIdx.x * kPack; i < done; i += kThreads * kPack) visit(begin + i, Constant<kPack>());
   }
@@ -146,9 +146,9 @@ struct Moments {
 };
 
 template <class Weight, class Grad>
-void launch_moments(const Moments& call, const Jobs& batch, unsigned blocks) {
-  moments_kernel<Weight, Grad>
-      <<<blocks, kThreads, 0, call.stream>>>(batch, call.scalars, call.grad_factor, call.partials);
+cudaError_t launch_moments(const Moments& call, const Jobs& batch, unsigned blocks) {
+  return launch_kernel(moments_kernel<Weight, Grad>, blocks, kThreads, call.stream, batch, call.scalars,
+                       call.grad_factor, call.partials);
 }
 
 struct Update {
@@ -158,12 +158,12 @@ struct Update {
 };
 
 template <class Weight, class Copy>
-void launch_update(const Update& call, const Jobs& batch, unsigned blocks) {
-  update_kernel<Weight, Copy><<<blocks, kThreads, 0, call.stream>>>(batch, call.scalars, call.rates);
+cudaError_t launch_update(const Update& call, const Jobs& batch, unsigned blocks) {
+  return launch_kernel(update_kernel<Weight, Copy>, blocks, kThreads, call.stream, batch, call.scalars, call.rates);
 }
 
-using LaunchMoments = void (*)(const Moments&, const Jobs&, unsigned);
-using LaunchUpdate = void (*)(const Update&, const Jobs&, unsigned);
+using LaunchMoments = cudaError_t (*)(const Moments&, const Jobs&, unsigned);
+using LaunchUpdate = cudaError_t (*)(const Update&, const Jobs&, unsigned);
 
 #define BMT_LAUNCH_ROW(weight) launch_moments<weight, F32>, launch_moments<weight, BF16>, launch_moments<weight, F16>
 constexpr LaunchMoments kLaunchMoments[kDTypes * kDTypes] = {BMT_LAUNCH_ROW(F32), BMT_LAUNCH_ROW(BF16),
@@ -182,7 +182,7 @@ cudaError_t launch_kinds(const Launches& launches, const LambRow* rows, int64_t 
     if (!present[kind]) continue;
     const cudaError_t error = launch_jobs(
         rows, count, [&](const LambRow& row) { return kind_of(row) == kind; },
-        [&](const Jobs& batch, unsigned blocks) { launches[kind](call, batch, blocks); });
+        [&](const Jobs& batch, unsigned blocks) { return launches[kind](call, batch, blocks); });
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -202,7 +202,7 @@ cudaError_t lamb_moments_cuda(const LambRow* rows, int64_t count, const LambSett
   return launch_jobs(
       rows, count, [](const LambRow&) { return true; },
       [&](const Jobs& batch, unsigned) {
-        combine_kernel<<<static_cast<unsigned>(batch.count), kThreads, 0, stream>>>(batch, partials, sums);
+        return launch_kernel(combine_kernel, batch.count, kThreads, stream, batch, partials, sums);
       });
 }
 

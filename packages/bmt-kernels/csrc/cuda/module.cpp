@@ -19,7 +19,7 @@ bool supports(int device) {
 
 }  // namespace
 
-PYBIND11_MODULE(_cuda, m) {
+PYBIND11_MODULE(BMT_CUDA_MODULE, m) {
   m.doc() = "CUDA kernels on raw addresses; use the functions of bmt_kernels, which check their arguments.";
   m.attr("ARCHITECTURES") = BMT_CUDA_ARCHS;
   m.attr("CUDA_VERSION") = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);

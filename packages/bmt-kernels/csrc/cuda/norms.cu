@@ -9,7 +9,7 @@ namespace bmt {
 namespace {
 
 using DataBatch = Batch<DataRow>;
-static_assert(sizeof(DataBatch) + 3 * sizeof(void*) <= 4096, "kernel arguments hold 4 KB");
+static_assert(sizeof(DataBatch) + 3 * sizeof(void*) <= kArgumentBytes);
 
 struct F32 {
   using Storage = float;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t begin;
   int n;
   chunk_of_block(batch, row_index, begin, n);
-  const bool aligned = batch.aligned >> row_index & 1;
+  const bool aligned = batch.aligned[row_index];
   bool nonfinite = false;
   double sum;
   if (static_cast<DType>(row.dtype) == DType::kFloat32) {
@@ -82,8 +82,9 @@ cudaError_t launch_kind(const DataRow* rows, int64_t count, double p, float* fou
                         cudaStream_t stream) {
   int64_t done = 0;  // blocks of the batches before
   const auto launch = [&](const DataBatch& batch, unsigned blocks) {
-    power_sum_kernel<kKind><<<blocks, kThreads, 0, stream>>>(batch, p, found_inf, partials + done);
+    double* const to = partials + done;
     done += blocks;
+    return launch_kernel(power_sum_kernel<kKind>, blocks, kThreads, stream, batch, p, found_inf, to);
   };
   Batcher<DataRow, decltype(launch)> batcher(launch);
   for (int64_t i = 0; i < count; ++i) {
@@ -93,14 +94,13 @@ cudaError_t launch_kind(const DataRow* rows, int64_t count, double p, float* fou
   const cudaError_t error = batcher.flush();
   if (error != cudaSuccess) return error;
   if (const int64_t parts = combined_partials(done)) {
-    combine_parts<kKind><<<static_cast<unsigned>(parts), kThreads, 0, stream>>>(partials, done, partials + done);
-    const cudaError_t failure = cudaGetLastError();
+    const cudaError_t failure =
+        launch_kernel(combine_parts<kKind>, parts, kThreads, stream, partials, done, partials + done);
     if (failure != cudaSuccess) return failure;
     partials += done;
     done = parts;
   }
-  combine_partials<kKind><<<1, kThreads, 0, stream>>>(partials, done, total, nullptr);
-  return cudaGetLastError();
+  return launch_kernel(combine_partials<kKind>, 1, kThreads, stream, partials, done, total, nullptr);
 }
 
 }  // namespace

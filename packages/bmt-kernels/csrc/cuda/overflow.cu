@@ -7,7 +7,7 @@ namespace bmt {
 namespace {
 
 using DataBatch = Batch<DataRow>;
-static_assert(sizeof(DataBatch) + sizeof(void*) <= 4096, "kernel arguments hold 4 KB");
+static_assert(sizeof(DataBatch) + sizeof(void*) <= kArgumentBytes);
 
 template <class Word>
 __device__ __forceinline__ bool chunk_has_nonfinite(const Word* data, int n, bool aligned, Word exponent) {
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) overflow_kernel(const __grid_constan
   int64_t begin;
   int n;
   chunk_of_block(batch, row_index, begin, n);
-  const bool aligned = batch.aligned >> row_index & 1;
+  const bool aligned = batch.aligned[row_index];
   bool found;
   if (static_cast<DType>(row.dtype) == DType::kFloat32) {
     found = chunk_has_nonfinite<uint32_t>(address<const uint32_t>(row.data) + begin, n, aligned, 0x7f800000u);
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) overflow_kernel(const __grid_constan
 
 cudaError_t overflow_check_cuda(const DataRow* rows, int64_t count, float* out, cudaStream_t stream) {
   const auto launch = [&](const DataBatch& batch, unsigned blocks) {
-    overflow_kernel<<<blocks, kThreads, 0, stream>>>(batch, out);
+    return launch_kernel(overflow_kernel, blocks, kThreads, stream, batch, out);
   };
   Batcher<DataRow, decltype(launch)> batcher(launch);
   for (int64_t i = 0; i < count; ++i) {

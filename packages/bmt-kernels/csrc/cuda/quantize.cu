@@ -66,8 +66,7 @@ cudaError_t launch(const Kernel (&kernels)[kDTypes][2], const QuantizeArrays& ar
   const int64_t blocks = (row.end + kChunk - 1) / kChunk;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   if (arrays.numel == 0) return cudaSuccess;
-  kernels[static_cast<int>(arrays.dtype)][is_signed]<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(row);
-  return cudaGetLastError();
+  return launch_kernel(kernels[static_cast<int>(arrays.dtype)][is_signed], blocks, kThreads, stream, row);
 }
 
 #define BMT_KERNELS_OF(kernel) \

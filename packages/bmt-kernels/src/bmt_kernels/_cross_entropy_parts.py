@@ -245,9 +245,8 @@ def _kernels(logits: Tensor) -> _Kernels | None:
         return None
     if logits.device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         return _Kernels(cpu.module, (cpu.variant,), (torch.get_num_threads(),))
-    if logits.device.type == "cuda" and (cuda := _native.cuda_kernels(logits.device.index)) is not None:
-        stream = torch.cuda.current_stream(logits.device).cuda_stream
-        return _Kernels(cuda, (logits.device.index, stream), ())
+    if (cuda := _native.cuda_kernels(logits.device)) is not None:
+        return _Kernels(cuda.module, (cuda.device, cuda.stream), ())
     return None
 
 

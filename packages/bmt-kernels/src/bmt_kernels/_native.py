@@ -18,7 +18,10 @@ import torch
 
 from bmt_kernels._compat import cuda_driver_version
 
-CPU_VARIANTS = ("portable", "avx2", "avx512", "reference")
+CUDA_ON_HOST = "cuda-on-host"
+"""The CUDA kernels, compiled for the host with ``BMT_CUDA_ON_HOST=ON``: for tests, many times slower."""
+
+CPU_VARIANTS = ("portable", "avx2", "avx512", "reference", CUDA_ON_HOST)
 """What ``BMT_KERNELS_CPU`` may ask for."""
 
 
@@ -29,6 +32,15 @@ class CpuKernels(NamedTuple):
     variant: int
     """Its place among the variants that were built."""
     name: str
+
+
+class CudaKernels(NamedTuple):
+    """The CUDA kernels and where to launch them."""
+
+    module: ModuleType
+    device: int
+    stream: int
+    """The address of the device's current stream."""
 
 
 def _load(name: str) -> tuple[ModuleType | None, str]:
@@ -43,6 +55,7 @@ def _load(name: str) -> tuple[ModuleType | None, str]:
 
 cpu_module, cpu_note = _load("_cpu")
 cuda_module, cuda_note = _load("_cuda")
+cuda_on_host_module = _load("_cuda_on_host")[0]
 if cpu_module is not None and (cuda_module is None) == cpu_module.CUDA_NOTE.startswith("no CUDA"):
     cuda_note = cpu_module.CUDA_NOTE  # else the module was built and does not load
 
@@ -82,18 +95,21 @@ def _select(name: str | None) -> CpuKernels | None:
         name = runnable[-1]
     elif name not in CPU_VARIANTS:
         raise ValueError(f"BMT_KERNELS_CPU is {name!r}; it must be one of {', '.join(CPU_VARIANTS)}")
-    elif name not in runnable:
+    elif name == CUDA_ON_HOST and cuda_on_host_module is None:
+        raise RuntimeError(f"BMT_KERNELS_CPU asks for {name!r}, which BMT_CUDA_ON_HOST=ON builds")
+    elif name not in (*runnable, CUDA_ON_HOST):
         raise RuntimeError(
             f"BMT_KERNELS_CPU asks for {name!r}, which was not built or which this processor does not run; "
             f"available: {', '.join(runnable)}"
         )
-    if name == "reference" or cpu_module is None:
+    if name in ("reference", CUDA_ON_HOST) or cpu_module is None:
         return None
     return CpuKernels(cpu_module, cpu_module.variants(False).index(name), name)
 
 
 _asked_for = os.environ.get("BMT_KERNELS_CPU") or None
 _selected = _select(_asked_for)
+_cuda_on_host = _asked_for == CUDA_ON_HOST
 _warn_if_not_compiled(_asked_for)
 
 
@@ -104,12 +120,22 @@ def cpu_kernels() -> CpuKernels | None:
 
 def use_cpu_variant(name: str | None) -> None:
     """Change the variant in use, as ``BMT_KERNELS_CPU`` would; None chooses the best."""
-    global _selected
+    global _selected, _cuda_on_host
     _selected = _select(name)
+    _cuda_on_host = name == CUDA_ON_HOST
+
+
+def cuda_kernels(device: torch.device) -> CudaKernels | None:
+    """The CUDA kernels for tensors on this device; None if the plain PyTorch functions serve, or those for the CPU."""
+    if device.type == "cuda" and (module := cuda_module_for(device.index)) is not None:
+        return CudaKernels(module, device.index, torch.cuda.current_stream(device).cuda_stream)
+    if device.type == "cpu" and _cuda_on_host and cuda_on_host_module is not None:
+        return CudaKernels(cuda_on_host_module, 0, 0)
+    return None
 
 
 @functools.cache
-def cuda_kernels(device_index: int) -> ModuleType | None:
+def cuda_module_for(device_index: int) -> ModuleType | None:
     """The CUDA module, if it was built, holds code for this GPU and has a driver that is new enough; else None."""
     if cuda_module is None or torch.version.cuda is None:
         return None

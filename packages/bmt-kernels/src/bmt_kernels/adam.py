@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -158,7 +157,7 @@ def adam_step(
             _address(delta_stats),
             torch.get_num_threads(),
         )
-    elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
+    elif (cuda := _native.cuda_kernels(device)) is not None:
         _step_on_cuda(cuda, device, rows, settings, found_inf, grad_factor, delta_stats)
     else:
         reference.adam_step(
@@ -191,7 +190,7 @@ def adam_step(
 
 
 def _step_on_cuda(
-    cuda: ModuleType,
+    cuda: _native.CudaKernels,
     device: torch.device,
     rows: bytes,
     settings: tuple[object, ...],
@@ -204,12 +203,12 @@ def _step_on_cuda(
     scalars = partials = None
     if any(number is not None for number in numbers):
         settings = tuple(1.0 if isinstance(value, Tensor) else value for value in settings)
-        scalars = torch.empty(cuda.ADAM_SCALARS_BYTES, dtype=torch.uint8, device=device)
+        scalars = torch.empty(cuda.module.ADAM_SCALARS_BYTES, dtype=torch.uint8, device=device)
     if delta_stats is not None:
-        partials = torch.empty(2 * cuda.adam_blocks(rows), dtype=torch.float64, device=device)
-    cuda.adam_step(
-        device.index,
-        torch.cuda.current_stream(device).cuda_stream,
+        partials = torch.empty(2 * cuda.module.adam_blocks(rows), dtype=torch.float64, device=device)
+    cuda.module.adam_step(
+        cuda.device,
+        cuda.stream,
         rows,
         settings,
         *((_address(number), 0 if number is None else _NUMBERS.index(number.dtype)) for number in numbers),

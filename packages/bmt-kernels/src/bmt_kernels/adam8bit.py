@@ -96,9 +96,8 @@ def adam8bit_step(
     flag = 0 if found_inf is None or device.type == "meta" else found_inf.data_ptr()
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         cpu.module.adam8bit_step(cpu.variant, rows, settings, flag, torch.get_num_threads())
-    elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
-        stream = torch.cuda.current_stream(device).cuda_stream
-        cuda.adam8bit_step(device.index, stream, rows, settings, flag)
+    elif (cuda := _native.cuda_kernels(device)) is not None:
+        cuda.module.adam8bit_step(cuda.device, cuda.stream, rows, settings, flag)
     else:
         reference.adam8bit_step(
             params,

@@ -91,10 +91,9 @@ def factored_square_sums(
         return None
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         cpu.module.factored_square_sums(cpu.variant, rows, inverse, factor, eps, torch.get_num_threads())
-    elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
-        workspace = _workspace(cuda, rows, device)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        cuda.factored_square_sums(device.index, stream, rows, workspace.data_ptr(), inverse, factor, eps)
+    elif (cuda := _native.cuda_kernels(device)) is not None:
+        workspace = _workspace(cuda.module, rows, device)
+        cuda.module.factored_square_sums(cuda.device, cuda.stream, rows, workspace.data_ptr(), inverse, factor, eps)
     else:
         reference.factored_square_sums(
             grads, row_sums, col_sums, eps=eps, grad_scale=grad_scale, grad_factor=grad_factor
@@ -149,11 +148,10 @@ def factored_update_square_sum(
         cpu.module.factored_update_square_sum(
             cpu.variant, rows, inverse, factor, out.data_ptr(), torch.get_num_threads()
         )
-    elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
-        workspace = _workspace(cuda, rows, device)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        cuda.factored_update_square_sum(
-            device.index, stream, rows, workspace.data_ptr(), inverse, factor, out.data_ptr()
+    elif (cuda := _native.cuda_kernels(device)) is not None:
+        workspace = _workspace(cuda.module, rows, device)
+        cuda.module.factored_update_square_sum(
+            cuda.device, cuda.stream, rows, workspace.data_ptr(), inverse, factor, out.data_ptr()
         )
     else:
         reference.factored_update_square_sum(
@@ -241,11 +239,10 @@ def factored_residual_square_sums(
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         numbers = (inverse, factor, sizes.data_ptr(), beta1, 1.0 - beta1, eps, flag)
         cpu.module.factored_residual_square_sums(cpu.variant, rows, *numbers, torch.get_num_threads())
-    elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
+    elif (cuda := _native.cuda_kernels(device)) is not None:
         numbers = (inverse, factor, sizes.data_ptr(), beta1, 1.0 - beta1, eps, flag)
-        workspace = _workspace(cuda, rows, device)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        cuda.factored_residual_square_sums(device.index, stream, rows, workspace.data_ptr(), *numbers)
+        workspace = _workspace(cuda.module, rows, device)
+        cuda.module.factored_residual_square_sums(cuda.device, cuda.stream, rows, workspace.data_ptr(), *numbers)
     else:
         reference.factored_residual_square_sums(
             grads,
@@ -349,10 +346,9 @@ def factored_update(
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         numbers = (inverse, factor, sizes.data_ptr(), decay, beta1, 1.0 - beta1, flag)
         cpu.module.factored_update(cpu.variant, rows, *numbers, torch.get_num_threads())
-    elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
+    elif (cuda := _native.cuda_kernels(device)) is not None:
         numbers = (inverse, factor, sizes.data_ptr(), decay, beta1, 1.0 - beta1, flag)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        cuda.factored_update(device.index, stream, rows, *numbers)
+        cuda.module.factored_update(cuda.device, cuda.stream, rows, *numbers)
     else:
         reference.factored_update(
             params,

@@ -71,6 +71,6 @@ def _gpus() -> tuple[str, ...]:
     names = []
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
-        served = "CUDA kernels" if _native.cuda_kernels(index) is not None else "plain PyTorch"
+        served = "CUDA kernels" if _native.cuda_module_for(index) is not None else "plain PyTorch"
         names.append(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor}, {served})")
     return tuple(names)

@@ -90,11 +90,10 @@ def lamb_moments(
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         factor, threads = _address(grad_factor), torch.get_num_threads()
         cpu.module.lamb_moments(cpu.variant, rows, settings, factor, sums.data_ptr(), threads)
-    elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
-        partials = torch.empty(2 * cuda.lamb_blocks(rows), dtype=torch.float64, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
+    elif (cuda := _native.cuda_kernels(device)) is not None:
+        partials = torch.empty(2 * cuda.module.lamb_blocks(rows), dtype=torch.float64, device=device)
         factor = _address(grad_factor)
-        cuda.lamb_moments(device.index, stream, rows, settings, factor, sums.data_ptr(), partials.data_ptr())
+        cuda.module.lamb_moments(cuda.device, cuda.stream, rows, settings, factor, sums.data_ptr(), partials.data_ptr())
     else:
         reference.lamb_moments(
             params,
@@ -157,9 +156,8 @@ def lamb_update(
         return
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         cpu.module.lamb_update(cpu.variant, rows, settings, rates.data_ptr(), torch.get_num_threads())
-    elif device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
-        stream = torch.cuda.current_stream(device).cuda_stream
-        cuda.lamb_update(device.index, stream, rows, settings, rates.data_ptr())
+    elif (cuda := _native.cuda_kernels(device)) is not None:
+        cuda.module.lamb_update(cuda.device, cuda.stream, rows, settings, rates.data_ptr())
     else:
         reference.lamb_update(
             params,

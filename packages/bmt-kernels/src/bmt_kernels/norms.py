@@ -85,11 +85,10 @@ def _add(tensors: Sequence[Tensor], norm_type: float, found_inf: Tensor, total: 
     if rows is not None and device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         flag, sums = found_inf.data_ptr(), total.data_ptr()
         cpu.module.power_sum(cpu.variant, rows, norm_type, flag, sums, torch.get_num_threads())
-    elif rows is not None and device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
-        partials = torch.empty(cuda.power_sum_blocks(rows), dtype=torch.float64, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
+    elif rows is not None and (cuda := _native.cuda_kernels(device)) is not None:
+        partials = torch.empty(cuda.module.power_sum_blocks(rows), dtype=torch.float64, device=device)
         flag, sums = found_inf.data_ptr(), total.data_ptr()
-        cuda.power_sum(device.index, stream, rows, norm_type, flag, sums, partials.data_ptr())
+        cuda.module.power_sum(cuda.device, cuda.stream, rows, norm_type, flag, sums, partials.data_ptr())
     else:
         reference.power_sum(tensors, norm_type, out=(found_inf, total))
         return  # PyTorch has counted its own writes

@@ -55,9 +55,8 @@ def _search(tensors: Sequence[Tensor], out: Tensor) -> None:
         rows = data_table(tensors, device)
     if rows is not None and device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         cpu.module.overflow_check(cpu.variant, rows, out.data_ptr(), torch.get_num_threads())
-    elif rows is not None and device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
-        stream = torch.cuda.current_stream(device).cuda_stream
-        cuda.overflow_check(device.index, stream, rows, out.data_ptr())
+    elif rows is not None and (cuda := _native.cuda_kernels(device)) is not None:
+        cuda.module.overflow_check(cuda.device, cuda.stream, rows, out.data_ptr())
     else:
         reference.has_inf_or_nan(tensors, out)
         return  # PyTorch has counted its own writes

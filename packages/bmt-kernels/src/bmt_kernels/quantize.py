@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -185,10 +186,8 @@ def _kernel(name: str, device: torch.device, dtype: torch.dtype) -> Callable[...
     if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
         function = getattr(cpu.module, name)
         return lambda *arguments: function(cpu.variant, *arguments, torch.get_num_threads())
-    if device.type == "cuda" and (cuda := _native.cuda_kernels(device.index)) is not None:
-        function = getattr(cuda, name)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        return lambda *arguments: function(device.index, stream, *arguments)
+    if (cuda := _native.cuda_kernels(device)) is not None:
+        return functools.partial(getattr(cuda.module, name), cuda.device, cuda.stream)
     return None
 
 
