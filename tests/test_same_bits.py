@@ -51,10 +51,10 @@ class Model(bmt.DistributedModule):
 
 
 def train(
-    level: int, kind: str, dtype: torch.dtype = torch.float32, micro_batches: int = MICRO_BATCHES
+    level: int, kind: str, dtype: torch.dtype = torch.float32, micro_batches: int = MICRO_BATCHES, tp_size: int = 1
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The losses of all steps, and the parameters at the end."""
-    context = bmt.init_distributed(seed=1, zero_level=level, deterministic=True)
+    context = bmt.init_distributed(seed=1, zero_level=level, tp_size=tp_size, deterministic=True)
     model = bmt.BMTrainModelWrapper(Model(level, dtype), use_checkpoint=False)
     optimizers = make_optimizers(kind, model)
     manager = bmt.optim.OptimManager(2.0**7 if dtype == torch.float16 else None, skip_non_finite=True)
@@ -66,7 +66,7 @@ def train(
         manager.zero_grad()
         of_step = []
         for micro_batch in range(count):
-            number = (step * count + micro_batch) * context.replicas + context.rank
+            number = (step * count + micro_batch) * context.replicas + context.data_rank
             torch.manual_seed(number)
             tokens = torch.randint(41, (SEQUENCES, 12))
             with contextlib.nullcontext() if micro_batch == count - 1 else bmt.no_sync(model):
@@ -102,9 +102,11 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
-def different(pool: RankPool, *arguments: Any, run: Callable[..., Any] = train) -> list[str]:
-    """What differs from one rank."""
-    runs = [of_rank for size in SIZES for of_rank in pool.run(run, size, *arguments)]
+def different(
+    pool: RankPool, *arguments: Any, run: Callable[..., Any] = train, sizes: Sequence[int] = SIZES
+) -> list[str]:
+    """What differs from the smallest number of ranks."""
+    runs = [of_rank for size in sizes for of_rank in pool.run(run, size, *arguments)]
     losses, values = runs[0]
     assert losses[0] > losses[-2], "it learns"
     found = []
@@ -133,6 +135,11 @@ def test_in_half_precision(pool, dtype, level):
 def test_any_number_of_micro_batches(pool):
     assert different(pool, 2, "adam", torch.float32, 12) == []
     assert different(pool, 2, "adam", torch.float32, 4) == []
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_with_tensor_parallel_ranks(pool, level):
+    assert different(pool, level, "adam", torch.float32, MICRO_BATCHES, 2, sizes=(2, 4)) == []
 
 
 def train_with_fault(fault: str) -> Any:
