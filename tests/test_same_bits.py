@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import bmtrain as bmt
 from bmt_comm import TREE_SUM, ParallelContext, TreeSum, combine, local_tensor, tree_sum
 from bmt_comm.testing import RankPool
 from bmt_optim import gradients
+from bmt_zero import fully_shard
 
 MICRO_BATCHES, SEQUENCES, STEPS = 8, 3, 6
 SIZES = (1, 2, 4)
@@ -140,6 +142,40 @@ def test_any_number_of_micro_batches(pool):
 @pytest.mark.parametrize("level", [0, 3])
 def test_with_tensor_parallel_ranks(pool, level):
     assert different(pool, level, "adam", torch.float32, MICRO_BATCHES, 2, sizes=(2, 4)) == []
+
+
+def train_fully_sharded(replicate: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """As FSDP2's scripts do it, with ``replicate`` groups if there are as many ranks: gradients are means."""
+    context = bmt.init_distributed(seed=1, deterministic=True)
+    groups = min(replicate, context.world_size)
+    mesh = init_device_mesh("cpu", (groups, context.world_size // groups), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(Layer(), Layer())
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    manager = bmt.optim.OptimManager(grad_scale=1)
+    manager.add_optimizer(optimizer)
+    losses, count = [], MICRO_BATCHES // context.world_size
+    for step in range(STEPS):
+        of_step = []
+        for micro_batch in range(count):
+            torch.manual_seed((step * count + micro_batch) * context.world_size + context.rank)
+            model.set_requires_gradient_sync(micro_batch == count - 1)
+            loss = model(torch.randn(SEQUENCES, WIDTH)).square().mean()
+            manager.backward(loss / count)
+            of_step.append(loss.detach())
+        norm = manager.clip_grad_norm(optimizer.param_groups, 0.5)
+        manager.step()
+        losses += [tree_sum(bmt.sum_loss(torch.stack(of_step)).unbind()) / count, norm]
+        optimizer.zero_grad()
+    values = {name: param.full_tensor().detach().clone() for name, param in model.named_parameters()}
+    bmt.shutdown()
+    return losses, values
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_fully_shard(pool, replicate):
+    assert different(pool, replicate, run=train_fully_sharded) == []
 
 
 def train_with_fault(fault: str) -> Any:
