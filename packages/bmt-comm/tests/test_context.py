@@ -1,8 +1,10 @@
 """Start-up, layout, shutdown, and what they leave alone."""
 
+import datetime
 import itertools
 import os
 import random
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +16,7 @@ import torch.distributed as dist
 import bmt_comm
 from bmt_comm import init_distributed, shutdown
 from bmt_comm.context import _pairs
+from bmt_comm.startup import connect
 
 
 def run_script(tmp_path, text, processes=0, timeout=90):
@@ -225,6 +228,50 @@ def test_a_rank_that_ends_or_does_not_come_at_the_start_is_named(tmp_path, how, 
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+EARLY = """
+    import os, sys, threading, time
+    from bmt_comm import init_distributed
+    rank, port = int(sys.argv[1]), sys.argv[2]
+    if rank == 2:
+        time.sleep(60)
+    if rank == 1:
+        threading.Timer(2.0, os._exit, [9]).start()
+    try:
+        init_distributed(f"tcp://127.0.0.1:{port}?rank={rank}&world_size=3", device="cpu", timeout=50.0)
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_rank_that_ends_at_the_start_without_a_launcher_is_named(tmp_path):
+    """The process that keeps the store must not wait, in torch, for all others to connect."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(EARLY))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    try:
+        for rank in range(3):
+            command = [sys.executable, str(script), str(rank), port]
+            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert ranks[0].communicate(timeout=45)[0] == "rank 1 ended while rank 0 waited for rank 2 to start\n"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def test_a_store_that_cannot_be_reached_is_named():
+    with socket.socket() as probe:  # where nobody listens
+        probe.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}?rank=1&world_size=2"
+        with pytest.raises(RuntimeError, match=r"rank 1 could not reach rank 0 at 127\.0\.0\.1:\d+ in 1 seconds"):
+            connect(url, -1, -1, datetime.timedelta(seconds=1))
 
 
 @pytest.mark.ranks(4, init=False)

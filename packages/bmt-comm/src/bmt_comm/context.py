@@ -30,7 +30,7 @@ from .fixed_order import use_deterministic_kernels
 from .journal import journals, note_place
 from .report import ranks_in_words
 from .slice import forget_communicators
-from .startup import meet
+from .startup import connect, meet
 from .topology import TopologyNames
 
 MESH_DIMS = ("pipe", "data", "tensor")
@@ -228,7 +228,7 @@ def init_distributed(
         if launched or init_method != "env://":
             # -1: init_method says so itself.
             rank, size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
-            store, rank, size = next(dist.rendezvous(init_method, rank, size, timeout=timeout))
+            store, rank, size = connect(init_method, rank, size, timeout)
             store.set_timeout(timeout)
             # torchrun's store outlives a process group, and still holds the addresses of the one before. Every
             # rank counts, in that store, how often it has come.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import logging
@@ -11,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlparse
+
+import torch.distributed as dist
 
 from .report import ranks_in_words
 from .tally import Tally, missing, read_many, read_soon
@@ -84,6 +88,48 @@ def _stat(process: int) -> tuple[str, str]:
     except OSError:
         return "", ""
     return fields[0], fields[19]
+
+
+def connect(init_method: str, rank: int, size: int, timeout: datetime.timedelta) -> tuple[Any, int, int]:
+    """The store where the job's processes meet, this process's rank, and the number of ranks.
+
+    As ``torch.distributed.rendezvous``, but rank 0, where it keeps the store, does not wait for the others to connect:
+    :func:`meet` does that, and notices those that end meanwhile. ``rank`` and ``size`` are -1 where ``init_method``
+    tells them.
+
+    Raises:
+        RuntimeError: rank 0 cannot be reached.
+    """
+    url = urlparse(init_method)
+    query = dict(parse_qsl(url.query))
+    told_twice = "rank" in query and rank != -1  # which torch refuses
+    number, count = (int(query.get(name, -1)) if v == -1 else v for name, v in (("rank", rank), ("world_size", size)))
+    host, port = url.hostname, url.port
+    if url.scheme == "env":
+        host, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", "0"))
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps the store
+    if launched or told_twice or url.scheme not in ("env", "tcp") or not host or not port or number < 0 or count < 1:
+        store, rank, size = next(dist.rendezvous(init_method, rank, size, timeout=timeout))
+        return store, rank, size
+    settings: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+    settings["use_libuv"] = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
+    if number == 0:
+        return dist.TCPStore(host, port, count, True, timeout, **settings), number, count
+    begun, said = time.monotonic(), False
+    while True:
+        left = timeout.total_seconds() - (time.monotonic() - begun)
+        attempt = datetime.timedelta(seconds=max(0.1, min(left, _PATIENCE)))
+        try:
+            return dist.TCPStore(host, port, count, False, attempt, **settings), number, count
+        except RuntimeError as error:
+            if time.monotonic() - begun >= timeout.total_seconds():
+                seconds = timeout.total_seconds()
+                raise RuntimeError(
+                    f"rank {number} could not reach rank 0 at {host}:{port} in {seconds:g} seconds"
+                ) from error
+        if not said:
+            said = True
+            _log.warning("rank %d could not reach rank 0 at %s:%d in %g seconds yet", number, host, port, _PATIENCE)
 
 
 def meet(store: Any, rank: int, size: int, facts: Mapping[str, object], timeout: float) -> dict[int, Peer]:
