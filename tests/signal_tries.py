@@ -60,8 +60,8 @@ def child(rank: int, port: int, folder: Path) -> None:
         os._exit(code)
 
 
-def run(number: signal.Signals, rank: int, moment: float, folder: Path) -> dict[str, Any]:
-    """Start a job, send the signal to a rank ``moment`` seconds after it has begun, and tell how the job has ended."""
+def run(number: signal.Signals, times: int, rank: int, moment: float, folder: Path) -> dict[str, Any]:
+    """Start a job, send a rank signals ``moment`` seconds after it has begun, and tell how the job has ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -77,8 +77,10 @@ def run(number: signal.Signals, rank: int, moment: float, folder: Path) -> dict[
     while time.monotonic() < deadline and not (said.exists() and "Building the model" in said.read_text()):
         time.sleep(0.01)
     time.sleep(moment)
-    os.kill(processes[rank], number)
     sent = time.monotonic()
+    for _ in range(times):
+        os.kill(processes[rank], number)
+        time.sleep(0.05)
     codes: dict[int, Any] = dict.fromkeys(processes, "hangs")
     running = list(processes)
     while running and time.monotonic() < deadline:
@@ -95,7 +97,7 @@ def run(number: signal.Signals, rank: int, moment: float, folder: Path) -> dict[
     step = re.search(r"Interrupted and saved after step (\d+);", text)
     checkpoints = sorted((folder / "runs" / "gpt2" / "checkpoints").glob("step-*"))
     return {
-        "try": f"{number.name} to rank {rank} after {moment:.2f} s",
+        "try": f"{number.name}, {times} times, to rank {rank} after {moment:.2f} s",
         "codes": [codes[process] for process in processes],
         "seconds": time.monotonic() - sent,
         "step": int(step[1]) if step else None,
@@ -108,4 +110,5 @@ if __name__ == "__main__":
     draw = random.Random(0)
     for _ in range(int(sys.argv[2])):
         number = draw.choice([signal.SIGTERM, signal.SIGUSR1])
-        print(json.dumps(run(number, draw.randrange(2), draw.uniform(0.0, 4.0), Path(sys.argv[1]))), flush=True)
+        times, rank, moment = draw.choice([1, 2]), draw.randrange(2), draw.uniform(0.0, 4.0)
+        print(json.dumps(run(number, times, rank, moment, Path(sys.argv[1]))), flush=True)
