@@ -123,6 +123,7 @@ def test_any_number_of_ranks_gives_the_same_bits(pool, level):
     assert different(pool, level, "adam") == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["offload", "adam rule", "torch", "muon", "torch muon"])
 def test_with_each_optimizer(pool, kind):
     assert different(pool, 3, kind) == []
@@ -134,6 +135,7 @@ def test_in_half_precision(pool, dtype, level):
     assert different(pool, level, "adam", dtype) == []
 
 
+@pytest.mark.thorough
 def test_any_number_of_micro_batches(pool):
     assert different(pool, 2, "adam", torch.float32, 12) == []
     assert different(pool, 2, "adam", torch.float32, 4) == []
@@ -272,6 +274,19 @@ def test_the_tree_over_ranks(ctx):
     everywhere = parts[ctx.rank].float()
     ctx.world.all_reduce(everywhere, TREE_SUM)
     assert torch.equal(everywhere, expected)
+
+
+@pytest.mark.ranks(2, 4, device="cpu")
+def test_the_tree_by_torchs_own_collectives(ctx):
+    """As CUDA tensors take it."""
+    parts = torch.randn(ctx.world_size, 4 * ctx.world_size, dtype=torch.bfloat16)
+    expected = tree_sum(parts.float().unbind())
+    out = torch.empty(4)
+    ctx.world._tree_sum(out, parts[ctx.rank].clone()).wait()
+    assert torch.equal(out, expected[4 * ctx.rank : 4 * ctx.rank + 4])
+    everywhere = parts[ctx.rank].float()[:-1]  # of a size that the ranks do not divide
+    ctx.world._tree_sum_everywhere(everywhere)
+    assert torch.equal(everywhere, expected[:-1])
 
 
 @pytest.mark.parametrize("count", range(1, 18))
