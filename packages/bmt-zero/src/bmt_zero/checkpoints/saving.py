@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import trainer_state
@@ -27,7 +28,8 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
     unknown = [name for name in per_replica if name not in given.others]
     if unknown:
         raise ValueError(f"per_replica names {unknown}, which the call does not save")
-    sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents()}
+    with torch.no_grad():  # in which parts of DTensors are cheap to get
+        sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents()}
     contents = [(section, content) for section, held in sections.items() for content in held]
     for _, content in contents:
         check_has_values(content)
