@@ -35,6 +35,8 @@ class AdEMAMix(DistributedOptimizer):
         ValueError: an option out of range.
     """
 
+    sums_over_ranks = False
+
     def __init__(
         self,
         params: Params,

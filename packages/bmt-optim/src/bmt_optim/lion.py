@@ -33,6 +33,7 @@ class Lion(DistributedOptimizer):
     """
 
     counts_steps = False
+    sums_over_ranks = False
 
     def __init__(
         self,

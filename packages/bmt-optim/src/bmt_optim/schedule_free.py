@@ -47,6 +47,8 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         ValueError: an option out of range.
     """
 
+    sums_over_ranks = False
+
     def __init__(
         self,
         params: Params,
