@@ -62,7 +62,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.sums_over_ranks and is_initialized() and current_context().deterministic:
             raise ValueError(
                 f"{type(self).__name__} adds up over ranks in an order that depends on their number; with "
-                "deterministic=True, use Adam, AdamOptimizer, AdamOffloadOptimizer, Lion, Muon or another element-wise one"
+                "deterministic=True, use Adam, AdamOptimizer, AdamOffloadOptimizer, Lion, AdEMAMix, ScheduleFreeAdamW, "
+                "Muon, or an element-wise optimizer of torch"
             )
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()
