@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from pipe_helpers import Layer, make_layers
 from torch import Tensor, nn
 
 from bmt_comm import ParallelContext
-from bmt_pipe import PipelineTransformerBlockList
+from bmt_pipe import Action, Kind, PipelineTransformerBlockList
+from bmt_pipe.run import Run
 from bmt_zero import Block
+from bmt_zero.shard import group_of
 
 ROWS, LENGTH, WIDTH, LAYERS = 4, 3, 7, 8
 BATCH_BYTES = ROWS * LENGTH * WIDTH * 4
@@ -127,3 +130,27 @@ def test_one_forward_one_backward_keeps_as_many_micro_batches_as_stages_follow(c
     layers(batch(), tail=loss_of).backward()
     assert _Token.peak == LAYERS // 4 * (4 - ctx.pipe_rank)
     assert _Token.alive == 0
+
+
+@pytest.mark.ranks(2, pipe_size=1, num_micro_batches=4, timeout=60)
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble_h1"])
+@pytest.mark.parametrize("level", [2, 3])
+def test_reductions_of_a_micro_batch_go_on_during_the_next_one(
+    ctx: ParallelContext, schedule: str | None, level: int
+) -> None:
+    blocks = [Block(layer, False, level) for layer in make_layers(2)]
+    layers = PipelineTransformerBlockList(blocks, tail_schedule=schedule)
+    reducers = [reducer for block in layers for reducer in group_of(block).reducers]
+    pending: list[bool] = []
+    do = Run._do
+
+    def noting(run: Run, action: Action) -> None:
+        do(run, action)
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            pending.append(any(reducer.pending for reducer in reducers))
+
+    with mock.patch.object(Run, "_do", noting):
+        loss = layers(batch(), **({} if schedule is None else {"tail": loss_of}))
+        (loss_of(loss) if schedule is None else loss).backward()
+    assert pending == [True] * 4
+    assert not any(reducer.pending for reducer in reducers)

@@ -81,6 +81,7 @@ class StepContext:
         self.forbidden: str | None = None
         self._passes: dict[int, dict[ParameterGroup, None]] = {}
         self._reducing: list[GradientReducer] = []
+        self._abandoned: dict[GradientReducer, None] = {}  # whose reductions an exception in a pipeline has ended
         self._adding: dict[GradientReducer, None] = {}  # whose sums over micro-batches have not ended
         self._prefetched: dict[ParameterGroup, bool] = {}  # whether they are kept until they are used
         self.use = UseAgreement()
@@ -147,7 +148,9 @@ class StepContext:
     @not_compiled
     def _finish(self, task: int) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            self.finish_reductions()
+            # In a pipeline, reductions of one micro-batch go on while the next one is computed.
+            if not self._nested or any(reducer.has_fixed_order for reducer in self._reducing):
+                self.finish_reductions()
             self.cancel_prefetch()
             for group in self._passes.pop(task, {}):
                 if not self._passes or not any(group in others for others in self._passes.values()):
@@ -176,6 +179,9 @@ class StepContext:
             yield
         except BaseException:
             self.use.drop()
+            # Other ranks may not have come to these reductions: nothing waits for them before this rank goes on.
+            self._abandoned.update(dict.fromkeys(self._reducing))
+            self._reducing = []
             raise
         finally:
             self._nested -= 1
@@ -232,7 +238,11 @@ class StepContext:
         """Outside backward: forget backward passes that an exception has ended, and the loss scale of the last one."""
         if torch._C._current_graph_task_id() == -1:
             forget_scale()
-        if not self._passes or current_backward() is not None:
+        if current_backward() is not None:
+            return
+        while self._abandoned:
+            self._abandoned.popitem()[0].drop()
+        if not self._passes:
             return
         alive = _hidden.passes
         ended = [groups for task, groups in self._passes.items() if task not in alive]
