@@ -3,8 +3,8 @@
 [Note: failures]
     A stage that raises still sends something in place of each message that the others wait for, and receives what
     they send. At the end of each pass all stages tell each other how it went, and then all of them raise. So an
-    exception leaves no stage waiting, and no message on its way. (Ranks that wait for the failed one in another
-    collective, of its ZeRO or tensor-parallel group, wait until that times out.)
+    exception leaves no stage waiting, and no message on its way. Ranks that wait for the failed one in another
+    collective, of its ZeRO or tensor-parallel group, are stopped when its process ends (``bmt_comm.watch``).
 """
 
 from __future__ import annotations
