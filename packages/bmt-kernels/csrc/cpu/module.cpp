@@ -70,5 +70,6 @@ PYBIND11_MODULE(_cpu, m) {
   bind_norms(m);
   bind_overflow(m);
   bind_quantize(m);
+  bind_rounding(m);
   bind_shared_memory(m);
 }

@@ -47,5 +47,6 @@ void bind_lamb(pybind11::module_& m);
 void bind_norms(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);
 void bind_quantize(pybind11::module_& m);
+void bind_rounding(pybind11::module_& m);
 
 }  // namespace bmt

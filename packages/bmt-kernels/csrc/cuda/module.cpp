@@ -32,4 +32,5 @@ PYBIND11_MODULE(BMT_CUDA_MODULE, m) {
   bind_norms(m);
   bind_overflow(m);
   bind_quantize(m);
+  bind_rounding(m);
 }

@@ -20,6 +20,7 @@ from bmt_kernels.offload import OffloadPipeline, OffloadRow, pinned_zeros
 from bmt_kernels.overflow import has_inf_or_nan
 from bmt_kernels.quantize import dequantize_blockwise, quantize_blockwise
 from bmt_kernels.reference.quantize import dynamic_map
+from bmt_kernels.rounding import round_stochastically
 from bmt_kernels.shared_memory import SharedMemoryExchange
 
 __all__ = [
@@ -53,4 +54,5 @@ __all__ = [
     "pinned_zeros",
     "power_sum",
     "quantize_blockwise",
+    "round_stochastically",
 ]

@@ -22,6 +22,7 @@ from bmt_kernels.reference.lamb import lamb_moments, lamb_update
 from bmt_kernels.reference.norms import power_sum
 from bmt_kernels.reference.overflow import has_inf_or_nan
 from bmt_kernels.reference.quantize import dequantize_blockwise, dynamic_map, quantize_blockwise
+from bmt_kernels.reference.rounding import round_stochastically
 
 __all__ = [
     "adam8bit_step",
@@ -40,4 +41,5 @@ __all__ = [
     "lamb_update",
     "power_sum",
     "quantize_blockwise",
+    "round_stochastically",
 ]
