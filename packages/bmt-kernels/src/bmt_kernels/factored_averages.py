@@ -119,7 +119,7 @@ def factored_averages(
         _check_vector("col_factors", col_factors, cols, device, or_more=True)
         vectors = {"totals": totals, "before": before, "row_factors": row_factors, "col_factors": col_factors}
         for name, sums, factors in (("row_sums", row_sums, row_factors), ("col_sums", col_sums, col_factors)):
-            if sums.data_ptr() != factors.data_ptr():
+            if tracing() or sums.data_ptr() != factors.data_ptr():
                 vectors[name] = sums
         lists = {"row_averages": row_averages, "col_averages": col_averages}
         _check_memory(lists, vectors, written=(*lists, "row_factors", "col_factors"))
@@ -182,6 +182,8 @@ def _check(where: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def _check_memory(lists: Mapping[str, Sequence[Tensor]], vectors: Mapping[str, Tensor], written: Sequence[str]) -> None:
+    if tracing():
+        return  # a graph's tensors have no addresses yet
     named = [
         (f"{name}[{i}]", tensor, name in written) for name, list_ in lists.items() for i, tensor in enumerate(list_)
     ]

@@ -6,6 +6,7 @@ later passes find in the caches what the first has read; elsewhere they are thos
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from bmt_kernels.factored import (
     factored_update,
     factored_update_square_sum,
 )
+from bmt_kernels.factored_averages import factored_averages, factored_totals
 
 
 def adafactor_step(
@@ -112,7 +114,8 @@ def adafactor_step(
         rates = torch.full_like(clips, lr)
         if sizes is not None:
             weights = params if masters is None else [p if m is None else m for p, m in zip(params, masters)]
-            sizes.copy_(torch.stack([w.float().square().mean().sqrt() if w.numel() else rates[0] * 0 for w in weights]))
+            norms = torch.stack(torch._foreach_norm([w.float() for w in weights], 2, torch.float64))
+            sizes.copy_(norms / _counts(grads).sqrt())
             rates = rates * sizes.clamp(min=least)
         decays = 1 - weight_decay * rates
     factored_update(
@@ -212,27 +215,26 @@ def came_step(
     with torch.no_grad():
         row_factors, col_factors = _square_factors(grads, row_averages, col_averages, betas[1], eps[0], **scaling)
         clips = _clips(grads, row_factors, col_factors, clip_threshold, **scaling)
-        row_sums, col_sums = _sums_of(grads)
+        sums = _Sums(grads)
         factored_residual_square_sums(
             grads,
             row_factors,
             col_factors,
             1 / clips,
             exp_avgs,
-            row_sums,
-            col_sums,
+            sums.rows,
+            sums.cols,
             beta1=beta1,
             eps=residual_eps,
             **scaling,
         )
         if residual_row_averages is None or residual_col_averages is None:
-            row_factors, col_factors = [torch.ones_like(s) for s in row_sums], [torch.ones_like(s) for s in col_sums]
+            torch._foreach_zero_(sums.rows + sums.cols)
+            torch._foreach_add_(sums.rows + sums.cols, 1.0)
         else:
-            row_factors, col_factors = _factors(
-                grads, row_sums, col_sums, residual_row_averages, residual_col_averages, beta3
-            )
+            sums.become_factors(residual_row_averages, residual_col_averages, beta3)
         rates, decays = torch.full_like(clips, lr), torch.full_like(clips, 1 - lr * weight_decay)
-    factored_update(params, exp_avgs, row_factors, col_factors, rates, decay_factors=decays, masters=masters)
+    factored_update(params, exp_avgs, sums.rows, sums.cols, rates, decay_factors=decays, masters=masters)
 
 
 _NAMES = {"row_sums": "row_averages", "col_sums": "col_averages"}
@@ -265,10 +267,53 @@ def _count_writes(*lists: Sequence[Tensor | None] | None) -> None:
             increment_version([tensor for tensor in tensors if tensor is not None])
 
 
-def _sums_of(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Room for the sums of rows and of columns."""
-    rows = [torch.empty(g.shape[:-1], device=g.device) for g in grads]
-    return rows, [torch.empty(g.shape[:-2] + g.shape[-1:], device=g.device) for g in grads]
+class _Sums:
+    """Room for the sums of rows and of columns of all matrices, each end to end: what factors are found of at once.
+
+    Matrices of one row, whose row factors are 1, come after the others, and empty ones last.
+    """
+
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        self._order = sorted(range(len(grads)), key=lambda i: (grads[i].numel() == 0, grads[i].shape[-2] == 1))
+        self._shapes = [grads[i].shape for i in self._order]
+        rows, cols = [s[:-1] for s in self._shapes], [s[:-2] + s[-1:] for s in self._shapes]
+        device = grads[0].device
+        self._all_rows, self._all_cols = (
+            torch.zeros(sum(s.numel() for s in shapes), device=device) for shapes in (rows, cols)
+        )
+        self.rows, self.cols = self._views(self._all_rows, rows), self._views(self._all_cols, cols)
+
+    def _views(self, vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+        parts = vector.split([shape.numel() for shape in shapes])
+        views = {i: part.view(shape) for i, part, shape in zip(self._order, parts, shapes)}
+        return [views[i] for i in range(len(views))]
+
+    def become_factors(self, row_averages: Sequence[Tensor], col_averages: Sequence[Tensor], beta: float) -> None:
+        """Move the averages, and put the factors that they give where the sums are."""
+        there = [(i, shape) for i, shape in zip(self._order, self._shapes) if shape.numel()]
+        if not there:
+            return
+        rows, cols = [row_averages[i] for i, _ in there], [col_averages[i] for i, _ in there]
+        totals, before = self._all_rows.new_empty(2, sum(r.shape[:-1].numel() for r in rows))
+        row_sums = self._all_rows[: sum(r.numel() for r in rows)]
+        col_sums = self._all_cols[: sum(c.numel() for c in cols)]
+        factored_totals(rows, row_sums, totals, before)
+        heights, widths = ([shape[dim] for _, shape in there] for dim in (-2, -1))
+        factored_averages(
+            rows,
+            cols,
+            row_sums,
+            col_sums,
+            totals,
+            before,
+            self._all_rows,
+            self._all_cols,
+            heights=heights,
+            widths=widths,
+            decay=beta,
+        )
+        taller = sum(shape[:-1].numel() for _, shape in there if shape[-2] > 1)
+        self._all_rows[taller:].fill_(1)
 
 
 def _square_factors(
@@ -281,29 +326,10 @@ def _square_factors(
     grad_factor: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Move the averages of squares; the factors that they give."""
-    row_sums, col_sums = _sums_of(grads)
-    factored_square_sums(grads, row_sums, col_sums, eps=eps, grad_scale=grad_scale, grad_factor=grad_factor)
-    return _factors(grads, row_sums, col_sums, row_averages, col_averages, beta)
-
-
-def _factors(
-    grads: Sequence[Tensor],
-    row_sums: Sequence[Tensor],
-    col_sums: Sequence[Tensor],
-    row_averages: Sequence[Tensor],
-    col_averages: Sequence[Tensor],
-    beta: float,
-) -> tuple[list[Tensor], list[Tensor]]:
-    row_factors, col_factors = [], []
-    for grad, row_sum, col_sum, row, col in zip(grads, row_sums, col_sums, row_averages, col_averages):
-        height, width = grad.shape[-2:]
-        if grad.numel():
-            row.mul_(beta).add_(row_sum, alpha=(1 - beta) / width)
-            col.mul_(beta).add_(col_sum, alpha=(1 - beta) / height)
-        single = height == 1
-        row_factors.append(torch.ones_like(row) if single else (row / row.mean(-1, keepdim=True)).rsqrt())
-        col_factors.append(col.rsqrt())
-    return row_factors, col_factors
+    sums = _Sums(grads)
+    factored_square_sums(grads, sums.rows, sums.cols, eps=eps, grad_scale=grad_scale, grad_factor=grad_factor)
+    sums.become_factors(row_averages, col_averages, beta)
+    return sums.rows, sums.cols
 
 
 def _clips(
@@ -317,5 +343,16 @@ def _clips(
     """max(1, RMS(u) / threshold) of each matrix."""
     totals = torch.empty(len(grads), device=grads[0].device)
     factored_update_square_sum(grads, row_factors, col_factors, totals, grad_scale=grad_scale, grad_factor=grad_factor)
-    counts = torch.tensor([max(1, g.numel()) for g in grads], dtype=torch.float32).to(totals.device)
-    return ((totals / counts).sqrt() / threshold).clamp(min=1)
+    return ((totals / _counts(grads)).sqrt() / threshold).clamp(min=1)
+
+
+def _counts(grads: Sequence[Tensor]) -> Tensor:
+    """How many elements each has, at least 1: fp32, on their device."""
+    made = _kept_counts.__wrapped__ if tracing() else _kept_counts
+    return made(tuple(max(1, g.numel()) for g in grads), grads[0].device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_counts(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Made once: what goes from the host to a GPU makes the host wait."""
+    return torch.tensor(counts, dtype=torch.float32, device=device)
