@@ -148,7 +148,9 @@ class SplitBackward:
         late_roots = [(root, grad) for root, grad in self._roots if root.node not in path]
         self._roots = [(root, grad) for root, grad in self._roots if root.node in path]
         behind.update((root.node, _behind(root.node, graph)) for root, _ in late_roots)
-        group_of = _grouped(behind.values())
+        late = [[entry for entry, _ in graph[node] if entry in behind and entry not in at_once] for node in path]
+        joined = (set[Node]().union(*(behind[entry] for entry in entries)) for entries in late)
+        group_of = _grouped((*behind.values(), *joined))  # so that a node runs once for all its parameters
         for root, grad in late_roots:
             group_of[root.node].add(root, grad)
         for node in path:
