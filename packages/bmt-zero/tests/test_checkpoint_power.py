@@ -98,6 +98,7 @@ class Node:
     def __init__(self, now: Any) -> None:
         self.now = now
         self.kept = type(now)()
+        self.kept_since = 0
         self.changes: list[dict[str, Node | None]] = []  # of a directory's entries, which may be on the disk or not
 
     def change(self, entries: dict[str, Node | None]) -> None:
@@ -137,7 +138,8 @@ class Disk:
     def __init__(self, root: tuple[int, int]) -> None:
         self.root = Node({})
         self._nodes: dict[Any, Node] = {root: self.root}  # inodes of what was removed are used again
-        self._syncs: dict[tuple[int, Any], tuple[Any, int]] = {}
+        self._syncs: dict[tuple[int, Any], tuple[int, Any, int]] = {}
+        self._begun = 0
 
     def take(self, process: int, kind: str, *facts: Any) -> None:
         if facts[kind in ("create", "mkdir")] not in self._nodes:
@@ -156,11 +158,14 @@ class Disk:
             data[offset : offset + len(content)] = content
         elif kind == "sync begins":
             node = self._nodes[facts[0]]
-            self._syncs[process, facts[0]] = type(node.now)(node.now), len(node.changes)
+            self._begun += 1
+            self._syncs[process, facts[0]] = self._begun, type(node.now)(node.now), len(node.changes)
         elif kind == "sync ends":
             node = self._nodes[facts[0]]
-            node.kept, count = self._syncs.pop((process, facts[0]))
-            del node.changes[:count]
+            begun, now, count = self._syncs.pop((process, facts[0]))
+            if begun > node.kept_since:  # one of another process may have begun later and ended before
+                node.kept, node.kept_since = now, begun
+                del node.changes[:count]
         elif kind == "mkdir":
             inode, folder, name = facts
             self._nodes[inode] = Node({})
