@@ -4,6 +4,10 @@
 // of a seed and of the element's index in the logical tensor, so that they do not depend on who holds the element.
 #pragma once
 
+#if !defined(__CUDACC__)
+#include <cmath>
+#endif
+
 #include "common/half.h"
 #include "common/table.h"
 

@@ -1,6 +1,4 @@
 // Stochastic rounding of one tensor: threads, Python.
-#include <cmath>
-
 #include "common/arguments.h"
 #include "common/rounding.h"
 #include "cpu/bindings.h"
