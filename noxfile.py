@@ -338,7 +338,8 @@ def cuda_on_host(session: nox.Session) -> None:
 
     Arguments go to pytest. BMT_CUDA_SEED repeats the order in which a test has failed.
     """
-    run_sanitized(session, {"BMT_CUDA_ON_HOST": "ON"}, "-k", "cuda_on_host or cuda-on-host", *session.posargs)
+    chosen = ["-k", "cuda_on_host or cuda-on-host", *TWO_AT_A_TIME]
+    run_sanitized(session, {"BMT_CUDA_ON_HOST": "ON"}, *chosen, *session.posargs)
 
 
 def run_sanitized(session: nox.Session, settings: dict[str, str], *arguments: str) -> None:
