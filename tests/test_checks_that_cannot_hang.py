@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
-from bmt_comm import RankFailureError, current_context, init_distributed
+from bmt_comm import RankFailureError, check_agreement, current_context, init_distributed
 
 
 def elsewhere(until: Path) -> None:
@@ -77,3 +77,15 @@ def test_a_rank_that_does_not_come_to_a_comparison_is_named(case: str, tmp_path:
         error = error.__cause__
     assert what in str(error)
     assert re.search(r"  rank 1: is at \S+test_checks_that_cannot_hang\.py:\d+ in elsewhere", str(error)), error
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+def test_a_rank_that_is_at_a_collective_in_place_of_a_check_is_named() -> None:
+    """Over shared memory, which lets a wait end; a rank that waits in gloo's operation ends with its process."""
+    init_distributed(device="cpu", timeout=600.0)
+    ctx = current_context()
+    calls = [lambda: check_agreement(ctx.world, "the weather", []), lambda: ctx.world.all_reduce(torch.ones(3))]
+    with pytest.raises(RuntimeError, match="different operations") as raised:
+        calls[ctx.rank]()
+    assert "agreement on the weather" in str(raised.value)
+    assert "all_reduce sum of float32 (3,)" in str(raised.value)

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from bmt_comm import (
@@ -81,17 +80,6 @@ def test_a_rank_that_does_not_come_is_named_with_where_it_is(tmp_path):
     assert "rank 1 did not come to the agreement on the weather in 1.5 seconds" in said
     assert re.search(r"  rank 1: is at \S+test_agreement\.py:\d+ in elsewhere, and waits for no operation", said)
     assert re.search(r"  ranks? .*[02].*: waits in operation \d+ of world .*, agreement on the weather", said)
-
-
-@pytest.mark.ranks(2, init=False, timeout=40)
-def test_a_rank_that_is_at_a_collective_in_place_of_a_check_is_named(tmp_path):
-    init_distributed(device="cpu", timeout=600.0)
-    ctx = current_context()
-    calls = [lambda: check_agreement(ctx.world, "the weather", []), lambda: ctx.world.all_reduce(torch.ones(3))]
-    with pytest.raises(RuntimeError, match="different operations") as raised:
-        calls[ctx.rank]()
-    assert "agreement on the weather" in str(raised.value)
-    assert "all_reduce sum of float32 (3,)" in str(raised.value)
 
 
 @pytest.mark.ranks(3, init=False, timeout=40)
