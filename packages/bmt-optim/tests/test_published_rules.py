@@ -9,10 +9,10 @@ from layouts import layout, shards, tensors, train, undivided_layout, update_err
 from torch import nn
 
 from bmt_comm import slice_of
-from bmt_optim import APOLLO, AdamMini, AdEMAMix, Lion, ScheduleFreeAdamW, get_adam_mini_param_groups
+from bmt_optim import APOLLO, AdamMini, AdamW, AdEMAMix, Lion, ScheduleFreeAdamW, get_adam_mini_param_groups
 from bmt_optim.slices import assemble
 
-SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), (), (3, 6, 5), (2, 4, 6)]
+SHAPES = [(12, 5), (7, 4), (3, 9), (5,), (1, 6), (4, 6, 3, 2), (2,), (), (1,), (1, 1), (3, 6, 5), (2, 4, 6)]
 MATRICES = [(12, 5), (6, 9), (3, 9), (18, 18), (5, 12)]
 HEADS = [(12, 5), (6, 9), (18, 4), (3, 7)]
 BETAS = (0.8, 0.95)
@@ -244,16 +244,18 @@ def test_groups_of_adam_mini_go_by_names(ctx):
             "q_proj": nn.Linear(8, 8),
             "mlp": nn.Linear(8, 8),
             "norm": nn.LayerNorm(8),
+            "attn_c_attn": nn.Linear(8, 24, bias=False),
+            "output_norm": nn.LayerNorm(8, bias=False),
         }
     )
     groups = get_adam_mini_param_groups(model.named_parameters(), weight_decay=0.1, head_dim=4)
     names = {id(p): name for name, p in model.named_parameters()}
     found = {(g["block"], g["weight_decay"]): sorted(names[id(p)] for p in g["params"]) for g in groups}
     assert found == {
-        ("row", 0.1): ["embed.weight", "mlp.weight"],
+        ("row", 0.1): ["attn_c_attn.weight", "embed.weight", "mlp.weight"],
         (4, 0.1): ["q_proj.weight"],
         ("element", 0.0): ["mlp.bias", "norm.bias", "q_proj.bias"],
-        ("tensor", 0.0): ["norm.weight"],
+        ("tensor", 0.0): ["norm.weight", "output_norm.weight"],
     }
     AdamMini(groups)
 
@@ -274,3 +276,26 @@ def test_groups_of_adam_mini_go_by_names(ctx):
 def test_options_out_of_range_are_refused(ctx, cls, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         cls([nn.Parameter(torch.zeros(2, 2))], **options)
+
+
+@pytest.mark.ranks(1)
+def test_a_block_that_does_not_divide_a_matrix_is_refused_at_once(ctx):
+    with pytest.raises(ValueError, match="block=4"):
+        AdamMini([nn.Parameter(torch.zeros(6, 2))], block=4)
+
+
+@pytest.mark.ranks(1)
+def test_adamw_stays_decoupled_whatever_it_loads(ctx):
+    [start] = tensors([(3, 4)])
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    theirs, ours = torch.optim.AdamW(params[:1], weight_decay=0.5), AdamW(params[1:], weight_decay=0.5)
+    adam = torch.optim.Adam([nn.Parameter(start.clone())], weight_decay=0.5)
+    train(adam, adam.param_groups[0]["params"], range(3), lambda step: tensors([(3, 4)], step))
+    for param, optimizer in zip(params, (theirs, ours)):
+        optimizer.load_state_dict(copy.deepcopy(adam.state_dict()))
+        train(optimizer, [param], range(3, 6), lambda step: tensors([(3, 4)], step))
+    assert update_error(params[1:], params[:1], [start]) <= 1e-5
+    state = torch.optim.AdamW(params[:1], amsgrad=True)
+    train(state, params[:1], range(1), lambda step: tensors([(3, 4)], step))
+    with pytest.raises(ValueError, match="amsgrad"):
+        ours.load_state_dict(state.state_dict())

@@ -70,6 +70,11 @@ class AdamMini(DistributedOptimizer):
         if block not in BLOCKS and not (isinstance(block, int) and block > 0):
             raise ValueError(f"block={block!r} must be one of {BLOCKS}, or a number of rows")
 
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
+        for param in group["params"]:
+            _statistic(slice_of(param).shape, group["block"])
+
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         return {"exp_avg": like_parameter(shape), "exp_avg_sq": _statistic(shape, options["block"])}
 
@@ -77,7 +82,7 @@ class AdamMini(DistributedOptimizer):
         options, matrices, block = batch.options, batch.matrices, batch.options["block"]
         beta1, beta2 = options["betas"]
         grads = [batch.fp32_grad(i) for i in range(len(batch))]
-        shared = [i for i, m in enumerate(matrices) if _block_size(m.where.shape, block) > 1]
+        shared = [i for i, m in enumerate(matrices) if _is_blockwise(m.where.shape, block)]
         sums = [_block_sums(grads[i], matrices[i].where, block) for i in shared]
         over = (-1,) if block == "row" else None
         (sums,) = yield [Sum(sums, batch.pick(matrices, shared), over)]
@@ -99,17 +104,20 @@ class AdamMini(DistributedOptimizer):
                 weight.addcdiv_(averages[i], scale, value=-lr / correction)
 
 
+def _is_blockwise(shape: tuple[int, ...], block: str | int) -> bool:
+    """Whether a second moment is of more than an element, or would be of a larger parameter."""
+    return block != "element" and not (block == "row" and len(shape) < 2)
+
+
 def _block_size(shape: tuple[int, ...], block: str | int) -> int:
-    """Elements of a block of a parameter of ``shape``; 1: every element is one."""
+    """Elements of a block of a parameter of ``shape``."""
     if block == "tensor":
         return max(math.prod(shape), 1)
-    if block == "element" or (block == "row" and len(shape) < 2):
-        return 1
     return shape[-1] if block == "row" else int(block) * shape[-1]
 
 
 def _statistic(shape: tuple[int, ...], block: str | int) -> StateTensor:
-    if _block_size(shape, block) == 1 and block != "tensor":
+    if not _is_blockwise(shape, block):
         return like_parameter(shape)
     if block == "tensor":
         return per_matrix()
@@ -148,9 +156,9 @@ def get_adam_mini_param_groups(
     for name, param in named_parameters:
         found = [block for names, block in _BLOCK_OF_NAMES if any(part in name.lower() for part in names)]
         is_matrix = len(slice_of(param).shape) > 1
-        block: str | int = "tensor" if not found else found[0] if found[0] is not None else head_dim
-        if not is_matrix and block != "tensor":
-            block = "element"
+        block: str | int = "row" if is_matrix else "tensor"
+        if found and (is_matrix or found[0] == "element"):
+            block = found[0] if found[0] is not None else head_dim
         groups.setdefault((block, is_matrix), []).append(param)
     return [
         {"params": params, "block": block, "weight_decay": weight_decay if decays else 0.0}

@@ -39,6 +39,7 @@ class Adam(DistributedOptimizer):
     """
 
     sums_over_ranks = False
+    _is_decoupled = False  # whatever a state dict that was loaded says
 
     def __init__(
         self,
@@ -64,6 +65,8 @@ class Adam(DistributedOptimizer):
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "eps", "weight_decay")
         check_betas(options["betas"], 2)
+        if options.get("amsgrad"):  # of a state dict of torch's
+            raise ValueError("amsgrad=True is not supported; only amsgrad=False is")
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         return {"exp_avg": like_parameter(shape), "exp_avg_sq": like_parameter(shape)}
@@ -80,7 +83,7 @@ class Adam(DistributedOptimizer):
                 betas=batch.options["betas"],
                 eps=batch.options["eps"],
                 weight_decay=batch.options["weight_decay"],
-                decoupled=batch.options["decoupled_weight_decay"],
+                decoupled=self._is_decoupled or batch.options["decoupled_weight_decay"],
                 maximize=batch.options["maximize"],
                 step=batch.step,
                 masters=masters,
@@ -95,6 +98,8 @@ class AdamW(Adam):
     Args:
         params, lr, betas, eps, weight_decay, maximize, stochastic_rounding: as for :class:`Adam`.
     """
+
+    _is_decoupled = True
 
     def __init__(
         self,

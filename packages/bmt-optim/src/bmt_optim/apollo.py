@@ -36,11 +36,15 @@ class APOLLO(DistributedOptimizer):
         p ← (p - lr·√(1-β₂ᵗ)/(1-β₁ᵗ)·√scale·u)(1 - lr·weight_decay)
 
     With R < C it is L = Pᵀg, with norms of each column. ‖u‖ grows by at most 1 % per step. Other parameters, and groups
-    without a rank, have p ← (p - lr·√(1-β₂ᵗ)/(1-β₁ᵗ)·n)(1 - lr·weight_decay) with L = g. APOLLO-Mini is ``rank=1,
-    scale_type="tensor", scale=128``.
+    without a rank, have p ← (p - lr·√(1-β₂ᵗ)/(1-β₁ᵗ)·n)(1 - lr·weight_decay) with L = g. APOLLO-Mini is ``rank=1`` and
+    ``scale=128`` in the groups, and ``scale_type="tensor"``.
+
+    P depends on the parameter's place in the optimizer. So a state goes on with the same numbers only where that is the
+    same: in a pipeline, with as many stages.
 
     Args:
-        params: parameters, or groups; :func:`get_galore_param_groups` makes such as this takes.
+        params: parameters, or groups; :func:`get_galore_param_groups` makes such as this takes, with a scale of their
+            own.
         lr, betas, eps, weight_decay, update_proj_gap, scale: as in the formula.
         scale_type: "channel" or "tensor".
         stochastic_rounding: see :class:`DistributedOptimizer`.

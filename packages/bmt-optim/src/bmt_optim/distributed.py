@@ -41,7 +41,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params: parameters, or parameter groups.
         defaults: the options of a group that does not set them.
         stochastic_rounding: keep no masters of half-precision parameters. Rounding depends on the step, the
-            parameter and the element alone, not on the layout.
+            parameter's place in the optimizer and the element alone, not on how ranks cut it.
 
     Attributes:
         communication: what the last step communicated; shared by optimizers that step together.

@@ -132,17 +132,17 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         if self._evaluates:
             raise RuntimeError("evaluating() of ScheduleFreeAdamW within evaluating()")
         kept: list[tuple[Tensor, Tensor]] = []
-        with torch.no_grad():
-            for group in self.param_groups:
-                for param in group["params"]:
-                    entry = self.state.get(param)
-                    if entry and entry["step"]:
-                        local = local_tensor(param)
-                        kept.append((local, local.clone()))
-                        y = entry.get("master", local).float()
-                        local.copy_(y.lerp(entry["z"], 1 - 1 / group["betas"][0]))
         self._evaluates = True
         try:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        entry = self.state.get(param)
+                        if entry and entry["step"]:
+                            local = local_tensor(param)
+                            kept.append((local, local.clone()))
+                            y = entry.get("master", local).float()
+                            local.copy_(y.lerp(entry["z"], 1 - 1 / group["betas"][0]))
             yield
         finally:
             self._evaluates = False
