@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from bmt_comm import REDUCE_OPS, Communicator, _compat, init_distributed
 from bmt_comm import direct_exchange as module
+from bmt_comm.communicator import stop_waiting
 
 DTYPES = [
     torch.float64,
@@ -381,3 +382,11 @@ def test_the_latest_process_groups_are_aborted_first():
     groups = [dist.group.WORLD, *(dist.new_group([0], backend="recorded") for _ in range(2))]
     _compat.abort(groups)
     assert Recorded.aborted == groups[::-1]
+
+
+@pytest.mark.ranks(2)
+def test_waits_end_where_a_process_group_was_destroyed_and_is_still_held(ctx):
+    kept = Communicator(dist.new_group(backend="gloo"), "cpu")
+    kept.barrier()
+    dist.destroy_process_group(kept.group)
+    stop_waiting("the end")

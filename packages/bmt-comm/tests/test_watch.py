@@ -148,6 +148,34 @@ def test_ranks_that_wait_for_different_operations_are_found_by_one_request(ranks
     )
 
 
+UNWRITTEN = """
+    import time
+    import torch.distributed as dist
+    from bmt_comm import watch
+    from bmt_comm.startup import Peer
+
+    def fail(*args):
+        raise ValueError("on purpose")
+
+    watch.write_record = fail
+    store = dist.HashStore()
+    peers = {rank: Peer.here() for rank in range(2)}
+    made = watch.Watch(store, 0, 2, peers, 600.0, fail)
+    made._alarm("rank 0 waits")
+    time.sleep(60)
+"""
+
+
+def test_a_rank_ends_though_its_report_and_its_waits_fail(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(UNWRITTEN))
+    env = {**os.environ, "BMT_FAULT_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 1
+    assert "the report of rank 0 could not be written: on purpose" in done.stderr
+    assert "rank 0 is ended" in done.stderr
+
+
 def test_the_file_of_a_rank_tells_what_the_flight_recorder_knows(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(RECORDED))

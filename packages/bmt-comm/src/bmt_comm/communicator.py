@@ -514,7 +514,8 @@ def stop_waiting(message: str) -> None:
     for group, on_host in list(_host_collectives.items()):
         if isinstance(on_host, SharedMemoryCollectives):
             on_host.stop(message)
-        if waits or "nccl" in dist.get_backend(group):
+        # One that was destroyed has no backend any more, whoever still holds it.
+        if group in dist.distributed_c10d._world.pg_map and (waits or "nccl" in dist.get_backend(group)):
             groups.append(group)
     # NCCL's in one thread, together; others each in its own, so that none waits for another.
     nccl = [group for group in groups if "nccl" in dist.get_backend(group)]

@@ -258,7 +258,7 @@ class Watch:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{message}\n{write_record(folder, self.rank)}\n")
             message += f"\n(rank {self.rank} has written this to {path})"
-        except OSError as error:
+        except Exception as error:  # of the recorder, too: the others wait for this rank to end
             _log.warning("the report of rank %d could not be written: %s", self.rank, error)
         self._message = message
         if self.rank == 0:
@@ -266,7 +266,10 @@ class Watch:
         self._concluded.set()
         if self._delivered.wait(0.1) or self._stopping:
             return
-        self._wake(message)
+        try:
+            self._wake(message)
+        except Exception:
+            _log.exception("the waits of rank %d could not be ended", self.rank)
         if self._delivered.wait(_WAKE) or self._stopping:
             return
         sys.stderr.write(f"{message}\nrank {self.rank} is ended\n")

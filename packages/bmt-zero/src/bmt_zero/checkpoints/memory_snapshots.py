@@ -192,6 +192,7 @@ class MemorySnapshots:
             with contextlib.suppress(OSError):  # other ranks of the host have their files there
                 self._folder.rmdir()
         self._meeting.leave()
+        self._comm = Communicator(None, "cpu")  # the other one would keep the process group
 
 
 class _Copy:
