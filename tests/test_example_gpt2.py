@@ -745,6 +745,34 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(single, tmp_path, alwa
 
 
 @pytest.mark.ranks(2, init=False, timeout=120)
+def test_weights_go_back_to_the_snapshot_and_the_run_goes_on(single, tmp_path):
+    folder, _ = single
+    whole_loss, whole_step = Trainer.loss, Trainer.train_step
+    before = []  # each step: its number, the weights, the learning rate, and the position in the data
+
+    def loss(trainer, sequences):
+        bad = trainer.model.training and bmt.rank() == 1 and trainer.step == 4
+        return whole_loss(trainer, sequences) * (math.nan if bad else 1)
+
+    def train_step(trainer):
+        weights = torch.cat([p.detach().flatten().clone() for p in trainer.model.parameters()])
+        before.append((trainer.step, weights, trainer.optimizers[0].param_groups[0]["lr"], trainer.batches.first))
+        return whole_step(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "loss", loss)
+        patch.setattr(Trainer, "train_step", train_step)
+        flags = ["--out", str(tmp_path / "run"), "--batch-size", "2", "--snapshot-every", "3", "--roll-back"]
+        run_here(folder, "", *flags)
+    steps, weights, rates, positions = zip(*before)
+    assert steps == tuple(range(8))
+    assert torch.equal(weights[5], weights[3])  # after step 3 there was a snapshot, and step 5 was bad
+    assert not torch.equal(weights[4], weights[3])
+    assert rates[3] != rates[4] == rates[5] != rates[6]
+    assert len(set(positions)) == 8
+
+
+@pytest.mark.ranks(2, init=False, timeout=120)
 def test_a_learning_rate_that_is_far_too_large_is_an_error_and_finite_weights_are_kept(single, tmp_path):
     folder, _ = single
     flags = ["--lr", "1e30", "--warmup", "0", "--steps", "40", "--keep", "1", "--out", str(tmp_path / "run")]

@@ -137,6 +137,36 @@ def test_all_ranks_go_back_to_the_last_snapshot(ctx, every):
     assert train(ctx.rank, every, bad) == train(ctx.rank, every, None, left_out=undone)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_loss_scale_that_was_too_large_comes_back_from_no_snapshot(ctx, tmp_path, every):
+    model = nn.Linear(3, 3, bias=False).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    manager = bmt.optim.OptimManager(loss_scale=64, loss_scale_steps=2, grad_scale=1)
+    manager.add_optimizer(optimizer)
+    snapshots, steps, taken = bmt.MemorySnapshots(tmp_path), 0, []
+    for _ in range(12):
+        manager.zero_grad()
+        manager.backward((model.weight.float() * 1000).sum())  # gradients of 128,000 are inf in fp16
+        taken.append(manager.step())
+        if not taken[-1]:
+            steps = snapshots.restore(model=model, manager=manager) or steps
+        else:
+            steps += 1
+            if steps % every == 0:
+                snapshots.take(steps, model=model, manager=manager)
+    assert taken == [True, True, False] * 4
+
+    # A process that comes later knows nothing better.
+    snapshots.take(steps + 1, model=model, manager=manager)
+    expected, manager.loss_scale = manager.loss_scale, 1
+    later = bmt.MemorySnapshots(tmp_path)
+    assert later.restore(model=model, manager=manager) == steps + 1
+    assert manager.loss_scale == expected
+    later.close()
+    snapshots.close()
+
+
 @pytest.mark.ranks(1, 2)
 def test_a_damaged_snapshot_is_not_used(ctx, tmp_path):
     model = nn.Linear(3, 3)

@@ -146,6 +146,14 @@ class Trainer:
         self.step += 1
         return torch.stack(losses), num_bytes, norm, taken
 
+    def roll_back(self) -> None:
+        """Take the weights and the optimizers' states of the last snapshot; steps, learning rate and data go on."""
+        assert self.snapshots is not None
+        iterations = [scheduler.num_iter for scheduler in self.schedulers]
+        self.snapshots.restore(model=self.model, manager=self.manager)
+        for scheduler, iteration in zip(self.schedulers, iterations):
+            scheduler.step(iteration)
+
     def skipped(self, losses: Tensor) -> dict[str, Any]:
         """The record of a step that was skipped, with the sequences that it had and those whose loss was not finite.
 
@@ -200,8 +208,8 @@ class Trainer:
             is_last = self.step == self.steps
             if not taken:
                 metrics.write(self.skipped(losses))
-                if self.snapshots is not None and args.roll_back:  # the data go on behind what was skipped
-                    self.snapshots.restore(model=self.model, manager=self.manager)
+                if args.roll_back:
+                    self.roll_back()
             elif self.step % args.log_interval == 0 or is_last:
                 *means, mean_bytes = bmt.sum_loss(torch.cat([losses, losses.new_tensor([num_bytes])])).unbind()
                 mean_loss, mean_bytes = bmt.tree_sum(means).item() / args.accumulation, mean_bytes.item()

@@ -53,9 +53,11 @@ class MemorySnapshots:
         step = snapshots.restore(model=model, manager=manager, data=batches) or 0  # after torchrun has restarted
         while step < steps:
             ...
-            if not manager.step():
-                snapshots.restore(model=model, manager=manager)  # and go on with the data that follow
-            elif step % 10 == 0:
+            if not manager.step():  # back to the step of the snapshot, and on with the data that follow
+                step = snapshots.restore(model=model, manager=manager) or step
+                continue
+            step += 1
+            if step % 10 == 0:
                 snapshots.take(step, model=model, manager=manager, data=batches)
         snapshots.close()
 
@@ -125,7 +127,8 @@ class MemorySnapshots:
     def restore(self, **objects: Any) -> int | None:
         """Go back to the newest snapshot that is there for every rank. Every rank must call it.
 
-        Gradients stay as they are: zero them before the next backward pass.
+        Gradients stay as they are: zero them before the next backward pass. In the process that took the snapshot, or
+        went on from it, a loss scale that is smaller than the snapshot's stays: that one may have overflowed since.
 
         Args:
             objects: as for :meth:`take`; those that are given go back, in place. What is left out goes on as it is: the
@@ -148,7 +151,12 @@ class MemorySnapshots:
         mine = here[self._rank, step] if holder == self._rank else _Copy()
         recvs = [] if holder == self._rank else [(mine.room(size), holder)]
         self._comm.send_recv([(content, rank) for content, rank in sends if rank != self._rank], recvs)
-        restore(Objects(objects, loading=True), *mine.parts())
+        given = Objects(objects, loading=True)
+        now = None if given.manager is None or self._kept is None else given.manager.trainer_state()
+        restore(given, *mine.parts())
+        if now is not None:  # the good steps that are left to the next growth, too, or the same overflow comes again
+            for name in ("loss_scale", "steps_since_last_scale"):
+                setattr(given.manager, name, min(now[name], getattr(given.manager, name)))
         for each in here.values():
             if each.step != step:  # not to be taken for one of the steps that follow
                 each.invalidate()
