@@ -129,6 +129,9 @@ def test_sizes_that_do_not_divide_raise_the_same_error_on_every_rank(device_type
         ({"zero_level": 4}, "zero_level=4 is not a ZeRO level; choose 0, 1, 2 or 3"),
         ({"device": "meta"}, "device='meta' is not supported; choose 'cuda' or 'cpu'"),
         ({"device": "cpu", "backend": "nccl"}, "backend='nccl' cannot communicate CPU tensors"),
+        ({"timeout": 10.0, "agreement_timeout": 20.0}, "agreement_timeout=20 must be more than 0 and .* timeout=10,"),
+        ({"agreement_timeout": 0.0}, "agreement_timeout=0 must be more than 0"),
+        ({"agreement_timeout": -1.0}, "agreement_timeout=-1 must be"),
         ({"init_method": "tcp://127.0.0.1:29999"}, "does not tell the number of processes: add "),
     ],
 )
@@ -259,6 +262,43 @@ def test_a_rank_that_ends_at_the_start_without_a_launcher_is_named(tmp_path):
             command = [sys.executable, str(script), str(rank), port]
             ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert ranks[0].communicate(timeout=45)[0] == "rank 1 ended while rank 0 waited for rank 2 to start\n"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+DIFFERS = """
+    import os, sys, time
+    from bmt_comm import init_distributed
+    rank, port = int(sys.argv[1]), sys.argv[2]
+    if rank == 2:  # is slow to read
+        import bmt_comm.startup as startup
+        read = startup.read_soon
+        startup.read_soon = lambda *args: (time.sleep(0.7), read(*args))[1]
+    try:
+        init_distributed(f"tcp://127.0.0.1:{port}?rank={rank}&world_size=3", device="cpu", timeout=50.0, seed=rank)
+    except ValueError as error:
+        print(error, flush=True)
+    os._exit(0)
+"""
+
+
+def test_all_ranks_are_told_what_differs_before_the_one_that_keeps_the_store_ends(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(DIFFERS))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    try:
+        for rank in range(3):
+            command = [sys.executable, str(script), str(rank), port]
+            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        for process in ranks:
+            said = process.communicate(timeout=60)[0]
+            assert said.endswith("seed is 0 on rank 0, 1 on rank 1, 2 on rank 2\n")
     finally:
         for process in ranks:
             process.kill()

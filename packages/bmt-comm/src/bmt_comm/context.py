@@ -170,8 +170,8 @@ def init_distributed(
         device: "cuda", "cpu" or a device with an index; by default this process's GPU where there is one.
         backend: of ``torch.distributed``; by default nccl for CUDA and gloo for CPU.
         timeout: seconds, or a timedelta, after which a collective that a rank has not joined fails.
-        agreement_timeout: the same for the comparisons of models, options and pipeline calls between ranks; by default
-            five minutes, or ``timeout`` where that is shorter.
+        agreement_timeout: the same for the comparisons of models, options and pipeline calls between ranks; not more
+            than ``timeout``; by default five minutes, or ``timeout`` where that is shorter.
         deterministic: whether the same seed, data and micro-batches give the same bits on 1, 2, 4, ... replicas: sums
             over micro-batches and ranks have a fixed order, and torch's deterministic algorithms are on until
             :func:`shutdown`. bmt-zero's README tells what the script must do. The number of replicas must be a power
@@ -199,6 +199,11 @@ def init_distributed(
         agreement_timeout = min(timeout.total_seconds(), TIMEOUT)
     if isinstance(agreement_timeout, datetime.timedelta):
         agreement_timeout = agreement_timeout.total_seconds()
+    if not 0 < agreement_timeout <= timeout.total_seconds():
+        raise ValueError(
+            f"agreement_timeout={agreement_timeout:g} must be more than 0 and not more than "
+            f"timeout={timeout.total_seconds():g}, both in seconds"
+        )
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     adopt = dist.is_initialized()
     if adopt:

@@ -22,6 +22,7 @@ from .tally import Tally, missing, read_many, read_soon
 _PAUSES = 0.001, 0.1  # seconds between two looks at the store, the first and the last
 _PATIENCE = 30.0  # seconds after which it is said who is missing
 _PERIOD = 0.25  # seconds between two looks at the processes of this host
+_TOLD = 2.0  # seconds that all ranks have to read what differs
 _log = logging.getLogger("bmt_comm")
 
 
@@ -186,7 +187,13 @@ def meet(store: Any, rank: int, size: int, facts: Mapping[str, object], timeout:
             if time.monotonic() - begun > timeout + _PATIENCE:
                 raise RuntimeError("ranks call init_distributed() with different arguments")
 
-        raise ValueError(read_soon(store, "differs", until))
+        difference = read_soon(store, "differs", until)
+        store.add("told", 1)
+        # Rank 0 may keep the store, in which the others still read.
+        deadline = time.monotonic() + _TOLD
+        while rank == 0 and store.add("told", 0) < size and time.monotonic() < deadline:
+            time.sleep(_PAUSES[0])
+        raise ValueError(difference)
     return _on_this_host(store, host)
 
 
