@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from pipe_helpers import DTYPE, FusedLinear
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -148,8 +148,10 @@ class _First(nn.Module):
         return self.inner(x)[0]  # type: ignore[no-any-return]
 
 
-def split(outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> SplitBackward:
-    return SplitBackward(list(map(get_gradient_edge, outputs)), grads, leaves, StepContext())
+def split(
+    outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor], hooked: Collection[Node] = ()
+) -> SplitBackward:
+    return SplitBackward(list(map(get_gradient_edge, outputs)), grads, leaves, StepContext(), hooked)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -232,6 +234,57 @@ def test_several_inputs_and_outputs_and_hooks_of_parameters() -> None:
     for one, two in zip(grads, wanted, strict=True):
         torch.testing.assert_close(one, two)
     assert unused.grad is None
+
+
+@pytest.mark.parametrize("enters", ["product", "factor", "product and output"])
+@pytest.mark.parametrize("known", [False, True])
+def test_hooks_of_what_crosses_the_boundary(enters: str, known: bool) -> None:
+    found = []
+    for parts in (False, True):
+        torch.manual_seed(0)
+        weight, x = (torch.randn(WIDTH, WIDTH, dtype=DTYPE, requires_grad=True) for _ in range(2))
+        between = 1 + weight
+        calls: list[Tensor] = []
+        between.register_hook(lambda grad, calls=calls: calls.append(grad) or grad.square())
+        if known:
+            between.retain_grad()
+        y = torch.tanh(x) * between if enters == "factor" else torch.tanh(x) @ between
+        outputs = [y, between] if enters == "product and output" else [y]
+        grads = [torch.cos(each.detach()) for each in outputs]
+        if parts:
+            both = split(outputs, grads, [x], {get_gradient_edge(between).node} if known else ())
+            both.inputs()
+            both.weights()
+        else:
+            torch.autograd.backward(outputs, grads)
+        assert len(calls) == 1 or not known
+        found.append([x.grad, weight.grad, between.grad if known else None])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_hooks_of_parameters_are_called_once(name: str) -> None:
+    linear = nn.Linear(WIDTH, WIDTH, dtype=DTYPE)
+    param, calls = getattr(linear, name), list[Tensor]()
+    param.register_hook(lambda grad: calls.append(grad) or 2 * grad)  # type: ignore[func-returns-value]
+    x = torch.randn(ROWS, WIDTH, dtype=DTYPE, requires_grad=True)
+    y = linear(x)
+    both = split([y], [torch.ones_like(y)], [x])
+    both.inputs()
+    both.weights()
+    assert len(calls) == 1
+    torch.testing.assert_close(param.grad, 2 * calls[0])
+
+
+def test_positions_from_a_table_need_no_values_of_parameters() -> None:
+    table, linear = nn.Embedding(2 * LENGTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
+    y = linear(x + table(torch.arange(LENGTH)))
+    both = split([y], [torch.ones_like(y)], [x])
+    assert not both.reads_parameters
+    both.inputs()
+    both.weights()
+    torch.testing.assert_close(x.grad.sum(0), table.weight.grad[:LENGTH])  # type: ignore[union-attr, index]
 
 
 def test_other_micro_batches_come_between_the_parts() -> None:

@@ -27,10 +27,11 @@
     crosses the boundary at several nodes, one of which may be on another one's path.
 
     All gradients are computed in the first part, if the computation contains a reentrant checkpoint, which knows
-    complete backward passes only, or if what crosses there is computed of something that crosses elsewhere.
+    complete backward passes only, if what crosses there is computed of something that crosses elsewhere, or if a tensor
+    just behind the boundary has hooks and is a parameter or one that bmt_zero knows of.
 
-    Hooks on a product, other than those that bmt_zero knows of, are called in both parts; what they return in the
-    second one is ignored.
+    Hooks on a product and on other tensors just behind the boundary are called in both parts, for a node does not tell
+    of them; what they return in the second one is ignored. So ``retain_grad`` there retains twice the gradient.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _SHAPES = [
 ]
 _SHAPES += ["UnsafeView", "Unsqueeze", "View"]
 _READ_NO_PARAMETERS = frozenset(
-    f"{name}Backward0" for name in (*_SHAPES, "Add", "Cat", "Clone", "Stack", "Sub", "ToCopy")
+    f"{name}Backward0" for name in (*_SHAPES, "Add", "Cat", "Clone", "Stack", "Sub", "ToCopy", "Embedding")
 )
 _READ_NO_PARAMETERS |= {"EnterBackward", "torch::autograd::AccumulateGrad"}
 """Nodes behind the boundary that need no values of parameters."""
@@ -80,22 +81,26 @@ class _Group:
         nodes: behind the boundary.
         crossing: nodes on the path to the inputs, and those of their edges that end at ``nodes``.
         grads: what has arrived at such edges.
+        called: those whose tensors' hooks have been called.
     """
 
     def __init__(self, nodes: set[Node]) -> None:
         self.nodes = nodes
         self.crossing: dict[Node, list[GradientEdge]] = {}
         self.grads: dict[GradientEdge, Tensor] = {}
+        self.called: set[GradientEdge] = set()
 
     @property
     def order(self) -> int:
         """Larger for groups that have entered later."""
         return min(node._sequence_nr() for node in self.nodes)
 
-    def add(self, edge: GradientEdge, grad: Tensor | None) -> None:
+    def add(self, edge: GradientEdge, grad: Tensor | None, called: bool = True) -> None:
         if grad is not None:
             before = self.grads.get(edge)
             self.grads[edge] = grad if before is None else before + grad
+            if called:
+                self.called.add(edge)
 
 
 class SplitBackward:
@@ -140,8 +145,14 @@ class SplitBackward:
             for entry, nodes in users.items()
             if len(nodes) > 1 or any(node in hooked or not _waits(node) for node in nodes)
         }
-        self._whole = any(node.name() == "CheckpointFunctionBackward" for node in graph) or any(
-            not at_once.isdisjoint(nodes - {entry}) for entry, nodes in behind.items()
+        edges = {edge for node in path for edge in graph[node] if edge[0] in behind}
+        others = {edge for nodes in behind.values() for node in nodes for edge in graph[node]}
+        others.update((root.node, root.output_nr) for root, _ in self._roots)
+        self._whole = (
+            any(node.name() == "CheckpointFunctionBackward" for node in graph)
+            or any(not at_once.isdisjoint(nodes - {entry}) for entry, nodes in behind.items())
+            or not edges.isdisjoint(others)
+            or any(entry in hooked or _has_hooks(entry) for entry in behind)
         )
         if self._whole:
             return
@@ -152,7 +163,7 @@ class SplitBackward:
         joined = (set[Node]().union(*(behind[entry] for entry in entries)) for entries in late)
         group_of = _grouped((*behind.values(), *joined))  # so that a node runs once for all its parameters
         for root, grad in late_roots:
-            group_of[root.node].add(root, grad)
+            group_of[root.node].add(root, grad, called=False)
         for node in path:
             for entry, index in graph[node]:
                 if entry is None or entry in path:
@@ -202,7 +213,13 @@ class SplitBackward:
                     node, edges = group.crossing.popitem()
                     self._run_alone(node, list(dict.fromkeys(edges)), group)
             if group.grads:
-                torch.autograd.backward(list(group.grads), list(group.grads.values()))
+                nodes = {edge.node for edge in group.called}
+                handles = [node.register_prehook(partial(_after_hooks, node, group)) for node in nodes]
+                try:
+                    torch.autograd.backward(list(group.grads), list(group.grads.values()))
+                finally:
+                    for handle in handles:
+                        handle.remove()
 
     def _run_alone(self, node: Node, edges: Sequence[GradientEdge], group: _Group) -> None:
         arrived = self._arrived.get(node, ())
@@ -267,6 +284,17 @@ def _grouped(sets: Iterable[set[Node]]) -> dict[Node, _Group]:
         group = _Group(nodes.union(*(group.nodes for group in groups)))
         group_of.update(dict.fromkeys(group.nodes, group))
     return group_of
+
+
+def _has_hooks(node: Any) -> bool:
+    """Whether a node is that of a parameter with hooks."""
+    return node.name() == "torch::autograd::AccumulateGrad" and bool(node.variable._backward_hooks)
+
+
+def _after_hooks(node: Node, group: _Group, arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """What arrives at a node behind the boundary; the first part has called its tensors' hooks already."""
+    edges = [GradientEdge(node, index) for index in range(len(arrived))]
+    return tuple(group.grads[e] if e in group.called else grad for e, grad in zip(edges, arrived, strict=True))
 
 
 def _waits(node: Any) -> bool:
