@@ -19,7 +19,7 @@ from bmt_comm.context import _pairs
 from bmt_comm.startup import connect
 
 
-def run_script(tmp_path, text, processes=0, timeout=90):
+def run_script(tmp_path, text, processes=0, timeout=90, options=()):
     """The script in fresh interpreters, warnings being errors; 0 processes: without a launcher.
 
     What it prints is without the note that ranks do not share memory, which comes at most once.
@@ -32,6 +32,7 @@ def run_script(tmp_path, text, processes=0, timeout=90):
     if processes:
         # torch's launcher itself may warn; its workers must not.
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+        command += options
         env |= {"PYTHONWARNINGS": "error::UserWarning,error::FutureWarning,error::ResourceWarning"}
         env |= {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=timeout, env=env)
@@ -478,3 +479,31 @@ def test_a_rank_that_raises_ends_the_job(tmp_path):
     )
     assert done.returncode != 0
     assert "ValueError: on purpose" in done.stderr
+
+
+@pytest.mark.parametrize("crashes", [0, 1])
+def test_ranks_meet_after_a_restart_though_only_one_had_come_before(tmp_path, crashes):
+    done = run_script(
+        tmp_path,
+        f"""
+        import os, sys, time
+        from pathlib import Path
+        import torch
+        import bmt_comm as bmt
+
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            inside = Path({str(tmp_path / "inside")!r})
+            if os.environ["RANK"] == "{crashes}":
+                while not inside.exists():
+                    time.sleep(0.02)
+                time.sleep(1.0)
+                os._exit(3)
+            inside.touch()
+        x = torch.ones(2)
+        bmt.init_distributed(device="cpu", timeout=20.0).world.all_reduce(x)
+        bmt.print_rank(x.tolist())
+        """,
+        processes=2,
+        options=["--max-restarts", "1"],
+    )
+    assert (done.returncode, done.stdout) == (0, "[2.0, 2.0]\n"), done.stderr

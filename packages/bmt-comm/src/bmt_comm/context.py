@@ -30,7 +30,7 @@ from .fixed_order import use_deterministic_kernels
 from .journal import journals, note_place
 from .report import ranks_in_words
 from .slice import forget_communicators
-from .startup import connect, meet
+from .startup import Start, connect, meet
 from .topology import TopologyNames
 
 MESH_DIMS = ("pipe", "data", "tensor")
@@ -235,18 +235,18 @@ def init_distributed(
             rank, size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
             store, rank, size = connect(init_method, rank, size, timeout)
             store.set_timeout(timeout)
-            # torchrun's store outlives a process group, and still holds the addresses of the one before. Every
-            # rank counts, in that store, how often it has come.
-            times = store.add(f"bmt_comm/starts/{rank}", 1)
-            store = dist.PrefixStore(f"bmt_comm/{times}", store)
+            # torchrun's store outlives a process group, and still holds the addresses of the one before.
+            start = Start(store, rank, timeout.total_seconds())
+            store = dist.PrefixStore(f"bmt_comm/{start.name}", store)
         else:
             store, rank, size = dist.HashStore(), 0, 1
+            start = None
         meeting = store
     else:
         rank, size = dist.get_rank(), world_size
         meeting = dist.distributed_c10d._get_default_store()
-        times = meeting.add(f"bmt_comm/starts/{rank}", 1)
-        meeting = dist.PrefixStore(f"bmt_comm/{times}", meeting)
+        start = Start(meeting, rank, timeout.total_seconds())
+        meeting = dist.PrefixStore(f"bmt_comm/{start.name}", meeting)
     facts = {
         "seed": seed,
         "pipe_size": pipe_size,
@@ -262,7 +262,7 @@ def init_distributed(
     begin_agreements(dist.PrefixStore("agree", meeting), agreement_timeout)
     if size > 1:
         seconds = timeout.total_seconds()
-        peers = meet(dist.PrefixStore("start", meeting), rank, size, facts, seconds)
+        peers = meet(dist.PrefixStore("start", meeting), rank, size, facts, seconds, start)
         watch.start(dist.PrefixStore("watch", meeting), rank, size, peers, seconds, _wake)
     try:
         if not adopt:

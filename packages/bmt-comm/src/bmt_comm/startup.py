@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,13 +134,70 @@ def connect(init_method: str, rank: int, size: int, timeout: datetime.timedelta)
             _log.warning("rank %d could not reach rank 0 at %s:%d in %g seconds yet", number, host, port, _PATIENCE)
 
 
-def meet(store: Any, rank: int, size: int, facts: Mapping[str, object], timeout: float) -> dict[int, Peer]:
+class Start:
+    """Names one start of the job in a store that may hold the keys of earlier ones, as torchrun's does.
+
+    Rank 0 draws the name. Each other rank calls with a fresh word, and rank 0 answers to that word. So a rank hears the
+    name from a rank 0 that runs now, never that of a start whose rank 0 has ended. Rank 0 also answers ranks that have
+    ended, which read nothing.
+
+    Attributes:
+        name: of this start.
+    """
+
+    def __init__(self, store: Any, rank: int, timeout: float) -> None:
+        self._store, self._rank = dist.PrefixStore("bmt_comm/starts", store), rank
+        word = self.name = uuid.uuid4().hex
+        if rank == 0:
+            self._number = int(self._store.get("heard")) if self._store.check(["heard"]) else 0
+            self._unset: set[int] = set()  # numbers of calls that are not there yet
+            self._words: dict[int, str] = {}
+            return
+        self._store.set(f"call/{self._store.add('calls', 1)}", json.dumps([rank, word]))
+        begun, pause = time.monotonic(), _PAUSES[0]
+        while not self._store.check([f"answer/{word}"]):
+            if time.monotonic() - begun > timeout:
+                raise RuntimeError(f"rank 0 did not come to init_distributed() in {timeout:g} seconds")
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+        self.name = self._store.get(f"answer/{word}").decode()
+        self._store.delete_key(f"answer/{word}")
+
+    def answer(self, meeting: Any) -> None:
+        """Rank 0 answers the ranks that have called since.
+
+        Raises:
+            RuntimeError: a rank that has come to the meeting calls again.
+        """
+        if self._rank != 0:
+            return
+        number = self._store.add("calls", 0)
+        numbers = sorted(self._unset | set(range(self._number + 1, number + 1)))
+        self._number = number
+        self._unset = {numbers[index] for index in missing(self._store, [f"call/{each}" for each in numbers])}
+        for call in read_many(self._store, [f"call/{each}" for each in numbers if each not in self._unset]):
+            rank, word = json.loads(call)
+            if rank in self._words and meeting.check([f"here/{rank}"]):
+                raise RuntimeError(f"rank {rank} came to init_distributed() again before all ranks had come")
+            self._words[rank] = word
+            self._store.set(f"answer/{word}", self.name)
+
+    def end(self) -> None:
+        """All have come: a later rank 0 need not read these calls."""
+        if self._rank == 0:
+            self._store.set("heard", str(self._number))
+
+
+def meet(
+    store: Any, rank: int, size: int, facts: Mapping[str, object], timeout: float, start: Start | None = None
+) -> dict[int, Peer]:
     """Wait until every rank has come here, and compare what they bring.
 
     Args:
         store: which nothing else uses.
         facts: what must be the same on all ranks, by name.
         timeout: seconds to wait for the others.
+        start: which has named ``store``.
 
     Returns:
         The processes on this host, this one among them, by rank.
@@ -157,6 +215,8 @@ def meet(store: Any, rank: int, size: int, facts: Mapping[str, object], timeout:
     begun = time.monotonic()
     looked, said, pause = begun, False, _PAUSES[0]
     while not tally.complete:
+        if start is not None:
+            start.answer(store)
         now = time.monotonic()
         if now - looked > _PERIOD:
             looked = now
@@ -179,6 +239,8 @@ def meet(store: Any, rank: int, size: int, facts: Mapping[str, object], timeout:
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])
         tally.look()
+    if start is not None:
+        start.end()
     if not tally.agrees:
         if rank == 0:
             store.set("differs", _difference([json.loads(each) for each in _of_all(store, size)]))
