@@ -156,3 +156,18 @@ def test_many_ranks_over_every_store(kind, size, tmp_path, monkeypatch):
 
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(run, range(size)))
+
+
+def test_process_groups_of_one_name_and_other_ranks_do_not_meet(monkeypatch):
+    store = dist.HashStore()
+    own = Own()
+    monkeypatch.setattr(agreement, "_settings", own)
+
+    def run(ranks, rank):
+        own.store, own.timeout = store, 20.0
+        comm: Any = SimpleNamespace(group=Group("pair"), rank=rank, size=2, ranks=ranks)
+        comm.wait_for = lambda work, name: work.wait()
+        check_agreement(comm, "letters", [str(ranks)])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, [(0, 1), (2, 3), (0, 1), (2, 3)], [0, 0, 1, 1]))

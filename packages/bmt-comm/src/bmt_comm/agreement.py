@@ -116,7 +116,9 @@ class _Check:
     def __init__(self, comm: Communicator, what: str, facts: Sequence[str]) -> None:
         assert comm.group is not None
         base = _settings.store or dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"bmt_comm/agreement/{comm.group.group_name}", base)
+        # Process groups of other ranks may have the same name.
+        ranks = hashlib.sha256(str(comm.ranks).encode()).hexdigest()[:16]
+        self._store = dist.PrefixStore(f"bmt_comm/agreement/{comm.group.group_name}/{ranks}", base)
         self._rank, self._size, self._ranks = comm.rank, comm.size, comm.ranks
         self._what, self._brought = what, json.dumps([what, list(facts)])
         number, self._before = _last.get(comm.group, (0, []))
