@@ -207,3 +207,126 @@ def test_memory_that_is_too_small_is_an_error(ctx, tmp_path):
         with pytest.raises(RuntimeError, match="has no room for"):
             snapshots.take(1, model=nn.Linear(3, 3))
     snapshots.close()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("in_files", [False, True])
+def test_the_newest_snapshot_is_the_last_that_was_taken(ctx, tmp_path, in_files):
+    model, directory = nn.Linear(3, 3), tmp_path if in_files else None
+    snapshots = bmt.MemorySnapshots(directory)
+    for step, value in [(490, 1.0), (500, 2.0), (410, 3.0), (410, 4.0)]:
+        nn.init.constant_(model.weight, value)
+        snapshots.take(step, model=model)
+        nn.init.zeros_(model.weight)
+        after_restart = bmt.MemorySnapshots(directory) if in_files else snapshots
+        assert after_restart.restore(model=model) == step
+        assert torch.equal(model.weight, torch.full((3, 3), value))
+        ctx.world.barrier()
+    heads = [path.read_bytes()[:64] for path in tmp_path.glob("*/*")]
+    assert len({tuple(torch.frombuffer(bytearray(head), dtype=torch.int64).tolist()) for head in heads}) == len(
+        heads
+    ) / (ctx.world.size)
+    ctx.world.barrier()
+    snapshots.close()
+
+
+class Raises:
+    def state_dict(self) -> dict[str, int]:
+        raise KeyError("no state")
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class Fine(Raises):
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("place", ["state", "own", "neighbour"])
+def test_all_ranks_raise_what_one_rank_has_met_while_it_takes_a_snapshot(ctx, tmp_path, place):
+    model, fails = nn.Linear(3, 3), ctx.rank == 1
+    snapshots = bmt.MemorySnapshots(tmp_path, timeout=10.0)
+    nn.init.ones_(model.weight)
+    snapshots.take(1, model=model)
+    nn.init.zeros_(model.weight)
+    allocate, calls = os.posix_fallocate, []
+
+    def no_room(*args: int) -> None:
+        calls.append(args)
+        if len(calls) == ("own", "neighbour").index(place) + 1:
+            raise OSError(28, "No space left on device")
+        allocate(*args)
+
+    expected = "rank 1: KeyError" if place == "state" else "rank 1: RuntimeError: .* has no room for"
+    with pytest.MonkeyPatch.context() as patch:
+        if fails and place != "state":
+            patch.setattr(os, "posix_fallocate", no_room)
+        with pytest.raises(RuntimeError, match=expected):
+            snapshots.take(2, model=model, data=Raises() if fails and place == "state" else Fine())
+    assert snapshots.restore(model=model) == 1
+    assert model.weight.sum() == 9
+    snapshots.take(3, model=model)
+    assert snapshots.restore(model=model) == 3
+    snapshots.close()
+
+
+@pytest.mark.ranks(2)
+def test_files_of_ranks_that_have_moved_to_another_host_are_removed(ctx, tmp_path):
+    memory = tmp_path / f"{ctx.rank}"  # as if each rank were on another host
+    memory.mkdir()
+    model, snapshots = nn.Linear(3, 3), bmt.MemorySnapshots(memory)
+    folder = next(memory.iterdir())
+
+    def leave_files() -> None:
+        for rank in (1 - ctx.rank, 7):
+            for kind in ("own", "other"):
+                (folder / f"{rank}-{kind}-0").write_bytes(b"0" * 4096)
+
+    leave_files()
+    snapshots.take(1, model=model)
+    assert {path.name.partition("-")[0] for path in folder.iterdir()} == {f"{ctx.rank}"}
+    leave_files()
+    snapshots.close()
+    assert not list(memory.iterdir())
+
+
+@pytest.mark.parametrize("at_first", [True, False])
+def test_a_snapshot_that_does_not_fit_leaves_everything_as_it_is(at_first):
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    snapshots = bmt.MemorySnapshots()
+    if not at_first:
+        step()
+    snapshots.take(1, model=model, optimizer=optimizer)
+    step()
+    before = {param: {**state} for param, state in optimizer.state.items()}
+    assert len(before) == 2
+    values = [value.clone() for state in before.values() for value in state.values()]
+    other = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="has no state of"):
+        snapshots.restore(model=model, optimizer=optimizer, other=other)
+    with pytest.raises(ValueError, match="that the model has not"):
+        snapshots.restore(model=other, optimizer=optimizer)
+    assert {param: {**state} for param, state in optimizer.state.items()} == before
+    assert all(map(torch.equal, values, [value for state in before.values() for value in state.values()]))
+    assert snapshots.restore(model=model, optimizer=optimizer) == 1
+    assert [float(state["step"]) for state in optimizer.state.values()] == ([] if at_first else [1.0, 1.0])
+    snapshots.close()
+
+
+def test_objects_that_only_have_files_of_a_model_are_left_out():
+    class Tokenizer:
+        def save_pretrained(self, folder: str) -> None:
+            raise AssertionError("a snapshot has no files")
+
+    model, snapshots = nn.Linear(3, 3), bmt.MemorySnapshots()
+    snapshots.take(1, model=model, tokenizer=Tokenizer())
+    assert snapshots.restore(model=model) == 1
+    snapshots.close()

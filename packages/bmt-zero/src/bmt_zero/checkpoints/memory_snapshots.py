@@ -7,10 +7,11 @@
 
     Each rank sends what it has to the rank as many numbers further as its host has ranks, which is on the next host,
     and keeps that of another one. After a restart the ranks tell each other which snapshots the memory of their hosts
-    has, and take the newest step that is there for every rank.
+    has, and take the newest that is there for every rank. The newest is the last that was taken, whatever its step: a
+    run may have gone back. So a file has the number of its ``take`` in its head, which no other one of the job has.
 
-    Of each step and the one before there is a file, so that a rank that ends while it writes leaves a complete one.
-    A file begins with its step and a check-sum. It has none while it is being written.
+    Of each snapshot and the one before there is a file, so that a rank that ends while it writes leaves a complete one.
+    A file begins with a mark, its step and a check-sum. It has no mark while it is being written.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from .trainer_state import to_json
 _HEAD = 64  # bytes, of 8-byte words: a mark, and what _Copy._head gives
 _MARK = 0x626D74536E617031
 Key = tuple[int, int]
-"""The rank and the step of a snapshot."""
+"""The rank of a snapshot, and the number of the call that took it."""
 
 
 class MemorySnapshots:
@@ -78,13 +79,19 @@ class MemorySnapshots:
         self._meeting = Meeting(timeout)
         self._rank, self._size = self._meeting.rank, self._meeting.size
         self._comm = Communicator(self._meeting.group, "cpu")
-        self._kept: int | None = None  # the step whose snapshot must not be overwritten
+        self._kept: int | None = None  # the number of the snapshot that must not be overwritten
+        self._is_tidy = directory is None
         self._folder = None if directory is None else _folder_of_job(Path(directory))
         self._own = self._copies("own")
         self._others = [] if self._folder is None else self._copies("other")  # those of another rank
-        local_sizes = self._meeting.exchange(os.environ.get("LOCAL_WORLD_SIZE", "1").encode())
-        largest = max(int(each) for each in local_sizes)
+        folder = None if self._folder is None else str(self._folder.resolve())  # which names the host
+        newest = max((each.number or 0 for each in self._held()), default=0)
+        mine = [int(os.environ.get("LOCAL_WORLD_SIZE", "1")), newest, folder]
+        everyone = [json.loads(each) for each in self._meeting.exchange(json.dumps(mine).encode())]
+        largest = max(local_size for local_size, _, _ in everyone)
         self._distance = largest if largest < self._size else 1  # to the rank that keeps what this one has
+        self._number = max(number for _, number, _ in everyone)  # of the last snapshot, complete or not
+        self._ranks_here = [rank for rank, (_, _, each) in enumerate(everyone) if each == folder]
 
     def _copies(self, kind: str) -> list[_Copy]:
         if self._folder is None:
@@ -102,27 +109,73 @@ class MemorySnapshots:
                 ``optimizer`` may differ from rank to rank. The random generators are always part of it.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, or something cannot be saved.
-            RuntimeError: there is not enough memory.
+            RuntimeError: on every rank, naming the one that has not enough memory, or something that cannot be saved.
         """
         note_place("the taking of a snapshot")
-        check_step(step)
-        described, tensors = describe(Objects(objects))
+        self._number += 1
+        parts: list[Tensor] = []
+
+        def prepare() -> int:
+            check_step(step)
+            parts.extend(_parts_of(*describe(Objects(objects))))
+            return places_of(part.nbytes for part in parts)[1]
+
+        sizes = self._together(prepare)
         if self._kept is None:
             for each in (*self._own, *self._others):  # of processes that nothing was restored from
                 each.invalidate()
-        own = self._to_replace(self._own)
-        own.write([step, self._rank, self._size], described, tensors)
-        if self._others and self._size > 1:
-            target, source = (self._rank + self._distance) % self._size, (self._rank - self._distance) % self._size
-            size = torch.empty(1, dtype=torch.int64)
-            self._comm.send_recv([(torch.tensor([own.content().numel()]), target)], [(size, source)])
-            room = self._to_replace(self._others).room(int(size))
-            self._comm.send_recv([(own.content(), target)], [(room, source)])
-        self._kept = step
+        target, source = (self._rank + self._distance) % self._size, (self._rank - self._distance) % self._size
+        own, others = self._to_replace(self._own), self._others if self._size > 1 else []
+        rooms: list[Tensor] = []
+
+        def write() -> int:
+            own.write([step, self._rank, self._size], self._number, parts)
+            rooms.extend(self._to_replace(others).room(sizes[source]) for _ in others[:1])
+            return 0
+
+        try:
+            self._together(write)
+        except RuntimeError:
+            own.invalidate()  # or restore would go back to what was not taken
+            raise
+        if rooms:
+            self._comm.send_recv([(own.content(), target)], [(rooms[0], source)])
+        self._kept = self._number
+        if not self._is_tidy:
+            self._meeting.exchange(b"")  # no rank needs an earlier snapshot any more
+            self._remove_strangers()
+            self._is_tidy = True
+
+    def _together(self, call: Callable[[], int]) -> list[int]:
+        """What a call returns on every rank; all ranks raise if it does on one, so that none waits for it."""
+        problem: Exception | None = None
+        size = 0
+        try:
+            size = call()
+        except Exception as error:
+            problem = error
+        mine = [size, None if problem is None else f"{type(problem).__name__}: {problem}"]
+        everyone = [json.loads(each) for each in self._meeting.exchange(json.dumps(mine).encode())]
+        try:
+            for rank, (_, text) in enumerate(everyone):
+                if text is not None:
+                    raise RuntimeError(f"the snapshot was not taken: rank {rank}: {text}") from problem
+        finally:
+            problem = None  # its traceback refers to this frame
+        return [size for size, _ in everyone]
+
+    def _remove_strangers(self) -> None:
+        """Remove the files of ranks that were on this host before a restart; one rank of the host does it for all."""
+        if self._folder is None or self._rank != self._ranks_here[0]:
+            return
+        names = [f"{rank}" for rank in self._ranks_here]
+        with contextlib.suppress(FileNotFoundError):  # another rank has closed, and the folder was empty
+            for path in list(self._folder.iterdir()):
+                if path.name.partition("-")[0] not in names:
+                    path.unlink(missing_ok=True)
 
     def _to_replace(self, copies: Sequence[_Copy]) -> _Copy:
-        return next((each for each in copies if each.step != self._kept), copies[0])
+        return next((each for each in copies if each.number != self._kept), copies[0])
 
     def restore(self, **objects: Any) -> int | None:
         """Go back to the newest snapshot that is there for every rank. Every rank must call it.
@@ -145,10 +198,10 @@ class MemorySnapshots:
         chosen = self._choose(here)
         if chosen is None:
             return None
-        step, holders = chosen
-        sends = [(here[rank, step].content(), rank) for rank, (holder, _) in holders.items() if holder == self._rank]
+        number, holders = chosen
+        sends = [(here[rank, number].content(), rank) for rank, (holder, _) in holders.items() if holder == self._rank]
         holder, size = holders[self._rank]
-        mine = here[self._rank, step] if holder == self._rank else _Copy()
+        mine = here[self._rank, number] if holder == self._rank else _Copy()
         recvs = [] if holder == self._rank else [(mine.room(size), holder)]
         self._comm.send_recv([(content, rank) for content, rank in sends if rank != self._rank], recvs)
         given = Objects(objects, loading=True)
@@ -158,42 +211,43 @@ class MemorySnapshots:
             for name in ("loss_scale", "steps_since_last_scale"):
                 setattr(given.manager, name, min(now[name], getattr(given.manager, name)))
         for each in here.values():
-            if each.step != step:  # not to be taken for one of the steps that follow
+            if each.number != number:  # the run goes on from this one
                 each.invalidate()
-        self._kept = step
-        return step
+        self._kept = number
+        return mine.step
 
     def _held(self) -> list[_Copy]:
         """All snapshots in the memory of this host."""
         return self._own if self._folder is None else [_Copy(path) for path in sorted(self._folder.iterdir())]
 
     def _choose(self, here: dict[Key, _Copy]) -> tuple[int, dict[int, tuple[int, int]]] | None:
-        """The newest step that is there for every rank, and for each rank who has it and how many bytes it is.
+        """The newest snapshot that is there for every rank, and for each rank who has it and how many bytes it is.
 
         Of ``here``, damaged ones are dropped.
         """
         while True:
-            mine = [[rank, step, each.content().numel()] for (rank, step), each in here.items()]
+            mine = [[rank, number, each.content().numel()] for (rank, number), each in here.items()]
             everyone = [json.loads(each) for each in self._meeting.exchange(json.dumps(mine).encode())]
-            holders: dict[int, dict[int, tuple[int, int]]] = {}  # by step and rank
+            holders: dict[int, dict[int, tuple[int, int]]] = {}  # by number and rank
             for holder, held in enumerate(everyone):
-                for rank, step, size in held:
-                    of_step = holders.setdefault(step, {})
-                    if holder == rank or rank not in of_step:
-                        of_step[rank] = holder, size
-            complete = [step for step, of_step in holders.items() if len(of_step) == self._size]
+                for rank, number, size in held:
+                    of_number = holders.setdefault(number, {})
+                    if holder == rank or rank not in of_number:
+                        of_number[rank] = holder, size
+            complete = [number for number, of_number in holders.items() if len(of_number) == self._size]
             if not complete:
                 return None
-            step = max(complete)
-            used = [(rank, step) for rank, (holder, _) in holders[step].items() if holder == self._rank]
+            number = max(complete)
+            used = [(rank, number) for rank, (holder, _) in holders[number].items() if holder == self._rank]
             damaged = [key for key in used if not here[key].is_intact()]
             for key in damaged:
                 del here[key]
             if not any(json.loads(each) for each in self._meeting.exchange(json.dumps(len(damaged)).encode())):
-                return step, holders[step]
+                return number, holders[number]
 
     def close(self) -> None:
         """Give the memory back; nothing is left for a later process. At a normal end of a run every rank calls it."""
+        self._remove_strangers()
         for each in (*self._own, *self._others):
             each.remove()
         if self._folder is not None:
@@ -221,22 +275,26 @@ class _Copy:
         self._memory = torch.from_file(str(self._path), shared=True, size=size, dtype=torch.uint8)
 
     def _head(self) -> list[int]:
-        """The step, the rank, the ranks, the bytes of the snapshot and of its description, and the check-sum."""
+        """The step, the rank, the ranks, the bytes of all and of the description, the check-sum, and the number."""
         if self._memory.numel() < _HEAD:
             return []
         mark, *head = self._memory[:_HEAD].view(torch.int64).tolist()
         return head if mark == _MARK and _HEAD < head[3] <= self._memory.numel() else []
 
     @property
-    def step(self) -> int | None:
+    def step(self) -> int:
+        return self._head()[0]
+
+    @property
+    def number(self) -> int | None:
         """None if it is not complete."""
         head = self._head()
-        return head[0] if head else None
+        return head[6] if head else None
 
     @property
     def key(self) -> Key | None:
         head = self._head()
-        return (head[1], head[0]) if head else None
+        return (head[1], head[6]) if head else None
 
     @property
     def ranks(self) -> int:
@@ -268,22 +326,20 @@ class _Copy:
             self._map(size)
         return self._memory[:size]
 
-    def write(self, head: Sequence[int], described: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Copy a snapshot; ``head`` is the step, the rank and the number of ranks."""
-        text = to_json({**described, "bytes": [tensor.nbytes for tensor in tensors]})
-        parts = [torch.zeros(_HEAD, dtype=torch.uint8), torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors]
+    def write(self, head: Sequence[int], number: int, parts: Sequence[Tensor]) -> None:
+        """Copy a snapshot, of :func:`_parts_of`; ``head`` is the step, the rank and the number of ranks."""
         _, size = places_of(part.nbytes for part in parts)
-        memory = self.room(size, any(tensor.is_cuda for tensor in tensors))
+        memory = self.room(size, any(part.is_cuda for part in parts))
         copy_into(memory, parts)
         words = memory[:_HEAD].view(torch.int64)
-        words[1:7] = torch.tensor([*head, size, len(text), _sum(memory)])
+        words[1:] = torch.tensor([*head, size, parts[1].nbytes, _sum(memory), number])
         words[0] = _MARK
 
     def is_intact(self) -> bool:
         return _sum(self.content()) == self._head()[5]
 
     def parts(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """What :meth:`write` was given; tensors as bytes."""
+        """What :func:`_parts_of` was given; tensors as bytes."""
         head, memory = self._head(), self._memory
         described = json.loads(bytes(view_of(memory[_HEAD : _HEAD + head[4]])))
         sizes = [_HEAD, head[4], *described["bytes"]]
@@ -294,6 +350,12 @@ class _Copy:
         self._memory, self._private = self._memory.new_empty(0), Snapshot()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+
+
+def _parts_of(described: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What a snapshot consists of, from its head on."""
+    text = to_json({**described, "bytes": [tensor.nbytes for tensor in tensors]})
+    return [torch.zeros(_HEAD, dtype=torch.uint8), torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors]
 
 
 def _sum(content: Tensor) -> int:

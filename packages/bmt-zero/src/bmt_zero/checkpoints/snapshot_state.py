@@ -8,8 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmt_comm import StateRecord
+
 from . import trainer_state
-from .contents import Content, distinct_tensors, extra_states, mark_loaded, require_memory, set_extra_states
+from .contents import (
+    Content,
+    contents_of_optimizer,
+    distinct_tensors,
+    extra_states,
+    mark_loaded,
+    parameter_names,
+    records_of,
+    require_memory,
+    set_extra_states,
+)
 from .headers import Entry
 from .objects import Objects
 from .saving import check_has_values
@@ -32,7 +44,11 @@ def describe(given: Objects) -> tuple[dict[str, Any], list[Tensor]]:
         "sections": {section: _entries(held) for section, held in sections.items()},
         "extra": {} if given.model is None else encode(extra_states(given.model), "the extra state of the model"),
         "trainer": trainer_state.state_of_optimizers(given.optimizers, given.manager),
-        "objects": {name: encode(each.state_dict(), f"the state of {name!r}") for name, each in given.others.items()},
+        "objects": {
+            name: encode(each.state_dict(), f"the state of {name!r}")
+            for name, each in given.others.items()
+            if hasattr(each, "state_dict")  # not those that only have files of a model
+        },
         "random": encode(trainer_state.random_state(), "the state of the random generators"),
     }
     return described, [tensor.contiguous() for tensor in _distinct(contents)]
@@ -45,20 +61,13 @@ def restore(given: Objects, described: Mapping[str, Any], copies: Sequence[Tenso
     Raises:
         ValueError: the objects are others.
     """
-    saved = described["sections"]
-    for optimizer in given.optimizers:
-        if not hasattr(optimizer, "state_records"):  # torch's: it may have had no state then
-            optimizer.state.clear()
-    made = {name: Entry(name, dtype, tuple(shape)) for name, dtype, shape, _ in saved["optimizer"]}
-    sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents(made)}
-    for section, held in sections.items():
-        if _entries(held) != saved[section]:
-            raise ValueError(f"{_WHAT} is of another {section}; give restore what take was given")
-        require_memory(held)
-    missing = [name for name in given.others if name not in described["objects"]]
-    if missing:
-        raise ValueError(f"{_WHAT} has no state of {missing}")
-    settings = trainer_state.OptimizerSettings(described["trainer"], given.optimizers, given.manager, _WHAT)
+    stale = _take_stale_states(given, described["sections"]["optimizer"])
+    try:
+        sections, settings = _checked(given, described)
+    except BaseException:
+        for optimizer, param, state in stale:
+            optimizer.state[param] = state
+        raise
     for tensor, copied in zip(_distinct(content for held in sections.values() for content in held), copies):
         if copied.numel():
             tensor.copy_(copied.view(tensor.dtype).view(tensor.shape))
@@ -70,6 +79,46 @@ def restore(given: Objects, described: Mapping[str, Any], copies: Sequence[Tenso
     for name, each in given.others.items():
         each.load_state_dict(decode(described["objects"][name], _WHAT))
     trainer_state.set_random_state(decode(described["random"], _WHAT))
+
+
+def _checked(
+    given: Objects, described: Mapping[str, Any]
+) -> tuple[dict[str, list[Content]], trainer_state.OptimizerSettings]:
+    """The tensors to write to, and the settings to apply, of objects to which the snapshot fits."""
+    saved = described["sections"]
+    made = {name: Entry(name, dtype, tuple(shape)) for name, dtype, shape, _ in saved["optimizer"]}
+    sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents(made)}
+    for section, held in sections.items():
+        if _entries(held) != saved[section]:
+            raise ValueError(f"{_WHAT} is of another {section}; give restore what take was given")
+        require_memory(held)
+    missing = [name for name in given.others if name not in described["objects"]]
+    if missing:
+        raise ValueError(f"{_WHAT} has no state of {missing}")
+    settings = trainer_state.OptimizerSettings(described["trainer"], given.optimizers, given.manager, _WHAT)
+    return sections, settings
+
+
+def _take_stale_states(given: Objects, saved: Iterable[Any]) -> list[tuple[Any, Tensor, dict[str, Any]]]:
+    """Take the states of parameters from torch's optimizers that had none then, or one of other tensors."""
+    names = {} if given.model is None else parameter_names(given.model)
+    then: dict[str, list[Any]] = {}
+    for entry in saved:
+        then.setdefault(entry[0].rpartition(".")[0], []).append(entry)
+    stale = []
+    for optimizer in given.optimizers:
+        if hasattr(optimizer, "state_records"):
+            continue
+        records: dict[Tensor, list[StateRecord]] = {}
+        for record in records_of(optimizer):
+            records.setdefault(record.param, []).append(record)
+        for param in list(optimizer.state):
+            now = _entries(contents_of_optimizer(records.get(param, []), names, type(optimizer).__name__))
+            if now != then.get(names.get(param, "")):
+                stale.append((optimizer, param, optimizer.state[param]))
+    for optimizer, param, _ in stale:  # now that nothing can raise
+        del optimizer.state[param]
+    return stale
 
 
 def _entries(contents: Iterable[Content]) -> list[Any]:
