@@ -41,7 +41,7 @@ class Data:
 
 def newest(folder: Path) -> int:
     """The step of the newest complete checkpoint on the disk; 0 if there is none."""
-    return max((step for step, _ in complete_checkpoints(folder / "checkpoints", log=False)), default=0)
+    return max((step for step, _ in complete_checkpoints(folder / "checkpoints", log=False).checkpoints), default=0)
 
 
 def kill_some(folder: Path, count: int, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import logging
 import os
@@ -137,6 +138,46 @@ def sharded_with_mask() -> torch.nn.Module:
     model = sharded(3)
     model.register_buffer("causal", torch.zeros(3, 3))
     return model
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_an_old_checkpoint_that_cannot_be_read_is_in_nobodys_way(ctx: Any, tmp_path: Path, code: int) -> None:
+    checkpointer = Checkpointer(tmp_path / "c", keep=2)
+    for step in (100, 200):
+        checkpointer.save(step, model=sharded(step))
+    checkpointer.wait()
+    ctx.world.barrier()
+    original, lost = builtins.open, ["step-00000100/manifest.json"]
+    messages: list[str] = []
+
+    def failing(path: Any, *arguments: Any, **options: Any) -> Any:
+        if str(path).endswith(tuple(lost)):
+            raise OSError(code, os.strerror(code))
+        return original(path, *arguments, **options)
+
+    model = sharded(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builtins, "open", failing)
+        patch.setattr(directory_module._log, "warning", lambda text, *values: messages.append(text % values))
+        assert checkpointer.steps() == [200]
+        assert "step-00000100 cannot be read for now" in messages[-1]
+        assert checkpointer.load_latest(model=model) == 200
+        same(model.state_dict(), sharded(200).state_dict())
+        for step in (300, 150):
+            checkpointer.save(step, model=sharded(step))
+            checkpointer.wait()
+        assert checkpointer.steps() == [300, 150]
+        ctx.world.barrier()
+        lost.append("step-00000150/manifest.json")
+        with pytest.raises(OSError, match=r"step-00000150/manifest\.json"):  # and not 300
+            checkpointer.load_latest(model=model)
+        checkpointer.save(120, model=sharded(120))
+        checkpointer.wait()
+        assert checkpointer.load_latest(model=model) == 120
+        ctx.world.barrier()
+    assert checkpointer.steps() == [100, 300, 150, 120]
+    assert checkpointer.load_latest(model=model) == 120
 
 
 # --- publishing and removing are two things -------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 from bmt_comm import note_place
 from bmt_comm.durable import sync_to_disk
 
-from .directory import DirectoryLock, clean_up, complete_checkpoints, listed_steps, step_name
+from .directory import DirectoryLock, age_key, clean_up, complete_checkpoints, listed_steps, step_name
 from .headers import MAX_FILE_SIZE, DamagedError
 from .job import Job, SaveError, Target, run_job
 from .loading import Loading
@@ -203,8 +203,11 @@ class Checkpointer:
     # --- loading ----------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints in the order in which they were saved, the newest last."""
-        return [step for step, _ in reversed(complete_checkpoints(self.directory))]
+        """The steps of the complete checkpoints in the order in which they were saved, the newest last.
+
+        Those that the machine cannot read for now are left out with a warning.
+        """
+        return [step for step, _ in reversed(complete_checkpoints(self.directory).checkpoints)]
 
     def load_latest(self, **objects: Any) -> int:
         """Go back to the newest checkpoint that is complete and undamaged. Every rank must call it.
@@ -213,7 +216,8 @@ class Checkpointer:
         be one of step 2000 that was saved before.
 
         A checkpoint that is damaged is passed over with a warning, and so is one with parameters that are not finite
-        if there is one with finite parameters before it.
+        if there is one with finite parameters before it. One that the machine cannot read for now is passed over with a
+        warning if there is a newer one to load.
 
         Args:
             objects: as for :meth:`save`; those that are given are loaded, in place.
@@ -278,15 +282,21 @@ class Checkpointer:
 
     def _candidates(self) -> list[int]:
         """The steps to try, newest first."""
-        complete = complete_checkpoints(self.directory)
-        if not complete and (steps := listed_steps(self.directory)):
+        complete, unread = complete_checkpoints(self.directory)
+        if not complete and not unread and (steps := listed_steps(self.directory)):
             raise DamagedError(f"none of the checkpoints {steps[-5:]} is complete; remove them to begin anew")
         finite = [step for step, manifest in complete if manifest.is_finite]
         for step, manifest in complete:
             if manifest.is_finite or not finite:
                 break
             _log.warning("the checkpoint of step %d is passed over: its parameters are not finite", step)
-        return finite or [step for step, _ in complete]
+        candidates = finite or [step for step, _ in complete]
+        # An older one must not take the place of one that cannot be read for now: to load that one raises.
+        for step in sorted(unread):
+            key = age_key(self.directory, step)
+            older = (n for n, other in enumerate(candidates) if age_key(self.directory, other) < key)
+            candidates.insert(next(older, len(candidates)), step)
+        return candidates
 
     def _from_rank_0(self, call: Callable[[], Any]) -> Any:
         """What a call gives on rank 0, or an OSError or RuntimeError with what it raises there, on every rank."""

@@ -12,17 +12,20 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from bmt_comm.durable import sync_to_disk
 
-from .headers import DamagedError
+from .headers import DamagedError, unreadable
 from .manifest import Manifest, read_manifest
 
 try:
@@ -48,18 +51,36 @@ def listed_steps(directory: Path) -> list[int]:
     except FileNotFoundError:
         return []
     steps = [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
-    return sorted(step for step in steps if (directory / step_name(step)).is_dir())
+    return sorted(step for step in steps if _may_be_directory(directory / step_name(step)))
 
 
-def complete_checkpoints(directory: Path, log: bool = True) -> list[tuple[int, Manifest]]:
-    """The checkpoints whose manifests are valid and whose files are there in their sizes, newest first.
+def _may_be_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except OSError as error:
+        return not isinstance(unreadable(path, error), DamagedError)
 
-    The newest is the one that was saved last. Its step may be lower than others, if a run has gone back.
+
+class Complete(NamedTuple):
+    """The checkpoints whose manifests are valid and whose files are there in their sizes.
+
+    Attributes:
+        checkpoints: newest first. The newest is the one that was saved last. Its step may be lower than others, if a
+            run has gone back.
+        unread: the steps of those that the machine cannot read for now. They may be complete.
+    """
+
+    checkpoints: list[tuple[int, Manifest]]
+    unread: list[int]
+
+
+def complete_checkpoints(directory: Path, log: bool = True) -> Complete:
+    """Look for complete checkpoints.
 
     Args:
-        log: whether what is passed over is said in the log.
+        log: whether damaged ones that are passed over are said in the log; those that cannot be read always are.
     """
-    checkpoints = []
+    checkpoints, unread = [], []
     for step in reversed(listed_steps(directory)):
         try:
             manifest = read_manifest(directory / step_name(step))
@@ -69,8 +90,20 @@ def complete_checkpoints(directory: Path, log: bool = True) -> list[tuple[int, M
             if log:
                 _log.warning("the checkpoint %s is passed over: %s", directory / step_name(step), error)
             continue
+        except OSError as error:
+            _log.warning("the checkpoint %s cannot be read for now: %s", directory / step_name(step), error)
+            unread.append(step)
+            continue
         checkpoints.append((step, manifest))
-    return sorted(checkpoints, key=lambda each: (each[1].order, each[0]), reverse=True)
+    return Complete(sorted(checkpoints, key=lambda each: (each[1].order, each[0]), reverse=True), unread)
+
+
+def age_key(directory: Path, step: int) -> tuple[float, int]:
+    """Larger for a checkpoint that was written later, by its time: the manifest may not be readable."""
+    try:
+        return os.stat(directory / step_name(step)).st_mtime, step
+    except OSError:
+        return math.inf, step
 
 
 class DirectoryLock:
@@ -186,17 +219,18 @@ def retire(directory: Path, keep: int, saved: int, damaged: Collection[int] = ()
     """Remove all but the newest ``keep`` complete checkpoints, and the newest one whose parameters are finite.
 
     Checkpoints that are not complete, or damaged, do not count. They are removed if their steps are below all that is
-    kept.
+    kept. Those that cannot be read for now do not count either, and stay.
 
     Args:
         saved: the step that was saved last; it is always kept.
         damaged: steps whose files have turned out not to have their checksums.
     """
-    complete = [each for each in complete_checkpoints(directory, log=False) if each[0] not in damaged]
+    checkpoints, unread = complete_checkpoints(directory, log=False)
+    complete = [each for each in checkpoints if each[0] not in damaged]
     steps = [step for step, _ in complete]
     kept = {saved, *steps[:keep], *[step for step, manifest in complete if manifest.is_finite][:1]}
     for step in listed_steps(directory):
-        if step not in kept and (step < min(kept) or step in steps):
+        if step not in kept and step not in unread and (step < min(kept) or step in steps):
             old = directory / f".{step_name(step)}.old"
             shutil.rmtree(old, ignore_errors=True)
             os.rename(directory / step_name(step), old)

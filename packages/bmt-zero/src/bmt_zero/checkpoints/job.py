@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -286,7 +287,10 @@ def _conclude(job: Job, target: Target, reports: Sequence[bytes], space: Address
         if size != file.size:
             raise SaveError(f"{part / file.name} has {size} bytes, and {file.size} were written")
         records[file.name] = FileRecord(size, tuple(checksums[piece] for piece in range(first, first + count)))
-    order = 1 + max((manifest.order for _, manifest in complete_checkpoints(directory, log=False)), default=0)
+    checkpoints, unread = complete_checkpoints(directory, log=False)
+    order = 1 + max((manifest.order for _, manifest in checkpoints), default=0)
+    if unread:  # whose orders are not known, and must be lower when they can be read again
+        order = max(order, time.time_ns())
     write_small_file(part / NAME, Manifest(job.step, is_finite, records, order).to_json())
     sync_to_disk(part)
     if target.lock is not None:
