@@ -283,14 +283,17 @@ class GradientReducer:
 
     @contextmanager
     def apart(self, arrived: dict[GradientReducer, ReducedGradient]) -> Iterator[None]:
-        """Within, flat, reduced gradients of this rank's shard are summed in ``arrived`` and not in ``.grad``."""
+        """Within, flat, reduced gradients of this rank's shard are summed in ``arrived`` and not in ``.grad``.
+
+        After an exception a reduction stays pending, for other ranks may not have come to it: ``StepContext.nested``.
+        """
         self.finish()
         before, self._accumulated, self._arrived = self._accumulated, None, arrived
         used, self._used_here = self._used_here, [False] * len(self.flat.params)
         try:
             yield
-        finally:
             self.finish()
+        finally:
             self._accumulated, self._arrived, self._used_here = before, None, used
 
     # --- accumulation -----------------------------------------------------------------------------
