@@ -561,6 +561,7 @@ def test_training_learns_and_resumes_exactly(tmp_path):
     assert losses(tmp_path) == uninterrupted
 
 
+@pytest.mark.thorough
 def test_deterministic_runs_are_the_same_on_any_number_of_ranks(tmp_path):
     write_text(tmp_path)
     flags = ["--deterministic", "--step-size", "8", "--batch-size", "2", "--steps", "6", "--sample-tokens", "0"]

@@ -65,7 +65,8 @@ def thorough(*values: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("when", "hosts"), [("take", "one"), ("host", "{rank}"), thorough("step", "one"), thorough("take", "{rank}")]
+    ("when", "hosts"),
+    [("host", "{rank}"), thorough("take", "one"), thorough("step", "one"), thorough("take", "{rank}")],
 )
 def test_a_killed_rank_costs_one_step_at_most(tmp_path, memory, uninterrupted, when, hosts):
     losses, starts = run(tmp_path / "run", str(memory / hosts), when)

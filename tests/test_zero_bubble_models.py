@@ -62,7 +62,13 @@ def loss_of(x: Tensor) -> Tensor:
 @pytest.mark.ranks(4, init=False, timeout=120)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("level", "schedule"), [(0, "zero_bubble_h1"), (2, "zero_bubble_h1"), (3, "zero_bubble_h1"), (3, "zero_bubble_v")]
+    ("level", "schedule"),
+    [
+        pytest.param(0, "zero_bubble_h1", marks=pytest.mark.thorough),
+        pytest.param(2, "zero_bubble_h1", marks=pytest.mark.thorough),
+        (3, "zero_bubble_h1"),
+        (3, "zero_bubble_v"),
+    ],
 )
 def test_layers_of_any_kind_train_as_in_plain_pytorch(kind: str, level: int, schedule: str) -> None:
     torch.set_default_dtype(torch.float64)
