@@ -338,20 +338,8 @@ def cuda_on_host(session: nox.Session) -> None:
 
     Arguments go to pytest. BMT_CUDA_SEED repeats the order in which a test has failed.
     """
-    run_cuda_on_host(session, "packages/bmt-kernels/tests", *session.posargs)
-
-
-@nox.session(default=False, tags=["ci"])
-@summarized
-def cuda_on_host_quick(session: nox.Session) -> None:
-    """What cuda_on_host does, for the kernels that others are built from."""
-    files = ("cuda_on_host", "norms", "overflow", "rounding")
-    run_cuda_on_host(session, *(f"packages/bmt-kernels/tests/test_{name}.py" for name in files))
-
-
-def run_cuda_on_host(session: nox.Session, *arguments: str) -> None:
     chosen = ["-k", "cuda_on_host or cuda-on-host", *TWO_AT_A_TIME]
-    run_sanitized(session, {"BMT_CUDA_ON_HOST": "ON"}, *chosen, *arguments)
+    run_sanitized(session, {"BMT_CUDA_ON_HOST": "ON"}, "packages/bmt-kernels/tests", *chosen, *session.posargs)
 
 
 def run_sanitized(session: nox.Session, settings: dict[str, str], *arguments: str) -> None:
