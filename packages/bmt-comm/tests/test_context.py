@@ -1,5 +1,6 @@
 """Start-up, layout, shutdown, and what they leave alone."""
 
+import contextlib
 import datetime
 import itertools
 import os
@@ -234,6 +235,27 @@ def test_a_rank_that_ends_or_does_not_come_at_the_start_is_named(tmp_path, how, 
             process.stdout.close()
 
 
+@contextlib.contextmanager
+def three_ranks(text, folder):
+    """The processes of a script, started without a launcher with a rank and a free port as arguments."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(text))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = []
+    try:
+        for rank in range(3):
+            command = [sys.executable, str(script), str(rank), port]
+            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
 EARLY = """
     import os, sys, threading, time
     from bmt_comm import init_distributed
@@ -252,22 +274,8 @@ EARLY = """
 
 def test_a_rank_that_ends_at_the_start_without_a_launcher_is_named(tmp_path):
     """The process that keeps the store must not wait, in torch, for all others to connect."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(EARLY))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = []
-    try:
-        for rank in range(3):
-            command = [sys.executable, str(script), str(rank), port]
-            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    with three_ranks(EARLY, tmp_path) as ranks:
         assert ranks[0].communicate(timeout=45)[0] == "rank 1 ended while rank 0 waited for rank 2 to start\n"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-            process.stdout.close()
 
 
 DIFFERS = """
@@ -287,24 +295,10 @@ DIFFERS = """
 
 
 def test_all_ranks_are_told_what_differs_before_the_one_that_keeps_the_store_ends(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(DIFFERS))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = []
-    try:
-        for rank in range(3):
-            command = [sys.executable, str(script), str(rank), port]
-            ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    with three_ranks(DIFFERS, tmp_path) as ranks:
         for process in ranks:
             said = process.communicate(timeout=60)[0]
             assert said.endswith("seed is 0 on rank 0, 1 on rank 1, 2 on rank 2\n")
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-            process.stdout.close()
 
 
 def test_a_store_that_cannot_be_reached_is_named():
