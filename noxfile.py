@@ -47,6 +47,7 @@ PACKAGES = ["bmt-kernels", "bmt-comm", "bmt-zero", "bmt-tp", "bmt-pipe", "bmt-op
 
 BUILD_NEEDS = ["build", "hatchling>=1.26", "scikit-build-core>=1.0", "pybind11>=3.0", "editables", "packaging"]
 TOOL_NEEDS = ["pytest>=8", "packaging", "tomli; python_version < '3.11'"]
+OUR_NEEDS = ["torch", "zlib-ng"]
 TEST_NEEDS = ["pytest>=8", "pytest-xdist", "hypothesis", "numpy"]
 TEST_NEEDS += ["safetensors", "transformers", "came-pytorch", "matplotlib"]
 MODEL_NEEDS = ["transformers", "peft"]
@@ -129,7 +130,7 @@ def print_summary() -> None:
 @summarized
 def lint(session: nox.Session) -> None:
     """Style, types, and that the packages' versions and imports fit together."""
-    install(session, "torch", "numpy", "safetensors", "ruff", "mypy", *TOOL_NEEDS)
+    install(session, *OUR_NEEDS, "numpy", "safetensors", "ruff", "mypy", *TOOL_NEEDS)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", *[str(path) for path in sorted(ROOT.glob("packages/*/src/*"))])
@@ -141,7 +142,7 @@ def lint(session: nox.Session) -> None:
 @summarized
 def tests(session: nox.Session) -> None:
     """All tests, in one environment with all packages in place; arguments go to pytest."""
-    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
     arguments = session.posargs or ["tests", *[f"packages/{name}/tests" for name in PACKAGES]]
@@ -154,7 +155,7 @@ def build(session: nox.Session) -> None:
     """Build wheels and sdists into dist/, check their metadata, install the wheels and import them."""
     needs_environment(session)
     shutil.rmtree(DIST, ignore_errors=True)
-    install(session, "torch", "numpy", *BUILD_NEEDS)
+    install(session, *OUR_NEEDS, "numpy", *BUILD_NEEDS)
     install_build_tools(session)
     for name in PACKAGES:
         # The wheel is made from the sdist, so an sdist that lacks a file fails here.
@@ -207,7 +208,7 @@ def tests_alone(session: nox.Session) -> None:
     file that is not packaged and a module that a folder shadows are noticed.
     """
     needs_environment(session)
-    install(session, "torch", *TEST_NEEDS)
+    install(session, *OUR_NEEDS, *TEST_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     failed = []
     names = session.posargs or PACKAGES
@@ -240,7 +241,7 @@ def tests_alone(session: nox.Session) -> None:
 def tests_across(session: nox.Session) -> None:
     """The tests of packages together, of the example and of the documentation, with all wheels installed."""
     needs_environment(session)
-    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     uninstall_ours(session)
     install_wheels(session, *PACKAGES)
@@ -253,7 +254,7 @@ def tests_across(session: nox.Session) -> None:
 @summarized
 def faults(session: nox.Session) -> None:
     """Every fault of one rank at every point of a training step, over gloo and shared memory; half an hour."""
-    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     session.env["BMT_ALL_FAULTS"] = "1"
     run_tests(session, "faults", "-s", "tests/test_faults.py")
@@ -263,7 +264,7 @@ def faults(session: nox.Session) -> None:
 @summarized
 def signals(session: nox.Session) -> None:
     """50 runs of the example of which one rank gets SIGTERM or SIGUSR1 at some moment; eight minutes."""
-    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     session.env["BMT_SIGNALS"] = "50"
     run_tests(session, "signals", "-s", "tests/test_signals.py")
@@ -273,7 +274,7 @@ def signals(session: nox.Session) -> None:
 @summarized
 def two_hosts(session: nox.Session) -> None:
     """The example on two hosts, which are network namespaces of this machine, of which one is lost on the way."""
-    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     run_tests(session, "two hosts", "-s", "tests/test_two_hosts.py")
 
@@ -282,7 +283,7 @@ def two_hosts(session: nox.Session) -> None:
 @summarized
 def soak(session: nox.Session) -> None:
     """100,000 collectives and 2,000 training steps, after which nothing may have grown; half an hour."""
-    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     session.env["BMT_SOAK"] = "1"
     run_tests(session, "soak", "tests/test_soak.py")
@@ -308,7 +309,7 @@ def nccl_rules_quick(session: nox.Session) -> None:
 
 
 def run_by_nccls_rules(session: nox.Session, tests: dict[str, list[str]], *kinds: str) -> None:
-    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
     failed = []
@@ -344,7 +345,7 @@ def cuda_on_host(session: nox.Session) -> None:
 
 def run_sanitized(session: nox.Session, settings: dict[str, str], *arguments: str) -> None:
     needs_environment(session)
-    install(session, "torch", *TEST_NEEDS, *BUILD_NEEDS)
+    install(session, *OUR_NEEDS, *TEST_NEEDS, *BUILD_NEEDS)
     install_build_tools(session)
     build = {"BMT_SANITIZE": "ON", "BMT_CUDA": "OFF", "SKBUILD_BUILD_DIR": str(session.env_dir / "build-sanitized")}
     with step(session, "compiling bmt-kernels with sanitizers", "2 minutes on two cores"):
@@ -365,7 +366,7 @@ def run_sanitized(session: nox.Session, settings: dict[str, str], *arguments: st
 @summarized
 def checkpoint_faults(session: nox.Session) -> None:
     """What CI does a few times, often: 100 killed runs, 10,000 mutated files, 200 saves, generated models."""
-    install(session, "torch", *TOOL_NEEDS, *TEST_NEEDS)
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS)
     install_ours(session)
     tests = "packages/bmt-zero/tests"
     # Two runs each are killed and mutated.
@@ -380,7 +381,7 @@ def checkpoint_faults(session: nox.Session) -> None:
 @nox.session(requires=["build"], default=False)
 def docs(session: nox.Session) -> None:
     """Links of the Markdown files resolve, and their Python examples run."""
-    install(session, "torch", *TEST_NEEDS)
+    install(session, *OUR_NEEDS, *TEST_NEEDS)
     if has_own_environment(session):
         uninstall_ours(session)
         install_wheels(session, *PACKAGES)
@@ -393,7 +394,7 @@ def models(session: nox.Session) -> None:
 
     Arguments go to tests/all_models.py.
     """
-    install(session, "torch", "numpy", "safetensors", "pillow", *MODEL_NEEDS)
+    install(session, *OUR_NEEDS, "numpy", "safetensors", "pillow", *MODEL_NEEDS)
     install(session, "--no-deps", "torchvision", "timm")
     install_ours(session)
     with step(session, "all models, all checks", "an hour on two cores, less with arguments"):
@@ -404,7 +405,7 @@ def models(session: nox.Session) -> None:
 def train(session: nox.Session) -> None:
     """Train the GPT-2 example, on every GPU or on two CPU ranks; arguments go to the script."""
     with step(session, "installing PyTorch and the packages that the example needs", "30 s, if they are not here yet"):
-        install(session, "torch", *EXAMPLE_NEEDS)
+        install(session, *OUR_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     count = session.run("python", "-c", "import torch; print(torch.cuda.device_count() or 2)", silent=True)
     processes = (count or "2").split()[-1]
@@ -421,7 +422,7 @@ def bench(session: nox.Session) -> None:
     name, *arguments = session.posargs or [""]
     if name and name not in scripts:
         session.error(f"there is no benchmark {name!r}; choose one of {', '.join(scripts)}")
-    install(session, "torch", *EXAMPLE_NEEDS)
+    install(session, *OUR_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     for script in [scripts[name]] if name else scripts.values():
         session.run("python", "-W", "ignore", str(script), *arguments)

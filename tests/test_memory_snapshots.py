@@ -273,6 +273,33 @@ def test_all_ranks_raise_what_one_rank_has_met_while_it_takes_a_snapshot(ctx, tm
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("late", [False, True])
+def test_all_ranks_raise_what_one_rank_has_met_while_it_goes_back(ctx, late):
+    """Before anything is changed, unless it is the user's own code that raises."""
+
+    class Keeps:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if late and ctx.rank == 1:
+                raise KeyError("this rank's")
+
+    model, snapshots = nn.Linear(3, 3), bmt.MemorySnapshots(timeout=10.0)
+    nn.init.ones_(model.weight)
+    snapshots.take(1, model=model, keeps=Keeps())
+    nn.init.zeros_(model.weight)
+    given = nn.Linear(3, 4 if ctx.rank == 1 and not late else 3)
+    with pytest.raises(ValueError, match="this rank's" if late else "of another model"):
+        snapshots.restore(model=model if late else given, keeps=Keeps())
+    assert late or model.weight.sum() == 0
+    late = False
+    assert snapshots.restore(model=model, keeps=Keeps()) == 1
+    assert model.weight.sum() == 9
+    snapshots.close()
+
+
+@pytest.mark.ranks(2)
 def test_files_of_ranks_that_have_moved_to_another_host_are_removed(ctx, tmp_path):
     memory = tmp_path / f"{ctx.rank}"  # as if each rank were on another host
     memory.mkdir()

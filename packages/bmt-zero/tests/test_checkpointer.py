@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from saving_helpers import Position, files_of_model, peak, plain, same, sharded
+from saving_helpers import Position, files_of_model, plain, same, sharded
 from torch import nn
 
 import bmt_zero
+from bmt_comm.testing import MemoryGrowth
+from bmt_comm.testing.memory import held
 from bmt_zero import Checkpointer, SaveError
 from bmt_zero.checkpoints import job as job_module
 from bmt_zero.checkpoints import writer as writer_module
@@ -159,9 +161,7 @@ def test_many_saves_leave_nothing_behind(ctx: Any, tmp_path: Path) -> None:
 
     def usage() -> tuple[int, int, int]:
         gc.collect()
-        status = Path("/proc/self/status").read_text()
-        memory = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), memory
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), held()
 
     for step in range(saves):
         checkpointer.save(step, model=model, data=Position(step))
@@ -185,21 +185,19 @@ def test_little_memory_is_needed_beside_the_copy_and_the_shard(ctx: Any, tmp_pat
     extra, shard = 64 << 20, 24 * 2048 * 2048 * 4 // 2
     model, checkpointer = make("cpu"), Checkpointer(tmp_path / "c")
     gc.collect()
-    peak()
-    before = peak()
-    checkpointer.save(1, model=model)
-    checkpointer.wait()
-    assert shard < peak() - before < shard + extra
-    before = peak()
-    checkpointer.save(2, model=model)  # into the same memory
-    checkpointer.wait()
-    assert peak() - before < extra
+    with MemoryGrowth() as memory:
+        checkpointer.save(1, model=model)
+        checkpointer.wait()
+    assert shard < memory.peak < shard + extra
+    with MemoryGrowth() as memory:
+        checkpointer.save(2, model=model)  # into the same memory
+        checkpointer.wait()
+    assert memory.peak < extra
     checkpointer.close()
     ctx.world.barrier()
-    peak()
-    before = peak()
-    bmt_zero.load(make("meta"), tmp_path / "c" / "step-00000002")
-    assert shard * 0.9 < peak() - before < shard + extra
+    with MemoryGrowth() as memory:
+        bmt_zero.load(make("meta"), tmp_path / "c" / "step-00000002")
+    assert shard * 0.9 < memory.peak < shard + extra
 
 
 @pytest.mark.ranks(2, timeout=120)
@@ -231,13 +229,11 @@ def test_one_large_tensor_takes_little_memory_beside_the_shard(ctx: Any, tmp_pat
     ctx.world.barrier()
     for path in (source, tmp_path / "m.safetensors", tmp_path / "m.pt"):
         model, count = None, 0
-        peak()
-        before = peak()
-        model = make("meta")
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, MemoryGrowth() as memory:
+            model = make("meta")
             patch.setattr(os, "preadv", counted)
             bmt_zero.load(model, path)
-        assert peak() - before < shard + extra, path  # what an earlier test has left may go meanwhile
+        assert memory.peak < shard + extra, path  # what an earlier test has left may go meanwhile
         if path == source:  # each rank reads what it holds
             assert shard <= count < shard + (4 << 20)
         assert torch.equal(model.weight.to_local(), wanted)
@@ -255,16 +251,15 @@ def test_columns_that_ranks_exchange_take_little_memory_beside_the_copy(ctx: Any
     extra, shard = 64 << 20, 4096 * 6144 * 4
     model, checkpointer = Columns(), Checkpointer(tmp_path / "c")
     gc.collect()
-    peak()
-    before = peak()
-    checkpointer.save(1, model=model)
-    checkpointer.wait()
-    assert peak() - before < shard + extra
-    before = peak()
-    checkpointer.save(2, model=model)
-    checkpointer.wait()
-    assert checkpointer.load_latest(model=model) == 2
-    assert peak() - before < extra
+    with MemoryGrowth() as memory:
+        checkpointer.save(1, model=model)
+        checkpointer.wait()
+    assert memory.peak < shard + extra
+    with MemoryGrowth() as memory:
+        checkpointer.save(2, model=model)
+        checkpointer.wait()
+        assert checkpointer.load_latest(model=model) == 2
+    assert memory.peak < extra
 
 
 # --- objects --------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from saving_helpers import Doubling, peak
+from saving_helpers import Doubling
 from torch import nn
 
 import bmt_zero
+from bmt_comm.testing import MemoryGrowth
 from bmt_zero.checkpoints.pt_files import read_state_dict
 from bmt_zero.checkpoints.tools import convert
 
@@ -22,10 +23,9 @@ PARAMETERS = [("weight", (3, 5)), ("bias", (3,))]
 
 
 def memory_of(call: Any) -> int:
-    peak()
-    before = peak()
-    call()
-    return peak() - before
+    with MemoryGrowth() as memory:
+        call()
+    return memory.peak
 
 
 def test_views_of_one_buffer_are_read_as_one_buffer(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from saving_helpers import Doubling, peak, sign
+from saving_helpers import Doubling, sign
 from torch import Tensor, nn
 
 import bmt_zero
+from bmt_comm.testing import MemoryGrowth
 from bmt_zero import Checkpointer, DamagedError
 from bmt_zero.checkpoints.manifest import parse_manifest, read_manifest
 from bmt_zero.checkpoints.pretrained import open_source
@@ -315,10 +316,9 @@ def test_conversion_takes_little_memory_and_says_how_far_it_is(tmp_path: Path) -
     size, source = 3 * 4096 * 4096 * 4, tmp_path / "c" / "step-00000001"
     for name in ("x.pt", "x.safetensors", "x", "y.pt"):
         seen: list[tuple[int, int]] = []
-        peak()
-        before = peak()
-        convert(source, tmp_path / name, report=lambda done, total, seen=seen: seen.append((done, total)))
-        assert peak() - before < 64 << 20 < size
+        with MemoryGrowth() as memory:
+            convert(source, tmp_path / name, report=lambda done, total, seen=seen: seen.append((done, total)))
+        assert memory.peak < 64 << 20 < size
         assert [done for done, _ in seen] == sorted({done for done, _ in seen})
         assert seen[-1] == (size, size)
         source = tmp_path / name  # the next one is made of this one

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
+from bmt_comm.testing import MemoryGrowth
 from bmtrain.command import main
 
 OPTIONS = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
@@ -60,23 +61,14 @@ def test_a_checkpoint(tmp_path: Path, suffix: str) -> None:
     }
 
 
-def peak() -> int:
-    """Bytes of host memory that this process has held at most since the last call."""
-    status = Path("/proc/self/status").read_text()
-    found = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
-    Path("/proc/self/clear_refs").write_text("5")
-    return found
-
-
 def test_a_checkpoint_is_converted_in_little_memory(tmp_path: Path) -> None:
     state = {f"w{n}": torch.randn(4096, 4096) for n in range(3)}  # 192 MiB
     torch.save(state, tmp_path / "plain.pt")
     torch.save({**state, "more": {"steps": [torch.arange(3)]}}, tmp_path / "more.pt")
     for source, target in (("plain", "ours.safetensors"), ("plain", "ours.pt"), ("more", "ours2.pt")):
-        peak()
-        before = peak()
-        assert convert(tmp_path / f"{source}.pt", tmp_path / target) == 0
-        assert peak() - before < 64 << 20
+        with MemoryGrowth() as memory:
+            assert convert(tmp_path / f"{source}.pt", tmp_path / target) == 0
+        assert memory.peak < 64 << 20
     found = torch.load(tmp_path / "ours2.pt", weights_only=True)
     assert found["more"]["steps"][0].tolist() == [0, 1, 2]
     assert all(torch.equal(found[name], value) for name, value in state.items())
@@ -87,10 +79,9 @@ def test_the_model_of_an_optimizer_is_not_read_for_its_shapes(tmp_path: Path) ->
     state = {0: {"step": 1, "exp_avg": torch.zeros(8), "exp_avg_sq": torch.zeros(8), "_param_fp32": torch.zeros(8)}}
     saved = {"state": state, "param_groups": [{**OPTIONS, "params": [0]}], "is_whole": True}
     torch.save(saved, tmp_path / "optimizer.pt")
-    peak()
-    before = peak()
-    assert convert(tmp_path / "optimizer.pt", tmp_path / "ours.pt", "--model", tmp_path / "model.pt") == 1
-    assert peak() - before < 48 << 20
+    with MemoryGrowth() as memory:
+        assert convert(tmp_path / "optimizer.pt", tmp_path / "ours.pt", "--model", tmp_path / "model.pt") == 1
+    assert memory.peak < 48 << 20
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

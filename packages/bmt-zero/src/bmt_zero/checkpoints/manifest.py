@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checksum import crc32
 from .headers import DamagedError, parse_json, unreadable
 from .plan import PIECE
 
@@ -55,7 +55,7 @@ class Manifest:
         }
         facts = {"format": FORMAT, "step": self.step, "order": self.order, "is_finite": self.is_finite}
         body = _canonical({**facts, "files": files})
-        return b'{"body":' + body + f',"crc32":"{zlib.crc32(body):08x}"}}'.encode()
+        return b'{"body":' + body + f',"crc32":"{crc32(body):08x}"}}'.encode()
 
 
 def record_of(content: bytes) -> FileRecord:
@@ -65,7 +65,7 @@ def record_of(content: bytes) -> FileRecord:
 
 def checksums_of(content: memoryview) -> Iterable[int]:
     """The checksum of each piece."""
-    return (zlib.crc32(content[at : at + PIECE]) for at in range(0, len(content), PIECE))
+    return (crc32(content[at : at + PIECE]) for at in range(0, len(content), PIECE))
 
 
 def is_file_name(name: Any) -> bool:
@@ -102,7 +102,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
     if not isinstance(value, dict) or value.keys() != {"body", "crc32"} or not isinstance(value["body"], dict):
         raise DamagedError(f"{path} is no manifest of a checkpoint")
     body = value["body"]
-    if value["crc32"] != f"{zlib.crc32(_canonical(body)):08x}":
+    if value["crc32"] != f"{crc32(_canonical(body)):08x}":
         raise DamagedError(f"{path} is damaged: its checksum is another one")
     if body.get("format") != FORMAT:
         raise DamagedError(f"{path} has the format {body.get('format')!r}; this version reads {FORMAT}")

@@ -24,23 +24,25 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from bmt_comm import Communicator, note_place
 from bmt_comm.startup import Peer
+from bmt_zero.state import raise_on_all
 
 from .checkpointer import check_step
 from .meeting import Meeting
 from .memory import Snapshot, copy_into, places_of, view_of
 from .objects import Objects
-from .snapshot_state import describe, restore
+from .snapshot_state import describe, prepare_restore
 from .trainer_state import to_json
 
 _HEAD = 64  # bytes, of 8-byte words: a mark, and what _Copy._head gives
 _MARK = 0x626D74536E617031
+_Result = TypeVar("_Result")
 Key = tuple[int, int]
 """The rank of a snapshot, and the number of the call that took it."""
 
@@ -164,6 +166,19 @@ class MemorySnapshots:
             problem = None  # its traceback refers to this frame
         return [size for size, _ in everyone]
 
+    def _on_all(self, call: Callable[[], _Result]) -> _Result:
+        """What a call returns, if it raises on no rank."""
+        problem: Exception | None = None
+        try:
+            result = call()
+        except Exception as error:  # the others are to raise, too
+            problem = error
+        try:
+            raise_on_all(self._comm, problem)
+        finally:
+            problem = None  # its traceback refers to this frame
+        return result
+
     def _remove_strangers(self) -> None:
         """Remove the files of ranks that were on this host before a restart; one rank of the host does it for all."""
         if self._folder is None or self._rank != self._ranks_here[0]:
@@ -191,7 +206,8 @@ class MemorySnapshots:
             The step; ``None`` if there is no snapshot, or only one of another number of ranks.
 
         Raises:
-            ValueError: the snapshot is of another model, or of other objects.
+            ValueError: on every rank: on one of them the snapshot is of another model, or of other objects. Nothing is
+                changed then.
         """
         note_place("the return to a snapshot")
         here = {each.key: each for each in self._held() if each.key is not None and each.ranks == self._size}
@@ -204,9 +220,9 @@ class MemorySnapshots:
         mine = here[self._rank, number] if holder == self._rank else _Copy()
         recvs = [] if holder == self._rank else [(mine.room(size), holder)]
         self._comm.send_recv([(content, rank) for content, rank in sends if rank != self._rank], recvs)
-        given = Objects(objects, loading=True)
+        given, restore = self._on_all(lambda: _prepared(objects, mine))
         now = None if given.manager is None or self._kept is None else given.manager.trainer_state()
-        restore(given, *mine.parts())
+        self._on_all(restore)
         if now is not None:  # the good steps that are left to the next growth, too, or the same overflow comes again
             for name in ("loss_scale", "steps_since_last_scale"):
                 setattr(given.manager, name, min(now[name], getattr(given.manager, name)))
@@ -255,6 +271,11 @@ class MemorySnapshots:
                 self._folder.rmdir()
         self._meeting.leave()
         self._comm = Communicator(None, "cpu")  # the other one would keep the process group
+
+
+def _prepared(objects: Mapping[str, Any], copy: _Copy) -> tuple[Objects, Callable[[], None]]:
+    given = Objects(objects, loading=True)
+    return given, prepare_restore(given, *copy.parts())
 
 
 class _Copy:

@@ -11,7 +11,6 @@ import functools
 import math
 import struct
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checksum import crc32
 from .headers import NAMES, DamagedError, Entry, unreadable
 from .memory import view_of
 from .pickles import OtherTensor, PickleError, TensorRecord, read_pickle
@@ -171,9 +171,9 @@ class PtSource:
         end = begin + info.file_size
         if end > self._file.size:
             raise DamagedError(f"{self._path} cannot be read; it may be truncated: {info.filename[:100]!r}")
-        crc = zlib.crc32(self._file.bytes_at(begin, min(info.file_size, _SMALL)))
+        crc = crc32(self._file.bytes_at(begin, min(info.file_size, _SMALL)))
         for at in range(begin + _SMALL, end, CHUNK):
-            crc = zlib.crc32(view_of(self._file.read(at, min(at + CHUNK, end))), crc)
+            crc = crc32(view_of(self._file.read(at, min(at + CHUNK, end))), crc)
         if crc != info.CRC:
             raise DamagedError(f"{self._path} cannot be read; it is damaged: bad CRC-32 of {info.filename[:100]!r}")
         return begin, info.file_size

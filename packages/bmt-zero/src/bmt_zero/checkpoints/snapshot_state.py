@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +54,10 @@ def describe(given: Objects) -> tuple[dict[str, Any], list[Tensor]]:
     return described, [tensor.contiguous() for tensor in _distinct(contents)]
 
 
-@torch.no_grad()
-def restore(given: Objects, described: Mapping[str, Any], copies: Sequence[Tensor]) -> None:
-    """Go back to what :func:`describe` saw; ``copies`` are the bytes (uint8, 1-D) of its tensors.
+def prepare_restore(given: Objects, described: Mapping[str, Any], copies: Sequence[Tensor]) -> Callable[[], None]:
+    """A call that goes back to what :func:`describe` saw; ``copies`` are the bytes (uint8, 1-D) of its tensors.
+
+    Nothing is changed before that call.
 
     Raises:
         ValueError: the objects are others.
@@ -64,21 +65,27 @@ def restore(given: Objects, described: Mapping[str, Any], copies: Sequence[Tenso
     stale = _take_stale_states(given, described["sections"]["optimizer"])
     try:
         sections, settings = _checked(given, described)
-    except BaseException:
+    finally:
         for optimizer, param, state in stale:
             optimizer.state[param] = state
-        raise
-    for tensor, copied in zip(_distinct(content for held in sections.values() for content in held), copies):
-        if copied.numel():
-            tensor.copy_(copied.view(tensor.dtype).view(tensor.shape))
-    if given.model is not None:
-        set_extra_states(given.model, decode(described["extra"], _WHAT))
-    mark_loaded(sections["model"])
-    given.adopt_records()
-    settings.apply()
-    for name, each in given.others.items():
-        each.load_state_dict(decode(described["objects"][name], _WHAT))
-    trainer_state.set_random_state(decode(described["random"], _WHAT))
+
+    @torch.no_grad()
+    def restore() -> None:
+        for optimizer, param, _ in stale:
+            del optimizer.state[param]
+        for tensor, copied in zip(_distinct(content for held in sections.values() for content in held), copies):
+            if copied.numel():
+                tensor.copy_(copied.view(tensor.dtype).view(tensor.shape))
+        if given.model is not None:
+            set_extra_states(given.model, decode(described["extra"], _WHAT))
+        mark_loaded(sections["model"])
+        given.adopt_records()
+        settings.apply()
+        for name, each in given.others.items():
+            each.load_state_dict(decode(described["objects"][name], _WHAT))
+        trainer_state.set_random_state(decode(described["random"], _WHAT))
+
+    return restore
 
 
 def _checked(

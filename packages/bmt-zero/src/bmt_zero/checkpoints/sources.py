@@ -7,7 +7,6 @@ fit the files, and what a manifest covers must have its checksums.
 from __future__ import annotations
 
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .checksum import crc32
 from .headers import DamagedError, Entry, FileLayout, header_length, parse_head, parse_json, unreadable
 from .manifest import FileRecord, Manifest, is_file_name, read_small_file
 from .memory import view_of
@@ -166,7 +166,7 @@ class OpenFile:
         view = view_of(content)
         for piece in range(first, last):
             at = (piece - first) * PIECE
-            if zlib.crc32(view[at : at + PIECE]) != self._record.checksums[piece]:
+            if crc32(view[at : at + PIECE]) != self._record.checksums[piece]:
                 raise DamagedError(
                     f"{self.path} has changed since it was written: the checksum of bytes {piece * PIECE} to "
                     f"{min((piece + 1) * PIECE, self.size)} is another one"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .checksum import crc32
 from .manifest import FileRecord, record_of
 from .meeting import Meeting
 from .memory import view_of
@@ -131,7 +131,7 @@ class PieceWriter:
             path = self._directory / self._space.files[file].name
             self._handles[file] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         write_all(self._handles[file], content, low - self._space.bases[file])
-        self.checksums[piece] = zlib.crc32(content)
+        self.checksums[piece] = crc32(content)
 
 
 def write_all(handle: int, content: memoryview, offset: int) -> None:
