@@ -74,8 +74,9 @@ NOT_BY_NCCLS_RULES = {
 }
 TWO_AT_A_TIME = ["-n", "2", "--dist", "worksteal"]  # while ranks of one test wait, those of another compute
 ALL_TESTS = bool(os.environ.get("BMT_ALL_TESTS"))
-# Tests of ranks take one of their numbers of ranks for each set of parameters, by turns; CI takes all.
-SIZES = [] if ALL_TESTS else ["--bmt-one-size", "-m", "not thorough"]
+# Tests of ranks take one of their numbers of ranks for each set of parameters, by turns; CI takes all. Tests of a minute
+# or two each have sessions of their own.
+SIZES = ["-m", "not long"] if ALL_TESTS else ["--bmt-one-size", "-m", "not long and not thorough"]
 # Threads of one test that wait for each other take the cores from the other test, and half of all time.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
@@ -277,6 +278,15 @@ def two_hosts(session: nox.Session) -> None:
     install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     run_tests(session, "two hosts", "-s", "tests/test_two_hosts.py")
+
+
+@nox.session(default=False)
+@summarized
+def long(session: nox.Session) -> None:
+    """Tests of the example that take a minute or two each: lost hosts, killed runs, the same bits."""
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
+    install_ours(session)
+    run_tests(session, "long tests", "-m", "long", "tests")
 
 
 @nox.session(default=False)

@@ -561,7 +561,7 @@ def test_training_learns_and_resumes_exactly(tmp_path):
     assert losses(tmp_path) == uninterrupted
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_deterministic_runs_are_the_same_on_any_number_of_ranks(tmp_path):
     write_text(tmp_path)
     flags = ["--deterministic", "--step-size", "8", "--batch-size", "2", "--steps", "6", "--sample-tokens", "0"]
@@ -577,7 +577,10 @@ def test_deterministic_runs_are_the_same_on_any_number_of_ranks(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("saving", "kills"),
-    [(["--save-interval", "4"], [10, 30]), (["--save-interval", "0", "--snapshot-every", "1"], [10])],
+    [
+        pytest.param(["--save-interval", "4"], [10, 30], marks=pytest.mark.long),
+        (["--save-interval", "0", "--snapshot-every", "1"], [10]),
+    ],
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, saving, kills):
     """First one rank is killed, and torchrun starts all again; then all are, and the same command is given again."""

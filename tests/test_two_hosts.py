@@ -105,7 +105,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_run_on_two_hosts_survives_the_loss_of_one(tmp_path: Path) -> None:
     folders = [tmp_path / "two", tmp_path / "one"]

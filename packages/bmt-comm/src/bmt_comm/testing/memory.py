@@ -35,10 +35,14 @@ class MemoryGrowth:
     ) -> None:
         self._ended.set()
         self._thread.join()
+        self._look()
 
     def _watch(self) -> None:
         while not self._ended.wait(0.0005):
-            self.peak = max(self.peak, held() - self._before)
+            self._look()
+
+    def _look(self) -> None:
+        self.peak = max(self.peak, held() - self._before)
 
 
 def held() -> int:
