@@ -74,8 +74,8 @@ NOT_BY_NCCLS_RULES = {
 }
 TWO_AT_A_TIME = ["-n", "2", "--dist", "worksteal"]  # while ranks of one test wait, those of another compute
 ALL_TESTS = bool(os.environ.get("BMT_ALL_TESTS"))
-# Tests of ranks take one of their numbers of ranks for each set of parameters, by turns; CI takes all. Tests of a minute
-# or two each have sessions of their own.
+# Tests of ranks take one of their numbers of ranks for each set of parameters, by turns; CI takes all. Tests that take
+# minutes have sessions of their own.
 SIZES = ["-m", "not long"] if ALL_TESTS else ["--bmt-one-size", "-m", "not long and not thorough"]
 # Threads of one test that wait for each other take the cores from the other test, and half of all time.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
