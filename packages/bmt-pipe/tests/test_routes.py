@@ -50,13 +50,11 @@ def passes(draw: st.DrawFn) -> Pass:
     schedule = make_schedule(name, p, p * pieces, chunks)
     if chunks == 2 and name == "recompute" and draw(st.booleans()):
         schedule = recompute(p, p * pieces, 2, v_shaped=True)
-    chunks = schedule.chunks
     if name != "recompute":
         return Pass(schedule, True, draw(st.booleans()), tail=True, input_grads=flags(draw, p))
     if draw(st.booleans()):
         return Pass(schedule, True, False, taps=draw(st.booleans()))
-    tap_grads = tuple((flag,) * (p * chunks) for flag in flags(draw, p)) if draw(st.booleans()) else ()
-    return Pass(schedule, False, True, tap_grads=tap_grads, input_grads=flags(draw, p))
+    return Pass(schedule, False, True, taps=draw(st.booleans()), input_grads=flags(draw, p))
 
 
 def wanted(what: Pass) -> list[Sent]:
@@ -72,16 +70,12 @@ def wanted(what: Pass) -> list[Sent]:
             found.append(Sent(origin, 0, Message("input", i, 0)))
             found += [Sent(at[k - 1], at[k], Message("hidden", i, k)) for k in range(1, places)]
             if not what.tail:
-                found.append(Sent(at[last], origin, Message("output", i, last)))
-            if what.taps:
-                found += [Sent(at[k], origin, Message("taps", i, k)) for k in range(places)]
+                wants = range(places) if what.taps else [last]
+                found += [Sent(at[k], origin, Message("output", i, k)) for k in wants]
         if what.backward:
             if not what.tail:
-                found.append(Sent(origin, at[last], Message("output_grad", i, last)))
-            if what.tap_grads:
-                found += [
-                    Sent(origin, at[k], Message("taps_grad", i, k)) for k in range(places) if what.tap_grads[origin][k]
-                ]
+                wants = range(places) if what.taps else [last]
+                found += [Sent(origin, at[k], Message("output_grad", i, k)) for k in wants]
             found += [Sent(at[k], at[k - 1], Message("hidden_grad", i, k)) for k in range(1, places)]
             if what.input_grads[origin]:
                 found.append(Sent(0, origin, Message("input_grad", i, 0)))
@@ -106,21 +100,18 @@ def steps(what: Pass, stage: int) -> Iterator[Step]:
                 else Step(False, origin, Message("input", i, 0))
             )
         if action.kind in (Kind.BACKWARD, Kind.INPUT):
+            if what.taps or (place == last and not what.tail):
+                yield Step(False, origin, Message("output_grad", i, place))
             if place < last:
                 yield Step(False, at(place + 1), Message("hidden_grad", i, place + 1))
-            elif not what.tail:
-                yield Step(False, origin, Message("output_grad", i, last))
-            if what.tap_grads and what.tap_grads[origin][place]:
-                yield Step(False, origin, Message("taps_grad", i, place))
         yield from (Step(True, *route) for route in what.during(stage, action))
     yield from (Step(True, *route) for route in what.after(stage))
     if what.forward and what.tail:
         yield Step(False, at(last), Message("loss", stage, last))
     elif what.forward:
         for i in own:
-            yield Step(False, at(last), Message("output", i, last))
-            if what.taps:
-                yield from (Step(False, at(k), Message("taps", i, k)) for k in range(last + 1))
+            places = range(last + 1) if what.taps else [last]
+            yield from (Step(False, at(k), Message("output", i, k)) for k in places)
     if what.backward and what.input_grads[stage]:
         yield from (Step(False, 0, Message("input_grad", i, 0)) for i in own)
 
@@ -165,7 +156,7 @@ def run(what: Pass, order: list[int]) -> dict[tuple[int, int], list[Message]]:
 @given(passes(), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_every_message_is_sent_and_expected_once_and_nobody_waits_for_ever(what, random) -> None:
-    stages = range(what.stages)
+    stages = range(what.schedule.stages)
     every = wanted(what)
     sent = [Sent(stage, target, message) for stage in stages for target, message in what.routes(stage)]
     assert Counter(sent) == Counter(every)
@@ -189,7 +180,7 @@ def run_by_nccls_rules(what: Pass, ahead: bool, key: Callable[[int, int], Hashab
     Args:
         ahead: whether the receive after the one that is waited for is posted, too, as it is when forms are known.
     """
-    rules = Rules(what.stages)
+    rules = Rules(what.schedule.stages)
     ended: set[Operation] = set()
 
     def posts(stage: int) -> Iterator[Operation]:
@@ -227,7 +218,7 @@ def run_by_nccls_rules(what: Pass, ahead: bool, key: Callable[[int, int], Hashab
         for peer in expected:
             assert not receive_next(peer), "a message is never taken"
 
-    going = {stage: posts(stage) for stage in range(what.stages)}
+    going = {stage: posts(stage) for stage in range(what.schedule.stages)}
     waiting: dict[int, Operation] = {}
     while going and not rules.failure:
         stage = random.choice([s for s in going if s not in waiting or waiting[s] in ended])
@@ -279,9 +270,11 @@ def test_fewer_communicators_would_hang(name: str, key: Callable[[int, int], Has
 @settings(max_examples=50, deadline=None)
 def test_every_take_is_of_a_message_that_comes(what) -> None:
     """Nothing is sent that is not used, and nothing used that is not sent."""
-    for stage in range(what.stages):
+    for stage in range(what.schedule.stages):
         taken = Counter((step.peer, step.message) for step in steps(what, stage) if not step.sends)
         assert taken == Counter((way.source, way.message) for way in wanted(what) if way.target == stage)
+        takes = [route for action in what.actions(stage) for route in what.takes(stage, action)]
+        assert [*takes, *what.results(stage)] == [step[1:] for step in steps(what, stage) if not step.sends]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

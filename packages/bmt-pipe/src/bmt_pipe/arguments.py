@@ -1,18 +1,326 @@
-"""What layers get beside hidden states: every stage's arguments on all stages, and their gradients back."""
+"""The arguments of a call: each stage's on all stages, cut into micro-batches, and their gradients back.
+
+Stages tell each other the signatures of their arguments once for arguments of the same kind, then remember them.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
+import io
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 
-from bmt_comm import ParallelContext
+from bmt_comm import ParallelContext, agreement_time
 
-from .messages import connected
-from .plan import Plan
-from .signature import OWN_VALUE, Signature
+from .messages import Forms, Message, StageFailedError, TensorForm, connected
+from .schedule import Schedule
+
+
+class _OwnValue:
+    """An argument that cannot be sent; every stage uses its own in its place."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor or another value among the arguments of a call.
+
+    Attributes:
+        value: a :class:`TensorForm`; or the value itself; or ``_OwnValue``.
+        batched: whether its rows are those of the batch, and go with the micro-batches.
+        requires_grad: whether its gradient is wanted.
+        on_host: whether it lies in host memory, whatever the device.
+    """
+
+    value: Any
+    batched: bool = False
+    requires_grad: bool = False
+    on_host: bool = True
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.value, TensorForm)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.value.shape, dtype=self.value.dtype, device="cpu" if self.on_host else device)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of one stage's call, without the values of tensors.
+
+    Attributes:
+        tree: (hidden states, arguments, keyword arguments, arguments of the tail), with leaves of :class:`Leaf`.
+        batch: rows of the hidden states.
+        grad: whether gradients are recorded.
+        trains: whether the stage's own layers have something to train.
+        options: what all stages must agree on.
+    """
+
+    tree: Any
+    batch: int
+    grad: bool
+    trains: bool
+    options: tuple[Any, ...]
+
+    @functools.cached_property
+    def leaves(self) -> list[Leaf]:
+        return tree_leaves(self.tree)
+
+    @functools.cached_property
+    def hidden(self) -> range:
+        """Which leaves are of hidden states."""
+        return range(len(tree_leaves(self.tree[0])))
+
+    @functools.cached_property
+    def tail(self) -> range:
+        """Which leaves are arguments of the tail."""
+        return range(len(self.leaves) - len(tree_leaves(self.tree[3])), len(self.leaves))
+
+    @functools.cached_property
+    def structure(self) -> TreeSpec:
+        return tree_structure(self.tree)
+
+    def agrees(self, other: Signature) -> bool:
+        """Whether two stages may call the pipeline like this."""
+        return (self.structure, self.grad, self.options) == (other.structure, other.grad, other.options)
+
+    def __str__(self) -> str:
+        return str((tree_map(lambda _: "*", self.tree), self.grad, self.options))
+
+
+def sign(
+    hidden: tuple[Any, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tail_args: tuple[Any, ...],
+    batch_related: Sequence[int | str],
+    *,
+    device: torch.device,
+    grad: bool,
+    trains: bool,
+    options: tuple[Any, ...],
+) -> tuple[Signature, list[Any]]:
+    """The signature of a call, and the values of its leaves.
+
+    Args:
+        batch_related: which arguments belong to samples of the batch: positions in what follows the first hidden
+            state, and keywords. Empty: every tensor whose first dimension is as long as the batch.
+
+    Raises:
+        TypeError, ValueError: hidden states or ``batch_related`` cannot be served, or an object holds a tensor
+            whose gradient would be lost.
+    """
+    positions = range(len(hidden) - 1 + len(args))
+    _check_names(batch_related, positions, kwargs)
+    first = next((v for v in tree_leaves(hidden) if isinstance(v, Tensor)), None)
+    if first is None or first.dim() == 0:
+        raise ValueError("the first hidden state must be a tensor with the batch as its first dimension")
+    batch = len(first)
+    # Each argument: what it is called in batch_related, None for hidden states and the tail's.
+    named: list[tuple[Any, Any]] = [*((None, value) for value in hidden), *zip(positions[len(hidden) - 1 :], args)]
+    named += [*kwargs.items(), *((None, value) for value in tail_args)]
+    values, spec = tree_flatten((hidden, args, kwargs, tail_args))
+    names = [name for name, value in named for _ in tree_leaves(value)]
+    num_hidden, num_tail = len(tree_leaves(hidden)), len(tree_leaves(tail_args))
+    leaves = []
+    for index, (name, value) in enumerate(zip(names, values, strict=True)):
+        if not isinstance(value, Tensor):
+            leaves.append(Leaf(_sendable(value, grad)))
+            continue
+        is_hidden = index < num_hidden
+        if value.layout is not torch.strided:
+            raise ValueError(f"an argument has layout {value.layout}; only dense tensors go through a pipeline")
+        has_rows = value.dim() > 0 and len(value) == batch
+        batched = has_rows if name is None or not batch_related else name in batch_related
+        if not has_rows and (is_hidden or batched):
+            what = "a hidden state" if is_hidden else "an argument that batch_related names"
+            raise ValueError(
+                f"{what} has shape {tuple(value.shape)}; its first dimension must be the batch, {batch} as in the "
+                f"first hidden state"
+            )
+        if value.device not in (device, torch.device("cpu")) or (is_hidden and value.device != device):
+            raise ValueError(f"an argument of shape {tuple(value.shape)} is on {value.device}; move it to {device}")
+        if index >= len(values) - num_tail and value.requires_grad:
+            raise ValueError("a tensor in tail_args requires a gradient, which it would not get; detach it")
+        form = TensorForm(tuple(value.shape), value.dtype)
+        leaves.append(Leaf(form, batched, grad and value.requires_grad, value.device.type == "cpu"))
+    return Signature(tree_unflatten(leaves, spec), batch, grad, trains, options), values
+
+
+def _check_names(batch_related: Any, positions: range, kwargs: dict[str, Any]) -> None:
+    if isinstance(batch_related, str) or not isinstance(batch_related, Iterable):
+        raise TypeError(f"batch_related={batch_related!r} must be a list of positions and keywords")
+    for name in batch_related:
+        if isinstance(name, bool) or not isinstance(name, (int, str)):
+            raise TypeError(f"batch_related holds {name!r}; it names arguments by their position or keyword")
+        if name not in positions and name not in kwargs:
+            raise ValueError(
+                f"batch_related names {name!r}; there are {len(positions)} arguments after the first hidden state, "
+                f"and the keywords {sorted(kwargs)}"
+            )
+
+
+def _sendable(value: Any, grad: bool) -> Any:
+    pickler = _NoticingPickler(io.BytesIO())
+    try:
+        pickler.dump(value)
+    except Exception:  # whatever an object's own code may raise
+        return _OwnValue
+    if grad and pickler.wants_gradient:
+        raise ValueError(
+            f"an argument of type {type(value).__name__} holds a tensor that requires a gradient, which it would not "
+            f"get: other stages have copies; pass the tensor by itself, or in tuples, lists and dicts"
+        )
+    return value
+
+
+class _NoticingPickler(pickle.Pickler):
+    """Notes whether there are tensors that require gradients."""
+
+    wants_gradient = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor) and obj.requires_grad:
+            self.wants_gradient = True
+        return NotImplemented
+
+
+# --- agreeing on them -----------------------------------------------------------------------------
+
+
+class SignatureCache:
+    """The signatures that stages have told each other, by digest; the same ones on every rank of a pipeline."""
+
+    def __init__(self, limit: int = 512) -> None:
+        self._limit = limit
+        self._known: dict[bytes, Signature] = {}
+
+    def exchange(
+        self, context: ParallelContext, mine: Signature | None, problem: Exception | None
+    ) -> tuple[bytes, list[Signature]]:
+        """Every stage's signature, and a key for calls like this one. A collective of the pipeline.
+
+        Raises:
+            Exception: this rank's ``problem``, if it has one.
+            TypeError: arguments are in containers that cannot be sent.
+            StageFailedError: another rank has a problem.
+            StageLostError: another rank cannot be reached.
+            RuntimeError: stages disagree on what they call.
+        """
+        comm = context.pipe_host
+        packed, digest = b"", bytes(32)
+        if problem is None:
+            try:
+                packed = pickle.dumps(mine)
+                digest = hashlib.sha256(packed).digest()
+            except Exception as error:  # whatever an object's own code may raise
+                problem = TypeError(f"arguments are in containers that cannot be sent to other stages: {error}")
+        everyone = torch.empty(comm.size, 32, dtype=torch.uint8)
+        with agreement_time(), connected():
+            comm.all_gather(everyone, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        digests = [row.numpy().tobytes() for row in everyone]
+        if bytes(32) in digests:
+            raise_first(context, problem)
+        if any(each not in self._known for each in digests):
+            with agreement_time(), connected():
+                found = comm.all_gather_object(packed)
+            for each, data in zip(digests, found, strict=True):
+                self._known[each] = pickle.loads(data)  # from a rank of this job
+        signatures = [self._known[each] for each in digests]
+        while len(self._known) > self._limit:
+            del self._known[next(iter(self._known))]
+        for stage, other in enumerate(signatures):
+            if not other.agrees(signatures[0]):
+                raise RuntimeError(
+                    f"stages call the pipeline in different ways: stage 0 with {signatures[0]}, stage {stage} with "
+                    f"{other}"
+                )
+        return b"".join(digests), signatures
+
+
+def raise_first(context: ParallelContext, problem: BaseException | None) -> None:
+    """Raise where any rank of the pipeline has a problem: its own, or else the first stage's that has one."""
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    quotes = isinstance(problem, StageFailedError)  # tells of another stage's problem, not of one of its own
+    with connected():
+        found = context.pipe_host.all_gather_object(None if quotes else text)
+    for stage, text in enumerate(found):
+        if text is not None:
+            if problem is not None and not quotes:
+                raise problem
+            raise StageFailedError(f"stage {stage} of the pipeline (rank {context.pipe.ranks[stage]}) failed: {text}")
+    if problem is not None:
+        raise problem
+
+
+@dataclass
+class Plan:
+    """What is the same in every call with arguments of the same kind.
+
+    Attributes:
+        signatures: of each stage's arguments.
+        schedule: the actions of all stages.
+        differentiable: whether anything will be differentiated.
+        taps: whether the layers' inputs are wanted.
+        layers: which layers of the list are at each place.
+        forms: what each message consists of, as far as it is known.
+        learned: whether a call has been through, and all is known.
+    """
+
+    signatures: list[Signature]
+    schedule: Schedule
+    differentiable: bool
+    taps: bool
+    layers: Sequence[range]
+    forms: Forms = field(default_factory=Forms)
+    learned: bool = False
+
+    def __post_init__(self) -> None:
+        """The forms of the hidden states that come in, and of the gradients that are wanted of them, are known."""
+        for i in range(self.schedule.micro_batches):
+            signature, rows = self.signature(i), self.rows(i)
+
+            def form(leaf: Leaf, count: int = rows.stop - rows.start) -> Any:
+                return TensorForm((count, *leaf.value.shape[1:]), leaf.value.dtype) if leaf.is_tensor else leaf.value
+
+            self.forms[Message("input", i, 0)] = tree_map(form, signature.tree[0])
+            wanted = [form(signature.leaves[n]) for n in signature.hidden if signature.leaves[n].requires_grad]
+            self.forms[Message("input_grad", i, 0)] = wanted
+
+    def origin(self, micro_batch: int) -> int:
+        """The stage that a micro-batch comes from."""
+        return micro_batch % len(self.signatures)
+
+    def signature(self, micro_batch: int) -> Signature:
+        return self.signatures[self.origin(micro_batch)]
+
+    def rows(self, micro_batch: int) -> slice:
+        """The rows of its origin's batch that a micro-batch consists of."""
+        piece, pieces = micro_batch // len(self.signatures), self.schedule.micro_batches // len(self.signatures)
+        size, longer = divmod(self.signature(micro_batch).batch, pieces)
+        start = piece * size + min(piece, longer)
+        return slice(start, start + size + (piece < longer))
+
+    def weight(self, micro_batch: int) -> float:
+        """A micro-batch's share of its origin's batch."""
+        rows = self.rows(micro_batch)
+        return (rows.stop - rows.start) / max(self.signature(micro_batch).batch, 1)
+
+    @property
+    def input_grads(self) -> tuple[bool, ...]:
+        """For each stage, whether it wants the gradient of its input."""
+        return tuple(any(s.leaves[n].requires_grad for n in s.hidden) for s in self.signatures)
+
+
+# --- moving them ----------------------------------------------------------------------------------
 
 
 class Arguments:
@@ -31,104 +339,92 @@ class Arguments:
         self.context = context
         self.plan = plan
         self.stage = context.pipe.rank
-        self.values: list[list[Any]] = [[]] * plan.stages
+        self.values: list[list[Any]] = [[] for _ in plan.signatures]
         self.values[self.stage] = values
         self._grads: dict[tuple[int, int], Tensor] = {}  # by origin and leaf
 
+    @property
+    def own(self) -> list[tuple[Leaf, Any]]:
+        """The leaves of this rank's arguments, and their values."""
+        return list(zip(self.plan.signatures[self.stage].leaves, self.values[self.stage], strict=True))
+
     def exchange(self) -> None:
         """Get every stage's arguments, other than hidden states, for its micro-batches. A collective."""
-        comms = (self.context.pipe, self.context.pipe_host)
-        sends: tuple[list[Any], list[Any]] = ([], [])
-        recvs: tuple[list[Any], list[Any]] = ([], [])
+        sends: list[tuple[Tensor, int]] = []
+        recvs: list[tuple[Tensor, int]] = []
+        last, everyone = self.plan.schedule.stage(self.plan.schedule.last), list(range(self.context.pipe.size))
         for origin, signature in enumerate(self.plan.signatures):
-            if origin == self.stage:
-                continue
-            found: list[Any] = []
             for n, leaf in enumerate(signature.leaves):
-                if self.stage not in self._readers(signature, n):
-                    found.append(None)
-                elif leaf.value is OWN_VALUE:
-                    found.append(self.values[self.stage][n])
-                elif not leaf.is_tensor:
-                    found.append(copy.deepcopy(leaf.value))  # layers may change it
-                else:
-                    device = "cpu" if leaf.on_host else self.context.device
-                    found.append(torch.empty(leaf.value.shape, dtype=leaf.value.dtype, device=device))
-                    if found[-1].numel():
-                        recvs[leaf.on_host].append((found[-1], origin))
-            self.values[origin] = found
-        mine = self.plan.signatures[self.stage]
-        for n in mine.tensors(hidden=False):
-            value = self.values[self.stage][n].detach().contiguous()
-            if value.numel():
-                sends[mine.leaves[n].on_host].extend((value, s) for s in self._readers(mine, n) if s != self.stage)
-        with connected():
-            for on_host, comm in enumerate(comms):
-                comm.send_recv(sends[on_host], recvs[on_host])
-
-    def _readers(self, signature: Signature, leaf: int) -> range:
-        """The stages that need an argument of another one: all, or for the tail's the last."""
-        if leaf < signature.num_hidden:
-            return range(0)
-        in_tail = leaf >= len(signature.leaves) - signature.num_tail
-        schedule = self.plan.schedule
-        last = schedule.stage(schedule.last)
-        return range(last, last + 1) if in_tail else range(self.plan.stages)
+                readers = [] if n in signature.hidden else [last] if n in signature.tail else everyone
+                if origin == self.stage:
+                    if leaf.is_tensor:
+                        data = self.values[origin][n].detach().contiguous()
+                        sends += [(data, stage) for stage in readers if stage != origin]
+                    continue
+                value: Any = None
+                if self.stage in readers and leaf.is_tensor:
+                    value = leaf.empty(self.context.device)
+                    recvs.append((value, origin))
+                elif self.stage in readers:  # layers may change it
+                    value = self.values[self.stage][n] if leaf.value is _OwnValue else copy.deepcopy(leaf.value)
+                self.values[origin].append(value)
+        self._swap(sends, recvs)
 
     def of(
         self, micro_batch: int, leaves: dict[int, Tensor] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
         """A micro-batch's arguments and those of the tail. ``leaves`` gets those whose gradients are wanted."""
-        origin = self.plan.origin(micro_batch)
-        signature, rows = self.plan.signatures[origin], self.plan.rows(micro_batch)
-        values: list[Any] = [None] * signature.num_hidden
-        for n in range(signature.num_hidden, len(signature.leaves)):
-            leaf, value = signature.leaves[n], self.values[origin][n]
-            if leaf.is_tensor and value is not None:  # None: of the tail, which runs elsewhere
-                value = value.detach()[rows] if leaf.batched else value.detach()
-                if leaf.requires_grad and torch.is_grad_enabled() and leaves is not None:
-                    value = leaves[n] = value.detach().requires_grad_()
-            values.append(value)
-        _, args, kwargs, tail_args = signature.structure.fill(values)
+        signature, rows = self.plan.signature(micro_batch), self.plan.rows(micro_batch)
+        values = list(self.values[self.plan.origin(micro_batch)])
+        for n, leaf in enumerate(signature.leaves):
+            if n in signature.hidden or not leaf.is_tensor or values[n] is None:  # None: the tail runs elsewhere
+                continue
+            values[n] = values[n].detach()[rows] if leaf.batched else values[n].detach()
+            if leaf.requires_grad and torch.is_grad_enabled() and leaves is not None:
+                values[n] = leaves[n] = values[n].detach().requires_grad_()
+        _, args, kwargs, tail_args = tree_unflatten(values, signature.structure)
         return args, kwargs, tail_args
 
     def add_grads(self, micro_batch: int, leaves: dict[int, Tensor]) -> None:
-        origin = self.plan.origin(micro_batch)
-        signature = self.plan.signatures[origin]
+        """Add the gradients of what :meth:`of` has put into ``leaves``."""
+        signature, origin = self.plan.signature(micro_batch), self.plan.origin(micro_batch)
         for n, leaf in leaves.items():
             if leaf.grad is None:
                 continue
-            whole = self._grads.get((origin, n))
-            if whole is None:
-                whole = self._grads[origin, n] = torch.zeros(
-                    signature.leaves[n].value.shape, dtype=leaf.dtype, device=leaf.device
-                )
+            if (origin, n) not in self._grads:
+                self._grads[origin, n] = torch.zeros_like(signature.leaves[n].empty(self.context.device))
+            whole = self._grads[origin, n]
             (whole[self.plan.rows(micro_batch)] if signature.leaves[n].batched else whole).add_(leaf.grad)
 
     def exchange_grads(self, hidden: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of all leaves of this rank's arguments, given those of the hidden states. A collective."""
-        comms = (self.context.pipe, self.context.pipe_host)
-        sends: tuple[list[Any], list[Any]] = ([], [])
-        recvs: tuple[list[Any], list[Any]] = ([], [])
-        mine: dict[int, list[Tensor]] = {}
+        """The gradients of the leaves of this rank's arguments that want one, given those of hidden states.
+
+        A collective.
+        """
+        sends: list[tuple[Tensor, int]] = []
+        recvs: list[tuple[Tensor, int]] = []
+        parts: list[list[Tensor]] = []  # of this rank's leaves: of each stage
         for origin, signature in enumerate(self.plan.signatures):
-            for n in signature.tensors(hidden=False):
-                leaf = signature.leaves[n]
-                if not leaf.requires_grad:
+            for n, leaf in enumerate(signature.leaves):
+                if n in signature.hidden or not leaf.requires_grad:
                     continue
                 grad = self._grads.pop((origin, n), None)
                 if grad is None:
-                    device = "cpu" if leaf.on_host else self.context.device
-                    grad = torch.zeros(leaf.value.shape, dtype=leaf.value.dtype, device=device)
+                    grad = torch.zeros_like(leaf.empty(self.context.device))
                 if origin != self.stage:
-                    sends[leaf.on_host].append((grad, origin))
+                    sends.append((grad, origin))
                     continue
-                mine[n] = [grad if s == self.stage else torch.empty_like(grad) for s in range(self.plan.stages)]
-                recvs[leaf.on_host].extend((g, s) for s, g in enumerate(mine[n]) if s != self.stage)
+                parts.append([grad if s == origin else torch.empty_like(grad) for s in range(self.context.pipe.size)])
+                recvs += [(part, s) for s, part in enumerate(parts[-1]) if s != origin]
+        self._swap(sends, recvs)
+        return [*hidden, *(torch.stack(of_stages).sum(0) for of_stages in parts)]
+
+    def _swap(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
+        """Send and receive tensors, each with its peer; those in host memory go their own way."""
         with connected():
-            for on_host, comm in enumerate(comms):
-                comm.send_recv(sends[on_host], recvs[on_host])
-        grads = [*hidden, *[None] * (len(self.plan.signatures[self.stage].leaves) - len(hidden))]
-        for n, parts in mine.items():
-            grads[n] = torch.stack(parts).sum(0)
-        return grads
+            for on_host, comm in enumerate((self.context.pipe, self.context.pipe_host)):
+                mine, theirs = (
+                    [(tensor, peer) for tensor, peer in some if tensor.numel() and tensor.is_cpu == bool(on_host)]
+                    for some in (sends, recvs)
+                )
+                comm.send_recv(mine, theirs)

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bmt_comm import ParallelContext, expected_scale
+from bmt_comm import ParallelContext
 from bmt_zero.recording import link_pipeline_call
 from bmt_zero.shard import group_of
 
-from .messages import Message, StageFailedError, connected
-from .plan import Plan
+from .arguments import Plan, Signature, SignatureCache, sign
+from .messages import StageFailedError, connected
 from .recording import Recorder
 from .run import Run
 from .schedule import Schedule, make_schedule, recompute
-from .signature import Signature, SignatureCache, sign
 from .tail import Tail
+
+_MOST_PLANS = 128
 
 
 class Pipeline:
@@ -51,8 +52,7 @@ class Pipeline:
         self.last_schedule: Schedule | None = None
         self._signatures = SignatureCache()
         self._plans: dict[tuple[bytes, int], Plan] = {}
-        # The gradient that the last loss got, relative to the loss scale.
-        self._factor = torch.ones((), dtype=torch.float64, device=context.device)
+        self._factor = torch.ones((), dtype=torch.float64, device=context.device)  # see Tail
         self._anchor = torch.zeros((), requires_grad=True)
 
     def __call__(
@@ -69,7 +69,6 @@ class Pipeline:
         or the loss."""
         context = self.context
         grad = torch.is_grad_enabled()
-        trains = any(p.requires_grad for chunk in self.chunks for block in chunk for p in group_of(block).params)
         signature: Signature | None = None
         values: list[Any] = []
         problem: Exception | None = None
@@ -89,35 +88,36 @@ class Pipeline:
                 batch_related,
                 device=context.device,
                 grad=grad,
-                trains=trains,
+                trains=any(p.requires_grad for each in self.chunks for block in each for p in group_of(block).params),
                 options=(return_hidden_states, tail is not None, len(self.layers), self.tail_schedule),
             )
             if tail is not None:
-                prepared = Tail(tail, context, self._factor, expected_scale(), grad)
+                prepared = Tail(tail, context, self._factor, grad)
         except Exception as error:  # whatever it is, the other ranks are to know
-            problem, signature = error, None
+            problem = error
         try:
             key, signatures = self._signatures.exchange(context, signature, problem)
         except Exception:
             self._agree_on_pieces(0)
             raise
-        inputs_differ = grad and (
-            any(s.trains or any(leaf.requires_grad for leaf in s.leaves) for s in signatures)
-            or (prepared is not None and bool(prepared.grads))
-        )
         # The same everywhere, and none of them empty where that can be.
         wanted = -(-context.num_micro_batches // context.pipe_size)
         pieces = self._agree_on_pieces(max(1, min(wanted, *(s.batch for s in signatures))))
         if not pieces:
             raise StageFailedError("another data-parallel replica's call of the pipeline has failed; see its error")
+        differentiable = grad and (
+            any(s.trains or any(leaf.requires_grad for leaf in s.leaves) for s in signatures)
+            or (prepared is not None and prepared.may_train)
+        )
         plan = self._plans.get((key, pieces))
-        if plan is None or plan.differentiable != inputs_differ:
+        if plan is None or plan.differentiable != differentiable:
             sizes = context.pipe_size, pieces * context.pipe_size, len(self.chunks)
             schedule = make_schedule(self.tail_schedule, *sizes)
             if tail is None:
                 schedule = recompute(*sizes, schedule.v_shaped)
-            plan = Plan(signatures, schedule, inputs_differ, return_hidden_states, self.layers)
-            self._plans[key, pieces] = plan
+            plan = self._plans[key, pieces] = Plan(
+                signatures, schedule, differentiable, return_hidden_states, self.layers
+            )
             while len(self._plans) > _MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
         if self.recorder is not None:
@@ -145,41 +145,22 @@ class Pipeline:
         leaves = [*outputs, *taps]
         if run.plan.differentiable:
             which = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            wanted = [v for v, leaf in zip(run.arguments.values[run.stage], _own(run).leaves) if leaf.requires_grad]
-            *attached, link = _Outputs.apply(run, len(outputs), self._anchor, [leaves[n] for n in which], *wanted)
-            link_pipeline_call(run.number, link)
+            wanted = [value for leaf, value in run.arguments.own if leaf.requires_grad]
+            tensors = [leaves[n] for n in which]
+            *attached, link = _Outputs.apply(run, len(outputs), self._anchor, tensors, *wanted)
+            link_pipeline_call(run.recording.number, link)
             for n, tensor in zip(which, attached, strict=True):
                 leaves[n] = tensor
-        form = run.plan.forms[Message("output", run.stage, len(self.layers) - 1)]
-        return (*form.structure.fill(leaves[: len(outputs)]), *leaves[len(outputs) :])
+        return (*run.filled(leaves[: len(outputs)]), *leaves[len(outputs) :])
 
     def _loss(self, run: Run, tail: Tail) -> Tensor:
         loss, grads = run.forward_and_backward()
         if not run.plan.differentiable:
             return loss
         tail.agree_on_use(run.plan.schedule.stage(run.plan.schedule.last))
-        wanted = [
-            (value, grad)
-            for value, leaf, grad in zip(run.arguments.values[run.stage], _own(run).leaves, grads)
-            if leaf.requires_grad
-        ]
-        wanted += list(zip(tail.plain, tail.grads[len(tail.params) :]))
-        return _Loss.apply(self, run, tail, self._anchor, loss, [g for _, g in wanted], *(v for v, _ in wanted))
-
-    def note_gradient(self, tail: Tail, grad: Tensor) -> None:
-        """The gradient of a loss: relative to the loss scale, the next one is likely to get the same.
-
-        Not 0, inf or NaN, from which there would be no way back.
-        """
-        found = grad.detach() / tail.loss_scale
-        self._factor = torch.where(found.isfinite() & (found != 0), found, tail.factor)
-
-
-_MOST_PLANS = 128
-
-
-def _own(run: Run) -> Any:
-    return run.plan.signatures[run.stage]
+        wanted = [value for leaf, value in run.arguments.own if leaf.requires_grad]
+        grads += tail.plain.values()
+        return _Loss.apply(run, tail, self._anchor, loss, grads, *wanted, *tail.plain)
 
 
 class _Outputs(torch.autograd.Function):
@@ -191,24 +172,9 @@ class _Outputs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.run = run
-        ctx.floating = [x.is_floating_point() for x in outputs]
         ctx.num_outputs = num_outputs
-        # Kept by autograd, which frees them after backward, unless told to retain the graph, and notices whoever
-        # writes into them.
-        ctx.places = list(run.inputs)
-        ctx.counts = [len(tensors) for tensors in run.inputs.values()]
-        count = _own(run).num_hidden
-        ctx.arguments = [
-            (s, n)
-            for s, found in enumerate(run.arguments.values)
-            for n, v in enumerate(found)
-            if n >= count and isinstance(v, Tensor)
-        ]
-        kept = [x for tensors in run.inputs.values() for x in tensors]
-        ctx.save_for_backward(*kept, *(run.arguments.values[s][n] for s, n in ctx.arguments))
-        run.inputs = {}
-        for found in run.arguments.values:
-            found[:] = [None if isinstance(v, Tensor) else v for v in found]
+        ctx.floating = [x.is_floating_point() for x in outputs]
+        ctx.save_for_backward(*run.give_tensors())
         results = tuple(x.detach() for x in outputs)
         link = torch.zeros((), device=run.context.device)  # see bmt_zero.recording.link_pipeline_call
         ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
@@ -217,27 +183,17 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *all_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        run: Run = ctx.run
-        grads = all_grads[:-1]
+        saved: tuple[Tensor, ...] = ()
         problem: Exception | None = None
         try:
-            saved = iter(ctx.saved_tensors)
+            saved = ctx.saved_tensors
         except RuntimeError as error:  # somebody has written into them, or there was a backward before
             problem = error
-        else:
-            run.inputs = {place: [next(saved) for _ in range(count)] for place, count in zip(ctx.places, ctx.counts)}
-            for s, n in ctx.arguments:
-                run.arguments.values[s][n] = next(saved)
-        floating = [(n, grad) for n, (grad, is_float) in enumerate(zip(grads, ctx.floating)) if is_float]
-        found = run.backward(
-            [grad for n, grad in floating if n < ctx.num_outputs],
-            [grad for n, grad in floating if n >= ctx.num_outputs],
-            problem,
+        outputs, taps = (
+            [grad for grad, is_float in zip(all_grads[part], ctx.floating[part]) if is_float]
+            for part in (slice(ctx.num_outputs), slice(ctx.num_outputs, len(ctx.floating)))
         )
-        run.inputs = {}
-        for s, n in ctx.arguments:
-            run.arguments.values[s][n] = None
-        return (None, None, None, None, *(g for g, leaf in zip(found, _own(run).leaves) if leaf.requires_grad))
+        return None, None, None, None, *ctx.run.backward(saved, outputs, taps, problem)
 
 
 class _Loss(torch.autograd.Function):
@@ -245,41 +201,24 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        pipeline: Pipeline,
-        run: Run,
-        tail: Tail,
-        anchor: Tensor,
-        loss: Tensor,
-        grads: list[Tensor | None],
-        *wanted: Tensor,
+        ctx: Any, run: Run, tail: Tail, anchor: Tensor, loss: Tensor, grads: list[Tensor | None], *wanted: Tensor
     ) -> Tensor:
-        ctx.pipeline, ctx.run, ctx.tail, ctx.grads = pipeline, run, tail, grads
+        ctx.run, ctx.tail, ctx.grads = run, tail, grads
         return loss.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        run: Run = ctx.run
-        tail: Tail = ctx.tail
         if ctx.grads is None:
             raise RuntimeError("backward from the loss of a pipeline's tail for a second time: its gradients are gone")
-        grad = _same_on_stages(run.context, grad.double())
-        factor = grad / tail.scale
-        ctx.pipeline.note_gradient(tail, grad)
-        run.rescale_recorded(factor)
-        for group in run.groups:
-            for reducer in group.reducers:
-                if reducer in run.arrived:
-                    run.arrived[reducer].total.mul_(factor)
-                    group.add_reduced(reducer, run.arrived[reducer])
-        run.arrived = {}
-        for param, found in zip(tail.params, tail.grads):
-            if found is not None:
-                param.handle.reduce(found.mul_(factor))
+        grad = _same_on_stages(ctx.run.context, grad.double())
+        factor = grad / ctx.tail.scale
+        ctx.tail.note(grad)
+        ctx.run.scale_gradients(factor)
+        ctx.tail.reduce(factor)
         scaled = [None if g is None else g * factor for g in ctx.grads]
-        ctx.grads, tail.grads = None, []
-        return (None,) * 6 + tuple(scaled)
+        ctx.grads = None
+        return None, None, None, None, None, *scaled
 
 
 def _same_on_stages(context: ParallelContext, grad: Tensor) -> Tensor:

@@ -34,38 +34,27 @@ def run_layers(
     return hidden, inputs
 
 
-class Surroundings:
+class AmbientState:
     """What a computation depends on beside its arguments: random generators and autocast, as they are now."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._cuda = [device] if device.type == "cuda" else []
         self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
             for kind in dict.fromkeys((device.type, "cpu"))
         ]
-        self._cache = torch.is_autocast_cache_enabled()
-        self._states = self._generators()
-
-    def _generators(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-
-    def _set(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
-        if states[1] is not None:
-            torch.cuda.set_rng_state(states[1], self._device)
+        self._random = torch.get_rng_state(), [torch.cuda.get_rng_state(cuda) for cuda in self._cuda]
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Within, all is as it was; after it, as it was before."""
-        now = self._generators()
-        self._set(self._states)
-        try:
-            with contextlib.ExitStack() as stack:
-                for kind, enabled, dtype in self._autocast:
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
-                yield
-        finally:
-            self._set(now)
+        with torch.random.fork_rng(self._cuda), contextlib.ExitStack() as stack:
+            torch.set_rng_state(self._random[0])
+            for cuda, state in zip(self._cuda, self._random[1]):
+                torch.cuda.set_rng_state(state, cuda)
+            for options in self._autocast:
+                stack.enter_context(torch.autocast(*options))
+            yield
 
 
 def checkpoints(blocks: Sequence[nn.Module]) -> list[CheckpointedForward]:

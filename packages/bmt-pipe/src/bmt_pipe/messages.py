@@ -9,8 +9,8 @@
     for those before it on its way, and for nothing else. So stages never wait for each other in a circle, whatever the
     schedule. tests/test_routes.py runs every schedule by NCCL's rules.
 
-    What a message consists of is known from an earlier call with the same arguments; at the first one, a
-    description travels ahead of each message, in host memory.
+    What a message consists of is known from an earlier call with the same arguments. At the first call its form, the
+    containers with a :class:`TensorForm` for each tensor, travels ahead of it, in host memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import pickle
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from bmt_comm import Communicator, ParallelContext, Work
 
@@ -41,76 +42,6 @@ class Message(NamedTuple):
     place: int
 
 
-class TensorForm(NamedTuple):
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Structure:
-    """Nested containers without their leaves; it can be sent."""
-
-    def __init__(self, spec: TreeSpec) -> None:
-        self.spec = spec
-
-    def fill(self, leaves: Sequence[Any]) -> Any:
-        return tree_unflatten(list(leaves), self.spec)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return structure_of, (self.fill([None] * self.spec.num_leaves),)  # the containers: specs cannot be pickled
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and self.spec == other.spec
-
-    def __hash__(self) -> int:
-        return hash(repr(self.spec))
-
-    def __repr__(self) -> str:
-        return repr(self.fill(["*"] * self.spec.num_leaves))
-
-
-def structure_of(tree: Any) -> Structure:
-    return Structure(tree_flatten(tree)[1])
-
-
-class Form(NamedTuple):
-    """What nested containers consist of: a :class:`TensorForm` for each tensor, other leaves as they are."""
-
-    structure: Structure
-    leaves: tuple[Any, ...]
-
-    @property
-    def tensors(self) -> list[TensorForm]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
-
-    def differentiable(self) -> Form:
-        """The form of the gradients: of floating-point tensors alone, in a list."""
-        forms = [form for form in self.tensors if form.dtype.is_floating_point]
-        return Form(structure_of([None] * len(forms)), tuple(forms))
-
-
-class Forms(dict[Message, Form]):
-    """What each message consists of; a gradient follows from what it is the gradient of."""
-
-    def __missing__(self, message: Message) -> Form:
-        if not message.kind.endswith("_grad"):
-            raise KeyError(message)
-        self[message] = self[message._replace(kind=message.kind.removesuffix("_grad"))].differentiable()
-        return self[message]
-
-
-def take_apart(tree: Any) -> tuple[Form, list[Tensor]]:
-    leaves, spec = tree_flatten(tree)
-    described = tuple(TensorForm(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-    return Form(Structure(spec), described), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def put_together(form: Form, tensors: Sequence[Tensor]) -> Any:
-    found = iter(tensors)
-    return form.structure.fill([next(found) if isinstance(leaf, TensorForm) else leaf for leaf in form.leaves])
-
-
 class StageLostError(RuntimeError):
     """Another stage cannot be reached any more."""
 
@@ -121,18 +52,60 @@ class StageFailedError(RuntimeError):
 
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
-    """Around collectives of a pipeline, which fail where a stage is gone.
-
-    Raises:
-        StageLostError: they do.
-    """
+    """Around collectives of a pipeline: what fails because a stage is gone becomes a ``StageLostError``."""
     try:
         yield
     except RuntimeError as error:
         raise StageLostError(f"the connection to another stage is lost: {error}") from error
 
 
-_BROKEN = b""  # in place of a description: the sender has failed and sends nothing
+# --- forms ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+def form_of(tree: Any) -> Any:
+    """Nested containers with a :class:`TensorForm` in the place of each tensor; other leaves as they are."""
+    return tree_map_only(Tensor, lambda x: TensorForm(tuple(x.shape), x.dtype), tree)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def tensor_forms(form: Any) -> list[TensorForm]:
+    return [leaf for leaf in tree_leaves(form) if isinstance(leaf, TensorForm)]
+
+
+def fill(form: Any, tensors: Iterable[Tensor]) -> Any:
+    """The containers of a form, with these tensors."""
+    arriving = iter(tensors)
+    return tree_map_only(TensorForm, lambda _: next(arriving), form)
+
+
+class Forms(dict[Message, Any]):
+    """The form of each message. A gradient is a list, of the floating-point tensors of what it is the gradient of."""
+
+    def __missing__(self, message: Message) -> Any:
+        if not message.kind.endswith("_grad"):
+            raise KeyError(message)
+        forms = tensor_forms(self[message._replace(kind=message.kind.removesuffix("_grad"))])
+        self[message] = [form for form in forms if form.dtype.is_floating_point]
+        return self[message]
+
+
+# --- sending and receiving ------------------------------------------------------------------------
+
+_BROKEN = b""  # in place of a form: the sender has failed and sends nothing
 
 
 class Post:
@@ -140,37 +113,36 @@ class Post:
 
     Args:
         context: the ranks.
-        forms: what each message consists of, as far as it is known; learning adds to it.
-        learning: whether messages are announced by a description.
+        forms: of each message, as far as they are known; learning adds to them.
+        learning: whether forms travel ahead of messages.
+        expected: the messages from each other rank, in the order in which it sends them.
     """
 
-    def __init__(self, context: ParallelContext, forms: Forms, learning: bool) -> None:
+    def __init__(
+        self, context: ParallelContext, forms: Forms, learning: bool, expected: Mapping[int, Sequence[Message]]
+    ) -> None:
         self.context = context
         self.forms = forms
         self.learning = learning
+        self.sent: set[Message] = set()
         self._rank = context.pipe.rank
-        self._expected: dict[int, deque[Message]] = {}
+        self._expected = {peer: deque(messages) for peer, messages in expected.items()}
         self._posted: dict[Message, tuple[list[Tensor], list[Work]] | None] = {}
         self._kept: dict[Message, list[Tensor]] = {}  # to this rank itself
-        self._sent: deque[tuple[Work, Tensor]] = deque()
-        self.sent: set[Message] = set()
+        self._leaving: deque[tuple[Work, Tensor]] = deque()
 
-    def expect(self, orders: Mapping[int, Sequence[Message]]) -> None:
-        """Further messages from each other rank, in the order in which it sends them."""
-        for peer, messages in orders.items():
-            self._expected.setdefault(peer, deque()).extend(messages)
-
-    def send(self, peer: int, message: Message, form: Form, tensors: Sequence[Tensor]) -> None:
-        """Send ``tensors`` of ``form``; they must stay as they are.
+    def send(self, peer: int, message: Message, tree: Any) -> None:
+        """Send nested containers, whose tensors must stay as they are.
 
         Raises:
             RuntimeError: they are not what the same message was at an earlier call with the same arguments.
         """
+        form, tensors = form_of(tree), tensors_of(tree)
         if self.learning:
             self.forms[message] = form
-        elif self.forms[message] != form:
+        elif tree_flatten(self.forms[message]) != tree_flatten(form):
             raise RuntimeError(
-                f"a chunk returned {form.leaves}, and {self.forms[message].leaves} at an earlier call with "
+                f"a chunk returned {tree_leaves(form)}, and {tree_leaves(self.forms[message])} at an earlier call with "
                 f"arguments of the same shapes; shapes must follow from those of the arguments"
             )
         self.sent.add(message)
@@ -183,13 +155,10 @@ class Post:
 
     def send_broken(self, peer: int, message: Message) -> None:
         """Send something in place of a message that there will never be, for ``peer`` not to wait."""
-        if peer == self._rank:
-            return
-        if self.learning:
+        if peer != self._rank and self.learning:
             self._send_bytes(peer, _BROKEN)
-            return
-        forms = self.forms[message].tensors
-        self._send_tensors(peer, [torch.zeros(f.shape, dtype=f.dtype, device=self.context.device) for f in forms])
+        elif peer != self._rank:
+            self._send_tensors(peer, [form.zeros(self.context.device) for form in tensor_forms(self.forms[message])])
 
     def take(self, peer: int, message: Message) -> list[Tensor]:
         """The tensors of a message from ``peer``.
@@ -227,66 +196,66 @@ class Post:
 
     def close(self) -> None:
         """All has been received everywhere: give up what was sent."""
-        while self._sent:
-            work, _ = self._sent.popleft()
+        while self._leaving:
+            work, _ = self._leaving.popleft()
             work.wait()
         _held.join()
 
-    # --- transport --------------------------------------------------------------------------------
-
-    def _channel(self, source: int, target: int) -> tuple[Communicator, dict[str, int]]:
-        """What carries a message from ``source`` to ``target``, one of which is this rank, and the way to say so."""
-        comm = self.context.pipe_channels[source, target]
+    def _way(self, source: int, target: int, on_host: bool = False) -> tuple[Communicator, dict[str, Any]]:
+        """What carries the next message from ``source`` to ``target``, one of which is this rank, and its options."""
+        comm = self.context.pipe_host if on_host else self.context.pipe_channels[source, target]
         other = self.context.pipe.ranks[target if source == self._rank else source]
-        tag = 0 if comm.in_order else self._tag(comm, source, target)
-        return comm, {"peer": comm.ranks.index(other), "tag": tag}
-
-    def _tag(self, comm: Communicator, source: int, target: int) -> int:
-        counters = _counters.setdefault(self.context, {})
-        return 1 + next(counters.setdefault((comm, source, target), itertools.count())) % _TAGS  # 0: send_recv()
+        tags = _tags.setdefault(self.context, {}).setdefault((comm, source, target), itertools.count())
+        return comm, {
+            "peer": comm.ranks.index(other),
+            "tag": 1 + next(tags) % _TAGS,
+            "async_op": True,
+        }  # 0: send_recv()
 
     def _send_tensors(self, peer: int, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if tensor.numel():
                 data = tensor.detach().contiguous()
-                comm, way = self._channel(self._rank, peer)
-                work = comm.send(data, **way, async_op=True)
+                comm, way = self._way(self._rank, peer)
+                work = comm.send(data, **way)
                 if comm.in_order:
-                    self._sent.append((work, data))
+                    self._leaving.append((work, data))
                 else:
                     _hold(work)
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        while self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()
 
     def _send_bytes(self, peer: int, data: bytes) -> None:
-        comm = self.context.pipe_host
         payload = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
         for tensor in (torch.tensor([len(data)]), payload):
-            _hold(comm.send(tensor, peer, self._tag(comm, self._rank, peer), async_op=True))
+            comm, way = self._way(self._rank, peer, on_host=True)
+            _hold(comm.send(tensor, **way))
 
     def _receive_bytes(self, peer: int) -> bytes:
-        comm = self.context.pipe_host
-        length = torch.empty(1, dtype=torch.int64)
-        self._wait(comm.recv(length, peer, self._tag(comm, peer, self._rank), async_op=True), peer)
-        payload = torch.empty(max(int(length), 1), dtype=torch.uint8)
-        self._wait(comm.recv(payload, peer, self._tag(comm, peer, self._rank), async_op=True), peer)
+        length = self._receive(torch.empty(1, dtype=torch.int64), peer)
+        payload = self._receive(torch.empty(max(int(length), 1), dtype=torch.uint8), peer)
         return payload.numpy().tobytes() if int(length) else _BROKEN
+
+    def _receive(self, tensor: Tensor, peer: int) -> Tensor:
+        comm, way = self._way(peer, self._rank, on_host=True)
+        self._wait(comm.recv(tensor, **way), peer)
+        return tensor
 
     def _post_next(self, peer: int) -> None:
         """Post the receive of the next message from ``peer``."""
         message = self._expected[peer].popleft()
         if self.learning:
-            found = self._receive_bytes(peer)
-            if found == _BROKEN:
+            data = self._receive_bytes(peer)
+            if data == _BROKEN:
                 self._posted[message] = None
                 return
-            self.forms[message] = pickle.loads(found)  # from a rank of this job
+            self.forms[message] = pickle.loads(data)  # from a rank of this job
         tensors, works = [], []
-        for form in self.forms[message].tensors:
+        for form in tensor_forms(self.forms[message]):
             tensors.append(torch.empty(form.shape, dtype=form.dtype, device=self.context.device))
             if tensors[-1].numel():
-                comm, way = self._channel(peer, self._rank)
-                works.append(comm.recv(tensors[-1], **way, async_op=True))
+                comm, way = self._way(peer, self._rank)
+                works.append(comm.recv(tensors[-1], **way))
         self._posted[message] = tensors, works
 
     def _wait(self, work: Work, peer: int) -> None:
@@ -298,9 +267,8 @@ class Post:
 
 
 _TAGS = (1 << 30) - 1
-_counters: WeakKeyDictionary[ParallelContext, dict[tuple[Communicator, int, int], itertools.count[int]]] = (
-    WeakKeyDictionary()
-)
+_tags: WeakKeyDictionary[ParallelContext, dict[tuple[Communicator, int, int], itertools.count[int]]]
+_tags = WeakKeyDictionary()
 
 _held: queue.Queue[Work | None] = queue.Queue()
 _holder: threading.Thread | None = None
@@ -318,17 +286,12 @@ def _hold(work: Work) -> None:
 
 
 def _release_in_order() -> None:
-    while True:
-        work = _held.get()
-        try:
-            if work is None:
-                return
+    while (work := _held.get()) is not None:
+        with contextlib.suppress(RuntimeError):  # the peer is gone: whoever waits for it raises
             work.wait()
-        except RuntimeError:
-            continue  # the peer is gone: whoever waits for it raises
-        finally:
-            del work
-            _held.task_done()
+        del work
+        _held.task_done()
+    _held.task_done()
 
 
 def _end_thread(thread: threading.Thread) -> None:

@@ -3,32 +3,31 @@
 [Note: messages]
     Micro-batch i comes from stage i mod p, its origin, whose input and output it is a part of.
 
-    ===========  ======================================  ===============================================
-    kind         what                                    from, to
-    ===========  ======================================  ===============================================
-    input        hidden states at place 0                the origin, stage 0
-    hidden       hidden states at a later place          the stage of the place before, that of the place
-    output       hidden states behind the last place     the last stage, the origin
-    taps         what went into each layer of a chunk    the stage of the place, the origin
-    loss         the tail's losses of an origin's        the last stage, the origin
+    ===========  ==========================================  ===============================================
+    kind         what                                        from, to
+    ===========  ==========================================  ===============================================
+    input        hidden states at place 0                    the origin, stage 0
+    hidden       hidden states at a later place              the stage of the place before, that of the place
+    output       what the origin wants of a place: what      the stage of the place, the origin
+                 went into each layer; hidden states
+                 behind the last place
+    loss         the tail's losses of an origin's            the last stage, the origin
                  micro-batches (``micro_batch``: origin)
-    *_grad       the gradient of each of these           the other way round
-    ===========  ======================================  ===============================================
+    *_grad       the gradient of each of these               the other way round
+    ===========  ==========================================  ===============================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from .messages import Message
 from .schedule import Action, Kind, Schedule
 
 Route = tuple[int, Message]
-"""The stage that a message goes to, and the message."""
+"""The stage at the other end of a message, and the message."""
 
-_FIRST_HALF = (Kind.FORWARD,)
-_SECOND_HALF = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+BACKWARDS = (Kind.BACKWARD, Kind.INPUT)
 
 
 class Pass(NamedTuple):
@@ -38,8 +37,7 @@ class Pass(NamedTuple):
         schedule: the actions of all stages.
         forward, backward: whether actions of this kind are part of it.
         tail: whether the loss is computed inside of the pipeline.
-        taps: whether layers' inputs are sent to the origin.
-        tap_grads: for each origin and place, whether gradients of these come back.
+        taps: whether layers' inputs are among the outputs.
         input_grads: for each origin, whether it wants the gradient of its input.
     """
 
@@ -48,81 +46,85 @@ class Pass(NamedTuple):
     backward: bool
     tail: bool = False
     taps: bool = False
-    tap_grads: tuple[tuple[bool, ...], ...] = ()
     input_grads: tuple[bool, ...] = ()
-
-    @property
-    def stages(self) -> int:
-        return self.schedule.stages
-
-    @property
-    def last(self) -> int:
-        """The last place in the chain of chunks."""
-        return self.schedule.last
-
-    def place(self, stage: int, chunk: int) -> int:
-        return self.schedule.place(stage, chunk)
-
-    def stage(self, place: int) -> int:
-        return self.schedule.stage(place)
-
-    def origin(self, micro_batch: int) -> int:
-        return micro_batch % self.stages
 
     def own(self, stage: int) -> range:
         """The micro-batches of an origin."""
-        return range(stage, self.schedule.micro_batches, self.stages)
+        return range(stage, self.schedule.micro_batches, self.schedule.stages)
+
+    @property
+    def outputs(self) -> range:
+        """The places with an output."""
+        last = self.schedule.last
+        return range(last + 1, last + 1) if self.tail else range(0 if self.taps else last, last + 1)
 
     def actions(self, stage: int) -> list[Action]:
-        kinds = (_FIRST_HALF if self.forward else ()) + (_SECOND_HALF if self.backward else ())
-        return [a for a in self.schedule.actions[stage] if a.kind in kinds]
+        """What a stage does, in order."""
+        actions = self.schedule.actions[stage]
+        return [a for a in actions if (self.forward if a.kind is Kind.FORWARD else self.backward)]
 
     def before(self, stage: int) -> list[Route]:
         """What a stage sends before its actions."""
-        routes = []
         if self.forward:
-            routes += [(0, Message("input", i, 0)) for i in self.own(stage)]
-        elif self.backward:
-            for i in self.own(stage):
-                routes.append((self.stage(self.last), Message("output_grad", i, self.last)))
-            for place in range(self.last, -1, -1):
-                if self.tap_grads and self.tap_grads[stage][place]:
-                    routes += [(self.stage(place), Message("taps_grad", i, place)) for i in self.own(stage)]
+            return [(0, Message("input", i, 0)) for i in self.own(stage)]
+        places = reversed(self.outputs)
+        return [(self.schedule.stage(k), Message("output_grad", i, k)) for k in places for i in self.own(stage)]
+
+    def takes(self, stage: int, action: Action) -> list[Route]:
+        """What a stage receives for an action."""
+        i, place, at = action.micro_batch, self.schedule.place(stage, action.chunk), self.schedule.stage
+        origin = i % self.schedule.stages
+        routes: list[Route] = []
+        if action.kind is Kind.FORWARD:
+            routes = [(at(place - 1), Message("hidden", i, place)) if place else (origin, Message("input", i, 0))]
+        elif action.kind in BACKWARDS:
+            if place in self.outputs:
+                routes.append((origin, Message("output_grad", i, place)))
+            if place < self.schedule.last:
+                routes.append((at(place + 1), Message("hidden_grad", i, place + 1)))
         return routes
 
     def during(self, stage: int, action: Action) -> list[Route]:
         """What a stage sends after an action."""
-        i, place = action.micro_batch, self.place(stage, action.chunk)
+        i, place, at = action.micro_batch, self.schedule.place(stage, action.chunk), self.schedule.stage
+        origin = i % self.schedule.stages
+        routes: list[Route] = []
         if action.kind is Kind.FORWARD:
-            routes = [(self.origin(i), Message("taps", i, place))] if self.taps else []
-            if place < self.last:
-                return [(self.stage(place + 1), Message("hidden", i, place + 1)), *routes]
-            return routes if self.tail else [(self.origin(i), Message("output", i, place)), *routes]
-        if action.kind in (Kind.BACKWARD, Kind.INPUT):
-            if place > 0:
-                return [(self.stage(place - 1), Message("hidden_grad", i, place))]
-            if self.input_grads[self.origin(i)]:
-                return [(self.origin(i), Message("input_grad", i, 0))]
-        return []
+            if place < self.schedule.last:
+                routes.append((at(place + 1), Message("hidden", i, place + 1)))
+            if place in self.outputs:
+                routes.append((origin, Message("output", i, place)))
+        elif action.kind in BACKWARDS:
+            if place:
+                routes.append((at(place - 1), Message("hidden_grad", i, place)))
+            elif self.input_grads[origin]:
+                routes.append((origin, Message("input_grad", i, 0)))
+        return routes
 
     def after(self, stage: int) -> list[Route]:
         """What a stage sends after its actions."""
-        if self.tail and self.forward and stage == self.stage(self.last):
-            return [(origin, Message("loss", origin, self.last)) for origin in range(self.stages)]
-        return []
+        last = self.schedule.last
+        if not (self.tail and self.forward and stage == self.schedule.stage(last)):
+            return []
+        return [(origin, Message("loss", origin, last)) for origin in range(self.schedule.stages)]
+
+    def results(self, stage: int) -> list[Route]:
+        """What a stage receives in the end, of its own micro-batches."""
+        routes: list[Route] = []
+        if self.forward:
+            routes += [(self.schedule.stage(k), Message("output", i, k)) for i in self.own(stage) for k in self.outputs]
+        if self.forward and self.tail:
+            routes.append((self.schedule.stage(self.schedule.last), Message("loss", stage, self.schedule.last)))
+        if self.backward and self.input_grads[stage]:
+            routes += [(0, Message("input_grad", i, 0)) for i in self.own(stage)]
+        return routes
 
     def routes(self, stage: int) -> list[Route]:
         """All that a stage sends, in order."""
-        return [
-            *self.before(stage),
-            *(route for action in self.actions(stage) for route in self.during(stage, action)),
-            *self.after(stage),
-        ]
+        during = [route for action in self.actions(stage) for route in self.during(stage, action)]
+        return [*self.before(stage), *during, *self.after(stage)]
 
     def expected(self, stage: int) -> dict[int, list[Message]]:
         """From each other stage, what it sends to ``stage``, in order."""
-        return {peer: _addressed(stage, self.routes(peer)) for peer in range(self.stages) if peer != stage}
-
-
-def _addressed(stage: int, routes: Iterable[Route]) -> list[Message]:
-    return [message for target, message in routes if target == stage]
+        others = [peer for peer in range(self.schedule.stages) if peer != stage]
+        return {peer: [message for target, message in self.routes(peer) if target == stage] for peer in others}

@@ -132,7 +132,7 @@ class SplitBackward:
         self._together: list[tuple[_Group, GradientEdge]] = []  # what the first part computes, too
         self._groups: list[_Group] = []
         self.reads_parameters = False
-        graph = _graph_of(root.node for root in roots)
+        graph = graph_of(root.node for root in roots)
         path = _leading_to([get_gradient_edge(leaf).node for leaf in self._leaves], graph)
         users: dict[Node, set[Node]] = defaultdict(set)  # of each node just behind the boundary
         for node in path:
@@ -235,7 +235,7 @@ class SplitBackward:
             group.add(edge, grad)
 
 
-def _graph_of(roots: Iterable[Node]) -> Graph:
+def graph_of(roots: Iterable[Node]) -> Graph:
     """The nodes that roots lead to, with themselves."""
     graph: dict[Node, Sequence[tuple[Node | None, int]]] = {}
     left = list(roots)

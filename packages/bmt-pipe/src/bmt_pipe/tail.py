@@ -1,9 +1,10 @@
 """The tail of a pipeline: what follows the layers (a head and a loss), computed inside of the schedule.
 
 [Note: the tail's parameters]
-    Parameters outside of the list are spread over all ranks, and gathering one takes all of them, but only the last
-    stage runs the tail, at times of its own. So they are gathered before the schedule begins, and their gradients
-    are reduced after it, in the backward pass of whoever called.
+    Sharded parameters outside of the list are spread over all ranks, and gathering one takes all of them, but only the
+    last stage runs the tail, at times of its own. So those of the modules that the tail is, is a method of or refers to
+    are gathered before the schedule begins, and their gradients are reduced after it, in the backward pass of whoever
+    called. Others raise an error when the tail needs them. Plain parameters are the leaves that autograd finds.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
-from bmt_comm import ParallelContext
+from bmt_comm import ParallelContext, expected_scale
 from bmt_zero import Block, ShardedParameter
 from bmt_zero.backward_context import step_context
-from bmt_zero.parameter_group import GroupHandle, parameters_in_forward, replaced_parameters
+from bmt_zero.parameter_group import parameters_in_forward, replaced_parameters
 from bmt_zero.shard import group_of
 
-from .messages import connected
+from .messages import connected, tensors_of
+from .split_backward import graph_of
 
 
 class Tail:
@@ -33,50 +36,42 @@ class Tail:
     Args:
         function: computes the loss of a micro-batch, 0-dim, from the hidden states and further arguments.
         context: the ranks.
-        factor: the gradient of the loss that is expected (0-dim, fp64), relative to ``loss_scale``.
-        loss_scale: by which the loss will be multiplied.
+        factor: the gradient of the loss that is expected (0-dim, fp64), relative to the loss scale; :meth:`note` writes
+            what came.
         grad: whether to differentiate.
 
     Attributes:
         scale: the gradient of the loss that is expected; all gradients are computed for it.
         losses: of each micro-batch, times its share of the batch.
-        params: bmt_zero's whose gradients are computed.
-        plain: others; there are some where there is one rank.
-        grads: of ``params`` and ``plain``, on the last stage; None for those that were not used.
-
-    Raises:
-        ValueError: the tail has parameters whose gradients nobody would reduce.
+        grads: of sharded parameters that require them; None for those that were not used.
+        plain: plain parameters that were used, and their gradients; there are some where there is one rank.
     """
 
-    def __init__(
-        self, function: Callable[..., Tensor], context: ParallelContext, factor: Tensor, loss_scale: float, grad: bool
-    ) -> None:
+    def __init__(self, function: Callable[..., Tensor], context: ParallelContext, factor: Tensor, grad: bool) -> None:
         self.function = function
         self.context = context
-        self.factor, self.loss_scale = factor, loss_scale
-        self.scale = factor * loss_scale
         self.grad = grad
+        self._last_factor, self._factor, self._loss_scale = factor, factor.clone(), expected_scale()
+        self.scale = self._factor * self._loss_scale
         self.losses: dict[int, Tensor] = {}
-        self._sharded, plain = _parameters_of(function, context)
-        trainable = [param for param in plain if param.requires_grad]
-        if trainable and context.world_size > 1 and grad:
-            raise ValueError(
-                f"the tail has a plain parameter of shape {tuple(trainable[0].shape)}, whose gradient nobody reduces; "
-                f"make it a DistributedParameter, or pass the model through BMTrainModelWrapper"
-            )
-        self.params = [p for p in self._sharded if p.requires_grad] if grad else []
-        self.plain = trainable if grad else []
-        self.grads: list[Tensor | None] = [None] * (len(self.params) + len(self.plain))
+        self._sharded = _sharded_parameters(function, context)
+        self.grads: dict[ShardedParameter, Tensor | None]
+        self.grads = {param: None for param in self._sharded if grad and param.requires_grad}
+        self.plain: dict[Tensor, Tensor] = {}
         self._leaves: dict[ShardedParameter, Tensor] = {}
+
+    @property
+    def may_train(self) -> bool:
+        """Whether it may have parameters that require gradients."""
+        return bool(self.grads) or (self.grad and self.context.world_size == 1)
 
     def prepare(self, runs: bool) -> None:
         """Gather the parameters, on all ranks; ``runs``: this rank keeps them."""
         for param in self._sharded:
-            handle: GroupHandle = param.handle
-            handle.begin_unsharding_one()
-            value = handle.flat.unshard_one(handle.index)
+            param.handle.begin_unsharding_one()
+            value = param.handle.flat.unshard_one(param.handle.index)
             if runs:
-                self._leaves[param] = value.detach().requires_grad_(self.grad and param.requires_grad)
+                self._leaves[param] = value.detach().requires_grad_(param in self.grads)
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
@@ -92,37 +87,46 @@ class Tail:
         Returns the gradients of the floating-point tensors in ``hidden``.
 
         Raises:
-            TypeError, ValueError: the function does not return a loss.
+            TypeError, ValueError: the function does not return a loss, or uses parameters whose gradients nobody would
+                reduce.
         """
-        leaves, spec = tree_flatten(hidden)
-        inputs = [
-            x.detach().requires_grad_(self.grad and x.is_floating_point()) if isinstance(x, Tensor) else x
-            for x in leaves
-        ]
-        with self._stand_ins(), torch.set_grad_enabled(self.grad):
-            loss = self.function(*tree_unflatten(inputs, spec), *args)
+        inputs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(self.grad and x.is_floating_point()), hidden)
+        wanted = [x for x in tensors_of(inputs) if x.requires_grad]
+        with self._gathered_only(), torch.set_grad_enabled(self.grad):
+            loss = self.function(*inputs, *args)
             if not isinstance(loss, Tensor):
                 raise TypeError(f"the tail returned a {type(loss).__name__}; it must return the loss, a tensor")
             if loss.dim() or not loss.is_floating_point():
                 raise ValueError(f"the tail returned {loss.dtype} of shape {tuple(loss.shape)}; a loss is one number")
-        self.losses[micro_batch] = loss.detach() * weight
-        if not self.grad:
-            return []
-        wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-        found: tuple[Tensor | None, ...] = (None,) * (len(wanted) + len(self.grads))
-        if loss.requires_grad:
-            params = [*(self._leaves[p] for p in self.params), *self.plain]
+            self.losses[micro_batch] = loss.detach() * weight
+            if not loss.requires_grad:
+                return [torch.zeros_like(x) for x in wanted]
+            params = [self._leaves[param] for param in self.grads]
+            plain = self._plain_leaves(loss, [*wanted, *params])
             seed = (self.scale * weight).to(loss.dtype)
-            found = torch.autograd.grad(loss, [*wanted, *params], seed, allow_unused=True)
-        for n, grad in enumerate(found[len(wanted) :]):
+            found = torch.autograd.grad(loss, [*wanted, *params, *plain], seed, allow_unused=True)
+        for param, grad in zip((*self.grads, *plain), found[len(wanted) :], strict=True):
             if grad is not None:
-                before = self.grads[n]
-                self.grads[n] = grad if before is None else before.add_(grad)
+                grads: dict[Any, Any] = self.grads if param in self.grads else self.plain
+                before = grads.get(param)
+                grads[param] = grad if before is None else before.add_(grad)
         return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]
 
+    def _plain_leaves(self, loss: Tensor, known: list[Tensor]) -> list[Tensor]:
+        """The leaves of the tail's computation that are neither its inputs nor sharded parameters."""
+        nodes: list[Any] = list(graph_of([get_gradient_edge(loss).node]))
+        leaves = [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
+        plain = [leaf for leaf in leaves if all(leaf is not other for other in known)]
+        if plain and self.context.world_size > 1:
+            raise ValueError(
+                f"the tail uses a plain parameter of shape {tuple(plain[0].shape)}, whose gradient nobody reduces; "
+                f"make it a DistributedParameter, or pass the model through BMTrainModelWrapper"
+            )
+        return plain
+
     @contextlib.contextmanager
-    def _stand_ins(self) -> Iterator[None]:
-        """Within, modules read what :meth:`prepare` has gathered, and gather nothing."""
+    def _gathered_only(self) -> Iterator[None]:
+        """Within, modules compute with what :meth:`prepare` has gathered, and gather nothing."""
         step = step_context(self.context)
         step.forbidden = (
             "in the tail of a pipeline, which only the last stage runs: pass the module that owns it as the tail, or a "
@@ -137,53 +141,55 @@ class Tail:
     def agree_on_use(self, stage: int) -> None:
         """Let all stages have gradients of what ``stage`` has used: zeros. A collective of the pipeline."""
         comm = self.context.pipe_host
-        used = torch.tensor([grad is not None for grad in self.grads[: len(self.params)]], dtype=torch.uint8)
+        used = torch.tensor([grad is not None for grad in self.grads.values()], dtype=torch.uint8)
         if comm.size == 1 or len(used) == 0:
             return
         with connected():
             comm.broadcast(used, stage)
-        for n, (param, flag) in enumerate(zip(self.params, used.tolist(), strict=True)):
-            if flag and self.grads[n] is None:
+        for param, flag in zip(list(self.grads), used.tolist(), strict=True):
+            if flag and self.grads[param] is None:
                 dtype = param.handle.flat.unsharded.dtype
-                self.grads[n] = torch.zeros(param.bmt_slice.tp_shard_shape, dtype=dtype, device=self.context.device)
+                self.grads[param] = torch.zeros(param.bmt_slice.tp_shard_shape, dtype=dtype, device=self.context.device)
+
+    def note(self, grad: Tensor) -> None:
+        """The gradient that the loss got: relative to the loss scale, the next one is likely to get the same.
+
+        Not 0, inf or NaN, from which there would be no way back.
+        """
+        found = grad / self._loss_scale
+        self._last_factor.copy_(torch.where(found.isfinite() & (found != 0), found, self._factor))
+
+    def reduce(self, factor: Tensor) -> None:
+        """Reduce the gradients of sharded parameters, times ``factor``, in the backward pass that is running."""
+        for param, grad in self.grads.items():
+            if grad is not None:
+                param.handle.reduce(grad.mul_(factor))
+        self.grads = {}
 
 
-def _parameters_of(
-    function: Callable[..., Any], context: ParallelContext
-) -> tuple[list[ShardedParameter], list[nn.Parameter]]:
-    """The parameters outside of Blocks that a function can reach through modules it refers to."""
-    found: dict[nn.Parameter, None] = {}
-    for module in _modules_of(function):
-        inside = {id(p) for m in module.modules() if isinstance(m, Block) for p in group_of(m).params}
-        params = parameters_in_forward(module, step_context(context))
-        found.update((p, None) for p in params if id(p) not in inside)
-    for value in _references(function):
-        if isinstance(value, nn.Parameter):
-            found[value] = None
-    sharded = [p for p in found if isinstance(p, ShardedParameter)]
-    return sharded, [p for p in found if not isinstance(p, ShardedParameter)]
+def _sharded_parameters(function: Callable[..., Any], context: ParallelContext) -> list[ShardedParameter]:
+    """The sharded parameters outside of Blocks, of what a function refers to."""
+    found: dict[ShardedParameter, None] = {}
+    for owner in _references(function):
+        params = [owner] if isinstance(owner, nn.Parameter) else parameters_in_forward(owner, step_context(context))
+        blocks = [m for m in ([] if isinstance(owner, nn.Parameter) else owner.modules()) if isinstance(m, Block)]
+        inside = {id(param) for block in blocks for param in group_of(block).params}
+        found.update((p, None) for p in params if isinstance(p, ShardedParameter) and id(p) not in inside)
+    return list(found)
 
 
-def _modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    return [value for value in _references(function) if isinstance(value, nn.Module)]
-
-
-def _references(function: Any, depth: int = 3) -> list[Any]:
-    """A function (or module), and what it refers to."""
-    found = [function]
-    if depth == 0 or isinstance(function, nn.Module):
-        return found
-    values: list[Any] = []
-    if isinstance(function, functools.partial):
-        values = [function.func, *function.args, *function.keywords.values()]
-    elif inspect.ismethod(function):
-        values = [function.__self__, function.__func__]
-    elif inspect.isfunction(function):
-        variables = inspect.getclosurevars(function)
-        values = [*variables.nonlocals.values(), *variables.globals.values(), *(function.__defaults__ or ())]
-    for value in values:
-        if isinstance(value, (nn.Module, nn.Parameter)):
-            found.append(value)
-        elif callable(value) and not inspect.isclass(value):
-            found += _references(value, depth - 1)
-    return found
+def _references(value: Any, depth: int = 3) -> Iterator[nn.Module | nn.Parameter]:
+    """The modules and parameters that a function is, is a method of, or has in its closure, globals and arguments."""
+    if isinstance(value, (nn.Module, nn.Parameter)):
+        yield value
+        return
+    values: tuple[Any, ...] = ()
+    if isinstance(value, functools.partial):
+        values = (value.func, *value.args, *value.keywords.values())
+    elif inspect.ismethod(value):
+        values = (value.__self__, value.__func__)
+    elif inspect.isfunction(value):
+        variables = inspect.getclosurevars(value)
+        values = (*variables.nonlocals.values(), *variables.globals.values(), *(value.__defaults__ or ()))
+    for each in values if depth else ():
+        yield from _references(each, depth - 1)
