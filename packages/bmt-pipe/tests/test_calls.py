@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bmt_comm import ParallelContext
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_pipe.messages import StageFailedError
+from bmt_zero import BMTrainModelWrapper
 
 
 class Anything(nn.Module):
@@ -475,7 +476,7 @@ def test_gradients_with_the_loss_inside(ctx: ParallelContext, schedule: str) -> 
 class Holder:
     """An object that a stage receives a copy of."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
 
 
@@ -490,3 +491,17 @@ def test_a_gradient_that_would_be_lost_is_refused(ctx: ParallelContext) -> None:
     twins.check("without", [hidden(ctx, 2)], lambda f, x: f(x, Holder(random(ctx.rank, WIDTH))))
     with pytest.raises(ValueError, match="requires a gradient") if ctx.rank == 0 else pytest.raises(StageFailedError):
         twins.piped(hidden(ctx, 2), Holder(random(0, WIDTH, grad=ctx.rank == 0)))
+    # The tail's: of parameters that nobody reduces, of tensors of others, of what is hidden in an object.
+    layers = Twins(ctx, Layer, 4).piped
+    plain, sharded = nn.Linear(WIDTH, WIDTH).to(DTYPE), BMTrainModelWrapper(nn.Linear(WIDTH, WIDTH).to(DTYPE))
+    outside, holder = random(1, WIDTH, grad=True) * 2, Holder(sharded)
+    cases = [
+        (lambda x: plain(x).sum(), ValueError, "plain parameter"),
+        (lambda x: (x * outside).sum(), ValueError, "computed outside of it"),
+        (lambda x: holder.tensor(x).sum(), RuntimeError, "in the tail of a pipeline, .*: pass the module that owns it"),
+    ]
+    for tail, error, match in cases:
+        with pytest.raises(error if ctx.rank == 1 else StageFailedError, match=match):
+            layers(hidden(ctx, 2), tail=tail)
+    layers(hidden(ctx, 2), tail=lambda x: sharded(x).sum()).backward()
+    assert all(param.grad is not None for param in sharded.parameters())

@@ -124,6 +124,34 @@ def test_a_loss_may_use_what_was_recorded(ctx: Any, checkpoint: bool, count: int
             assert item["grad_std"] == pytest.approx(value.grad.double().std().item(), rel=1e-3), item["name"]
 
 
+@pytest.mark.ranks(2, 4, pipe_size=2, num_micro_batches=4)
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_graph_that_is_retained_gives_recorded_tensors_the_sum_of_gradients(ctx: Any, count: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList(Layer() for _ in range(count))
+    layers = PipelineTransformerBlockList([Block(Layer()) for _ in range(count)])
+    load_state_dict(layers, plain.state_dict())
+    whole = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    x, middles = whole.flatten(0, 1), []
+    for layer in plain:
+        middles.append(torch.tanh(layer.first(x)))
+        middles[-1].retain_grad()
+        x = x + middles[-1]
+    y, sums = x, sum(middle.pow(3).sum() for middle in middles)
+    for loss in (y.pow(3).sum(), 2 * sums, (y.square().sum() + sums) / 2):
+        loss.backward(retain_graph=True)
+    with inspect_tensor() as inspector:
+        found = layers(whole[ctx.rank].to(ctx.device))
+    own = sum(item["tensor"].pow(3).sum() for item in inspector.summary if item["name"] == "middle")
+    for loss in (found.pow(3).sum(), 2 * own, (found.square().sum() + own) / 2):
+        loss.backward(retain_graph=True)
+    for item, param in zip(inspect_model(layers, "*"), plain.parameters(), strict=True):
+        assert item["grad_std"] == pytest.approx(param.grad.double().std().item(), rel=1e-3), item["name"]
+    recorded = [item for item in inspector.get_summary() if item["name"].startswith("layer")]
+    for item, value in zip(recorded, middles, strict=True):
+        assert item["grad_std"] == pytest.approx(value.grad.double().std().item(), rel=1e-3), item["name"]
+
+
 @pytest.mark.ranks(2, pipe_size=2)
 def test_a_loss_cannot_use_what_was_recorded_with_a_tail(ctx: Any) -> None:
     layers = PipelineTransformerBlockList([Block(Layer()) for _ in range(2)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bmt_comm import ParallelContext
 from bmt_pipe.split_backward import SplitBackward
 from bmt_zero import Block, DistributedModule, DistributedParameter, MixedPrecision, TransformerBlockList, no_sync
 from bmt_zero.backward_context import step_context
+from bmt_zero.flat_parameter import State
 from bmt_zero.shard import group_of
 
 every_level = pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -120,7 +122,7 @@ def test_training_in_two_parts_is_training_in_one(ctx: ParallelContext, level: i
             flats = [flat for block in blocks for flat in group_of(block).flats]
             assert not any(flat.unsharded.untyped_storage().size() for flat in flats)
         for split in waiting:
-            assert not split.reads_parameters
+            assert not any(group.reads_parameters for group in split._groups)
             split.weights()
             check_idle(blocks)
         check_gradients(blocks, plain)
@@ -205,11 +207,17 @@ def test_weights_that_are_computed(ctx: ParallelContext, level: int) -> None:
     plain, blocks = three(level, Computed)
     in_one(plain, ctx, 0)
     split = first_part(blocks, ctx, 0)
-    assert split.reads_parameters
-    for block in blocks:
-        group_of(block).unshard()
-        group_of(block).wait()
-    split.weights()
+    assert all(group.reads_parameters for group in split._groups)
+    unsharded: list[int] = []
+    weights_of = SplitBackward._weights_of
+
+    def noting(self: SplitBackward, group: Any) -> None:
+        unsharded.append(sum(flat.state is State.UNSHARDED for block in blocks for flat in group_of(block).flats))
+        weights_of(self, group)
+
+    with mock.patch.object(SplitBackward, "_weights_of", noting):
+        split.weights()
+    assert unsharded == [1, 1, 1]
     check_gradients(blocks, plain)
 
 

@@ -12,7 +12,7 @@ import io
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from bmt_comm import ParallelContext, agreement_time
 
 from .messages import Forms, Message, StageFailedError, TensorForm, connected
 from .schedule import Schedule
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 class _OwnValue:
@@ -196,54 +199,61 @@ class _NoticingPickler(pickle.Pickler):
 # --- agreeing on them -----------------------------------------------------------------------------
 
 
-class SignatureCache:
-    """The signatures that stages have told each other, by digest; the same ones on every rank of a pipeline."""
+def exchange_signatures(
+    context: ParallelContext,
+    known: dict[bytes, list[Signature]],
+    mine: Signature | None,
+    problem: Exception | None,
+) -> tuple[bytes, list[Signature]]:
+    """Every stage's signature, and a key for calls like this one. A collective of the pipeline.
 
-    def __init__(self, limit: int = 512) -> None:
-        self._limit = limit
-        self._known: dict[bytes, Signature] = {}
+    Args:
+        known: those of earlier calls by their keys, the same on every rank of a pipeline; gets this call's.
+        mine: this stage's.
+        problem: why it has none.
 
-    def exchange(
-        self, context: ParallelContext, mine: Signature | None, problem: Exception | None
-    ) -> tuple[bytes, list[Signature]]:
-        """Every stage's signature, and a key for calls like this one. A collective of the pipeline.
-
-        Raises:
-            Exception: this rank's ``problem``, if it has one.
-            TypeError: arguments are in containers that cannot be sent.
-            StageFailedError: another rank has a problem.
-            StageLostError: another rank cannot be reached.
-            RuntimeError: stages disagree on what they call.
-        """
-        comm = context.pipe_host
-        packed, digest = b"", bytes(32)
-        if problem is None:
-            try:
-                packed = pickle.dumps(mine)
-                digest = hashlib.sha256(packed).digest()
-            except Exception as error:  # whatever an object's own code may raise
-                problem = TypeError(f"arguments are in containers that cannot be sent to other stages: {error}")
-        everyone = torch.empty(comm.size, 32, dtype=torch.uint8)
+    Raises:
+        Exception: this rank's ``problem``.
+        TypeError: arguments are in containers that cannot be sent.
+        StageFailedError: another rank has a problem.
+        StageLostError: another rank cannot be reached.
+        RuntimeError: stages disagree on what they call.
+    """
+    comm = context.pipe_host
+    packed, digest = b"", bytes(32)
+    if problem is None:
+        try:
+            packed = pickle.dumps(mine)
+            digest = hashlib.sha256(packed).digest()
+        except Exception as error:  # whatever an object's own code may raise
+            problem = TypeError(f"arguments are in containers that cannot be sent to other stages: {error}")
+    everyone = torch.empty(comm.size, 32, dtype=torch.uint8)
+    with agreement_time(), connected():
+        comm.all_gather(everyone, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+    if not everyone.any(1).all():
+        raise_first(context, problem)
+    key = everyone.numpy().tobytes()
+    if key not in known:
         with agreement_time(), connected():
-            comm.all_gather(everyone, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-        digests = [row.numpy().tobytes() for row in everyone]
-        if bytes(32) in digests:
-            raise_first(context, problem)
-        if any(each not in self._known for each in digests):
-            with agreement_time(), connected():
-                found = comm.all_gather_object(packed)
-            for each, data in zip(digests, found, strict=True):
-                self._known[each] = pickle.loads(data)  # from a rank of this job
-        signatures = [self._known[each] for each in digests]
-        while len(self._known) > self._limit:
-            del self._known[next(iter(self._known))]
+            signatures = [pickle.loads(data) for data in comm.all_gather_object(packed)]  # from ranks of this job
         for stage, other in enumerate(signatures):
             if not other.agrees(signatures[0]):
                 raise RuntimeError(
                     f"stages call the pipeline in different ways: stage 0 with {signatures[0]}, stage {stage} with "
                     f"{other}"
                 )
-        return b"".join(digests), signatures
+        remember(known, key, signatures)
+    return key, known[key]
+
+
+def remember(known: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Add to a dictionary of what was found out in earlier calls, and forget the oldest."""
+    known[key] = value
+    while len(known) > _MOST_KNOWN:
+        del known[next(iter(known))]
+
+
+_MOST_KNOWN = 128
 
 
 def raise_first(context: ParallelContext, problem: BaseException | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import weakref
@@ -180,8 +179,7 @@ class PipelineTransformerBlockList(StagedState):
 
     def _take(self, layers: Iterator[nn.Module], context: ParallelContext) -> None:
         """Make Blocks of this stage's layers, and drop the others."""
-        owner_of = self._stages
-        seen = _Seen(owner_of)
+        seen = _Seen()
         pipeline = next(_numbers.setdefault(context, itertools.count()))
         for index in range(self.num_layers):
             try:
@@ -190,14 +188,10 @@ class PipelineTransformerBlockList(StagedState):
                 raise ValueError(
                     f"modules has {index} layers and weights {self.num_layers} elements; there must be one for each"
                 ) from None
-            keep = owner_of[index] == context.pipe.rank
-            first = seen.note(layer, index, keep)
+            keep = self._stages[index] == context.pipe.rank
+            first = self._check(layer, index, seen, keep)
             self._attributes.append(simple_attributes(layer))
-            block: nn.Module | None
-            if first == index:
-                block = stage_block(layer, keep)
-            else:
-                block = self._modules[str(first)] if keep else None
+            block = stage_block(layer, keep) if first == index else self._modules.get(str(first))
             if block is not None:
                 self.add_module(str(index), block)
                 for param in block.parameters() if first == index else ():
@@ -208,6 +202,30 @@ class PipelineTransformerBlockList(StagedState):
                 f"modules has more than {self.num_layers} layers, which is how many elements weights has; there must "
                 f"be one for each"
             )
+
+    def _check(self, layer: Any, index: int, seen: _Seen, keep: bool) -> int:
+        """The index with which ``layer`` came first.
+
+        Raises:
+            TypeError: it is no module.
+            ValueError: it belongs to another stage, or shares a parameter with another layer.
+        """
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"modules[{index}] is a {type(layer).__name__}; layers must be torch.nn.Modules")
+        first = seen.first(layer, index, keep=False)
+        if self._stages[first] != self._stages[index]:
+            raise ValueError(
+                f"modules[{first}] and modules[{index}] are the same module, and belong to stages "
+                f"{self._stages[first]} and {self._stages[index]}; a layer belongs to one stage"
+            )
+        for name, param in layer.named_parameters() if first == index else ():
+            other = seen.first(param, index, keep)
+            if other != index:
+                raise ValueError(
+                    f"parameter {name!r} of modules[{index}] is also one of modules[{other}]; a layer must own its "
+                    f"parameters"
+                )
+        return first
 
     def blocks_of(self, chunk: int) -> list[nn.Module]:
         """The Blocks of one of this stage's chunks, in order."""
@@ -279,46 +297,18 @@ class AbsentLayer(nn.Module):
 
 
 class _Seen:
-    """The layers that have come before, and their parameters. Those of other stages are not kept alive."""
+    """The modules and parameters that have come before, and where. Those of other stages are not kept alive."""
 
-    def __init__(self, owner_of: Sequence[int]) -> None:
-        self._owner_of = owner_of
-        self._found: dict[int, tuple[Callable[[], Any], int]] = {}  # identity: the object, if it lives; its layer
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Any, int]] = {}  # by identity
 
-    def note(self, layer: nn.Module, index: int, keep: bool) -> int:
-        """The first index of ``layer``, which comes as layer ``index``.
+    def first(self, thing: Any, index: int, keep: bool) -> int:
+        """The index with which ``thing``, which comes with ``index``, came first. ``keep``: keep it alive.
 
-        Raises:
-            TypeError: it is no module.
-            ValueError: it belongs to another stage, or shares a parameter with another layer.
+        There is no weak reference to what becomes a part of a Block: torch cannot swap a tensor that has some.
         """
-        if not isinstance(layer, nn.Module):
-            raise TypeError(f"modules[{index}] is a {type(layer).__name__}; layers must be torch.nn.Modules")
-        first = self._first(layer, index, weakref.ref(layer))
-        if first != index:
-            if self._owner_of[first] != self._owner_of[index]:
-                raise ValueError(
-                    f"modules[{first}] and modules[{index}] are the same module, and belong to stages "
-                    f"{self._owner_of[first]} and {self._owner_of[index]}; a layer belongs to one stage"
-                )
+        before, first = self._seen.get(id(thing), (None, index))
+        if (before() if isinstance(before, weakref.ref) else before) is thing:
             return first
-        for name, param in layer.named_parameters():
-            # No weak references to what becomes a part of a Block: torch cannot swap a tensor that has some.
-            other = self._first(param, index, functools.partial(_same, param) if keep else weakref.ref(param))
-            if other != index:
-                raise ValueError(
-                    f"parameter {name!r} of modules[{index}] is also one of modules[{other}]; a layer must own its "
-                    f"parameters"
-                )
+        self._seen[id(thing)] = thing if keep else weakref.ref(thing), index
         return index
-
-    def _first(self, thing: Any, index: int, reference: Callable[[], Any]) -> int:
-        found = self._found.get(id(thing))
-        if found is not None and found[0]() is thing:
-            return found[1]
-        self._found[id(thing)] = (reference, index)
-        return index
-
-
-def _same(thing: Any) -> Any:
-    return thing

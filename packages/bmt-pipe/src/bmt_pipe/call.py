@@ -14,14 +14,12 @@ from bmt_comm import ParallelContext
 from bmt_zero.recording import link_pipeline_call
 from bmt_zero.shard import group_of
 
-from .arguments import Plan, Signature, SignatureCache, sign
+from .arguments import Plan, Signature, exchange_signatures, remember, sign
 from .messages import StageFailedError, connected
 from .recording import Recorder
 from .run import Run
 from .schedule import Schedule, make_schedule, recompute
 from .tail import Tail
-
-_MOST_PLANS = 128
 
 
 class Pipeline:
@@ -50,7 +48,7 @@ class Pipeline:
         self.tail_schedule = tail_schedule
         self.recorder: Recorder | None = None
         self.last_schedule: Schedule | None = None
-        self._signatures = SignatureCache()
+        self._signatures: dict[bytes, list[Signature]] = {}
         self._plans: dict[tuple[bytes, int], Plan] = {}
         self._factor = torch.ones((), dtype=torch.float64, device=context.device)  # see Tail
         self._anchor = torch.zeros((), requires_grad=True)
@@ -96,7 +94,7 @@ class Pipeline:
         except Exception as error:  # whatever it is, the other ranks are to know
             problem = error
         try:
-            key, signatures = self._signatures.exchange(context, signature, problem)
+            key, signatures = exchange_signatures(context, self._signatures, signature, problem)
         except Exception:
             self._agree_on_pieces(0)
             raise
@@ -115,11 +113,8 @@ class Pipeline:
             schedule = make_schedule(self.tail_schedule, *sizes)
             if tail is None:
                 schedule = recompute(*sizes, schedule.v_shaped)
-            plan = self._plans[key, pieces] = Plan(
-                signatures, schedule, differentiable, return_hidden_states, self.layers
-            )
-            while len(self._plans) > _MOST_PLANS:
-                del self._plans[next(iter(self._plans))]
+            plan = Plan(signatures, schedule, differentiable, return_hidden_states, self.layers)
+            remember(self._plans, (key, pieces), plan)
         if self.recorder is not None:
             self.last_schedule = plan.schedule
         run = Run(self.chunks, context, plan, values, prepared, self.recorder)

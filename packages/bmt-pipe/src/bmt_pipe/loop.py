@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 _SIMPLE = (str, int, float, bool, type(None))
 
@@ -61,8 +61,8 @@ class LayerLoop:
         return len(self._attributes)
 
     def __iter__(self) -> Iterator[LoopLayer]:
-        for index in range(len(self)):
-            yield LoopLayer(self, index, self._attributes[index])
+        for index, attributes in enumerate(self._attributes):
+            yield LoopLayer(self, index, attributes)
         if 0 < self._called < len(self):
             raise RuntimeError(
                 f"the model's forward has called {self._called} of {len(self)} layers, and the pipeline has run all; "
@@ -71,7 +71,11 @@ class LayerLoop:
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What layer ``index`` returns: what all layers of all stages have returned."""
-        hidden, args, kwargs = self._split(args, kwargs)
+        # Hidden states may be passed by keyword.
+        names = list(inspect.signature(type(self._own).forward).parameters)[1 : 1 + self._num_hidden]
+        missing = names[len(args) :]
+        hidden = (*args[: self._num_hidden], *(kwargs[name] for name in missing if name in kwargs))
+        args, kwargs = args[self._num_hidden :], {k: v for k, v in kwargs.items() if k not in missing}
         leaves, spec = tree_flatten((args, kwargs))
         if index != self._called:
             raise RuntimeError(
@@ -82,11 +86,11 @@ class LayerLoop:
         if self._given is None:
             if any(hasattr(leaf, "get_seq_length") for leaf in leaves):
                 raise ValueError("a pipeline keeps no cache of keys and values; call the model with use_cache=False")
-            self._given = (spec, leaves)
+            self._given = spec, leaves
             self._output = self._first_call(hidden, args, kwargs)
             return self._output
         before = self._output if isinstance(self._output, tuple) else (self._output,)
-        if any(a is not b for a, b in zip(hidden, before, strict=False)):
+        if any(a is not b for a, b in zip(hidden, before)):
             raise RuntimeError(
                 f"the model's forward changes the hidden state between layers {index - 1} and {index}, which may be "
                 f"on different stages; write a forward that calls the list of layers itself"
@@ -98,39 +102,27 @@ class LayerLoop:
             )
         return self._output
 
-    def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-        """The hidden states, which may be passed by keyword, and all other arguments."""
-        names = list(inspect.signature(type(self._own).forward).parameters)[1 : 1 + self._num_hidden]
-        missing = names[len(args) :]
-        hidden = (*args[: self._num_hidden], *(kwargs[name] for name in missing if name in kwargs))
-        return hidden, args[self._num_hidden :], {k: v for k, v in kwargs.items() if k not in missing}
-
     def _first_call(self, hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run all layers; the result has the form that a layer's has."""
-        lengths: set[int | None] = set()
+        length = 0  # of the tuple that a layer returns
 
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            extra = output[self._num_hidden :] if isinstance(output, tuple) else ()
-            if any(isinstance(leaf, Tensor) for leaf in tree_flatten(extra)[0]):
+            nonlocal length
+            length = len(output) if isinstance(output, tuple) else 0
+            if length and any(isinstance(leaf, Tensor) for leaf in tree_leaves(output[self._num_hidden :])):
                 raise RuntimeError(
                     f"a {type(self._own).__name__} returns tensors beside its {self._num_hidden} hidden states, which "
-                    f"would not reach other stages; give the list num_hidden={len(output)}, or write a forward that "
+                    f"would not reach other stages; give the list num_hidden={length}, or write a forward that "
                     f"calls the list of layers itself"
                 )
-            lengths.add(len(output) if isinstance(output, tuple) else None)
 
         handle = self._own.register_forward_hook(note)
         try:
             output = self._run(*hidden, *args, **kwargs)
         finally:
             handle.remove()
-        length = lengths.pop()
-        if length is None:
-            return output
         states = output if isinstance(output, tuple) else (output,)
-        return (*states, *[None] * (length - len(states)))
+        return (*states, *[None] * (length - len(states))) if length else output
 
 
 class LoopLayer:

@@ -384,10 +384,6 @@ class Run:
     def _weight(self, action: Action, place: int, _: list[Tensor]) -> Mapping[str, Any]:
         split = self._split.pop((action.micro_batch, place))
         self._complete(action.chunk)
-        if split.reads_parameters:
-            for group in dict.fromkeys(map(group_of, self.chunks[action.chunk])):
-                group.unshard()
-                group.wait()
         split.weights()
         return {}
 

@@ -112,10 +112,9 @@ def recompute(stages: int, micro_batches: int, chunks: int = 1, v_shaped: bool =
         if v_shaped:
             first, second = ([(c, i) for i in range(micro_batches)] for c in range(2))
             order = _by_turns(first, second, min(2 * (stages - 1 - rank), micro_batches))
-        again = [
-            (Action(Kind.RECOMPUTE, i, chunks - 1 - c), Action(Kind.BACKWARD, i, chunks - 1 - c)) for c, i in order
-        ]
-        actions.append((*(Action(Kind.FORWARD, i, c) for c, i in order), *itertools.chain.from_iterable(again)))
+        forward = [Action(Kind.FORWARD, i, c) for c, i in order]
+        again = (Action(kind, i, chunks - 1 - c) for c, i in order for kind in (Kind.RECOMPUTE, Kind.BACKWARD))
+        actions.append((*forward, *again))
     return Schedule(stages, micro_batches, chunks, True, tuple(actions), v_shaped)
 
 
@@ -128,13 +127,7 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
         ValueError: a number is not positive.
     """
     _check(stages, micro_batches, 1)
-    actions = []
-    for rank in range(stages):
-        ahead = min(stages - 1 - rank, micro_batches)
-        forward = [Action(Kind.FORWARD, i) for i in range(micro_batches)]
-        backward = [Action(Kind.BACKWARD, i) for i in range(micro_batches)]
-        actions.append(tuple(_by_turns(forward, backward, ahead)))
-    return Schedule(stages, micro_batches, 1, False, tuple(actions))
+    return _alternating(stages, micro_batches, 1, [stages - 1 - rank for rank in range(stages)])
 
 
 def interleaved_one_forward_one_backward(stages: int, micro_batches: int, chunks: int) -> Schedule:
@@ -148,14 +141,8 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, chunks
         return one_forward_one_backward(stages, micro_batches)
     if micro_batches % stages:
         raise ValueError(f"micro_batches={micro_batches} must be a multiple of the {stages} stages to be interleaved")
-    order = _in_turns(stages, micro_batches, chunks)
-    forward = [Action(Kind.FORWARD, i, c) for c, i in order]
-    backward = [Action(Kind.BACKWARD, i, chunks - 1 - c) for c, i in order]
-    actions = []
-    for rank in range(stages):
-        ahead = min(2 * (stages - 1 - rank) + (chunks - 1) * stages, len(forward))
-        actions.append(tuple(_by_turns(forward, backward, ahead)))
-    return Schedule(stages, micro_batches, chunks, False, tuple(actions))
+    ahead = [2 * (stages - 1 - rank) + (chunks - 1) * stages for rank in range(stages)]
+    return _alternating(stages, micro_batches, chunks, ahead)
 
 
 def zero_bubble_h1(stages: int, micro_batches: int) -> Schedule:
@@ -172,7 +159,7 @@ def zero_bubble_h1(stages: int, micro_batches: int) -> Schedule:
     for rank, order in enumerate(one_forward_one_backward(stages, micro_batches).actions):
         mine: list[Action] = []
         for action in order:
-            if action.kind is not Kind.BACKWARD:
+            if action.kind is Kind.FORWARD:
                 mine.append(action)
                 continue
             mine.append(Action(Kind.INPUT, action.micro_batch))
@@ -247,6 +234,15 @@ def _check(stages: int, micro_batches: int, chunks: int) -> None:
     for name, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
+def _alternating(stages: int, micro_batches: int, chunks: int, ahead: list[int]) -> Schedule:
+    """So many forwards ``ahead`` on each rank, then a forward and a backward by turns."""
+    order = _in_turns(stages, micro_batches, chunks)
+    forward = [Action(Kind.FORWARD, i, c) for c, i in order]
+    backward = [Action(Kind.BACKWARD, i, chunks - 1 - c) for c, i in order]
+    actions = tuple(tuple(_by_turns(forward, backward, min(count, len(order)))) for count in ahead)
+    return Schedule(stages, micro_batches, chunks, False, actions)
 
 
 def _in_turns(stages: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:

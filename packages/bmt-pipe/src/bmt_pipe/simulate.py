@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
@@ -18,7 +18,6 @@ UNIT_COSTS: Mapping[Kind, int] = {
     Kind.WEIGHT: 1,
 }
 """What a micro-batch takes in all chunks of a rank together, where backward takes twice as long as forward."""
-
 
 Time: TypeAlias = Fraction | float
 """Planned times are fractions, in the unit of the costs; measured ones are floats, in seconds."""
@@ -59,15 +58,9 @@ def timeline_of(schedule: Schedule, starts: Sequence[Sequence[Time]], ends: Sequ
     """
     check_times(schedule, starts, ends)
     length: Time = max((rank_ends[-1] for rank_ends in ends if rank_ends), default=Fraction(0))
-    held = [_held(actions) for actions in schedule.actions]
-    return Timeline(
-        tuple(map(tuple, starts)),
-        tuple(map(tuple, ends)),
-        length,
-        tuple(length - sum(end - start for start, end in zip(*times)) for times in zip(starts, ends)),
-        tuple(activations for activations, _ in held),
-        tuple(inputs for _, inputs in held),
-    )
+    waiting = [length - sum(end - start for start, end in zip(*times)) for times in zip(starts, ends)]
+    activations, inputs = zip(*map(_held, schedule.actions))
+    return Timeline(tuple(map(tuple, starts)), tuple(map(tuple, ends)), length, tuple(waiting), activations, inputs)
 
 
 def check_times(schedule: Schedule, starts: Sequence[Sequence[Time]], ends: Sequence[Sequence[Time]]) -> None:
@@ -92,10 +85,7 @@ def idle_share(timeline: Timeline) -> tuple[float, ...]:
 
 
 def mean_costs(schedule: Schedule, timeline: Timeline) -> dict[Kind, Time]:
-    """What ``simulate`` needs to plan with what was measured: what an action of each kind takes, as its ``costs``.
-
-    Only kinds that the schedule has are in it.
-    """
+    """What an action of each kind of the schedule took, as the ``costs`` that ``simulate`` plans with."""
     times: dict[Kind, list[Time]] = {}
     for actions, starts, ends in zip(schedule.actions, timeline.starts, timeline.ends):
         for action, start, end in zip(actions, starts, ends):
@@ -121,32 +111,19 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, Time] = UNIT_COSTS) -> Tim
     done: dict[tuple[Kind, int, int], Fraction] = {}  # kind, place in the chain, micro-batch: when it ended
     starts: list[list[Fraction]] = [[] for _ in schedule.actions]
     ends: list[list[Fraction]] = [[] for _ in schedule.actions]
-    left = sum(map(len, schedule.actions))
-    forwards_left = schedule.stages * schedule.chunks * schedule.micro_batches
-    forwards_end = Fraction(0)
-    again = [_recomputed(actions) for actions in schedule.actions]
-    while left:
-        before = left
-        for rank, actions in enumerate(schedule.actions):
-            while len(ends[rank]) < len(actions):
-                action = actions[len(ends[rank])]
-                ready = _ready(schedule, rank, action, again[rank], done, None if forwards_left else forwards_end)
-                if ready is None:
-                    break
-                start = max(ready, ends[rank][-1] if ends[rank] else Fraction(0))
-                starts[rank].append(start)
-                ends[rank].append(start + exact[action.kind])
+    recomputed = [_recomputed(actions) for actions in schedule.actions]
+    left = [list(reversed(actions)) for actions in schedule.actions]
+    while any(left):
+        moved = False
+        for rank, actions in enumerate(left):
+            while actions and (ready := _ready(schedule, rank, actions[-1], recomputed[rank], done)) is not None:
+                action = actions.pop()
+                starts[rank].append(max(ready, ends[rank][-1] if ends[rank] else Fraction(0)))
+                ends[rank].append(starts[rank][-1] + exact[action.kind])
                 done[action.kind, schedule.place(rank, action.chunk), action.micro_batch] = ends[rank][-1]
-                left -= 1
-                if action.kind is Kind.FORWARD:
-                    forwards_left -= 1
-                    forwards_end = max(forwards_end, ends[rank][-1])
-        if left == before:
-            waiting = [
-                f"rank {rank} waits to do {actions[len(ends[rank])]}"
-                for rank, actions in enumerate(schedule.actions)
-                if len(ends[rank]) < len(actions)
-            ]
+                moved = True
+        if not moved:
+            waiting = [f"rank {rank} waits to do {actions[-1]}" for rank, actions in enumerate(left) if actions]
             raise ValueError(f"the schedule never ends: {', '.join(waiting)}")
     return timeline_of(schedule, starts, ends)
 
@@ -155,9 +132,8 @@ def _ready(
     schedule: Schedule,
     rank: int,
     action: Action,
-    again: Collection[tuple[int, int]],
+    recomputed: set[tuple[int, int]],
     done: Mapping[tuple[Kind, int, int], Fraction],
-    forwards_end: Fraction | None,
 ) -> Fraction | None:
     """From when on an action can run; None: what it waits for has not been done yet."""
     place, i = schedule.place(rank, action.chunk), action.micro_batch
@@ -165,13 +141,16 @@ def _ready(
         return Fraction(0) if place == 0 else done.get((Kind.FORWARD, place - 1, i))
     if action.kind is Kind.WEIGHT:
         return done.get((Kind.INPUT, place, i))
-    computed_again = action.kind is not Kind.RECOMPUTE and (i, action.chunk) in again
-    own = done.get((Kind.RECOMPUTE if computed_again else Kind.FORWARD, place, i))
+    again = action.kind is not Kind.RECOMPUTE and (i, action.chunk) in recomputed
+    own = done.get((Kind.RECOMPUTE if again else Kind.FORWARD, place, i))
     if action.kind is Kind.RECOMPUTE or own is None:
         return own
     if place < schedule.last:
         return done.get((Kind.BACKWARD, place + 1, i), done.get((Kind.INPUT, place + 1, i)))
-    return forwards_end if schedule.loss_outside else own
+    if not schedule.loss_outside:
+        return own
+    forwards = [done.get((Kind.FORWARD, place, other)) for other in range(schedule.micro_batches)]
+    return None if None in forwards else max(end for end in forwards if end is not None)
 
 
 def _recomputed(actions: tuple[Action, ...]) -> set[tuple[int, int]]:
@@ -184,12 +163,13 @@ def _held(actions: tuple[Action, ...]) -> tuple[int, int]:
     again = _recomputed(actions)
     activations = inputs = most_activations = most_inputs = 0
     for action in actions:
-        if action.kind is Kind.FORWARD and (action.micro_batch, action.chunk) in again:
+        recomputed = (action.micro_batch, action.chunk) in again
+        if action.kind is Kind.FORWARD and recomputed:
             inputs += 1
         elif action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
             activations += 1
         most_activations, most_inputs = max(most_activations, activations), max(most_inputs, inputs)
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             activations -= 1
-            inputs -= (action.micro_batch, action.chunk) in again
+            inputs -= recomputed
     return most_activations, most_inputs

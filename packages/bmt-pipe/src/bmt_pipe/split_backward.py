@@ -36,12 +36,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
@@ -95,6 +97,25 @@ class _Group:
         """Larger for groups that have entered later."""
         return min(node._sequence_nr() for node in self.nodes)
 
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether the second part may read values of parameters."""
+        return any(node.name() not in _READ_NO_PARAMETERS for node in self.nodes)
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Within, the parameters of bmt_zero are unsharded if their values may be read."""
+        entries: list[Any] = [node for node in self.nodes if node.name() == "EnterBackward" and self.reads_parameters]
+        entries.sort(key=lambda node: node._sequence_nr())  # on all ranks alike
+        owners = list(dict.fromkeys(node.receiver.group for node in entries))
+        for owner in owners:
+            owner.unshard()
+        for owner in owners:
+            owner.wait()
+        yield
+        for owner in owners:
+            owner.reshard_in_backward()
+
     def add(self, edge: GradientEdge, grad: Tensor | None, called: bool = True) -> None:
         if grad is not None:
             before = self.grads.get(edge)
@@ -112,9 +133,6 @@ class SplitBackward:
         leaves: the inputs; the first part accumulates their gradients.
         step: told which part is running.
         hooked: nodes of tensors whose hooks must be called once.
-
-    Attributes:
-        reads_parameters: whether the second part may read the values of parameters.
     """
 
     def __init__(
@@ -131,7 +149,6 @@ class SplitBackward:
         self._arrived: dict[Node, Sequence[Tensor | None]] = {}
         self._together: list[tuple[_Group, GradientEdge]] = []  # what the first part computes, too
         self._groups: list[_Group] = []
-        self.reads_parameters = False
         graph = graph_of(root.node for root in roots)
         path = _leading_to([get_gradient_edge(leaf).node for leaf in self._leaves], graph)
         users: dict[Node, set[Node]] = defaultdict(set)  # of each node just behind the boundary
@@ -174,7 +191,6 @@ class SplitBackward:
                 else:
                     group.crossing.setdefault(node, []).append(edge)
         self._groups = sorted(dict.fromkeys(group_of.values()), key=lambda group: group.order)
-        self.reads_parameters = any(n.name() not in _READ_NO_PARAMETERS for group in self._groups for n in group.nodes)
 
     def inputs(self) -> None:
         """The first part: accumulate the gradients of the inputs."""
@@ -206,20 +222,25 @@ class SplitBackward:
 
     def weights(self) -> None:
         """The second part: accumulate the gradients of the parameters."""
-        while self._groups:
-            group = self._groups.pop()
-            with self._step.computing(BackwardPart.WEIGHTS):
-                while group.crossing:
-                    node, edges = group.crossing.popitem()
-                    self._run_alone(node, list(dict.fromkeys(edges)), group)
-            if group.grads:
-                nodes = {edge.node for edge in group.called}
-                handles = [node.register_prehook(partial(_after_hooks, node, group)) for node in nodes]
-                try:
-                    torch.autograd.backward(list(group.grads), list(group.grads.values()))
-                finally:
-                    for handle in handles:
-                        handle.remove()
+        with _recomputing_once():
+            while self._groups:
+                group = self._groups.pop()
+                with group.unsharded():
+                    self._weights_of(group)
+
+    def _weights_of(self, group: _Group) -> None:
+        with self._step.computing(BackwardPart.WEIGHTS):
+            while group.crossing:
+                node, edges = group.crossing.popitem()
+                self._run_alone(node, list(dict.fromkeys(edges)), group)
+        if group.grads:
+            nodes = {edge.node for edge in group.called}
+            handles = [node.register_prehook(partial(_after_hooks, node, group)) for node in nodes]
+            try:
+                torch.autograd.backward(list(group.grads), list(group.grads.values()))
+            finally:
+                for handle in handles:
+                    handle.remove()
 
     def _run_alone(self, node: Node, edges: Sequence[GradientEdge], group: _Group) -> None:
         arrived = self._arrived.get(node, ())
@@ -233,6 +254,15 @@ class SplitBackward:
             handle.remove()
         for edge, grad in zip(edges, found, strict=True):
             group.add(edge, grad)
+
+
+def _recomputing_once() -> contextlib.AbstractContextManager[object]:
+    """Within, a checkpoint (not a reentrant one) is computed again once, in however many backward passes it takes part.
+
+    Since torch 2.10; before, each product in it computes it again.
+    """
+    group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
+    return contextlib.nullcontext() if group is None or group._get_current_group() is not None else group()
 
 
 def graph_of(roots: Iterable[Node]) -> Graph:

@@ -92,6 +92,7 @@ class Tail:
         """
         inputs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(self.grad and x.is_floating_point()), hidden)
         wanted = [x for x in tensors_of(inputs) if x.requires_grad]
+        first = _sequence_number() if self.grad else 0
         with self._gathered_only(), torch.set_grad_enabled(self.grad):
             loss = self.function(*inputs, *args)
             if not isinstance(loss, Tensor):
@@ -102,7 +103,7 @@ class Tail:
             if not loss.requires_grad:
                 return [torch.zeros_like(x) for x in wanted]
             params = [self._leaves[param] for param in self.grads]
-            plain = self._plain_leaves(loss, [*wanted, *params])
+            plain = self._plain_leaves(loss, [*wanted, *params], first)
             seed = (self.scale * weight).to(loss.dtype)
             found = torch.autograd.grad(loss, [*wanted, *params, *plain], seed, allow_unused=True)
         for param, grad in zip((*self.grads, *plain), found[len(wanted) :], strict=True):
@@ -112,9 +113,14 @@ class Tail:
                 grads[param] = grad if before is None else before.add_(grad)
         return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]
 
-    def _plain_leaves(self, loss: Tensor, known: list[Tensor]) -> list[Tensor]:
-        """The leaves of the tail's computation that are neither its inputs nor sharded parameters."""
+    def _plain_leaves(self, loss: Tensor, known: list[Tensor], first: int) -> list[Tensor]:
+        """The leaves of the tail's computation, whose nodes begin with ``first``, that are not ``known``."""
         nodes: list[Any] = list(graph_of([get_gradient_edge(loss).node]))
+        if any(node._sequence_nr() < first for node in nodes):
+            raise ValueError(
+                "the tail refers to a tensor that was computed outside of it and requires a gradient, which it would "
+                "not get: compute it in the tail, or detach it"
+            )
         leaves = [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
         plain = [leaf for leaf in leaves if all(leaf is not other for other in known)]
         if plain and self.context.world_size > 1:
@@ -165,6 +171,12 @@ class Tail:
             if grad is not None:
                 param.handle.reduce(grad.mul_(factor))
         self.grads = {}
+
+
+def _sequence_number() -> int:
+    """The number of the next autograd node."""
+    with torch.enable_grad():
+        return 1 + int(torch.zeros((), requires_grad=True).view(()).grad_fn._sequence_nr())  # type: ignore[union-attr]
 
 
 def _sharded_parameters(function: Callable[..., Any], context: ParallelContext) -> list[ShardedParameter]:

@@ -52,6 +52,7 @@ class Entry:
         self.group = group
         self.place = place
         self._arrived = _Arrived(weakref.ref(tensor))
+        self.tensor = tensor
         self.set_tensor(tensor)
 
     @property
@@ -66,11 +67,16 @@ class Entry:
         self._arrived.loss_scale = scale_in_backward() / factor
 
     def set_tensor(self, tensor: Tensor) -> None:
-        """Take a tensor that the same call has computed, and ask autograd for its gradient."""
+        """Take a tensor that the same call has computed, and ask autograd for its gradient.
+
+        What has arrived at the tensor before it, in a backward that retained its graph, is a part of the gradient.
+        """
+        before = self._arrived
+        grad = self.tensor.grad if before.grad is None and before.loss_scale is not None else before.grad
         self.tensor = tensor
         if tensor.requires_grad:
             tensor.retain_grad()
-            self._arrived = _Arrived(weakref.ref(tensor), keeps=tensor.is_leaf)
+            self._arrived = _Arrived(weakref.ref(tensor), tensor.is_leaf, before.loss_scale, grad)
             tensor.register_hook(self._arrived.note)
 
 
@@ -195,7 +201,7 @@ def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
     entry: Entry | None
     if _replays:
         entry = next(_replays[-1], None)
-        if entry is None or entry.tensor.requires_grad:
+        if entry is None or entry.tensor is x:
             return
         entry.set_tensor(x)
     elif _session is None or torch._C._current_graph_task_id() != -1:  # computed again by checkpointing
