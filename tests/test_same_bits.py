@@ -240,6 +240,34 @@ def test_gradients_that_are_zeroed_under_no_sync_are_dropped(ctx):
     assert torch.equal(model.bias.grad.to_local(), torch.full_like(model.bias.grad.to_local(), 4.0))
 
 
+class TwoDtypes(nn.Module):
+    """Parameters of two dtypes, which are reduced apart, and of which some calls use one."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x, both):
+        return self.always(x) + self.sometimes(x.double()).float() if both else self.always(x)
+
+
+@pytest.mark.ranks(2, deterministic=True)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_rank_that_has_used_nothing_drops_what_is_zeroed_under_no_sync(ctx, set_to_none):
+    block, x = bmt.Block(TwoDtypes()), torch.ones(2, 3)
+    with bmt.no_sync(block):
+        block(x, ctx.rank == 1).sum().backward()
+    torch.optim.SGD(block.parameters(), lr=0.1).zero_grad(set_to_none)
+    block(x, True).sum().backward()
+    for grad in (param.grad.to_local() for param in block.sometimes.parameters()):
+        assert torch.equal(grad, torch.full_like(grad, 4.0))
+    block.zero_grad()
+    with bmt.no_sync(block):
+        block(x, False).sum().backward()
+    block(x, False).sum().backward()
+    assert all(param.grad is None for param in block.sometimes.parameters())
+
+
 @pytest.mark.ranks(2)
 def test_a_parameter_that_the_last_micro_batch_does_not_use_has_its_gradient(ctx):
     bmt.shutdown()

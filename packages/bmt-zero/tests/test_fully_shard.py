@@ -130,6 +130,38 @@ def test_gradients_wait_for_the_all_reduce(ctx):
         assert_same_updates(found, expected)
 
 
+class TwoDtypes(nn.Module):
+    """Parameters of two dtypes, which are reduced apart, and of which some calls use one."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x, both):
+        return self.always(x) + self.sometimes(x.double()).float() if both else self.always(x)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_rank_that_has_used_nothing_drops_what_is_zeroed_before_the_all_reduce(ctx, set_to_none):
+    model, x = TwoDtypes(), torch.ones(2, 3)
+    fully_shard(model, mesh=world_mesh((2, 2)))
+
+    def backward(both, all_reduces):
+        model.set_requires_all_reduce(all_reduces)
+        model(x, both).sum().backward()
+
+    backward(ctx.rank == 3, False)
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none)
+    backward(True, True)
+    for grad in (param.grad.to_local() for param in model.sometimes.parameters()):
+        assert torch.equal(grad, torch.full_like(grad, 2.0))
+    model.zero_grad()
+    backward(False, False)
+    backward(False, True)
+    assert all(param.grad is None for param in model.sometimes.parameters())
+
+
 @pytest.mark.ranks(4)
 def test_a_mesh_of_some_of_the_ranks(ctx):
     """Two pairs train two models."""

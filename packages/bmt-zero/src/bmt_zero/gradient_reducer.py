@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bmt_comm import TREE_SUM, Communicator, TreeSum, Work, current_context
 
@@ -83,6 +83,7 @@ class GradientReducer:
         self._accumulated: Tensor | None = None  # unreduced gradients under no_sync
         self.partial: Tensor | None = None  # summed over the shard group and not over the replicate group
         self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _accumulated began
+        self._placeholders: dict[nn.Parameter, Tensor] = {}  # zeros that stand for gradients of other ranks
         self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
         self.agrees = True  # the ranks know which parameters the reduced gradients are of
         self.undecided: list[Tensor | None] = []  # reduced gradients that wait for :meth:`decide`
@@ -146,7 +147,7 @@ class GradientReducer:
             return
         reduced = reduction.finish()
         if reduction.is_partial:
-            self._watch_gradients()
+            self._watch_gradients(of_others=True)
         elif self.has_fixed_order:
             self._add_to_tree(reduced)
         else:
@@ -166,6 +167,7 @@ class GradientReducer:
         self._accumulated = self.partial = None
         self._trees, self._tree = [], 0
         self._grads_then = []
+        self._remove_placeholders(self.flat.params)
         self.drop_undecided()
 
     # --- sums in a fixed order --------------------------------------------------------------------
@@ -180,7 +182,7 @@ class GradientReducer:
                         "already: run all backward passes of a step but the last one under no_sync(model), one for "
                         "each micro-batch, and zero the gradients between steps"
                     )
-        self._watch_gradients()
+        self._watch_gradients(of_others=True)
         if self._tree == len(self._trees):
             self._trees.append(TreeSum())
         self._trees[self._tree].add(reduced)
@@ -215,6 +217,8 @@ class GradientReducer:
     def decide(self, used: Sequence[bool]) -> None:
         """Give parameters that some rank has used their gradients."""
         undecided, self.undecided = self.undecided, []
+        self._remove_placeholders(param for param, used_now in zip(self.flat.params, used, strict=True) if not used_now)
+        self._placeholders = {}
         if undecided:
             self._add([grad if used_now else None for grad, used_now in zip(undecided, used, strict=True)])
 
@@ -298,20 +302,33 @@ class GradientReducer:
 
     # --- accumulation -----------------------------------------------------------------------------
 
-    def _watch_gradients(self) -> None:
-        """Let the parameters used have gradients, so that zeroing them is noticed while others wait to be reduced."""
+    def _watch_gradients(self, of_others: bool = False) -> None:
+        """Let the parameters used have gradients, so that zeroing them is noticed while others wait to be reduced.
+
+        Args:
+            of_others: whether what waits has gradients of other ranks in it. A rank that has used nothing must notice,
+                too, so all parameters have gradients until the ranks agree on which were used.
+        """
         if self._arrived is not None:
             return
         params = self.flat.params
         if all(p.grad is None for p in params):
             zeros = self.flat.local_views(torch.zeros_like(self.flat.shard))
             for param, view, used in zip(params, zeros, self._used_here, strict=True):
-                if used and param.requires_grad:
+                if (used or of_others) and param.requires_grad:
                     param.grad = sharded_gradient(view, param)
+                    if not used:
+                        self._placeholders[param] = param.grad
         self._grads_then = [(p.grad, p.grad._version) for p in params if p.grad is not None]
         for grad, _ in self._grads_then:
             if isinstance(grad, ShardedGradient):
                 grad.is_zeroed = False
+
+    def _remove_placeholders(self, params: Iterable[nn.Parameter]) -> None:
+        """Those of parameters that no rank has used."""
+        for param in params:
+            if param.grad is not None and param.grad is self._placeholders.pop(param, None):
+                param.grad = None
 
     def _forget_zeroed(self) -> None:
         """If gradients were zeroed since, drop those that wait to be reduced.
@@ -331,6 +348,7 @@ class GradientReducer:
             self.partial = None
             self._trees = []
             self._grads_then, self._used_here = [], [False] * len(self.flat.params)
+            self._placeholders = {param: grad for param, grad in self._placeholders.items() if param.grad is grad}
 
     @property
     def _dtype(self) -> torch.dtype:
