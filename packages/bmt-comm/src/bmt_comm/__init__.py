@@ -3,7 +3,7 @@
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
-from . import nccl, store
+from . import nccl, process_group, store
 from ._compat import not_compiled
 from ._version import __version__
 from .agreement import CallSequences, DisagreementError, agreement_time, check_agreement, note_step
@@ -114,6 +114,9 @@ __all__ = [
     "whole",
     "world_size",
 ]
+
+
+process_group.register()
 
 
 def __getattr__(name: str) -> _ModuleType:

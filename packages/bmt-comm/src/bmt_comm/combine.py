@@ -16,8 +16,11 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
     "min": torch.minimum,
     "prod": torch.mul,
     TREE_SUM: torch.add,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
-REDUCE_OPS = tuple(op for op in _COMBINE if op != TREE_SUM)
+REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
 
 
 def check_op(op: str, tensor: Tensor) -> None:
@@ -26,14 +29,14 @@ def check_op(op: str, tensor: Tensor) -> None:
         raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCE_OPS)}")
     dtype = tensor.dtype
     undefined = (op in ("max", "min") and dtype.is_complex) or (op == "avg" and dtype == torch.bool)
-    if undefined or (tensor.device.type == "cpu" and not _combines(op, dtype)):
+    if undefined or (tensor.device.type == "cpu" and not combines(op, dtype)):
         raise TypeError(f"op={op!r} is not defined for {dtype}")
 
 
 _combinations: dict[tuple[str, torch.dtype], bool] = {}
 
 
-def _combines(op: str, dtype: torch.dtype) -> bool:
+def combines(op: str, dtype: torch.dtype) -> bool:
     """Whether torch has what :func:`combine` needs for a dtype."""
     known = _combinations.get((op, dtype))
     if known is None:

@@ -41,7 +41,7 @@ class DirectExchange:
     """Collectives over the messages of one process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = group.rank(), group.size()
         self._group = weakref.ref(group)  # this is kept as long as the group is
         self._tags = itertools.count()
         self._all_reduces: deque[Callable[[], None]] = deque()

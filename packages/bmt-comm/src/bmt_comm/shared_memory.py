@@ -51,7 +51,7 @@ class Exchange(Protocol):
 
     def send(self, parts: Sequence[Tensor], operation: int, name: bytes) -> None: ...
 
-    def receive(self, sizes: Sequence[int], dtype: torch.dtype, operation: int, name: bytes) -> list[Tensor]: ...
+    def receive(self, sizes: Sequence[int | None], dtype: torch.dtype, operation: int, name: bytes) -> list[Tensor]: ...
 
     def release(self) -> None: ...
 
@@ -66,7 +66,7 @@ class _Piece:
 
     Attributes:
         parts: what this rank sends, to lie end to end.
-        sizes: the bytes that each rank sends.
+        sizes: the bytes that each rank sends; 0 where this rank does not read them, None where it does not know.
         dtype: of all of it.
         read: called with the ranks' messages as vectors.
         needs: how many pieces of the collective must have been read before ``parts`` are what is to be sent.
@@ -74,7 +74,7 @@ class _Piece:
     """
 
     parts: Sequence[Tensor]
-    sizes: Sequence[int]
+    sizes: Sequence[int | None]
     dtype: torch.dtype
     read: Callable[[list[Tensor]], None]
     needs: int = 0
@@ -132,6 +132,62 @@ class SharedMemoryCollectives:
         gathering = [self._gather(cut, cut[self.rank], needs=len(reducing)) for cut in _cut_up(chunks, 1)]
         return self._pieces.start([*reducing, *gathering], operation)
 
+    def reduce(self, flat: Tensor, root: int, op: str, operation: Operation) -> Work:
+        """Reduce into ``flat`` of rank ``root``; that of the others is not touched."""
+        mine = [] if self.rank == root else [flat]
+        return self._send_to(root, mine, flat, partial(self._read_all, flat, op, flat), operation)
+
+    def gather(self, chunks: Sequence[Tensor], mine: Tensor, root: int, operation: Operation) -> Work:
+        """Every rank's ``mine`` into ``chunks`` of rank ``root``, whose own is not touched."""
+        sent = [] if self.rank == root else [mine]
+        return self._send_to(root, sent, mine, partial(self._read_gathered, chunks), operation)
+
+    def _send_to(
+        self, root: int, parts: list[Tensor], like: Tensor, read: Callable[[list[Tensor]], None], operation: Operation
+    ) -> Work:
+        reads = self.rank == root
+        sizes = [like.nbytes if reads and rank != root else 0 for rank in range(self.size)]
+        return self._whole.start([_Piece(parts, sizes, like.dtype, read if reads else _ignore)], operation)
+
+    def scatter(self, mine: Tensor, chunks: Sequence[Tensor], root: int, operation: Operation) -> Work:
+        """Each of ``chunks`` of rank ``root`` into ``mine`` of one rank; that of the root is not touched."""
+        if self.rank == root:
+            others = [chunk for rank, chunk in enumerate(chunks) if rank != root]
+            return self._whole.start([_Piece(others, [0] * self.size, mine.dtype, _ignore)], operation)
+        sizes = [mine.nbytes * (self.size - 1) if rank == root else 0 for rank in range(self.size)]
+        begin = mine.numel() * (self.rank - (self.rank > root))
+
+        def read(messages: list[Tensor]) -> None:
+            mine.copy_(messages[root][begin : begin + mine.numel()])
+
+        return self._whole.start([_Piece([], sizes, mine.dtype, read)], operation)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Operation) -> Work:
+        """``inputs[r]`` into ``outputs[this rank]`` of rank r, whose lengths this rank need not know.
+
+        A message begins with the numbers of bytes for each rank.
+        """
+        ours = [_bytes(tensor) for tensor in inputs]
+        lengths = torch.tensor([0 if r == self.rank else len(part) for r, part in enumerate(ours)], device="cpu")
+        others = [part for rank, part in enumerate(ours) if rank != self.rank]
+        sizes = [0 if rank == self.rank else None for rank in range(self.size)]
+
+        def read(messages: list[Tensor]) -> None:
+            for rank, message in enumerate(messages):
+                if rank == self.rank:
+                    _bytes(outputs[rank]).copy_(ours[rank])
+                    continue
+                sent = message[: 8 * self.size].clone().view(torch.int64).tolist()
+                begin, into = 8 * self.size + sum(sent[: self.rank]), _bytes(outputs[rank])
+                if sent[self.rank] != len(into):
+                    raise ValueError(
+                        f"all_to_all: rank {rank} sends {sent[self.rank]} bytes to rank {self.rank}, "
+                        f"whose output takes {len(into)}"
+                    )
+                into.copy_(message[begin : begin + len(into)])
+
+        return self._whole.start([_Piece([_bytes(lengths), *others], sizes, torch.uint8, read)], operation)
+
     def stop(self, why: str) -> None:
         """Let waits, in other threads too, end with an error."""
         for lane in (self._whole, self._pieces):
@@ -170,12 +226,22 @@ class SharedMemoryCollectives:
 
     def _reduce_all(self, flat: Tensor, op: str) -> _Piece:
         """Every rank sends everything to all."""
-        return _Piece([flat], [flat.nbytes] * self.size, flat.dtype, partial(self._read_all, flat, op))
+        return _Piece([flat], [flat.nbytes] * self.size, flat.dtype, partial(self._read_all, flat, op, None))
 
-    def _read_all(self, flat: Tensor, op: str, messages: list[Tensor]) -> None:
+    def _read_all(self, flat: Tensor, op: str, mine: Tensor | None, messages: list[Tensor]) -> None:
         if self.rank < 2:
             messages[self.rank] = flat  # it has not changed since
+        elif mine is not None:
+            messages[self.rank] = mine.clone()
         combine(flat, messages, op)
+
+
+def _ignore(messages: list[Tensor]) -> None:
+    """What the others have sent does not concern this rank."""
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    return flat.view(torch.uint8)
 
 
 def _cut_up(chunks: Sequence[Tensor], together: int) -> list[list[Tensor]]:
@@ -257,15 +323,17 @@ _OBSTACLES = (
 
 
 def connect_shared_memory(
-    direct: DirectExchange, ranks: Sequence[int], timeout: datetime.timedelta
+    direct: DirectExchange, ranks: Sequence[int], timeout: datetime.timedelta | Callable[[], float]
 ) -> SharedMemoryCollectives | str:
     """Find the memory of the other ranks, whose global ranks are given.
 
-    A collective; the reason, on all ranks, where one of them cannot.
+    A collective; the reason, on all ranks, where one of them cannot. ``timeout`` may be a function that returns
+    seconds.
     """
     lanes, obstacle, failure = None, 0, None
     try:
-        lanes, obstacle = _create(direct.rank, [f"rank {rank}" for rank in ranks], timeout.total_seconds())
+        seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+        lanes, obstacle = _create(direct.rank, [f"rank {rank}" for rank in ranks], seconds)
     except Exception as error:  # to be raised when the others know
         failure = error
     told = [(0, 0, 0)] * len(_CAPACITIES) if lanes is None else [lane.handle for lane in lanes]
@@ -285,7 +353,9 @@ def connect_shared_memory(
     return SharedMemoryCollectives(*lanes, direct)
 
 
-def _create(rank: int, names: Sequence[str], timeout: float) -> tuple[tuple[Exchange, Exchange] | None, int]:
+def _create(
+    rank: int, names: Sequence[str], timeout: float | Callable[[], float]
+) -> tuple[tuple[Exchange, Exchange] | None, int]:
     """The exchanges for what is sent at the call and in pieces, where this process can share memory; or an obstacle."""
     try:
         from bmt_kernels import SharedMemoryExchange

@@ -25,7 +25,7 @@ import select
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -66,7 +66,7 @@ class SharedMemoryExchange:
         rank: this process's place among the processes.
         names: of the processes, for messages of errors.
         capacity: in bytes, the same for all processes. Memory is taken of what is in use.
-        timeout: seconds that this one waits for another.
+        timeout: seconds that this one waits for another, or a function that returns them.
 
     Raises:
         OSError: the system does not give such memory.
@@ -74,7 +74,9 @@ class SharedMemoryExchange:
         ValueError: ``rank`` or ``capacity`` is out of range.
     """
 
-    def __init__(self, rank: int, names: Sequence[str], capacity: int, timeout: float = 1800.0) -> None:
+    def __init__(
+        self, rank: int, names: Sequence[str], capacity: int, timeout: float | Callable[[], float] = 1800.0
+    ) -> None:
         if not self.available():
             raise RuntimeError("shared memory needs Linux and the compiled module of bmt-kernels; see build_info()")
         if not 0 <= rank < len(names):
@@ -177,8 +179,12 @@ class SharedMemoryExchange:
         self._sent = number
         self._set(_SENT, number)
 
-    def receive(self, sizes: Sequence[int], dtype: torch.dtype, operation: int = 0, name: bytes = b"") -> list[Tensor]:
+    def receive(
+        self, sizes: Sequence[int | None], dtype: torch.dtype, operation: int = 0, name: bytes = b""
+    ) -> list[Tensor]:
         """Every process's next message, by rank: vectors of ``dtype`` with as many bytes as ``sizes`` says.
+
+        None stands for as many as it has. A message whose size is given as 0 may have more, which are not read.
 
         They lie in the shared memory: they are not to be written, nor read after :meth:`release`, which must be
         called before the next ``receive``. Processes whose messages are empty are not waited for.
@@ -205,12 +211,12 @@ class SharedMemoryExchange:
             if rank != self.rank:
                 self._compare(rank, number, operation, name)
             begin, found = memory.words[entry], memory.words[entry + 1]
-            if found != size:
+            if size is not None and found != size:
                 raise MismatchError(
                     f"{self.names[rank]} has sent {found} bytes where {self.names[self.rank]} expects {size}: "
                     "they call different collectives, or with different shapes or dtypes"
                 )
-            messages.append(memory.message(begin, size, dtype))
+            messages.append(memory.message(begin, found, dtype))
         return messages
 
     def _compare(self, rank: int, number: int, operation: int, name: bytes) -> None:
@@ -286,7 +292,8 @@ class SharedMemoryExchange:
     def _wait(self, rank: int, counter: int, number: int) -> None:
         if self._reached(rank, counter, number, self._spin):
             return
-        deadline = time.monotonic() + (0.0 if rank in self._late else self.timeout)
+        timeout = self.timeout() if callable(self.timeout) else self.timeout
+        deadline = time.monotonic() + (0.0 if rank in self._late else timeout)
         while not self._reached(rank, counter, number, sleep=0.0 if rank in self._late else _SLEEP):
             # What it has done before it went still counts.
             if self._memories[rank].is_gone() and not self._reached(rank, counter, number):
@@ -297,9 +304,7 @@ class SharedMemoryExchange:
                 self._compare_late(rank)  # it may have found that it is elsewhere, and wait for nothing
             if time.monotonic() > deadline:
                 self._late.add(rank)
-                raise RuntimeError(
-                    f"{self.names[rank]} has not sent or received a message for {self.timeout:g} seconds"
-                )
+                raise RuntimeError(f"{self.names[rank]} has not sent or received a message for {timeout:g} seconds")
 
 
 class _Memory:

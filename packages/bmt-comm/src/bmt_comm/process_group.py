@@ -1,0 +1,530 @@
+"""Shared memory as a backend of ``torch.distributed``: ``dist.init_process_group("bmt")``.
+
+[Note: the process group "bmt"]
+    Collectives on CPU tensors go through memory that the ranks share, where they are processes of one host that have
+    bmt_kernels. Everything else goes to a process group of torch with gloo for CPU tensors and, where there is NCCL,
+    NCCL for CUDA tensors: single messages, CUDA tensors, sparse tensors, and all collectives of a group whose ranks
+    cannot share memory.
+
+    Which way a collective goes depends on what all ranks know: the operation and the dtype. It does not depend on how
+    a tensor lies in memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from .combine import combines
+from .direct_exchange import DirectExchange
+from .operation import Operation, describe
+from .progress import CollectiveWork, Progress
+from .shared_memory import SharedMemoryCollectives, connect_shared_memory
+from .work import Pending, Work
+
+NAME = "bmt"
+
+_log = logging.getLogger("bmt_comm")
+_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_OPS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.PRODUCT: "prod",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+# Without its annotations: they are overloads, with names of arguments that differ between versions of torch.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class SharedMemoryProcessGroup(_ProcessGroup):
+    """A process group of the backend ``"bmt"``; see [Note: the process group "bmt"].
+
+    Args:
+        store: which nothing else uses.
+        rank: of this process in the group.
+        size: the number of ranks.
+        ranks: the global ranks.
+        timeout: after which a collective fails if a rank has not joined it.
+        make_cuda_backend: makes the backend for CUDA tensors, given that for CPU tensors; None: there is none.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        ranks: Sequence[int],
+        timeout: datetime.timedelta,
+        make_cuda_backend: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._store = rank, size, store
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
+        self._gloo._set_sequence_number_for_group()
+        backends = {"cpu": self._gloo}
+        if make_cuda_backend is not None:
+            backends["cuda"] = make_cuda_backend(self._gloo)
+        # The group that does the rest. It is another object, because a method of torch's class calls ours.
+        self._rest = dist.ProcessGroup(store, rank, size)
+        for group in (self._rest, self):
+            for device, backend in backends.items():
+                kind = (
+                    dist.ProcessGroup.BackendType.GLOO if backend is self._gloo else dist.ProcessGroup.BackendType.NCCL
+                )
+                group._set_default_backend(kind)
+                group._register_backend(torch.device(device), kind, backend)
+        self._progress = Progress()
+        _groups.add(self)
+        self._begun = 0  # operations through shared memory
+        self._shared: SharedMemoryCollectives | None = None
+        if size > 1:
+            connected = connect_shared_memory(DirectExchange(self._rest), ranks, self._seconds_left)
+            if isinstance(connected, SharedMemoryCollectives):
+                self._shared = connected
+            elif rank == 0 and ranks[0] == 0:
+                _log.warning("process groups of the backend %r do all over gloo: %s", NAME, connected)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether collectives on CPU tensors go through memory that the ranks share."""
+        return self._shared is not None
+
+    def __repr__(self) -> str:
+        return f"SharedMemoryProcessGroup(rank={self._rank}, size={self._size}, shares_memory={self.shares_memory})"
+
+    # --- what torch asks of a group ---------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def shutdown(self) -> None:
+        self._leave("the process group was destroyed")
+        self._rest.shutdown()
+
+    def abort(self) -> None:
+        self._leave("the process group was aborted")
+        self._rest.abort()
+
+    def _leave(self, why: str) -> None:
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.stop(why)
+        self._progress.stop()
+
+    # --- collectives ------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Any:
+        tensors = _listed(tensors)
+        opts = _options(c10d.AllreduceOptions, timeout, reduceOp=op if opts is None else opts)
+        op = _OPS.get(opts.reduceOp.op)
+        if len(tensors) > 1 or not self._takes(tensors, op):
+            return self._rest.allreduce(tensors, opts)
+        return self._all_reduce(tensors, op, opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        opts = _options(c10d.AllreduceCoalescedOptions, reduceOp=opts)
+        op = _OPS.get(opts.reduceOp.op)
+        if not self._takes(tensors, op):
+            return self._rest.allreduce_coalesced(tensors, opts)
+        return self._all_reduce(tensors, op, opts)
+
+    def _all_reduce(self, tensors: list[Tensor], op: str | None, opts: Any) -> Any:
+        call = _Call(self, opts, tensors)
+        for flat in call.in_and_out(tensors):
+            call.add("all_reduce", op, flat, "all_reduce", flat, op)
+        return call.post()
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Any:
+        tensors = _listed(tensors)
+        opts = _options(c10d.BroadcastOptions, timeout, rootRank=root if opts is None else opts)
+        if len(tensors) > 1 or not self._takes(tensors):
+            return self._rest.broadcast(tensors, opts)
+        call, root = _Call(self, opts, tensors), opts.rootRank
+        (flat,) = call.ins(tensors) if root == self._rank else call.outs(tensors)
+        call.add("broadcast from", root, flat, "broadcast", flat, root)
+        return call.post()
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None, *, root: Any = None) -> Any:
+        tensors = _listed(tensors)
+        opts = _options(c10d.ReduceOptions, timeout, rootRank=root if opts is None else opts)
+        if op is not None:
+            opts.reduceOp = op
+        op = _OPS.get(opts.reduceOp.op)
+        if len(tensors) > 1 or not self._takes(tensors, op):
+            return self._rest.reduce(tensors, opts)
+        call, root = _Call(self, opts, tensors), opts.rootRank
+        (flat,) = call.in_and_out(tensors) if root == self._rank else call.ins(tensors)
+        call.add(f"reduce to {root}", op, flat, "reduce", flat, root, op)
+        return call.post()
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = _options(c10d.AllgatherOptions, timeout if opts is None else opts)
+        outputs, inputs = [_listed(each) for each in outputs], _listed(inputs)
+        if len(inputs) != 1 or len(outputs) != 1 or not self._takes([*inputs, *outputs[0]]):
+            return self._rest.allgather(outputs, inputs, opts)
+        if len(outputs[0]) != self._size or not _alike(outputs[0], inputs[0]):
+            return self._rest.allgather(outputs, inputs, opts)  # which says what is wrong
+        call = _Call(self, opts, outputs[0])
+        (mine,) = call.ins(inputs)
+        call.all_gather(call.outs(outputs[0]), mine)
+        return call.post()
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = _options(c10d.AllgatherOptions, opts)
+        output, input = _plain(output), _plain(input)
+        if not self._takes((output, input)) or not self._fits(output, input):
+            return _all_gather_single(self._rest, output, input, opts)
+        return self._all_gather_single([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        opts = _options(c10d.AllgatherOptions, opts)
+        outputs, inputs = _listed(outputs), _listed(inputs)
+        if not self._takes([*outputs, *inputs]) or not all(map(self._fits, outputs, inputs)):
+            return _all_gather_coalesced(self._rest, outputs, inputs, opts)
+        return self._all_gather_single(outputs, inputs, opts)
+
+    def _all_gather_single(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
+        call = _Call(self, opts, outputs)
+        for flat, mine in zip(call.outs(outputs), call.ins(inputs), strict=True):
+            call.all_gather(flat.view(self._size, -1).unbind() if flat.numel() else [flat] * self._size, mine)
+        return call.post()
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Any:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs] if outputs else [], [inputs]
+        opts = _options(c10d.GatherOptions, timeout, rootRank=root if opts is None else opts)
+        outputs, inputs = [_listed(each) for each in outputs], _listed(inputs)
+        root, chunks = opts.rootRank, outputs[0] if outputs else []
+        fits = len(inputs) == 1 and len(chunks) == (self._size if root == self._rank else 0)
+        if not self._takes([*inputs, *chunks]) or not fits or not _alike(chunks, inputs[0]):
+            return self._rest.gather(outputs, inputs, opts)
+        call = _Call(self, opts, chunks)
+        (mine,) = call.ins(inputs)
+        flats = call.outs(chunks)
+        if root == self._rank:
+            call.copies.append((flats[root], mine))
+        call.add("gather to", root, mine, "gather", flats, mine, root)
+        return call.post()
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Any:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs] if inputs else []
+        opts = _options(c10d.ScatterOptions, timeout, rootRank=root if opts is None else opts)
+        outputs, inputs = _listed(outputs), [_listed(each) for each in inputs]
+        root, chunks = opts.rootRank, inputs[0] if inputs else []
+        fits = len(outputs) == 1 and len(chunks) == (self._size if root == self._rank else 0)
+        if not self._takes([*outputs, *chunks]) or not fits or not _alike(chunks, outputs[0]):
+            return self._rest.scatter(outputs, inputs, opts)
+        call = _Call(self, opts, outputs)
+        (mine,) = call.outs(outputs)
+        flats = call.ins(chunks)
+        if root == self._rank:
+            call.copies.append((mine, flats[root]))
+        call.add("scatter from", root, mine, "scatter", mine, flats, root)
+        return call.post()
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> Any:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = _options(c10d.ReduceScatterOptions, timeout, reduceOp=op if opts is None else opts)
+        outputs, inputs = _listed(outputs), [_listed(each) for each in inputs]
+        op = _OPS.get(opts.reduceOp.op)
+        if len(outputs) != 1 or len(inputs) != 1 or not self._takes([*outputs, *inputs[0]], op):
+            return self._rest.reduce_scatter(outputs, inputs, opts)
+        if len(inputs[0]) != self._size or not _alike([inputs[0][self._rank]], outputs[0]):
+            return self._rest.reduce_scatter(outputs, inputs, opts)
+        call = _Call(self, opts, outputs)
+        (mine,) = call.outs(outputs)
+        call.reduce_scatter(mine, call.ins(inputs[0]), op)
+        return call.post()
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = _options(c10d.ReduceScatterOptions, reduceOp=opts)
+        output, input = _plain(output), _plain(input)
+        op = _OPS.get(opts.reduceOp.op)
+        if not self._takes((output, input), op) or not self._fits(input, output):
+            return _reduce_scatter_single(self._rest, output, input, opts)
+        return self._reduce_scatter_single([output], [input], op, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        opts = _options(c10d.ReduceScatterOptions, reduceOp=opts)
+        outputs, inputs = _listed(outputs), _listed(inputs)
+        op = _OPS.get(opts.reduceOp.op)
+        if not self._takes([*outputs, *inputs], op) or not all(map(self._fits, inputs, outputs)):
+            return _reduce_scatter_coalesced(self._rest, outputs, inputs, opts)
+        return self._reduce_scatter_single(outputs, inputs, op, opts)
+
+    def _reduce_scatter_single(self, outputs: list[Tensor], inputs: list[Tensor], op: str | None, opts: Any) -> Any:
+        call = _Call(self, opts, outputs)
+        for mine, flat in zip(call.outs(outputs), call.ins(inputs), strict=True):
+            call.reduce_scatter(mine, flat.view(self._size, -1).unbind() if flat.numel() else [flat] * self._size, op)
+        return call.post()
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Any:
+        opts = _options(c10d.AllToAllOptions, opts)
+        output, input = _plain(output), _plain(input)
+        splits = list(output_split_sizes or ()), list(input_split_sizes or ())
+        if not self._takes((output, input)) or not all(map(self._cuts, splits, (output, input))):
+            return _all_to_all_single(self._rest, output, input, *splits, opts)
+        call = _Call(self, opts, [output])
+        (out,), (mine,) = call.outs([output]), call.ins([input])
+        call.all_to_all(self._cut(out, splits[0], output), self._cut(mine, splits[1], input))
+        return call.post()
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        opts = _options(c10d.AllToAllOptions, opts)
+        outputs, inputs = _listed(outputs), _listed(inputs)
+        if not self._takes([*outputs, *inputs]) or not len(outputs) == len(inputs) == self._size:
+            return self._rest.alltoall(outputs, inputs, opts)
+        call = _Call(self, opts, outputs)
+        call.all_to_all(call.outs(outputs), call.ins(inputs))
+        return call.post()
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        opts = _options(c10d.BarrierOptions, timeout if opts is None else opts)
+        device = getattr(opts, "device", None)
+        if self._shared is None or opts.device_ids or (device is not None and device.type != "cpu"):
+            return self._rest.barrier(opts)
+        call, token = _Call(self, opts, []), torch.empty(1, dtype=torch.uint8, device="cpu")
+        call.add("barrier", "", token, "all_gather", [token] * self._size, token)
+        return call.post()
+
+    # The names before torch 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # --- what they have in common -----------------------------------------------------------------
+
+    def _takes(self, tensors: Iterable[Tensor], op: str | None = "") -> bool:
+        """Whether a collective goes through shared memory. ``op``: a reduction, "" of none, None of one unknown."""
+        if self._shared is None or op is None:
+            return False
+        for tensor in tensors:
+            if type(tensor) not in _TYPES or not tensor.is_cpu or tensor.layout is not torch.strided:
+                return False
+            if op and not combines(op, tensor.dtype):
+                return False
+        return True
+
+    def _fits(self, whole: Tensor, part: Tensor) -> bool:
+        return whole.dtype == part.dtype and whole.numel() == self._size * part.numel()
+
+    def _cuts(self, splits: list[int], tensor: Tensor) -> bool:
+        """Whether dim 0 of a tensor can be cut up like this."""
+        if tensor.dim() == 0:
+            return False
+        rows = tensor.shape[0]
+        return len(splits) == self._size and sum(splits) == rows if splits else rows % self._size == 0
+
+    def _cut(self, flat: Tensor, splits: list[int], tensor: Tensor) -> Sequence[Tensor]:
+        rows = tensor.shape[0]
+        width = tensor.numel() // rows if rows else 0
+        return flat.split([each * width for each in splits or [rows // self._size] * self._size])
+
+    def _seconds_left(self) -> float:
+        """That the collective which is being run may take."""
+        return self._progress.limit or self._gloo.options._timeout.total_seconds()
+
+    def _begin(self, kind: str, detail: object, flat: Tensor, method: str, arguments: tuple[Any, ...]) -> Work:
+        if self._shared is None:
+            raise RuntimeError("the process group was destroyed")
+        self._begun += 1
+        operation = Operation(self._begun, *describe(kind, detail, flat.dtype, flat.shape, ""))
+        return getattr(self._shared, method)(*arguments, operation)
+
+
+class _Call:
+    """What one call of torch.distributed does.
+
+    Attributes:
+        copies: targets and sources, of what is to be copied after that.
+    """
+
+    def __init__(self, group: SharedMemoryProcessGroup, opts: Any, outputs: list[Tensor]) -> None:
+        self._group, self._opts, self._outputs = group, opts, outputs
+        self._steps: list[tuple[str, object, Tensor, str, tuple[Any, ...]]] = []
+        self._in_inference = False
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def ins(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Tensors that are read, as vectors."""
+        return [tensor.data.reshape(-1) for tensor in tensors]
+
+    def outs(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Tensors that are written, as vectors."""
+        return [self._written(tensor) for tensor in tensors]
+
+    def in_and_out(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return [self._written(tensor, read=True) for tensor in tensors]
+
+    def _written(self, tensor: Tensor, read: bool = False) -> Tensor:
+        # An alias of its own: writing must not count as a change of what autograd has saved.
+        data = tensor.data
+        self._in_inference |= tensor.is_inference()
+        if data.is_contiguous():
+            return data.view(-1)
+        dense = data.contiguous() if read else torch.empty(data.shape, dtype=data.dtype, device="cpu")
+        self.copies.append((data, dense))
+        return dense.view(-1)
+
+    def add(self, kind: str, detail: object, flat: Tensor, method: str, *arguments: Any) -> None:
+        """A collective, by what ranks compare, and the method of :class:`SharedMemoryCollectives` that does it."""
+        self._steps.append((kind, detail, flat, method, arguments))
+
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> None:
+        own = chunks[self._group._rank]
+        if own.data_ptr() != mine.data_ptr():
+            self.copies.insert(0, (own, mine))
+        self.add("all_gather", "", mine, "all_gather", chunks, mine)
+
+    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str | None) -> None:
+        self.add("reduce_scatter", op, out, "reduce_scatter", out, chunks, op)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        nothing = inputs[0][:0]  # lengths differ between ranks
+        self.add("all_to_all", "", nothing, "all_to_all", outputs, inputs)
+
+    def post(self) -> CollectiveWork:
+        progress, opts = self._group._progress, self._opts
+        work = CollectiveWork(progress, self._begin, self._outputs, self._finish, self._in_inference)
+        work.limit = max(0.0, opts.timeout.total_seconds())
+        progress.post(work)
+        # torch waits by itself for what is not to be asynchronous.
+        return progress.leave(work) if getattr(opts, "asyncOp", True) else work
+
+    def _begin(self) -> Work:
+        if len(self._steps) == 1:
+            return self._group._begin(*self._steps[0])
+        works = [self._group._begin(*step) for step in self._steps]
+        return Pending(works[::-1], None, None)  # which waits for the last one first
+
+    def _finish(self) -> None:
+        for target, source in self.copies:
+            target.copy_(source)
+
+
+def _alike(tensors: Iterable[Tensor], other: Tensor) -> bool:
+    return all(tensor.dtype == other.dtype and tensor.numel() == other.numel() for tensor in tensors)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """What a functional collective has returned, when it is there."""
+    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [_plain(tensors)] if isinstance(tensors, Tensor) else [_plain(tensor) for tensor in tensors]
+
+
+def _options(kind: type, given: Any = None, **field: Any) -> Any:
+    """Options of a collective, from these or from what a caller gives in their place: a field, or a time-out."""
+    for value in (given, *field.values()):
+        if isinstance(value, kind):
+            return value
+    opts = kind()
+    for name, value in field.items():
+        if value is not None:
+            setattr(opts, name, value)
+    if given is not None:
+        opts.timeout = given
+    return opts
+
+
+def _native(*names: str) -> Any:
+    """A method of torch's process group, by its names in different versions."""
+    return next(getattr(dist.ProcessGroup, name) for name in names if hasattr(dist.ProcessGroup, name))
+
+
+_all_gather_single = _native("all_gather_single", "_allgather_base")
+_all_gather_coalesced = _native("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+_reduce_scatter_single = _native("reduce_scatter_single", "_reduce_scatter_base")
+_reduce_scatter_coalesced = _native("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+_all_to_all_single = _native("all_to_all_single", "alltoall_base")
+
+
+def _make(options: Any, nccl_options: Any) -> SharedMemoryProcessGroup:
+    """Called by torch, which looks at nothing but what this returns: it drops what else its caller has asked for."""
+    asked = sys._getframe(1).f_locals.get("backend_config")
+    others = {} if asked is None else dict(asked.get_device_backend_map())
+    others.pop("cpu", None)
+    name = others.pop("cuda", None)
+    if others:
+        raise ValueError(f"backend={asked}: {NAME!r} serves CPU tensors, beside NCCL or gloo for CUDA tensors only")
+
+    def make_cuda_backend(gloo: Any) -> Any:
+        return gloo if name == "gloo" else _make_nccl(options, nccl_options)
+
+    has_cuda = name == "gloo" or (name is not None and dist.is_nccl_available() and torch.cuda.is_available())
+    size = options.group_size
+    return SharedMemoryProcessGroup(
+        options.store,
+        options.group_rank,
+        size,
+        options.global_ranks_in_group or range(size),
+        options.timeout,
+        make_cuda_backend if has_cuda else None,
+    )
+
+
+def _make_nccl(options: Any, nccl_options: Any) -> Any:
+    """As torch makes it."""
+    chosen = nccl_options or dist.ProcessGroupNCCL.Options()
+    chosen._timeout = options.timeout
+    default = c10d._world.default_pg
+    if default is not None and default.bound_device_id and options.global_ranks_in_group:
+        source = c10d._get_split_source(default)
+        if source is not None:
+            chosen.split_from = source
+            chosen.split_color = c10d._process_group_color(options.global_ranks_in_group)
+    chosen.global_ranks_in_group = options.global_ranks_in_group
+    chosen.group_name = options.group_id
+    store = dist.PrefixStore("nccl/", options.store)
+    backend = dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, chosen)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Threads must not come back from a wait while the interpreter ends."""
+    for group in list(_groups):
+        group._leave("this process ends")
+
+
+def register() -> None:
+    """Let torch know the backend."""
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])

@@ -1,0 +1,267 @@
+"""Collectives of one process group in flight, as ``torch.distributed`` has them: work objects and futures.
+
+[Note: who runs a collective]
+    Collectives of a group run one after the other, in the order of the calls. A call begins its collective at once, as
+    far as that needs no waiting, so what this rank has to send is on its way. The rest is run by whoever waits, in its
+    own thread: that costs no switch between threads. What nobody waits for is run by a thread of the group: at once
+    where a future or ``is_completed`` asks for it, and else a few milliseconds later, so that no other rank waits for
+    one that has gone on to something else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .work import Work
+
+_GRACE = 5e-3  # seconds that the thread leaves to those that wait by themselves
+_NO_LIMIT = datetime.timedelta(0)
+
+
+class CollectiveWork(dist.Work):
+    """A collective in flight.
+
+    Args:
+        progress: of the process group.
+        begin: called once; sends what can be sent, and returns what is to be waited for.
+        outputs: the result.
+        finish: called once, after that.
+        in_inference: whether tensors are those of ``torch.inference_mode``, which can be written in it alone.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        begin: Callable[[], Work],
+        outputs: list[Any],
+        finish: Callable[[], None] | None = None,
+        in_inference: bool = False,
+    ) -> None:
+        super().__init__()
+        self._progress, self._outputs = progress, outputs
+        self._begin: Callable[[], Work] | None = begin
+        self._finish = finish
+        self._in_inference = in_inference
+        self._begun: Work | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._error: Exception | None = None
+        self._concluded = False
+        self.done = False
+        self.limit = 0.0  # seconds that a wait may take; 0: as long as the group says
+        self.number = 0  # in the order of the calls
+        self.posted = 0.0
+
+    # --- what torch calls -------------------------------------------------------------------------
+
+    def wait(self, timeout: datetime.timedelta = _NO_LIMIT) -> bool:
+        """Run everything up to this one, and raise what has gone wrong in it."""
+        if not self.done:
+            self._progress.run_until(self, timeout.total_seconds() if timeout else 0.0)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._progress.posting:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._concluded:
+                    self._settle(self._future)
+        self._progress.want(self)
+        return self._future
+
+    def is_completed(self) -> bool:
+        if not self.done:
+            self._progress.want(self)
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done and self._error is None
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+    def result(self) -> list[Any]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
+
+    # --- what the progress calls ------------------------------------------------------------------
+
+    def begin(self) -> None:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            try:
+                self._begun = begin()
+            except Exception as error:
+                self._error = error
+
+    def run(self) -> None:
+        """Wait for it. It is done after that, unless the wait is interrupted."""
+        self.begin()
+        if self._error is None:
+            try:
+                if self._in_inference:
+                    with torch.inference_mode():
+                        self._complete()
+                else:
+                    self._complete()
+            except Exception as error:
+                self._error = error
+        self._begun = self._finish = None  # and what they hold
+        self.done = True
+
+    def _complete(self) -> None:
+        assert self._begun is not None
+        self._begun.wait()
+        if self._finish is not None:
+            self._finish()
+
+    def conclude(self) -> None:
+        """Tell those that have asked for a future."""
+        with self._progress.posting:
+            self._concluded, future = True, self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._outputs)
+        else:
+            future.set_exception(self._error)
+
+
+class Progress:
+    """Runs the collectives of one process group.
+
+    Attributes:
+        limit: seconds that the wait in progress may take; 0: as long as the group says.
+        posting: a lock for a moment.
+    """
+
+    def __init__(self) -> None:
+        self.limit = 0.0
+        self.posting = threading.Lock()
+        self._running = threading.Lock()
+        self._queue: deque[CollectiveWork] = deque()
+        self._to_begin: deque[CollectiveWork] = deque()
+        self._number = self._wanted = 0
+        self._thread: threading.Thread | None = None
+        self._news = threading.Event()
+        self._rests = False  # the thread has nothing to do
+        self._stopped = False
+        weakref.finalize(self, self._news.set)
+
+    def post(self, work: CollectiveWork) -> CollectiveWork:
+        """Add a collective to the queue and begin it, if no other one is being run."""
+        with self.posting:
+            self._number += 1
+            work.number = self._number
+            self._queue.append(work)
+            self._to_begin.append(work)
+        self._begin_all()
+        return work
+
+    def leave(self, work: CollectiveWork) -> CollectiveWork:
+        """The caller does not wait for ``work`` now."""
+        work.posted = time.monotonic()
+        self._need_thread()
+        if self._rests:
+            self._news.set()
+        return work
+
+    def want(self, work: CollectiveWork) -> None:
+        """Let the thread run everything up to ``work``."""
+        if work.done:
+            return
+        self._wanted = max(self._wanted, work.number)
+        self._need_thread()
+        self._news.set()
+
+    def run_until(self, work: CollectiveWork, limit: float = 0.0) -> None:
+        """Run everything up to ``work``, or wait for another thread that does."""
+        while not work.done:
+            self._run_first(work.number, limit)
+
+    def stop(self) -> None:
+        """End the thread, when what it waits for has been made to end."""
+        self._stopped = True
+        self._news.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _begin_all(self) -> None:
+        # Looked at again after the lock is free: another thread may have added one meanwhile.
+        while self._to_begin and self._running.acquire(blocking=False):
+            try:
+                self._begin_in_order()
+            finally:
+                self._running.release()
+
+    def _begin_in_order(self) -> None:
+        while self._to_begin:
+            self._to_begin.popleft().begin()
+
+    def _run_first(self, last: int, limit: float = 0.0) -> None:
+        """Run the first collective in the queue, if it is not later than number ``last``."""
+        with self._running:
+            self._begin_in_order()
+            if not self._queue or self._queue[0].number > last:
+                return
+            work = self._queue[0]
+            self.limit = limit or work.limit
+            work.run()
+            self._queue.popleft()
+        work.conclude()
+        if self._to_begin:
+            self._begin_all()
+
+    def _need_thread(self) -> None:
+        if self._thread is None and not self._stopped:
+            self._thread = threading.Thread(target=_run_in_thread, args=(weakref.ref(self),), daemon=True)
+            self._thread.name = "bmt_progress"
+            self._thread.start()
+
+    def _next(self) -> float | None:
+        """Run what is to be run in the thread; returns seconds until it may have to do something; None: for ever."""
+        try:
+            first = self._queue[0]
+        except IndexError:
+            return None
+        if first.number > self._wanted:
+            delay = first.posted + _GRACE - time.monotonic() if first.posted else _GRACE
+            if delay > 0:
+                return delay
+        self._run_first(first.number)
+        return 0.0
+
+
+def _run_in_thread(reference: weakref.ref[Progress]) -> None:
+    while (progress := reference()) is not None and not progress._stopped:
+        delay = progress._next()
+        if delay == 0.0:
+            continue
+        if delay is None:
+            progress._rests = True
+            if progress._queue:  # posted before it was known that this rests
+                progress._rests = False
+                continue
+        news = progress._news
+        del progress
+        news.wait(delay)
+        news.clear()  # before looking at what has changed
+        if (progress := reference()) is not None:
+            progress._rests = False

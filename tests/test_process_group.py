@@ -1,0 +1,412 @@
+"""The backend "bmt" of torch.distributed against gloo: every collective, and what stands on them."""
+
+import contextlib
+import copy
+import datetime
+import itertools
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import bmt_comm
+import bmt_comm.shared_memory
+from bmt_comm._compat import all_gather_single, reduce_scatter_single
+
+OPS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int64, torch.int32, torch.int8, torch.uint8]
+SIZES = [1, 6, 300_000]  # the last one, in four bytes, in several pieces
+
+
+@contextlib.contextmanager
+def job(seconds=30.0):
+    """The default process group on shared memory, and one of gloo."""
+    dist.init_process_group("bmt", timeout=datetime.timedelta(seconds=seconds))
+    try:
+        assert dist.group.WORLD.shares_memory
+        yield dist.group.WORLD, dist.new_group(backend="gloo")
+    finally:
+        dist.destroy_process_group()
+
+
+def tensors(count, numel, dtype, rank):
+    """This rank's: small integers, of which every dtype holds sums and products."""
+    generator = torch.Generator().manual_seed(97 * rank + numel)
+    high = 2 if dtype == torch.bool else 5
+    return list(torch.randint(0, high, (count, numel), generator=generator).to(dtype))
+
+
+def reductions():
+    for op, dtype in itertools.product(OPS, [*FLOATS, *INTEGERS]):
+        if dtype not in FLOATS or op not in ("BAND", "BOR", "BXOR"):
+            yield getattr(dist.ReduceOp, op), dtype
+
+
+def collectives(size, rank):
+    """Each collective: its name, and a function of group and async_op that returns a work and what it has written."""
+
+    for numel in SIZES:
+        for op, dtype in reductions():
+            if numel == SIZES[-1] and dtype not in (torch.float32, torch.uint8):
+                continue
+            (x,) = tensors(1, numel, dtype, rank)
+            many = tensors(size, numel, dtype, rank)
+
+            def all_reduce(group, async_op, x=x, op=op):
+                y = x.clone()
+                return dist.all_reduce(y, op, group, async_op), [y]
+
+            def reduce(group, async_op, x=x, op=op):
+                y = x.clone()
+                return dist.reduce(y, 1, op, group, async_op), [y] if rank == 1 else []
+
+            def reduce_scatter(group, async_op, many=many, op=op):
+                y = torch.empty_like(many[0])
+                return dist.reduce_scatter(y, many, op, group, async_op), [y]
+
+            def reduce_scatter_of_one(group, async_op, many=many, op=op):
+                y = torch.empty_like(many[0])
+                return reduce_scatter_single(y, torch.cat(many), op, group, async_op), [y]
+
+            for function in (all_reduce, reduce, reduce_scatter, reduce_scatter_of_one):
+                yield (f"{function.__name__} {op} {dtype} {numel}", function)
+
+        for dtype in [*FLOATS, *INTEGERS, torch.bool]:
+            many = tensors(size, numel, dtype, rank)
+            x = many[0]
+
+            def broadcast(group, async_op, x=x):
+                y = x.clone()
+                return dist.broadcast(y, size - 1, group, async_op), [y]
+
+            def all_gather(group, async_op, x=x):
+                ys = [torch.empty_like(x) for _ in range(size)]
+                return dist.all_gather(ys, x, group, async_op), ys
+
+            def all_gather_of_one(group, async_op, x=x):
+                y = x.new_empty(size * len(x))
+                return all_gather_single(y, x, group, async_op), [y]
+
+            def gather(group, async_op, x=x):
+                ys = [torch.empty_like(x) for _ in range(size)] if rank == 1 else None
+                return dist.gather(x, ys, 1, group, async_op), ys or []
+
+            def scatter(group, async_op, many=many):
+                y = torch.empty_like(many[0])
+                return dist.scatter(y, many if rank == 1 else None, 1, group, async_op), [y]
+
+            def all_to_all_single(group, async_op, many=many):
+                y = torch.empty_like(torch.cat(many))
+                return dist.all_to_all_single(y, torch.cat(many), None, None, group, async_op), [y]
+
+            def uneven_all_to_all_single(group, async_op, many=many):  # rank r sends r + q + 1 rows to rank q
+                splits = [rank + other + 1 for other in range(size)]
+                x = torch.cat(many)[:1].expand(sum(splits), 3).contiguous() if many[0].numel() else None
+                y = torch.empty_like(x)
+                return dist.all_to_all_single(y, x, splits, splits, group, async_op), [y]
+
+            functions = (broadcast, all_gather, all_gather_of_one, gather, scatter)
+            for function in (*functions, all_to_all_single, uneven_all_to_all_single):
+                yield (f"{function.__name__} {dtype} {numel}", function)
+
+
+@pytest.mark.ranks(2, 3, init=False)
+def test_collectives_do_what_those_of_gloo_do():
+    with job() as (ours, gloo):
+        size, rank = dist.get_world_size(), dist.get_rank()
+        pending = []
+        for number, (name, call) in enumerate(collectives(size, rank)):
+            _, wanted = call(gloo, False)
+            work, found = call(ours, number % 2 == 1)
+            pending.append((name, work, found, wanted))
+            if number % 7:
+                continue
+            # Several in flight; waited for in an order of this rank's own, as works or as futures.
+            for name, work, found, wanted in pending[:: 1 if rank else -1]:
+                if work is not None and number % 3:
+                    work.wait()
+                    assert work.is_completed()
+                elif work is not None:
+                    work.get_future().wait()
+                for mine, theirs in zip(found, wanted, strict=True):
+                    assert torch.equal(mine, theirs), name
+            pending = []
+
+
+@pytest.mark.ranks(2, init=False)
+def test_tensors_of_any_strides_and_kind():
+    with job() as (ours, _):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        x = torch.arange(12.0).view(3, 4).t()[::2] + rank  # not contiguous
+        y = x.clone()
+        strided = torch.zeros(4, 3).t()[:2].t()[::2]
+        strided.copy_(x[:, :2])
+        dist.all_reduce(strided)
+        assert torch.equal(strided, 2 * x[:, :2] + (1 - 2 * rank))
+        out = torch.empty(3, 4).t()
+        assert not out.is_contiguous()
+        all_gather_single(out, x)
+        assert torch.equal(out, torch.cat([x + r - rank for r in range(size)]))
+        weight = nn.Parameter(torch.full((3,), 1.0 + rank))
+        saved = (weight * weight).sum()
+        dist.broadcast(weight, 1)  # not a change that autograd minds
+        saved.backward()
+        assert weight.tolist() == [2.0] * 3
+        with torch.inference_mode():
+            y = torch.ones(4)
+            work = dist.all_reduce(y, async_op=True)
+        work.wait()
+        assert y.tolist() == [2.0] * 4
+        z = torch.full((2,), complex(rank, 1))
+        dist.all_reduce(z)
+        assert z.tolist() == [1 + 2j] * 2
+        sparse = torch.eye(3).to_sparse() * (1 + rank)
+        dist.all_reduce(sparse)
+        assert torch.equal(sparse.to_dense(), 3 * torch.eye(3))
+        empty = torch.empty(0)
+        dist.all_reduce(empty)
+        # Objects, single messages, barriers, other groups.
+        objects = [None] * size
+        dist.all_gather_object(objects, {"rank": rank})
+        assert objects == [{"rank": r} for r in range(size)]
+        box = [rank]
+        dist.broadcast_object_list(box, 1)
+        assert box == [1]
+        message = torch.full((2,), float(rank))
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, message, 1 - rank), dist.P2POp(dist.irecv, y[:2], 1 - rank)]
+        )
+        for work in works:
+            work.wait()
+        assert y.tolist()[:2] == [1.0 - rank] * 2
+        if rank == 0:
+            dist.send(message, 1, tag=5)
+        else:
+            assert dist.recv(message, tag=5) == 0  # from any
+        dist.barrier()
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        dist.all_reduce(message, group=alone)
+        with dist._coalescing_manager(group=ours, async_ops=True) as manager:
+            a, b = torch.ones(3), torch.ones(2)
+            dist.all_reduce(a)
+            dist.all_reduce(b)
+        manager.wait()
+        assert a.tolist() + b.tolist() == [2.0] * 5
+        with pytest.raises((ValueError, RuntimeError)):
+            dist.all_gather([torch.empty(3)] * size, torch.empty(4))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, tokens):
+        self.steps += 1
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def trained(wrap, rank, steps=3):
+    torch.manual_seed(3 + rank)
+    model = wrap(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randint(11, (4, 5)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+    return model, losses, whole
+
+
+@pytest.mark.ranks(2, init=False)
+def test_ddp_fsdp2_dtensor_and_dcp_give_the_same_bits_as_over_gloo(tmp_path):
+    with job() as groups:
+        rank = dist.get_rank()
+
+        def fsdp(group, model):
+            dist.broadcast_object_list([None], 0, group=group)
+            for parameter in model.parameters():
+                dist.broadcast(parameter, 0, group=group)
+            mesh = DeviceMesh.from_group(group, "cpu")
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh)
+            return fully_shard(model, mesh=mesh)
+
+        found = {}
+        for name, group in zip(("bmt", "gloo"), groups, strict=True):
+            found["DDP", name] = trained(lambda model: DistributedDataParallel(model, process_group=group), rank)  # noqa: B023
+            found["FSDP2", name] = trained(lambda model: fsdp(group, model), rank)  # noqa: B023
+            mesh = DeviceMesh.from_group(group, "cpu")
+            torch.manual_seed(1)
+            x = distribute_tensor(torch.randn(5, 6), mesh, [Shard(0)])
+            y = distribute_tensor(torch.randn(6, 3), mesh, [Shard(1)])
+            z = (x.redistribute(placements=[Shard(1)]) @ y.redistribute(placements=[Shard(0)])).relu()
+            found["DTensor", name] = None, [z.full_tensor().sum().item()], [z.full_tensor(), (x @ y).full_tensor()]
+            partial = DTensor.from_local(torch.ones(3) * rank, mesh, [Partial()])
+            found["DTensor", name][2].append(partial.redistribute(placements=[Shard(0)]).full_tensor())
+        for what in ("DDP", "FSDP2", "DTensor"):
+            ours, theirs = found[what, "bmt"], found[what, "gloo"]
+            assert ours[1] == theirs[1], what
+            for mine, other in zip(ours[2], theirs[2], strict=True):
+                assert torch.equal(mine, other), what
+        model = found["FSDP2", "bmt"][0]
+        state = {"model": model.state_dict()}
+        dcp.save(state, checkpoint_id=tmp_path)
+        changed = copy.deepcopy(model.state_dict())
+        for value in changed.values():
+            value.zero_()
+        loaded = {"model": changed}
+        dcp.load(loaded, checkpoint_id=tmp_path)
+        for name, value in model.state_dict().items():
+            assert torch.equal(_local(loaded["model"][name]), _local(value)), name
+
+
+def _local(value):
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.ranks(4, init=False)
+def test_groups_of_a_device_mesh_share_memory():
+    with job():
+        rank = dist.get_rank()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        for name, wanted in (("a", [rank % 2, rank % 2 + 2]), ("b", [rank // 2 * 2, rank // 2 * 2 + 1])):
+            group = mesh.get_group(name)
+            assert group.shares_memory
+            x = torch.tensor([float(rank)])
+            dist.all_reduce(x, group=group)
+            assert x.item() == sum(wanted)
+
+
+@pytest.mark.ranks(2, init=False)
+def test_no_rank_waits_longer_than_the_timeout():
+    with job():
+        rank = dist.get_rank()
+        short = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
+        start = time.monotonic()
+        if rank == 0:  # the other one has had an exception, and does not come
+            with pytest.raises(RuntimeError, match=r"rank 1 has not sent or received a message for 0\.5 seconds"):
+                dist.all_reduce(torch.ones(3), group=short)
+        else:
+            time.sleep(1.0)
+        assert time.monotonic() - start < 20
+        dist.barrier()
+        # Of different collectives, all ranks hear at once.
+        other = dist.new_group()
+        x = torch.ones(3)
+        with pytest.raises(RuntimeError, match="ranks call different operations"):
+            dist.all_reduce(x, group=other) if rank == 0 else dist.broadcast(x, 0, group=other)
+        assert time.monotonic() - start < 20
+        dist.barrier()
+        # A wait may be shorter than the group's.
+        late = dist.new_group()
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"for 0\.3 seconds"):
+                dist.all_reduce(x, group=late, async_op=True).wait(datetime.timedelta(seconds=0.3))
+        dist.barrier()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_what_is_not_waited_for_goes_on_and_keeps_no_rank_waiting():
+    with job():
+        rank = dist.get_rank()
+        x = torch.ones(1 << 19)
+        if rank == 0:  # its wait comes after the other's
+            work = dist.all_reduce(x, async_op=True)
+            dist.recv(torch.empty(1), 1)
+            work.wait()
+        else:
+            dist.all_reduce(x)
+            dist.send(torch.empty(1), 0)
+        assert x[::100_000].tolist() == [2.0] * 6
+        seen = []
+        future = dist.all_reduce(x, async_op=True).get_future()
+        future = future.then(lambda done: seen.append(done.value()[0][0].item()))
+        future.wait()
+        assert seen == [4.0]
+        work = dist.all_reduce(x, async_op=True)
+        while not work.is_completed():
+            time.sleep(1e-3)
+        assert x[0].item() == 8.0
+
+
+@pytest.mark.ranks(2, init=False)
+def test_communicators_on_such_a_group_share_memory_by_themselves():
+    with job() as (ours, _):
+        context = bmt_comm.init_distributed(device="cpu")
+        assert context.world.group is ours
+        assert context.world.share_memory()
+        x = torch.full((4,), 1.0 + context.rank)
+        context.world.all_reduce(x)
+        dist.all_reduce(x)
+        assert x.tolist() == [6.0] * 4
+        bmt_comm.shutdown()
+    context = bmt_comm.init_distributed(backend="bmt")
+    assert dist.group.WORLD.shares_memory
+    assert context.world.share_memory()
+    bmt_comm.shutdown()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_ranks_that_cannot_share_memory_use_gloo():
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(bmt_comm.shared_memory, "_create", lambda *_: (None, 0))
+        dist.init_process_group("cpu:bmt")
+    assert not dist.group.WORLD.shares_memory
+    for number, (name, call) in enumerate(itertools.islice(collectives(2, dist.get_rank()), 40)):
+        work, _ = call(dist.group.WORLD, number % 2 == 1)
+        assert work is None or work.wait(), name
+    x = torch.full((3,), 1.0 + dist.get_rank())
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    assert x.tolist() == [2.0] * 3
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_process_may_end_while_collectives_are_under_way(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, torch, bmt_comm, torch.distributed as dist\n"
+        "dist.init_process_group('bmt')\n"
+        "x = torch.ones(1 << 19)\n"
+        "work = dist.all_reduce(x, async_op=True)\n"
+        "if dist.get_rank() == 0:\n"
+        "    work.get_future()\n"
+        "    again = dist.all_reduce(x, async_op=True).get_future()\n"
+        "work.wait()\n"
+        "print(x[0].item(), flush=True)\n"
+        "time.sleep(2 * dist.get_rank())\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:2] == ["2.0", "2.0"]
