@@ -171,3 +171,21 @@ def test_process_groups_of_one_name_and_other_ranks_do_not_meet(monkeypatch):
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(run, [(0, 1), (2, 3), (0, 1), (2, 3)], [0, 0, 1, 1]))
+
+
+def test_a_process_group_that_is_made_again_on_the_same_store(monkeypatch):
+    store = dist.HashStore()
+    own = Own()
+    monkeypatch.setattr(agreement, "_settings", own)
+
+    def run(rank):
+        own.store, own.timeout = store, 5.0
+        for turn in range(3):
+            group = Group("default")  # of the name that the destroyed one had
+            comm: Any = SimpleNamespace(group=group, rank=rank, size=2, ranks=(0, 1))
+            comm.wait_for = lambda work, name: work.wait()
+            for check in range(turn + 1):
+                check_agreement(comm, f"turn {turn}, check {check}", [])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))

@@ -118,13 +118,16 @@ class _Check:
         base = _settings.store or dist.distributed_c10d._get_default_store()
         # Process groups of other ranks may have the same name.
         ranks = hashlib.sha256(str(comm.ranks).encode()).hexdigest()[:16]
-        self._store = dist.PrefixStore(f"bmt_comm/agreement/{comm.group.group_name}/{ranks}", base)
+        store = dist.PrefixStore(f"bmt_comm/agreement/{comm.group.group_name}/{ranks}", base)
+        if comm.group not in _last:  # a group that was destroyed may have had the name, the ranks and the store
+            _last[comm.group] = store.add(f"groups/{comm.rank}", 1), 0, []
+        group, number, self._before = _last[comm.group]
+        self._store = dist.PrefixStore(str(group), store)
         self._rank, self._size, self._ranks = comm.rank, comm.size, comm.ranks
         self._what, self._brought = what, json.dumps([what, list(facts)])
-        number, self._before = _last.get(comm.group, (0, []))
         self._key = str(number + 1)
         self._keys = [f"{self._key}/came"]
-        _last[comm.group] = number + 1, self._keys
+        _last[comm.group] = group, number + 1, self._keys
         self.differs: tuple[str, str, int] | None = None
 
     def wait(self) -> None:
@@ -187,8 +190,8 @@ class _Check:
         self.differs = reference, read_soon(self._store, second, self._stop_late), other
 
 
-_last: WeakKeyDictionary[dist.ProcessGroup, tuple[int, list[str]]] = WeakKeyDictionary()
-"""The number of the last check of each process group, and its keys."""
+_last: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int, list[str]]] = WeakKeyDictionary()
+"""How many process groups have had this one's name, ranks and store, the number of its last check, and its keys."""
 
 
 def _raise_difference(comm: Communicator, first: str, second: str, other: int) -> None:
