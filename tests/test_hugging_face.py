@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import bmt_zero
+from bmtrain.planning import DEVICES, Job, Settings, estimate, load_model
 
 VOCABULARY = 37
 
@@ -278,3 +279,13 @@ def test_a_vocabulary_that_is_resized_after_wrapping_is_refused_by_name(kind: st
     model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
     with pytest.raises(RuntimeError, match=RESIZED[kind]):
         model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def test_a_configuration_is_planned(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4}
+    LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64).save_pretrained(tmp_path)
+    llama = load_model(str(tmp_path))
+    assert llama.depth == 5
+    job = Job(4, 1e9, 2, 16, torch.float32, DEVICES["cpu"])
+    for settings in (Settings(), Settings(zero=2, tp=2, checkpoint=False)):
+        assert estimate(llama, job, settings).peak.total > 0

@@ -25,6 +25,7 @@ from .loss_scale import (
     scale_of,
     use_scaler,
 )
+from .planned import PlannedCommunicator, planned_context
 from .printing import print_block, print_dict, print_rank, see_memory
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
 from .slice import (
@@ -57,6 +58,7 @@ __all__ = [
     "DisagreementError",
     "LossScaler",
     "ParallelContext",
+    "PlannedCommunicator",
     "RankFailureError",
     "Slice",
     "StateRecord",
@@ -90,6 +92,7 @@ __all__ = [
     "note_place",
     "note_scale",
     "note_step",
+    "planned_context",
     "print_block",
     "print_dict",
     "print_rank",

@@ -132,6 +132,9 @@ class Communicator:
             memory; see ``bmt_tp.enable_symmetric_memory``.
     """
 
+    is_planned = False
+    """Whether the other ranks do not exist; see ``planned_context``."""
+
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> None:
         self.group = group
         if group is None:

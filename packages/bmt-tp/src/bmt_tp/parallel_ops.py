@@ -401,7 +401,7 @@ def _reduced_product(x: Tensor, weight: Tensor, comm: Communicator, chunks: int)
 def _autocast(x: Tensor) -> Tensor:
     """``x`` in the dtype in which autocast, which leaves float64 alone, will have it multiplied: that should travel."""
     kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))
 

@@ -514,7 +514,7 @@ class UseAgreement:
                 for comm in communicators:
                     comm.all_reduce(used, "max", label="the parameters that ranks have used")
                 # Where nothing is unknown, the host does not wait for the device.
-                if any(reducer.awaits_others(flags[reducer]) for reducer in members):
+                if not used.is_meta and any(reducer.awaits_others(flags[reducer]) for reducer in members):
                     told = iter(used.tolist())
                     flags = {reducer: [bool(next(told)) for _ in each] for reducer, each in flags.items()}
             answers.update(flags)

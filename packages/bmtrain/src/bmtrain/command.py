@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from . import checkpoint_commands
+from . import checkpoint_commands, plan_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return checkpoint_commands.run_convert(options)
     elif options.command == "checkpoint":
         return checkpoint_commands.run_checkpoint(options)
+    elif options.command == "plan":
+        return plan_command.run(options)
     elif options.command == "doctor":
         from .doctor import diagnose
 
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="bmtrain", description="Look at an installation of bmtrain, and at checkpoints."
+        prog="bmtrain", description="Plan training jobs; look at an installation of bmtrain, and at checkpoints."
     )
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser(
@@ -58,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (info, doctor):
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
     checkpoint_commands.add_parsers(commands)
+    plan_command.add_parser(commands)
     # Its arguments, --help included, are those of bmt_comm.benchmark.
     commands.add_parser(
         "benchmark",

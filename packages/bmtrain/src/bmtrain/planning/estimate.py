@@ -1,0 +1,179 @@
+"""What a job with certain settings needs: memory, bytes sent and time per step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from .live_memory import Memory
+from .models import PlannedModel
+from .pipeline import Held, held
+from .settings import Job, Settings
+from .trace import PHASES, Trace, trace_step
+
+EMBEDDING, FORWARD, HEAD, BACKWARD, EMBEDDING_BACKWARD = PHASES
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One rank of a job, that which needs most.
+
+    Attributes:
+        settings: what the script chooses.
+        peak: the memory when the rank holds most.
+        phase: of the step, in which that is.
+        host: bytes of optimizer state in the host's memory.
+        sent: bytes that the rank sends in a step, by what links them: "data", "tensor" or "pipe".
+        bubble: share of the pipeline's time that ranks wait.
+        compute: seconds of computation.
+        seconds: of a step.
+        tokens_per_second: of all devices together.
+        mfu: model FLOPs utilization: floating-point operations without recomputation, as a share of what the devices
+            could do.
+    """
+
+    settings: Settings
+    peak: Memory
+    phase: str
+    host: float
+    sent: dict[str, float]
+    bubble: float
+    compute: float
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+
+    def fits(self, job: Job) -> bool:
+        return self.peak.total <= job.device_memory
+
+
+def estimate(model: PlannedModel, job: Job, settings: Settings) -> Estimate:
+    """What a rank needs.
+
+    Raises:
+        ValueError: the sizes do not divide the ranks, layers or heads.
+    """
+    whole = _pipelined(model, job, settings) if settings.pipe > 1 else _single_stage(model, job, settings)
+    peaks, sent, compute, bubble, shards = whole
+    device_state, host_state = settings.state_bytes(job)
+    phase = max(peaks, key=lambda name: peaks[name].total)
+    peak = replace(peaks[phase], state=shards * device_state)
+    seconds = _step_seconds(job, settings, sent, compute, bubble, shards)
+    tokens = job.world_size * job.batch * job.sequence
+    limit = job.device.flops if job.is_half else job.device.fp32_flops
+    useful = 6 * model.parameters * tokens
+    return Estimate(
+        settings,
+        peak,
+        phase,
+        shards * host_state,
+        sent,
+        bubble,
+        compute,
+        seconds,
+        tokens / seconds,
+        useful / (seconds * job.world_size * limit),
+    )
+
+
+_Parts = tuple[dict[str, Memory], dict[str, float], float, float, float]
+"""Peaks by phase, bytes sent, seconds of computation, bubble, and elements of this rank's shards."""
+
+
+def _single_stage(model: PlannedModel, job: Job, settings: Settings) -> _Parts:
+    trace = trace_step(model, job, settings, settings.micro_batch(job))
+    compute = sum(trace.seconds.values()) * settings.micro_batches
+    return trace.peaks, trace.traffic, compute, 0.0, trace.shards
+
+
+def _pipelined(model: PlannedModel, job: Job, settings: Settings) -> _Parts:
+    """A stage holds a part of the layers; the rest of the model runs data-parallel on all ranks.
+
+    One trace has the micro-batches that the stage computes, and one the batch of this rank outside of the pipeline.
+    """
+    if not model.uniform:
+        raise ValueError("a pipeline is planned for models with one list of equal layers")
+    chunks = settings.pipe * settings.interleave
+    if model.depth < chunks:
+        raise ValueError(f"{model.depth} layers are too few for {chunks} chunks of a pipeline")
+    if settings.micro_batches % settings.pipe:
+        raise ValueError(f"micro_batches={settings.micro_batches} is no multiple of the {settings.pipe} stages")
+    layers = math.ceil(model.depth / chunks) * settings.interleave
+    inside = trace_step(model, job, settings, settings.micro_batch(job), layers)
+    outside = trace_step(model, job, replace(settings, micro_batches=1), job.batch * settings.tp, layers)
+    recompute = settings.schedule == "recompute"
+    forward, backward = inside.seconds[FORWARD], inside.seconds[BACKWARD]
+    again = forward if recompute and not settings.checkpoint else 0.0
+    if recompute and settings.checkpoint:  # the trace's backward includes it, and the schedule does it apart
+        backward, again = backward - forward, forward
+    costs = [Fraction(max(seconds, 1e-9)).limit_denominator(10**9) for seconds in (forward, again or 1e-9, backward)]
+    plan = held(settings.schedule, settings.pipe, settings.micro_batches, settings.interleave, *costs)
+    # A layer's gradients are reduced while the next micro-batch is computed.
+    in_flight = model.layer_parameters * job.dtype.itemsize / settings.tp
+    peaks = _pipeline_peaks(inside, outside, settings, plan, in_flight)
+    parts = ("data", "tensor")
+    sent = {name: inside.traffic[name] for name in parts}
+    boundary = _saved(inside, EMBEDDING)
+    crossings = 2 * settings.interleave * settings.micro_batches
+    sent["pipe"] = crossings * boundary
+    sent["data"] *= settings.micro_batches if settings.zero == 3 else 1
+    sent["tensor"] *= settings.micro_batches
+    in_pipe = (forward + again + backward) * settings.micro_batches / (1 - plan.bubble)
+    around = sum(outside.seconds[name] for name in (EMBEDDING, HEAD, EMBEDDING_BACKWARD))
+    return peaks, sent, in_pipe + around, plan.bubble, inside.shards
+
+
+def _saved(trace: Trace, phase: str) -> float:
+    """What a phase leaves for backward."""
+    return trace.ends[phase].activations
+
+
+def _pipeline_peaks(
+    inside: Trace, outside: Trace, settings: Settings, plan: Held, in_flight: float
+) -> dict[str, Memory]:
+    """The phases' peaks on the rank that holds most; ``in_flight``: bytes that are being reduced."""
+    embedding = outside.ends[EMBEDDING].activations
+    boundary = inside.ends[EMBEDDING].activations
+    layers = inside.ends[FORWARD].activations - inside.ends[EMBEDDING].activations
+    chunk = layers / settings.interleave
+    temporary = {
+        name: inside.peaks[name].activations - inside.ends[end].activations
+        for name, end in ((FORWARD, EMBEDDING), (BACKWARD, HEAD))
+    }
+    kept = embedding + plan.inputs * boundary
+    share = settings.micro_batches // settings.pipe  # micro-batches whose output this rank has
+    if settings.schedule == "recompute":
+        head = outside.peaks[HEAD].activations - outside.ends[FORWARD].activations
+        in_head = kept + share * boundary + head
+        in_forward = kept + max(0.0, temporary[FORWARD] - layers) + share * boundary
+        # The gradients of the outputs, and of the inputs, are exchanged once for all micro-batches.
+        in_backward = kept + 3 * share * boundary + chunk + max(temporary[BACKWARD], 0.0) + in_flight
+    else:
+        head = inside.peaks[HEAD].activations - inside.ends[FORWARD].activations
+        in_forward = in_backward = kept + plan.activations * chunk + max(temporary[BACKWARD], 0.0) + in_flight
+        in_head = kept + plan.activations * chunk + head
+    return {
+        EMBEDDING: outside.peaks[EMBEDDING],
+        FORWARD: replace(inside.peaks[FORWARD], activations=in_forward),
+        HEAD: replace(inside.peaks[HEAD], activations=in_head),
+        BACKWARD: replace(inside.peaks[BACKWARD], activations=in_backward),
+        EMBEDDING_BACKWARD: outside.peaks[EMBEDDING_BACKWARD],
+    }
+
+
+def _step_seconds(
+    job: Job, settings: Settings, sent: dict[str, float], compute: float, bubble: float, shards: float
+) -> float:
+    """Computation, with the messages that overlap with it, then those that do not, and the optimizer.
+
+    Gathers and reductions of parameters overlap with computation, and so do messages between stages. Half of the
+    messages between tensor-parallel ranks do.
+    """
+    replicas = job.world_size // (settings.tp * settings.pipe)
+    data = sent["data"] / job.link(replicas, settings.tp)
+    pipe = sent.get("pipe", 0.0) / job.link(settings.pipe, job.world_size // settings.pipe)
+    tensor = sent["tensor"] / job.link(settings.tp)
+    device_state, host_state = settings.state_bytes(job)
+    optimizer = 2 * shards * device_state / job.device.memory + 2 * shards * 4 * bool(host_state) / job.device.host_link
+    return max(compute, data, pipe) + tensor / 2 + optimizer

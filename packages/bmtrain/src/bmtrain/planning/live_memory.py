@@ -1,0 +1,253 @@
+"""The memory that a computation on meta tensors would hold, operation by operation.
+
+[Note: what is counted]
+    Every storage that an operation returns counts from then on until its last tensor is dropped, as the caching
+    allocator of a device has it. The flat buffers of ``bmt_zero``, whose storage is released and filled again, are
+    asked for their size after each operation. What an operation needs only while it runs (the workspace of a matrix
+    product) does not count.
+
+    A model that looks at values (whether a mask is all true, for example) finds true and 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from bmt_zero.flat_parameter import FlatParameter
+
+_ATEN: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, by what they hold.
+
+    Attributes:
+        parameters: the shards.
+        gradients: ``.grad``, and what waits to be reduced at levels 0 and 1.
+        state: of the optimizer.
+        gathered: unsharded parameters.
+        activations: everything else: what is saved for backward, and temporary tensors.
+    """
+
+    parameters: float = 0
+    gradients: float = 0
+    state: float = 0
+    gathered: float = 0
+    activations: float = 0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+    def plus(self, other: Memory, times: float = 1) -> Memory:
+        """This and ``times`` the other."""
+        names = [each.name for each in fields(self)]
+        return Memory(**{name: getattr(self, name) + times * getattr(other, name) for name in names})
+
+
+@dataclass
+class Phase:
+    """What happened in one part of a step.
+
+    Attributes:
+        peak: when the phase held most.
+        end: when it ended.
+        operations: floating-point operations and bytes read and written, of each operation that computes.
+    """
+
+    peak: Memory = field(default_factory=Memory)
+    end: Memory = field(default_factory=Memory)
+    operations: list[tuple[float, float]] = field(default_factory=list)
+
+
+class LiveMemory(TorchDispatchMode):
+    """Within, the storages of tensors that operations return are counted; see [Note: what is counted].
+
+    Attributes:
+        phases: what happened, by the names given to :meth:`enter`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: dict[str, Phase] = {}
+        self._phase = Phase()
+        self._most = -1.0
+        self._bytes = 0
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._shards: dict[int, Any] = {}
+        self._gathered: dict[int, Any] = {}
+        self._params: list[Tensor] = []
+
+    def watch(self, flats: Iterable[FlatParameter]) -> None:
+        """Count the storages of these flat parameters apart."""
+        for flat in flats:
+            shard = flat.shard.untyped_storage()
+            self._shards[shard._cdata] = shard
+            gathered = flat.unsharded.untyped_storage()
+            if gathered._cdata not in self._shards:
+                self._gathered[gathered._cdata] = gathered
+            self._params += flat.params
+        for key in (*self._shards, *self._gathered):
+            self._drop(key)
+
+    def enter(self, name: str) -> None:
+        """A phase begins, and the one before ends."""
+        self._phase.end = self.now()
+        self._phase = self.phases.setdefault(name, Phase())
+        self._most = self._phase.peak.total
+
+    def now(self) -> Memory:
+        """What is held now."""
+        parameters, gathered = self._sizes()
+        storages = [param.grad.untyped_storage() for param in self._params if param.grad is not None]
+        gradients = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        return Memory(parameters, gradients, 0, gathered, self._bytes - gradients)
+
+    def _sizes(self) -> tuple[int, int]:
+        return (
+            sum([storage.nbytes() for storage in self._shards.values()]),
+            sum([storage.nbytes() for storage in self._gathered.values()]),
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
+            return args[0].dtype is torch.bool or (1.0 if args[0].is_floating_point() else 1)
+        key = (func, _described(args), _described(tuple(kwargs.items())))
+        known = _results.get(key)
+        if known is not None:
+            made, cost = known
+            out = made()
+            self._track(out)
+        else:
+            out = func(*args, **kwargs)
+            is_new, cost = self._track(out), None
+            if is_new or func._schema.is_mutable:
+                cost = _cost(func, args, kwargs, out)
+            if is_new and not func._schema.is_mutable and _can_be_made_again(out):
+                _results[key] = _maker(out), cost
+        total = self._bytes + sum(self._sizes())
+        if total > self._most:
+            self._most, self._phase.peak = total, self.now()
+        if cost is not None:
+            self._phase.operations.append(cost)
+        return out
+
+    def _track(self, out: Any) -> bool:
+        """Count new storages; whether there are some."""
+        is_new = False
+        for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._alive or key in self._shards or key in self._gathered:
+                continue
+            is_new = True
+            self._alive[key] = weakref.ref(storage, functools.partial(self._ended, key)), storage.nbytes()
+            self._bytes += storage.nbytes()
+        return is_new
+
+    def _ended(self, key: int, _reference: object) -> None:
+        self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        self._bytes -= self._alive.pop(key, (None, 0))[1]
+
+
+# What operations on meta tensors return, by the operation and what it was given, and what it costs: torch computes that
+# in Python, and layers repeat each other.
+_results: dict[Any, tuple[Callable[[], Any], tuple[float, float] | None]] = {}
+
+
+def _described(value: Any) -> Any:
+    """What the result of an operation depends on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, (tuple, list)):
+        return tuple([_described(each) for each in value])
+    return type(value), value
+
+
+def _can_be_made_again(out: Any) -> bool:
+    outputs = out if isinstance(out, (tuple, list)) else (out,)
+    tensors = [x for x in outputs if isinstance(x, Tensor)]
+    storages = {x.untyped_storage()._cdata for x in tensors}
+    return len(storages) == len(outputs) and all(
+        x.is_meta and x.untyped_storage().nbytes() == x.nbytes and x.storage_offset() == 0 for x in tensors
+    )
+
+
+def _maker(out: Any) -> Callable[[], Any]:
+    """Makes tensors like these."""
+    if isinstance(out, Tensor):
+        shape, stride, dtype = out.shape, out.stride(), out.dtype
+        return lambda: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    makers = [_maker(x) for x in out]
+    return lambda: tuple([make() for make in makers])
+
+
+def _cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[float, float]:
+    """Floating-point operations, and bytes read and written."""
+    moved = sum(x.nbytes for x in tree_iter((args, kwargs, out)) if isinstance(x, Tensor))
+    count: Any = flop_registry.get(func._overloadpacket) or _FLOPS.get(func._overloadpacket)
+    return float(count(*args, **kwargs, out_val=out) if count is not None else 0), float(moved)
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+_FLOPS = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+@contextlib.contextmanager
+def flash_attention() -> Iterator[None]:
+    """Within, scaled dot-product attention is flash attention, as on devices; that of meta tensors keeps the scores.
+
+    The function is replaced in ``torch.nn.functional``: modes for functions are off while backward computes again.
+    """
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _flash
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    if key.shape[1] != query.shape[1]:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    flash = _ATEN._scaled_dot_product_flash_attention_for_cpu
+    return flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]

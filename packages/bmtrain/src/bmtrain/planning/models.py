@@ -1,0 +1,157 @@
+"""What ``MODEL`` names: a model on the meta device, its layers, and a batch for it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bmt_zero.repeated_layers import find_layers
+
+from .gpt import GPT, PRESETS
+
+Batch = Callable[[int, int], "tuple[tuple[Any, ...], dict[str, Any]]"]
+
+
+@dataclass
+class PlannedModel:
+    """A model on the meta device.
+
+    Attributes:
+        name: of the model.
+        module: the model.
+        sequence: tokens of a sequence, where nobody says otherwise.
+        batch: makes the arguments of ``module`` for so many sequences of so many tokens, on the meta device.
+        depth: the number of its repeated layers.
+        parameters: how many numbers are trained.
+        layers: where they are: the container, and how many it has.
+        uniform: whether all layers are equal and in one container.
+        layer_parameters: how many numbers of the largest layer are trained.
+        tp_plan: how the model is divided over tensor-parallel ranks.
+    """
+
+    name: str
+    module: nn.Module
+    sequence: int
+    batch: Batch
+    depth: int = 0
+    parameters: int = 0
+    layers: list[tuple[str, int]] = field(default_factory=list)
+    uniform: bool = False
+    layer_parameters: int = 0
+    tp_plan: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        self.parameters = sum(p.numel() for p in self.module.parameters())
+        self.tp_plan = self.tp_plan or getattr(self.module, "tp_plan", None)
+        found = find_layers(self.module)
+        names = {module: name for name, module in self.module.named_modules()}
+        containers: dict[str, list[nn.Module]] = {}
+        for layer in found:
+            containers.setdefault(names[layer].rpartition(".")[0], []).append(layer)
+        self.depth = len(found)
+        self.layers = [(path, len(members)) for path, members in containers.items()]
+        self.uniform = len(containers) == 1 and _are_alike(list(found))
+        self.layer_parameters = max((sum(p.numel() for p in layer.parameters()) for layer in found), default=0)
+
+    def at_depth(self, depth: int) -> nn.Module:
+        """A copy of the model with its first ``depth`` layers."""
+        if depth < self.depth:
+            [(path, _)] = self.layers
+            container: Any = self.module.get_submodule(path)
+            kept = dict(container._modules)
+            container._modules = dict(list(kept.items())[:depth])
+            try:
+                return copy.deepcopy(self.module)
+            finally:
+                container._modules = kept
+        return copy.deepcopy(self.module)
+
+
+def _are_alike(layers: list[nn.Module]) -> bool:
+    facts = [[(name, p.shape, p.dtype) for name, p in layer.named_parameters()] for layer in layers]
+    return all(each == facts[0] for each in facts) and len({type(layer) for layer in layers}) == 1
+
+
+def loss_of(output: Any, *_: Any) -> Tensor:
+    """The scalar to differentiate: a model's loss, or the cross entropy of its scores."""
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = output[0] if isinstance(output, (tuple, list)) else getattr(output, "logits", output)
+    if not isinstance(loss, Tensor):
+        raise ValueError(f"the model returned a {type(output).__name__} without a loss or logits")
+    if loss.dim() == 0:
+        return loss
+    scores = loss.flatten(0, -2)
+    return F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long, device=scores.device))
+
+
+def load_model(name: str, materialize_scores: bool = False) -> PlannedModel:
+    """The model that ``name`` stands for; see ``bmtrain plan --help``.
+
+    Raises:
+        ValueError: nothing is called so, or it gives no model.
+        ImportError: a Hugging Face configuration needs ``transformers``, or a module cannot be imported.
+    """
+    if name in PRESETS:
+        sizes = PRESETS[name]
+        with torch.device("meta"):
+            module: nn.Module = GPT(sizes, materialize_scores=materialize_scores)
+        return PlannedModel(name, module, sizes.sequence, ids_and_labels)
+    if Path(name).exists():
+        return _hugging_face(name, materialize_scores)
+    module_name, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(
+            f"MODEL {name!r} is no preset ({', '.join(PRESETS)}), no file or folder with a Hugging Face configuration, "
+            "and not module:function"
+        )
+    sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module_name)
+    finally:
+        sys.path.remove("")
+    build = getattr(found, function, None)
+    if build is None:
+        raise ValueError(f"MODEL {name!r}: the module has no {function!r}")
+    with torch.device("meta"):
+        made = build()
+    module, batch = made if isinstance(made, tuple) else (made, _ids)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"MODEL {name!r} returned a {type(module).__name__}, not a module")
+    return PlannedModel(name, module, 1024, batch)
+
+
+def _hugging_face(path: str, materialize_scores: bool) -> PlannedModel:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    names = getattr(config, "architectures", None) or []
+    cls = getattr(transformers, names[0], None) if names else None
+    attention = "eager" if materialize_scores else "sdpa"
+    with torch.device("meta"):
+        if cls is not None:
+            module = cls._from_config(config, attn_implementation=attention)
+        else:
+            module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    module.config.use_cache = False
+    sequence = min(getattr(config, "max_position_embeddings", 1024) or 1024, 4096)
+    return PlannedModel(path, module, sequence, ids_and_labels)
+
+
+def _ids(batch: int, sequence: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.zeros(batch, sequence, dtype=torch.long, device="meta"),), {}
+
+
+def ids_and_labels(batch: int, sequence: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of models that take ``input_ids`` and ``labels``, both (B, S)."""
+    ids = torch.zeros(batch, sequence, dtype=torch.long, device="meta")
+    return (), {"input_ids": ids, "labels": torch.zeros_like(ids)}

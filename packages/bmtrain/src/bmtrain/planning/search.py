@@ -1,0 +1,118 @@
+"""Which settings fit, and which of them are fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .estimate import Estimate, estimate
+from .models import PlannedModel
+from .settings import Job, Settings
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a search chooses among; None: what is likely to serve.
+
+    Attributes:
+        zero: ZeRO levels.
+        tp, pipe: numbers of tensor-parallel ranks, and of stages.
+        micro_batches: numbers of micro-batches.
+        checkpoint: whether activations are computed again.
+        optimizers: names in ``OPTIMIZERS``.
+    """
+
+    zero: Sequence[int] = (2, 3)
+    tp: Sequence[int] | None = None
+    pipe: Sequence[int] | None = None
+    micro_batches: Sequence[int] | None = None
+    checkpoint: Sequence[bool] = (False, True)
+    optimizers: Sequence[str] = ("adam",)
+
+
+def search(model: PlannedModel, job: Job, choices: Choices = Choices()) -> list[Estimate]:
+    """Estimates of the settings that make sense: first those that fit, the fastest first; then the others, the smallest
+    first.
+
+    Lower ZeRO levels need more memory than the highest of ``choices``, and are tried only where that one fits.
+
+    Raises:
+        ValueError: no settings go together with the model and the ranks.
+    """
+    found: list[Estimate] = []
+    *lower, highest = sorted(set(choices.zero))
+    problem = None
+    for settings in _layouts(model, job, choices, highest):
+        try:
+            best = _largest_micro_batch(model, job, settings, choices.micro_batches)
+        except ValueError as error:
+            problem = error
+            continue
+        found.append(best)
+        for level in lower if best.fits(job) else ():
+            if _least(model, job, dataclasses.replace(settings, zero=level)) <= job.device_memory:
+                found.append(estimate(model, job, dataclasses.replace(best.settings, zero=level)))
+    if not found:
+        raise ValueError(f"no settings go together with {model.name} and {job.world_size} devices: {problem}")
+    return sorted(found, key=lambda each: (not each.fits(job), each.seconds if each.fits(job) else each.peak.total))
+
+
+def _largest_micro_batch(model: PlannedModel, job: Job, settings: Settings, counts: Sequence[int] | None) -> Estimate:
+    """The estimate with the fewest micro-batches that fit; or with the most, if none fit.
+
+    Memory grows linearly with the micro-batch, so two estimates tell which number to try.
+    """
+    candidates = counts or _micro_batches(job, settings)
+    few = estimate(model, job, dataclasses.replace(settings, micro_batches=candidates[0]))
+    if few.fits(job) or len(candidates) == 1:
+        return few
+    many = estimate(model, job, dataclasses.replace(settings, micro_batches=candidates[-1]))
+    if not many.fits(job):
+        return many
+    sizes = [dataclasses.replace(settings, micro_batches=count).micro_batch(job) for count in candidates]
+    slope = (few.peak.total - many.peak.total) / max(1, sizes[0] - sizes[-1])
+    for count, size in zip(candidates[1:-1], sizes[1:-1], strict=True):
+        if many.peak.total + slope * (size - sizes[-1]) <= job.device_memory:
+            between = estimate(model, job, dataclasses.replace(settings, micro_batches=count))
+            if between.fits(job):
+                return between
+    return many
+
+
+def _layouts(model: PlannedModel, job: Job, choices: Choices, zero: int) -> Iterator[Settings]:
+    """Settings that differ in all but the ZeRO level and the number of micro-batches."""
+    widths = [n for n in (1, 2, 4, 8) if n <= job.node_size and (n == 1 or model.tp_plan)]
+    depths = [n for n in (1, 2, 4) if n == 1 or (4 * n <= model.depth and model.uniform)]
+    for tp in choices.tp or widths:
+        for pipe in choices.pipe or depths:
+            if job.world_size % (tp * pipe) or (pipe > 1 and choices.pipe is None and tp not in (1, widths[-1])):
+                continue
+            for checkpoint in choices.checkpoint:
+                if pipe > 1 and not checkpoint and len(choices.checkpoint) > 1:
+                    continue  # stages are computed again in any case
+                for optimizer in choices.optimizers:
+                    settings = Settings(zero, tp, pipe, 1, "recompute", 1, checkpoint, optimizer)
+                    is_chosen = choices.tp is not None and choices.pipe is not None
+                    if is_chosen or _least(model, job, settings) <= job.device_memory:
+                        yield settings
+
+
+def _least(model: PlannedModel, job: Job, settings: Settings) -> float:
+    """Bytes that a rank cannot do without: of parameters, gradients and state."""
+    shared = settings.tp * settings.pipe
+    everyone = max(shared, job.world_size)
+    state = model.parameters * settings.state_bytes(job)[0]
+    each = model.parameters * job.dtype.itemsize
+    parameters = each / (everyone if settings.zero == 3 else shared)
+    gradients = each / (everyone if settings.zero >= 2 else shared)
+    return parameters + gradients + state / (shared if settings.zero == 0 else everyone)
+
+
+def _micro_batches(job: Job, settings: Settings) -> list[int]:
+    """Numbers of micro-batches, from few large ones to many small ones."""
+    if settings.pipe > 1:
+        sequences, pipe = job.batch * settings.tp * settings.pipe, settings.pipe
+        return [n for n in (4 * pipe, 8 * pipe, 16 * pipe) if n <= sequences] or [pipe]
+    sequences = job.batch * settings.tp
+    return [n for n in (1, 2, 4, 8, 16, 32, 64) if n < sequences] + [sequences]

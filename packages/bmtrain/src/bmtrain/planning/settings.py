@@ -1,0 +1,125 @@
+"""The job that is planned, and the settings that a plan chooses among."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .devices import Device
+
+OPTIMIZERS = {
+    "adam": (8, 4, 0),
+    "adam_offload": (0, 0, 12),
+    "adafactor": (0, 4, 0),
+    "lion": (4, 4, 0),
+}
+"""Bytes for each element of this rank's shards: of moments; of a master weight, where parameters are of half precision;
+of both in the host's memory. Row and column sums of Adafactor are left out: they are a thousandth of it."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is given.
+
+    Attributes:
+        world_size: the number of devices, G.
+        device_memory: bytes of one device that a process can use.
+        batch: sequences per device and step, so that a step has G · batch.
+        sequence: tokens of a sequence.
+        dtype: of parameters and activations.
+        device: what a device does per second.
+        node_size: devices of a node.
+        network: bytes per second that a device sends to other nodes.
+    """
+
+    world_size: int
+    device_memory: float
+    batch: int
+    sequence: int
+    dtype: torch.dtype
+    device: Device
+    node_size: int = 8
+    network: float = 25e9
+
+    @property
+    def is_half(self) -> bool:
+        return self.dtype in (torch.float16, torch.bfloat16)
+
+    def operation_seconds(self, flops: float, moved: float) -> float:
+        """What an operation takes: it is limited by computation or by memory."""
+        peak = self.device.flops if self.is_half else self.device.fp32_flops
+        return max(flops / peak, moved / self.device.memory)
+
+    def link(self, ranks: int, step: int = 1) -> float:
+        """Bytes per second that a rank sends to ``ranks`` ranks, which are ``step`` ranks apart."""
+        return self.device.node_link if ranks * step <= self.node_size else min(self.network, self.device.node_link)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a script chooses.
+
+    Attributes:
+        zero: ZeRO level.
+        tp: tensor-parallel ranks.
+        pipe: pipeline stages.
+        interleave: chunks of layers of each stage.
+        schedule: of the pipeline.
+        micro_batches: of a pipeline, in all its stages; without one, backward passes of a step.
+        checkpoint: whether activations are computed again in backward.
+        optimizer: a name in ``OPTIMIZERS``.
+    """
+
+    zero: int = 3
+    tp: int = 1
+    pipe: int = 1
+    interleave: int = 1
+    schedule: str = "recompute"
+    micro_batches: int = 1
+    checkpoint: bool = True
+    optimizer: str = "adam"
+
+    @property
+    def accumulation(self) -> int:
+        """Backward passes of a step, outside of a pipeline."""
+        return 1 if self.pipe > 1 else self.micro_batches
+
+    def micro_batch(self, job: Job) -> int:
+        """Sequences of one micro-batch: of all tensor-parallel ranks, and of all stages, together."""
+        return math.ceil(job.batch * self.tp * self.pipe / self.micro_batches)
+
+    def state_bytes(self, job: Job) -> tuple[float, float]:
+        """Bytes of optimizer state for each element of the shards: on the device and on the host."""
+        moments, master, host = OPTIMIZERS[self.optimizer]
+        return moments + (master if job.is_half else 0), host if job.is_half else max(0, host - 4)
+
+    def lines(self) -> list[str]:
+        """The lines of a script that select this."""
+        sizes = [f"zero_level={self.zero}"]
+        sizes += [f"tp_size={self.tp}"] if self.tp > 1 else []
+        sizes += [f"pipe_size={self.pipe}, num_micro_batches={self.micro_batches}"] if self.pipe > 1 else []
+        lines = [f"bmt.init_distributed({', '.join(sizes)})"]
+        if self.tp > 1:
+            lines.append("model = bmt_tp.parallelize(model, plan)  # by default the plan is model.tp_plan")
+        if self.pipe > 1:
+            options = [f"interleave={self.interleave}"] if self.interleave > 1 else []
+            options += [f"tail_schedule={self.schedule!r}"] if self.schedule != "recompute" else []
+            arguments = ", ".join(["layers", *options])
+            lines.append(f"layers = [bmt.Block(layer, use_checkpoint={self.checkpoint}) for layer in model.layers]")
+            lines.append(f"model.layers = bmt.PipelineTransformerBlockList({arguments})")
+            lines.append("model = bmt.BMTrainModelWrapper(model)")
+        else:
+            lines.append(f"model = bmt.BMTrainModelWrapper(model, use_checkpoint={self.checkpoint})")
+        if self.accumulation > 1:
+            lines.append(f"# {self.accumulation} backward passes per step, all but the last under bmt.no_sync(model)")
+        classes = {
+            "adam": "bmt.optim.AdamOptimizer",
+            "adam_offload": "bmt.optim.AdamOffloadOptimizer",
+            "adafactor": "bmt_optim.Adafactor",
+            "lion": "bmt_optim.Lion",
+        }
+        return [*lines, f"optimizer = {classes[self.optimizer]}(model.parameters(), lr=lr)"]

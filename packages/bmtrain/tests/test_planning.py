@@ -1,0 +1,187 @@
+"""Plans against what training steps on real ranks hold, and against each other."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import bmt_tp
+import bmtrain as bmt
+from bmtrain.command import main
+from bmtrain.planning import DEVICES, Job, PlannedModel, Settings, estimate, load_model, trace
+from bmtrain.planning.gpt import GPT, GPTSizes
+from bmtrain.planning.models import ids_and_labels
+
+SIZES = GPTSizes(vocab=512, sequence=32, layers=6, heads=4, hidden=64)
+
+
+def planned(settings: Settings, ranks: int, batch: int, dtype: torch.dtype) -> float:
+    """The peak by the plan."""
+    with torch.device("meta"):
+        model = PlannedModel("gpt", GPT(SIZES, tied=False), SIZES.sequence, ids_and_labels)
+    job = Job(ranks, 1e9, batch, SIZES.sequence, dtype, DEVICES["cpu"])
+    return estimate(model, job, settings).peak.total
+
+
+def measured(settings: Settings, context: bmt.ParallelContext, batch: int, dtype: torch.dtype) -> float:
+    """The most bytes that torch's allocator has given out in a training step after the first, on the worst rank."""
+    job = Job(context.world_size, 1e9, batch, 1, dtype, DEVICES["cpu"])
+    sequences = batch * settings.tp if settings.pipe > 1 else settings.micro_batch(job)
+    gc.collect()  # what earlier models have left must not be released while this one is measured
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        torch.manual_seed(0)
+        model = GPT(SIZES, tied=False).to(dtype)
+        if settings.tp > 1:
+            bmt_tp.parallelize(model, model.tp_plan)
+        if settings.pipe > 1:
+            blocks = [bmt.Block(x, settings.checkpoint, settings.zero) for x in model.layers]
+            model.layers = _Called(bmt.PipelineTransformerBlockList(blocks))
+        model = bmt.BMTrainModelWrapper(model, use_checkpoint=settings.checkpoint, zero_level=settings.zero)
+        optimizer = bmt.optim.AdamOptimizer(model.parameters())
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(optimizer)
+        ids = torch.zeros(sequences, SIZES.sequence, dtype=torch.long)
+        for step in range(2):
+            with record_function(f"step {step}"):
+                manager.zero_grad()
+                for index in range(settings.accumulation):
+                    last = index == settings.accumulation - 1
+                    with contextlib.nullcontext() if last else bmt.no_sync(model):
+                        model(ids, ids).backward()
+                manager.step()
+    peak = torch.tensor(_most_allocated(profiler, "step 1"))
+    context.world.all_reduce(peak, "max")
+    return peak.item()
+
+
+class _Called(torch.nn.Module):
+    """A list of layers that the model's loop calls as one layer."""
+
+    def __init__(self, layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = layers
+
+    def __iter__(self):
+        return iter([self.inner])
+
+
+def _most_allocated(profiler: profile, within: str) -> float:
+    events = profiler.profiler.kineto_results.events()
+    start, stop = next((e.start_ns(), e.end_ns()) for e in events if e.name() == within)
+    held = most = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        if start <= event.start_ns() <= stop:
+            most = max(most, held)
+    return float(most)
+
+
+def check(ctx: bmt.ParallelContext, layouts: list[tuple[Settings, int, torch.dtype]]) -> None:
+    peaks = [measured(settings, ctx, batch, dtype) for settings, batch, dtype in layouts]
+    bmt.shutdown()
+    plans = [planned(settings, ctx.world_size, batch, dtype) for settings, batch, dtype in layouts]
+    errors = {str(layout): plan / peak - 1 for layout, plan, peak in zip(layouts, plans, peaks, strict=True)}
+    print(errors)
+    assert max(map(abs, errors.values())) <= 0.05, errors
+
+
+@pytest.mark.ranks(2)
+def test_the_peak_of_a_plan_is_within_5_percent(ctx):
+    check(
+        ctx,
+        [
+            (Settings(zero=3, checkpoint=True), 8, torch.bfloat16),
+            (Settings(zero=2, checkpoint=False, micro_batches=2), 4, torch.float32),
+        ],
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2)
+def test_the_peak_at_other_levels(ctx):
+    check(
+        ctx,
+        [
+            (Settings(zero=3, checkpoint=False), 8, torch.float32),
+            (Settings(zero=2, checkpoint=True), 4, torch.float32),
+            (Settings(zero=1, checkpoint=False), 2, torch.float32),
+            (Settings(zero=1, checkpoint=True, micro_batches=4), 8, torch.float32),
+            (Settings(zero=0, checkpoint=True), 8, torch.float32),
+            (Settings(zero=0, checkpoint=False, micro_batches=2), 2, torch.bfloat16),
+        ],
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(4, tp_size=2)
+def test_the_peak_of_tensor_parallel_ranks(ctx):
+    check(
+        ctx,
+        [
+            (Settings(zero=3, tp=2, checkpoint=False), 8, torch.float32),
+            (Settings(zero=2, tp=2, checkpoint=True), 4, torch.bfloat16),
+        ],
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4)
+def test_the_peak_of_a_pipeline(ctx):
+    check(
+        ctx,
+        [
+            (Settings(zero=3, pipe=2, checkpoint=True, micro_batches=4), 8, torch.float32),
+            (Settings(zero=2, pipe=2, checkpoint=True, micro_batches=4), 4, torch.bfloat16),
+        ],
+    )
+
+
+def test_layers_beyond_those_traced_add_what_they_would(monkeypatch):
+    with torch.device("meta"):
+        model = PlannedModel("gpt", GPT(SIZES), SIZES.sequence, ids_and_labels)
+    job = Job(8, 1e9, 4, SIZES.sequence, torch.bfloat16, DEVICES["a100"])
+    for settings in (Settings(zero=3), Settings(zero=1, micro_batches=4), Settings(zero=2, tp=2, checkpoint=False)):
+        few = estimate(model, job, settings)
+        monkeypatch.setattr(trace, "_DEPTH", 100)
+        every = estimate(model, job, settings)
+        monkeypatch.undo()
+        assert few.peak.total == every.peak.total
+        assert few.sent == pytest.approx(every.sent, rel=1e-4)  # bytes of collectives are rounded down
+        assert few.seconds == pytest.approx(every.seconds)
+
+
+def test_the_command_prints_settings_that_fit(capsys, tmp_path):
+    arguments = ["plan", "small-cpu", "--gpus", "1024", "--gpu-memory", "1GB"]
+    assert main([*arguments, "--tp", "1", "2", "--pipe", "1", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["gpus"] == 1024
+    first = plan["settings"][0]
+    assert first["fits"]
+    owners = ("parameters", "gradients", "state", "gathered", "activations")
+    assert first["memory"]["peak"] == sum(first["memory"][owner] for owner in owners) < 1e9
+    assert {each["tp"] for each in plan["settings"]} == {1, 2}
+    assert main([*arguments[:-1], "10kB", "--tp", "1", "--pipe", "1"]) == 1
+    assert "Nothing fits" in capsys.readouterr().out
+    assert main([*arguments[:-1], "1GB", "--tp", "3", "--pipe", "1"]) == 2
+    assert "no settings go together" in capsys.readouterr().err
+    assert main(["plan", "no-such-model", *arguments[2:]]) == 2
+
+
+def build() -> torch.nn.Module:
+    """A model of a user: returns scores, and has no plan for tensor parallelism."""
+    layers = [torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(5)]
+    return torch.nn.Sequential(torch.nn.Embedding(50, 16), *layers, torch.nn.Linear(16, 50))
+
+
+def test_a_model_of_a_user_is_planned(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    job = Job(4, 1e9, 2, 16, torch.float32, DEVICES["cpu"])
+    user = load_model(f"{Path(__file__).stem}:build")
+    assert user.depth == 5
+    assert estimate(user, job, Settings()).peak.total > 0
