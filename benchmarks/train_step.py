@@ -1,7 +1,12 @@
-"""Training steps of one GPT: bmtrain against FSDP2, DDP and no communication at all, in one run.
+"""Training steps of one GPT: bmtrain against FSDP2, DDP and no communication at all, over the same transports.
 
-The candidates live in the same processes and take turns, so that what else the machine does meets them all.
-Reported are medians over rounds, and the median of the ratios within a round.
+Each candidate runs in fresh processes of its own, and the candidates take turns: what one leaves behind (threads,
+memory, caches) meets no other, and what else the machine does meets them all. In a round each starts once, trains a few
+steps that do not count, and then some that do; its time in the round is their median. Reported are the median over
+rounds, the least and the greatest, and the ratio to a yardstick within a round: its median, least and greatest.
+
+A candidate is named with its transport: "FSDP2 over gloo", "FSDP2 over shared memory" (the backend "bmt"), "bmtrain
+ZeRO-3 over gloo". On GPUs all go over NCCL, and none says so.
 """
 
 from __future__ import annotations
@@ -9,10 +14,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
+import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +35,7 @@ from bmt_comm.fixed_order import use_deterministic_kernels
 from bmt_optim import AdamOptimizer, OptimManager
 
 Step = Callable[[Tensor, Tensor], None]
+_GLOO, _SHARED = "gloo", "shared memory"
 
 
 def _torch_step(model: nn.Module) -> Step:
@@ -61,7 +71,8 @@ def _accumulating_step(model: nn.Module, optimizer: AdamOptimizer, context: bmt_
 
 
 def build(name: str, shape: GPTShape, context: bmt_comm.ParallelContext) -> Step:
-    """One candidate's training step."""
+    """One candidate's training step, over the process groups and communicators of ``context``."""
+    name = name.partition(" over ")[0]
     torch.manual_seed(0)
     model = GPT(shape).to(context.device)
     if name == "no communication":
@@ -91,41 +102,91 @@ def build(name: str, shape: GPTShape, context: bmt_comm.ParallelContext) -> Step
     return step
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    context = bmt_comm.init_distributed()
-    shape = GPTShape(arguments.layers, arguments.hidden, arguments.heads, arguments.vocab)
-    names = arguments.candidates
-    steps = {name: build(name, shape, context) for name in names}
-    if context.rank == 0:
-        print(f"{machine()}; {context.world_size} ranks; {shape}", flush=True)
+def start(name: str) -> bmt_comm.ParallelContext:
+    """Join the other ranks. Everything on the CPU goes over the transport of the candidate ``name``, if it has one."""
+    name, _, transport = name.partition(" over ")
+    if transport == _GLOO:
+        bmt_comm.Communicator.share_memory = lambda *_: False  # type: ignore[method-assign]
+    by_torch = transport == _SHARED and not name.startswith("bmtrain")
+    context = bmt_comm.init_distributed(backend="bmt" if by_torch else None)
+    if transport == _SHARED and not context.world.share_memory():
+        sys.exit("the ranks cannot share memory: is bmt-kernels installed, with its compiled module?")
+    return context
+
+
+def run_alone(arguments: argparse.Namespace) -> None:
+    """Measure one candidate, on the ranks that this process is one of."""
+    context = start(arguments.alone)
+    shape = shape_of(arguments)
+    found: dict[str, list[float]] = {}
     for size in arguments.sizes:
         batch, length = (int(n) for n in size.split("x"))
         generator = torch.Generator().manual_seed(context.rank)
         tokens = torch.randint(shape.vocab, (batch, length + 1), generator=generator).to(context.device)
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for round_ in range(-arguments.warm_up, arguments.rounds):
-            for name in names:
-                context.synchronize()
-                start = time.perf_counter()
-                for _ in range(arguments.steps):
-                    steps[name](tokens[:, :-1], tokens[:, 1:])
-                context.synchronize()
-                if round_ >= 0:
-                    times[name].append((time.perf_counter() - start) / arguments.steps)
-            if context.rank == 0 and sys.stderr.isatty():
-                print(f"\r{size}: round {round_ + 1} of {arguments.rounds}", end="", file=sys.stderr)
-        if context.rank == 0:
-            report(size, times, names)
+        step = build(arguments.alone, shape, context)
+        times = []
+        for number in range(-arguments.warm_up, arguments.steps):
+            context.synchronize()
+            begun = time.perf_counter()
+            step(tokens[:, :-1], tokens[:, 1:])
+            context.synchronize()
+            if number >= 0:
+                times.append(time.perf_counter() - begun)
+        found[size] = [statistics.median(times), peak_mib(context.device)]
+        del step
+    if context.rank == 0:
+        Path(arguments.into).write_text(json.dumps(found))
     if dist.is_initialized():
         bmt_comm.shutdown()
 
 
-def report(size: str, times: dict[str, list[float]], names: list[str]) -> None:
-    yardstick = "FSDP2" if "FSDP2" in names else names[0]
-    print(f"\nbatch {size}: median seconds per step; speed relative to {yardstick} (median of ratios)")
-    for name in names:
-        ratio = statistics.median(y / t for t, y in zip(times[name], times[yardstick], strict=True))
-        print(f"  {name:28s} {statistics.median(times[name]):8.4f}   {ratio:5.2f}x", flush=True)
+def peak_mib(device: torch.device) -> float:
+    """Of a rank so far: what it has allocated on a GPU, or all of its process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    print(f"{machine()}; {arguments.ranks} ranks; {shape_of(arguments)}; {arguments.rounds} rounds", flush=True)
+    found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in arguments.candidates}
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder, "found.json")
+        for round_ in range(arguments.rounds):
+            for name in arguments.candidates:
+                if sys.stderr.isatty():
+                    print(f"\rround {round_ + 1} of {arguments.rounds}: {name:40s}", end="", file=sys.stderr)
+                code = on_ranks(__file__, arguments.ranks, [*sys.argv[1:], "--alone", name, "--into", str(into)])
+                if code:
+                    sys.exit(f"{name!r} has failed")
+                found[name].append(json.loads(into.read_text()))
+    for size in arguments.sizes:
+        report(size, {name: [each[size] for each in rounds] for name, rounds in found.items()})
+
+
+def report(size: str, found: dict[str, list[list[float]]]) -> None:
+    yardstick = next((name for name in found if name.startswith("FSDP2")), next(iter(found)))
+    print(f"\nbatch {size}: seconds per step (least to greatest), speed relative to {yardstick}, peak MiB of a rank")
+    for name, rounds in found.items():
+        times, peaks = zip(*rounds, strict=True)
+        ratios = [theirs / ours for ours, (theirs, _) in zip(times, found[yardstick], strict=True)]
+        print(
+            f"  {name:34s} {statistics.median(times):8.4f} ({min(times):.4f} to {max(times):.4f})"
+            f"   {statistics.median(ratios):5.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+            f"   {statistics.median(peaks):7.0f}",
+            flush=True,
+        )
+
+
+def shape_of(arguments: argparse.Namespace) -> GPTShape:
+    return GPTShape(arguments.layers, arguments.hidden, arguments.heads, arguments.vocab)
+
+
+def default_candidates() -> list[str]:
+    names = ["DDP", "FSDP2", "bmtrain ZeRO-2", "bmtrain ZeRO-3"]
+    if not torch.cuda.is_available():
+        names = [f"{name} over {transport}" for name in names for transport in (_GLOO, _SHARED)]
+    return ["no communication", *names]
 
 
 def main() -> int:
@@ -136,22 +197,25 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default: 7)")
-    parser.add_argument("--steps", type=int, default=1, help="steps per round and candidate (default: 1)")
-    parser.add_argument("--warm-up", type=int, default=2, help="untimed rounds (default: 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="starts of each candidate (default: 5)")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps in each start (default: 7)")
+    parser.add_argument("--warm-up", type=int, default=3, help="untimed steps in each start (default: 3)")
     parser.add_argument(
         "--candidates",
         nargs="+",
-        default=["no communication", "DDP", "FSDP2", "bmtrain ZeRO-2", "bmtrain ZeRO-3"],
+        default=default_candidates(),
         help="what to compare; also ZeRO-0 and ZeRO-1. 'bmtrain ZeRO-3 accumulating': four micro-batches, a gradient "
-        "norm and a step; 'bmtrain ZeRO-3 deterministic': the same with sums in a fixed order",
+        "norm and a step; 'bmtrain ZeRO-3 deterministic': the same with sums in a fixed order (default: %(default)s)",
     )
+    parser.add_argument("--alone", help=argparse.SUPPRESS)  # the candidate that these ranks are
+    parser.add_argument("--into", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not launched():
-        return on_ranks(__file__, arguments.ranks, sys.argv[1:])
+        measure(arguments)
+        return 0
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
-    measure(arguments)
+    run_alone(arguments)
     return 0
 
 
