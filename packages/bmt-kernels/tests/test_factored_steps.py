@@ -1,4 +1,4 @@
-"""Adafactor and CAME follow their definitions: put together from passes, over parts of matrices, and as whole steps."""
+"""Adafactor and CAME, put together from their passes over matrices or parts of them, follow their definitions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import bmt_kernels as bk
-from bmt_kernels import _native
 
 # Ragged against vector widths and tiles (64 or 128 rows, 4096 or 128 columns); a batch of small matrices; bands.
 SHAPES = [(33, 70), (1, 5), (200, 17), (2, 3, 5, 7), (70, 2100), (9, 4200)]
@@ -222,133 +221,3 @@ class TestWholeSteps:
                 "adafactor", [g.to(device) for g in grads], momentum=beta1 is not None, beta2=1 - step**-0.8, eps=1e-30
             )
         assert relative_error(start, composed.result(), [p.detach() for p in theirs]) <= 1e-5
-
-
-# ---- the steps that make the passes by themselves ----------------------------------------------
-
-SINGLE = [(1, 9), (1, 0), (0, 4), (3, 0), (1, 1), (17, 33), (2, 1, 6), (300, 517)]
-
-
-def state_of(params):
-    """Averages and moments as they might be in the middle of a training."""
-    generator = torch.Generator().manual_seed(7)
-
-    def averages(dim):
-        shapes = [[n for d, n in enumerate(p.shape) if d != p.dim() + dim] for p in params]
-        return [(torch.rand(shape, generator=generator) + 0.1).to(params[0].device) for shape in shapes]
-
-    exp_avgs = [torch.randn(p.shape, generator=generator).to(p.device) for p in params]
-    return averages(-1), averages(-2), averages(-1), averages(-2), exp_avgs
-
-
-def adafactor_arguments(params, state, momentum, sized):
-    rows, cols, _, _, exp_avgs = state
-    return {
-        "params": params,
-        "row_averages": rows,
-        "col_averages": cols,
-        "lr": LR,
-        "beta2": BETA2,
-        "eps": (EPS, 0.3),
-        "clip_threshold": THRESHOLD,
-        "weight_decay": DECAY,
-        "exp_avgs": exp_avgs if momentum else None,
-        "beta1": BETA1 if momentum else 0.0,
-        "sizes": torch.full((len(params),), math.nan, device=params[0].device) if sized else None,
-    }
-
-
-def came_arguments(params, state, residuals=True):
-    rows, cols, res_rows, res_cols, exp_avgs = state
-    return {
-        "params": params,
-        "exp_avgs": exp_avgs,
-        "row_averages": rows,
-        "col_averages": cols,
-        "residual_row_averages": res_rows if residuals else None,
-        "residual_col_averages": res_cols if residuals else None,
-        "lr": LR,
-        "betas": (BETA1, BETA2, BETA3),
-        "eps": (EPS, EPS2),
-        "clip_threshold": THRESHOLD,
-        "weight_decay": DECAY,
-    }
-
-
-def without_kernels(monkeypatch):
-    """The steps then are their passes, put together in PyTorch."""
-    monkeypatch.setattr(_native, "cpu_kernels", lambda: None)
-
-
-def tensors_in(arguments):
-    found = []
-    for value in arguments.values():
-        found += value if isinstance(value, list) else [value] if isinstance(value, torch.Tensor) else []
-    return [t for t in found if t is not None]
-
-
-class TestOneCall:
-    @pytest.mark.parametrize("threads", [1, 3])
-    @pytest.mark.parametrize("name", ["adafactor", "adafactor with momentum", "came"])
-    def test_update_equals_the_definition_in_fp64(self, device, name, threads):
-        start, grads_of_step = training()
-        params = [p.to(device, copy=True) for p in start]
-        zeros = zeros_like(params)
-        state = [t.sum(-1) for t in zeros], [t.sum(-2) for t in zeros]
-        state = *state, *(clones(averages) for averages in state), zeros
-        name, _, momentum = name.partition(" ")
-        scaling = {"grad_scale": 3.0, "grad_factor": torch.tensor([0.5], device=device)}
-        torch.set_num_threads(threads)
-        for grads in grads_of_step:
-            grads = [g.to(device) * 6.0 for g in grads]
-            if name == "came":
-                bk.came_step(grads=grads, **came_arguments(params, state), **scaling)
-            else:
-                bk.adafactor_step(
-                    grads=grads, **adafactor_arguments(params, state, bool(momentum), sized=False), **scaling
-                )
-        assert relative_error(start, params, plain_trajectory(name, bool(momentum))) <= 2e-6
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("kind", ["adafactor", "adafactor sized", "adafactor with momentum", "came", "came bare"])
-    def test_it_is_the_passes(self, device, kind, dtype, monkeypatch):
-        """Also of matrices without elements, of single rows, of half-precision gradients, and with masters."""
-        results = []
-        for compiled in (True, False):
-            if not compiled:
-                without_kernels(monkeypatch)
-            masters = random_list(0, device=device, shapes=SINGLE)
-            params = masters if dtype is torch.float32 else [m.to(dtype) for m in masters]
-            grads = random_list(1, dtype, device, SINGLE)
-            state = state_of(masters)
-            if kind.startswith("came"):
-                arguments = came_arguments(params, state, kind == "came")
-            else:
-                arguments = adafactor_arguments(params, state, "momentum" in kind, "sized" in kind)
-            arguments["masters"] = None if dtype is torch.float32 else masters
-            versions = [t._version for t in params]
-            step = bk.came_step if kind.startswith("came") else bk.adafactor_step
-            step(grads=grads, grad_scale=2.0, **arguments)
-            assert all(p._version > version for p, version in zip(params, versions) if p.numel())
-            results.append(arguments)
-        for ours, theirs in zip(*(tensors_in(arguments) for arguments in results), strict=True):
-            single = ours.dtype is torch.float32
-            torch.testing.assert_close(ours, theirs, rtol=2e-5 if single else 1e-2, atol=1e-6, equal_nan=True)
-
-    def test_a_compiled_graph_takes_it(self):
-        def step(params, state, grads):
-            bk.adafactor_step(grads=grads, **adafactor_arguments(params, state, True, True))
-            bk.came_step(grads=grads, **came_arguments(params, state))
-
-        results = []
-        for function in (torch.compile(step, fullgraph=True, backend="aot_eager"), step):
-            params = random_list(0, shapes=[(5, 7), (1, 3)])
-            state = state_of(params)
-            function(params, state, random_list(1, shapes=[(5, 7), (1, 3)]))
-            results.append([*params, *(t for tensors in state for t in tensors)])
-        for ours, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-    def test_nothing_is_fine(self):
-        bk.adafactor_step([], [], [], [], lr=LR, beta2=BETA2, eps=(EPS, 0.0), clip_threshold=1.0)
-        bk.came_step([], [], [], [], [], None, None, lr=LR, betas=(0.9, 0.9, 0.9), eps=(EPS, EPS2), clip_threshold=1.0)

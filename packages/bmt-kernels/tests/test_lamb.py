@@ -1,9 +1,8 @@
-"""LAMB steps, in two passes and whole, follow the formula in fp64, and every variant gives the reference's bits."""
+"""LAMB steps, in two passes, follow the formula in fp64, and every variant gives the reference's bits."""
 
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -272,7 +271,6 @@ def test_the_fast_and_the_complete_packing_hand_over_the_same_table(case):
     for arguments in (
         (weights_of(lists), lists["grads"], *moments, None),
         (lists["params"], None, *moments, lists["masters"]),
-        (lists["params"], lists["grads"], *moments, lists["masters"], True),
     ):
         expected = _lamb_table._lamb_table_checked(*arguments).rows
         assert _lamb_table.lamb_table(*arguments).rows == expected
@@ -281,67 +279,6 @@ def test_the_fast_and_the_complete_packing_hand_over_the_same_table(case):
             assert _lamb_table.lamb_table(*arguments).rows == expected
         finally:
             _native.configure_reading()
-
-
-@settings(max_examples=60, deadline=None)
-@given(case=cases(), lr=st.sampled_from([0.0, 0.01, 3.0]))
-def test_a_whole_step_is_its_two_passes(case, lr, places, use_variant):
-    rows, step, scale, _ = case
-    for place in places:
-        with use_variant(place.variant):
-            expected, lists = views_of(rows, place.device)
-            moments = lists["exp_avgs"], lists["exp_avg_sqs"]
-            sums = bk.lamb_moments(weights_of(lists), lists["grads"], *moments, grad_scale=scale, **step)
-            norms = sums.sqrt().float()
-            rates = lr * torch.where((norms > 0).all(dim=1), norms[:, 0] / norms[:, 1], 1)
-            bk.lamb_update(lists["params"], *moments, rates, masters=lists["masters"], **step)
-            found, lists = views_of(rows, place.device)
-            bk.lamb_step(**lists, lr=lr, grad_scale=scale, **step)
-        assert same_bits(found, expected), place
-
-
-def test_a_whole_step_of_long_tensors_is_its_two_passes(device):
-    """Directions of the second are not kept; that of the first fills several threads' parts."""
-    shapes = [(300_001,), (3, 700_001), (5,)]
-    for threads in (1, 3):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            results = []
-            for whole in (False, True):
-                params, grads = (
-                    random_list(0, shapes=shapes, device=device),
-                    random_list(1, shapes=shapes, device=device),
-                )
-                m, v = zeros_like(params), zeros_like(params)
-                factor = torch.full((1,), 0.5, device=device)
-                scaling = {"grad_scale": 4.0, "grad_factor": factor}
-                if whole:
-                    bk.lamb_step(params, grads, m, v, lr=LR, step=2, **scaling, **NUMBERS)
-                else:
-                    sums = bk.lamb_moments(params, grads, m, v, step=2, **scaling, **NUMBERS)
-                    bk.lamb_update(params, m, v, rates_of(sums), step=2, **NUMBERS)
-                results.append([*params, *m, *v])
-            for ours, theirs in zip(*results):
-                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-        finally:
-            torch.set_num_threads(before)
-
-
-def test_whole_steps_at_once_from_several_threads():
-    """The room for directions is one; who finds it taken has its own."""
-    shapes = [(200_003,)]
-
-    def train(seed):
-        params, m, v = random_list(seed, shapes=shapes), *(zeros_like(random_list(0, shapes=shapes)) for _ in "mv")
-        for step in range(1, 6):
-            bk.lamb_step(params, random_list(seed + step, shapes=shapes), m, v, lr=LR, step=step, **NUMBERS)
-        return params
-
-    alone = [train(seed) for seed in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(train, range(4)))
-    assert all(same_bits(a, b) for a, b in zip(alone, together))
 
 
 def test_tensors_that_are_dense_in_another_order(device):
@@ -366,8 +303,6 @@ def test_nothing_is_fine(device):
     sums = bk.lamb_moments(empty, empty, clones(empty), clones(empty), step=1, **NUMBERS)
     assert sums.tolist() == [[0.0, 0.0]]
     bk.lamb_update(empty, clones(empty), clones(empty), torch.ones(1, device=device), step=1, **NUMBERS)
-    bk.lamb_step([], [], [], [], lr=LR, step=1, **NUMBERS)
-    bk.lamb_step(empty, empty, clones(empty), clones(empty), lr=LR, step=1, **NUMBERS)
 
 
 def test_leaves_that_require_grad_are_seen_to_be_updated(device):
@@ -389,7 +324,6 @@ def test_a_compiled_graph_takes_each_pass_as_one_node(device):
         sums = bk.lamb_moments(weights, grads, m, v, step=3, grad_factor=factor, **NUMBERS)
         rates = 0.1 * (sums[:, 0] / sums[:, 1]).sqrt().float()
         bk.lamb_update(params, m, v, rates, step=3, masters=masters, **NUMBERS)
-        bk.lamb_step(params, grads, m, v, lr=0.1, step=4, masters=masters, grad_factor=factor, **NUMBERS)
         return sums
 
     def arguments():
@@ -472,19 +406,6 @@ def test_wrong_second_passes_are_named_and_change_nothing(change, error, message
         assert same_bits(arguments["params"], before["params"])
 
 
-MASTERS = {name: case for name, case in UPDATE.items() if "master" in name}
-WHOLE = {**BOTH, **MOMENTS, **MASTERS, "lr": ({"lr": -1.0}, ValueError, r"lr is -1.0")}
-
-
-@pytest.mark.parametrize(("change", "error", "message"), WHOLE.values(), ids=WHOLE)
-def test_wrong_whole_steps_are_named_and_change_nothing(change, error, message):
-    arguments, before = {**good_call(), "lr": LR, **change}, good_call()
-    with pytest.raises(error, match=message):
-        bk.lamb_step(**arguments)
-    for name in {"params", "exp_avgs", "exp_avg_sqs"} - set(change):
-        assert same_bits(arguments[name], before[name])
-
-
 def test_overlaps_with_what_is_written_are_found():
     whole = torch.ones(20)
     one, two = whole[:12].view(3, 4), whole[8:].view(3, 4)
@@ -502,5 +423,3 @@ def test_overlaps_with_what_is_written_are_found():
     arguments = good_call()
     arguments["params"][0], arguments["grads"][0] = one, two
     bk.lamb_moments(**arguments)
-    with pytest.raises(ValueError, match="overlaps"):
-        bk.lamb_step(**arguments, lr=LR)

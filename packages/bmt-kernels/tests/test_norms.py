@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bmt_kernels as bk
 from bmt_kernels import PowerSum, _native, power_sum, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -220,3 +221,15 @@ def test_a_compiled_graph_takes_it_as_one_node(device):
 def test_wrong_call_is_named(device, call, error, message):
     with pytest.raises(error, match=message):
         call(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_square_sums_are_those_of_each_tensor(device, dtype):
+    for shapes in ([(3,), (70_001,), (40, 500)], [(), (0, 3), (5, 2)]):
+        tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+        tensors[1] = tensors[1].T if tensors[1].dim() == 2 else tensors[1]
+        found = bk.square_sums(tensors)
+        expected = torch.stack([t.double().square().sum() for t in tensors]).float()
+        torch.testing.assert_close(found, expected, rtol=2e-7 if device.type == "cpu" else 1e-5, atol=0)
+    with pytest.raises(TypeError, match="dtype"):
+        bk.square_sums([torch.ones(3, dtype=torch.int32, device=device)])

@@ -77,7 +77,7 @@ def test_an_overflow_anywhere_skips_all_and_costs_no_collective(ctx, bad):
     run(manager, params, range(2))
     made = manager.optimizers[0].communication
     assert manager.optimizers[2].communication is made
-    assert made.rounds == 2
+    assert made.rounds == (0 if ctx.world_size == 1 else 2)
     # Sums of Lamb, of Adafactor and the flag are one; then there are what Muon sends, and the second round of all.
     assert made.collectives == (4 if ctx.world_size > 1 else 0)
     before = copy.deepcopy([p.detach() for p in params]), copy.deepcopy(manager.state_dict())

@@ -24,8 +24,9 @@ struct LambRow {
   int64_t numel;
   int64_t index;  // place of the tensor's sums and of its rate
   int64_t kinds;  // dtype of weight | dtype of copy << 8 | dtype of grad << 16
+  int64_t direction;  // room for r between the passes, or 0; only the CPU uses it
 };
-static_assert(sizeof(LambRow) == 8 * sizeof(int64_t), "rows are read from a packed table");
+static_assert(sizeof(LambRow) == 9 * sizeof(int64_t), "rows are read from a packed table");
 
 // What the caller of a pass sets.
 struct LambSettings {
@@ -96,12 +97,5 @@ struct LambSums {
   double weights;
   double directions;
 };
-
-// What a direction is multiplied with: lr * |p| / |r|, or lr where one of the norms is 0.
-inline float lamb_rate(const LambSums& sums, double lr) {
-  const float weights = static_cast<float>(sqrt(sums.weights)), directions = static_cast<float>(sqrt(sums.directions));
-  const float ratio = weights > 0.0f && directions > 0.0f ? weights / directions : 1.0f;
-  return static_cast<float>(lr) * ratio;
-}
 
 }  // namespace bmt

@@ -1,9 +1,9 @@
 // Averages of factored second moments of matrices that are cut between ranks: what a rank gives to the sums of all, and
 // the averages and factors that come out of these.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
-#include "cpu/averages.h"
 #include "cpu/bindings.h"
 #include "cpu/tensor_view.h"
 
@@ -11,6 +11,24 @@ namespace bmt {
 namespace {
 
 namespace py = pybind11;
+
+double sum_of(const float* values, int64_t count) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < count; ++i) sum += static_cast<double>(values[i]);
+  return sum;
+}
+
+// average <- average * decay + sum * (1 - decay) / count
+void move_average(float* average, const float* sum, int64_t length, double decay, double count) {
+  const auto kept = static_cast<float>(decay);
+  const auto weight = static_cast<float>((1.0 - decay) / count);
+  for (int64_t i = 0; i < length; ++i) average[i] = average[i] * kept + sum[i] * weight;
+}
+
+// factor <- 1 / sqrt(average / unit)
+void find_factors(float* factor, const float* average, int64_t length, float unit) {
+  for (int64_t i = 0; i < length; ++i) factor[i] = 1.0f / std::sqrt(average[i] / unit);
+}
 
 bool fp32_view(PyObject* object, const Target& target, View& view) {
   return view_of(object, target, view) && view.dtype == static_cast<int64_t>(DType::kFloat32);

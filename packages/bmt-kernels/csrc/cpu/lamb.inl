@@ -25,14 +25,14 @@ BMT_INLINE void fetch_ahead(const T* p) {
 }
 #endif
 
-// The first pass; with kKeep, element i of the row's directions goes to directions[i].
+// The first pass; with kKeep the directions go to where the row has room for them.
 template <class Weight, class Grad, bool kKeep>
-static LambSums moments(const LambRow& row, int64_t begin, int64_t end, const LambScalars& scalars,
-                        float* __restrict directions) {
+static LambSums moments(const LambRow& row, int64_t begin, int64_t end, const LambScalars& scalars) {
   const auto* __restrict weight = address<const typename Weight::Storage>(row.weight);
   const auto* __restrict grad = address<const typename Grad::Storage>(row.grad);
   auto* __restrict exp_avg = address<float>(row.exp_avg);
   auto* __restrict exp_avg_sq = address<float>(row.exp_avg_sq);
+  auto* __restrict directions = address<float>(row.direction);
   int64_t i = begin;
   const auto factors = one_factors(scalars);
 #if BMT_VECTOR
@@ -110,14 +110,15 @@ static LambSums moments(const LambRow& row, int64_t begin, int64_t end, const La
   return {total(weights), total(direction_sums)};
 }
 
-// The second pass; with kKept, `directions` are what the first has kept.
+// The second pass; with kKept the directions are what the first has kept.
 template <class Weight, class Copy, bool kKept>
 static void update(const LambRow& row, int64_t begin, int64_t end, const LambScalars& scalars, float rate,
-                   bool stream_copy, const float* __restrict directions) {
+                   bool stream_copy) {
   auto* __restrict weight = address<typename Weight::Storage>(row.weight);
   auto* __restrict copy = address<typename Copy::Storage>(copy_or_weight(row));
   const auto* __restrict exp_avg = address<const float>(row.exp_avg);
   const auto* __restrict exp_avg_sq = address<const float>(row.exp_avg_sq);
+  const auto* __restrict directions = address<const float>(row.direction);
   const auto factors = one_factors(scalars);
   const auto one = [&](int64_t i) {
     float w = load_one(Weight(), weight + i);
@@ -163,10 +164,10 @@ static void update(const LambRow& row, int64_t begin, int64_t end, const LambSca
 
 }  // namespace lamb
 
-#define BMT_LAMB_MOMENTS(keep, weight) \
+#define BMT_LAMB_MOMENTS(weight, keep) \
   {lamb::moments<weight, F32, keep>, lamb::moments<weight, BF16, keep>, lamb::moments<weight, F16, keep>}
 #define BMT_LAMB_ALL_MOMENTS(keep) \
-  {BMT_LAMB_MOMENTS(keep, F32), BMT_LAMB_MOMENTS(keep, BF16), BMT_LAMB_MOMENTS(keep, F16)}
+  {BMT_LAMB_MOMENTS(F32, keep), BMT_LAMB_MOMENTS(BF16, keep), BMT_LAMB_MOMENTS(F16, keep)}
 #define BMT_LAMB_UPDATES(kept)                                                                         \
   {lamb::update<F32, NoCopy, kept>, lamb::update<BF16, NoCopy, kept>, lamb::update<F16, NoCopy, kept>, \
    lamb::update<F32, BF16, kept>, lamb::update<F32, F16, kept>}

@@ -65,7 +65,6 @@ PYBIND11_MODULE(_cpu, m) {
   bind_cross_entropy(m);
   bind_factored(m);
   bind_factored_averages(m);
-  bind_factored_steps(m);
   bind_lamb(m);
   bind_norms(m);
   bind_overflow(m);

@@ -59,8 +59,43 @@ void power_sum(int variant, const py::bytes& table, double p, int64_t found_inf,
   if (nonfinite && *flag < 1.0f) *flag = 1.0f;
 }
 
+// sums: the address of a double for every row, the sum of its squares.
+void square_sums(int variant, const py::bytes& table, int64_t sums, int threads) {
+  const auto rows = unpack_rows<DataRow>(table);
+  const auto count = static_cast<int64_t>(rows.size());
+  std::vector<double> partials(static_cast<size_t>(total_blocks(rows.data(), count)));
+  struct Context {
+    const Kernels& kernels;
+    const std::vector<DataRow>& rows;
+    std::vector<double>& partials;
+  } context{kernels_at(variant), rows, partials};
+  py::gil_scoped_release release;
+  run_parts(
+      useful_threads(total_elements(rows.data(), count), threads),
+      [](void* pointer, int part, int parts) {
+        const Context& c = *static_cast<const Context*>(pointer);
+        const auto sum = [&](const DataRow& row, int64_t begin, int64_t end, int64_t block) {
+          const auto* data = address<const char>(row.data) + begin * item_size(static_cast<DType>(row.dtype));
+          c.partials[static_cast<size_t>(block)] = c.kernels.norms.block[kSquares][row.dtype](data, end - begin, 2.0);
+        };
+        visit_blocks(c.rows.data(), static_cast<int64_t>(c.rows.size()), static_cast<int64_t>(c.partials.size()), part,
+                     parts, sum);
+      },
+      &context);
+  const double* partial = partials.data();
+  auto* out = address<double>(sums);
+  for (const DataRow& row : rows) {
+    double total = 0.0;
+    for (const double* end = partial + blocks_of(row.numel); partial != end; ++partial) total += *partial;
+    *out++ = total;
+  }
+}
+
 }  // namespace
 
-void bind_norms(py::module_& m) { m.def("power_sum", &power_sum); }
+void bind_norms(py::module_& m) {
+  m.def("power_sum", &power_sum);
+  m.def("square_sums", &square_sums);
+}
 
 }  // namespace bmt

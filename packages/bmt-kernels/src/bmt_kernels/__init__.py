@@ -11,11 +11,10 @@ from bmt_kernels.factored import (
     factored_update_square_sum,
 )
 from bmt_kernels.factored_averages import factored_averages, factored_totals
-from bmt_kernels.factored_steps import adafactor_step, came_step
 from bmt_kernels.info import BuildInfo, build_info
-from bmt_kernels.lamb import lamb_moments, lamb_step, lamb_update
+from bmt_kernels.lamb import lamb_moments, lamb_update
 from bmt_kernels.linear_cross_entropy import linear_cross_entropy, parallel_linear_cross_entropy
-from bmt_kernels.norms import PowerSum, power_sum
+from bmt_kernels.norms import PowerSum, power_sum, square_sums
 from bmt_kernels.offload import OffloadPipeline, OffloadRow, pinned_zeros
 from bmt_kernels.overflow import has_inf_or_nan
 from bmt_kernels.quantize import dequantize_blockwise, quantize_blockwise
@@ -30,11 +29,9 @@ __all__ = [
     "PowerSum",
     "SharedMemoryExchange",
     "__version__",
-    "adafactor_step",
     "adam8bit_step",
     "adam_step",
     "build_info",
-    "came_step",
     "cross_entropy",
     "dequantize_blockwise",
     "dynamic_map",
@@ -46,7 +43,6 @@ __all__ = [
     "factored_update_square_sum",
     "has_inf_or_nan",
     "lamb_moments",
-    "lamb_step",
     "lamb_update",
     "linear_cross_entropy",
     "parallel_cross_entropy",
@@ -55,4 +51,5 @@ __all__ = [
     "power_sum",
     "quantize_blockwise",
     "round_stochastically",
+    "square_sums",
 ]

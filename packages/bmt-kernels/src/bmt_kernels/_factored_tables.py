@@ -6,8 +6,8 @@ The row layout is that of ``csrc/common/factored.h``.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,8 +41,6 @@ class FactoredTensors:
     col_sums: Sequence[Tensor] | None = None
     vector: Tensor | None = None
     """Written to by the operation: one element per matrix."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """What the operation calls those of these that it has under another name."""
 
     def device(self) -> torch.device:
         """The device of the first matrix; the CPU if there is none. Raises if grads is no list of tensors."""
@@ -76,19 +74,18 @@ class FactoredTensors:
 
     def _pack_checked(self, device: torch.device) -> bytes:
         lists = {name: getattr(self, name) for name in _COLUMNS if getattr(self, name) is not None}
-        called = {name: self.names.get(name, name) for name in (*_COLUMNS, "out")}
         for name, values in lists.items():
-            check_sequence(called[name], values)
+            check_sequence(name, values)
             if len(values) != len(self.grads):
                 raise ValueError(
-                    f"{called[name]} has {len(values)} entries and grads has {len(self.grads)}; they must be as many"
+                    f"{name} has {len(values)} entries and grads has {len(self.grads)}; they must be as many"
                 )
         for i, grad in enumerate(self.grads):
             _check_matrix(f"grads[{i}]", grad, device)
             for name, values in lists.items():
                 if name == "masters" and values[i] is None:
                     continue
-                _check_entry(f"{called[name]}[{i}]", name, values[i], grad, device)
+                _check_entry(f"{name}[{i}]", name, values[i], grad, device)
                 if name == "masters" and lists["params"][i].dtype is torch.float32:
                     raise TypeError(
                         f"masters[{i}] belongs to a float32 parameter, which needs no master copy; pass None there, "
@@ -108,13 +105,13 @@ class FactoredTensors:
             return begin
 
         if self.vector is not None:
-            address(called["out"], self.vector, True)
+            address("out", self.vector, True)
         rows = array("q")
         for i, grad in enumerate(self.grads):
             row = dict.fromkeys(_COLUMNS, 0)
             for name, values in lists.items():
                 if values[i] is not None:
-                    row[name] = address(f"{called[name]}[{i}]", values[i], name not in _READ)
+                    row[name] = address(f"{name}[{i}]", values[i], name not in _READ)
             kinds = _DTYPE_CODES[grad.dtype] << 16
             copy = 0
             if self.params is not None:

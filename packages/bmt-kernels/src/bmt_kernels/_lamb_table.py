@@ -1,4 +1,4 @@
-"""Checking the tensors of LAMB steps, in two passes or whole, and packing their addresses; see `_tables`.
+"""Checking the tensors of the passes of LAMB steps, and packing their addresses; see `_tables`.
 
 The row layout is that of ``csrc/common/lamb.h``.
 """
@@ -30,22 +30,22 @@ def lamb_table(
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor | None] | None,
-    whole_step: bool = False,
+    directions: Sequence[Tensor] | None = None,
 ) -> Table:
-    """One row per non-empty parameter: of the first pass with `grads`, of the second without, or of both.
+    """One row per non-empty parameter: of the first pass with `grads`, of the second without.
 
-    Raises what `lamb_moments`, `lamb_update` and `lamb_step` document.
+    Raises what `lamb_moments` and `lamb_update` document.
     """
-    lists = (params, grads, exp_avgs, exp_avg_sqs, masters)
+    lists = (params, grads, exp_avgs, exp_avg_sqs, masters, directions)
     cpu = _native.cpu_module
     if cpu is not None and type(params) in (list, tuple) and params and isinstance(params[0], Tensor):
         device = params[0].device
         code = _DLPACK_DEVICES.get(device.type)
         if code is not None:
-            rows = cpu.pack_lamb(*lists, whole_step, device, code, device.index or 0)
+            rows = cpu.pack_lamb(*lists, device, code, device.index or 0)
             if rows is not None:
                 return Table(rows, device)
-    return _lamb_table_checked(*lists, whole_step)
+    return _lamb_table_checked(*lists)
 
 
 def _lamb_table_checked(
@@ -54,7 +54,7 @@ def _lamb_table_checked(
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor | None] | None,
-    whole_step: bool = False,
+    directions: Sequence[Tensor] | None = None,
 ) -> Table:
     lists: dict[str, Sequence[Tensor | None]] = {"params": params}
     if grads is not None:
@@ -62,6 +62,8 @@ def _lamb_table_checked(
     lists.update(exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs)
     if masters is not None:
         lists["masters"] = masters
+    if directions is not None:
+        lists["directions"] = directions
     for name, values in lists.items():
         check_sequence(name, values)
         if len(values) != len(params):
@@ -69,15 +71,14 @@ def _lamb_table_checked(
     if len(params) == 0:
         return Table(b"", torch.device("cpu"))
 
-    weights, moments = ("params", "masters"), ("exp_avgs", "exp_avg_sqs")
-    written = weights + moments if whole_step else weights if grads is None else moments
+    written = ("params", "masters") if grads is None else ("exp_avgs", "exp_avg_sqs", "directions")
     rows = array("q")
     extents: list[tuple[int, int, str, bool]] = []  # begin, end, name, whether it is written to
     _check_tensor("params[0]", params[0])
     device = params[0].device
     for i, param in enumerate(params):
         _check_tensor(f"params[{i}]", param)
-        addresses = {"grads": 0}
+        addresses = {"grads": 0, "directions": 0}
         for name, values in lists.items():
             tensor = values[i]
             if name == "masters" and tensor is None:
@@ -100,6 +101,8 @@ def _lamb_table_checked(
         if grads is not None:
             kinds |= _DTYPE_CODES[grads[i].dtype] << 16
         averages = (addresses["exp_avgs"], addresses["exp_avg_sqs"])
-        rows.extend((weight, copy, addresses["grads"], *averages, param.shape.numel(), i, kinds))
+        rows.extend(
+            (weight, copy, addresses["grads"], *averages, param.shape.numel(), i, kinds, addresses["directions"])
+        )
     _check_overlaps(extents)
     return Table(rows.tobytes(), device)

@@ -1,10 +1,9 @@
-"""Fused LAMB steps over lists of tensors: in two passes, the moments with the norms and the update, or whole."""
+"""Fused LAMB steps over lists of tensors, in two passes: the moments with the norms, and the update."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ def lamb_moments(
     bias_correction: bool = True,
     grad_scale: float = 1.0,
     grad_factor: Tensor | None = None,
+    directions: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Move the moments, and add up the squares of weights and directions. The first pass of a LAMB step.
 
@@ -39,9 +39,9 @@ def lamb_moments(
         v  = beta2 * v + (1 - beta2) * g * g        exp_avg_sqs[i]
         r  = m / (1 - beta1^t) / (sqrt(v) / sqrt(1 - beta2^t) + eps) + weight_decay * p
 
-    without the divisions by 1 - beta^t if there is no bias correction. r is not kept: `lamb_update` computes the same
-    again. From the sums, added up over the ranks that hold parts of a tensor, follows its rate
-    lr * ‖p‖ / ‖r‖; a step reads and writes 40 bytes per fp32 element, where Adam's moves 28.
+    without the divisions by 1 - beta^t if there is no bias correction. r is not kept unless there is room for it:
+    `lamb_update` computes the same again. From the sums, added up over the ranks that hold parts of a tensor, follows
+    its rate lr * ‖p‖ / ‖r‖; a step reads and writes 40 bytes per fp32 element, where Adam's moves 28.
 
     Infinities and NaN propagate as in IEEE arithmetic, and subnormal numbers are kept. All the tensors of index i
     have one shape and are on one device, the same for all i; they are contiguous, or dense with equal strides.
@@ -60,6 +60,8 @@ def lamb_moments(
         grad_scale: what the gradients were multiplied by (the loss scale), positive.
         grad_factor: a float32 tensor with one element, on the same device, by which the gradients are multiplied
             besides, such as a clip coefficient.
+        directions: float32, room for r, which `lamb_update` then reads on the CPU. That is faster where the tensors of
+            a call stay in the caches between the passes. Other devices leave it as it is. Not for `torch.compile`.
 
     Returns:
         float64 of shape (number of parameters, 2), on the device: Σp² and Σr² of each, 0 of an empty one. They do not
@@ -81,7 +83,7 @@ def lamb_moments(
         result: Tensor = _moments_operation(params, grads, exp_avgs, exp_avg_sqs, grad_factor, *numbers)
         return result
     settings = _settings(betas, eps, weight_decay, step, bias_correction, grad_scale)
-    rows, device = lamb_table(params, grads, exp_avgs, exp_avg_sqs, None)
+    rows, device = lamb_table(params, grads, exp_avgs, exp_avg_sqs, None, directions)
     if grad_factor is not None:
         check_flag("grad_factor", grad_factor, device if len(params) else None)
     sums = torch.zeros(len(params), 2, dtype=sums_dtype(device), device=device)
@@ -124,6 +126,7 @@ def lamb_update(
     step: int,
     bias_correction: bool = True,
     masters: Sequence[Tensor | None] | None = None,
+    directions: Sequence[Tensor] | None = None,
 ) -> None:
     """Subtract rates[i] * r from every parameter, with the r of `lamb_moments`. The second pass of a LAMB step.
 
@@ -138,6 +141,7 @@ def lamb_update(
         masters: float32 master weights of bfloat16 and float16 parameters: the update is applied to them, and the
             parameters get copies rounded to nearest, ties to even. None for a float32 parameter. Without a master,
             a half-precision parameter is itself updated, in fp32, and rounded.
+        directions: what `lamb_moments` was given.
 
     Raises:
         TypeError, ValueError, RuntimeError: as in `lamb_moments`.
@@ -150,7 +154,7 @@ def lamb_update(
             _update_operation(params, exp_avgs, exp_avg_sqs, rates, present, mastered, *numbers)
         return
     settings = _settings(betas, eps, weight_decay, step, bias_correction, 1.0)
-    rows, device = lamb_table(params, None, exp_avgs, exp_avg_sqs, masters)
+    rows, device = lamb_table(params, None, exp_avgs, exp_avg_sqs, masters, directions)
     rates = _checked_rates(rates, len(params), device)
     if not rows:
         return
@@ -175,64 +179,6 @@ def lamb_update(
     increment_version(params)
     if masters is not None:
         increment_version([master for master in masters if master is not None])
-
-
-def lamb_step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-    bias_correction: bool = True,
-    masters: Sequence[Tensor | None] | None = None,
-    grad_scale: float = 1.0,
-    grad_factor: Tensor | None = None,
-) -> None:
-    """Make a whole LAMB step of tensors that are here as a whole: `lamb_moments`, rates, `lamb_update`.
-
-    The rate of a tensor is lr * ‖p‖ / ‖r‖, or lr where one of the norms is 0. On the CPU the passes go tensor by
-    tensor, so that the second finds in the caches what the first has touched: of tensors that fit there, a step
-    moves about as many bytes as Adam's.
-
-    Args:
-        params, masters: as in `lamb_update`. Written.
-        grads, exp_avgs, exp_avg_sqs, grad_scale, grad_factor: as in `lamb_moments`.
-        lr: learning rate, not negative.
-        betas, eps, weight_decay, step, bias_correction: as in `lamb_moments`.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as in `lamb_moments`.
-    """
-    numbers: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "step": step}
-    lr = _checked("lr", lr, 0.0)
-    if not _library.tracing():
-        settings = _settings(betas, eps, weight_decay, step, bias_correction, grad_scale)
-        rows, device = lamb_table(params, grads, exp_avgs, exp_avg_sqs, masters, whole_step=True)
-        if grad_factor is not None:
-            check_flag("grad_factor", grad_factor, device if len(params) else None)
-        if not rows:
-            return
-        if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
-            factor = _address(grad_factor)
-            cpu.module.lamb_step(cpu.variant, rows, settings, lr, factor, torch.get_num_threads())
-            increment_version(params)
-            if masters is not None:
-                increment_version([master for master in masters if master is not None])
-            return
-    weights = params if masters is None else [p if m is None else m for p, m in zip(params, masters)]
-    scaling: dict[str, Any] = {"grad_scale": grad_scale, "grad_factor": grad_factor}
-    with torch.no_grad():
-        sums = lamb_moments(
-            weights, grads, exp_avgs, exp_avg_sqs, bias_correction=bias_correction, **numbers, **scaling
-        )
-        norms = sums.sqrt().float()
-        rates = lr * torch.where((norms > 0).all(dim=1), norms[:, 0] / norms[:, 1], 1)
-    lamb_update(params, exp_avgs, exp_avg_sqs, rates, bias_correction=bias_correction, masters=masters, **numbers)
 
 
 def _checked_rates(rates: Tensor, count: int, device: torch.device) -> Tensor:

@@ -74,6 +74,31 @@ def power_sum(
     return result
 
 
+def square_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Add up the squares of the elements of each tensor.
+
+    Args:
+        tensors: as for `power_sum`, one at least. Only read.
+
+    Returns:
+        float32 of shape (number of tensors,), on their device. On the CPU sums are kept in double precision.
+
+    Raises:
+        What `power_sum` raises.
+    """
+    check_sequence("tensors", tensors)
+    device = tensors[0].device
+    rows = None if _library.tracing() or any(not t.numel() for t in tensors) else fast_data_table(tensors, device)
+    if rows is not None and device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
+        sums = torch.empty(len(tensors), dtype=torch.float64)
+        cpu.module.square_sums(cpu.variant, rows, sums.data_ptr(), torch.get_num_threads())
+        return sums.float()
+    check_data(tensors, device)
+    if device.type == "cpu":
+        return torch.stack([t.double().square().sum() for t in tensors]).float()
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)).square()  # in one launch
+
+
 def _add(tensors: Sequence[Tensor], norm_type: float, found_inf: Tensor, total: Tensor) -> None:
     device = total.device
     rows = fast_data_table(tensors, device)

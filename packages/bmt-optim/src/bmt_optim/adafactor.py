@@ -11,15 +11,14 @@ import torch
 import bmt_kernels
 
 from .batch import Batch
-from .distributed import Params
-from .factored import FactoredAverage, FactoredOptimizer, Parts, factored_layout
-from .norms import square_sums
+from .distributed import DistributedOptimizer, Params
+from .factored import Parts, factored_layout
 from .options import check_not_negative, check_pair_not_negative, check_positive
-from .requests import Meanwhile, Rule, Sum
+from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter, per_matrix
 
 
-class DistributedAdafactor(FactoredOptimizer):
+class DistributedAdafactor(DistributedOptimizer):
     """Adafactor (Shazeer & Stern, `arXiv:1804.04235 <https://arxiv.org/abs/1804.04235>`_).
 
     The step is that of ``transformers.Adafactor``, from which that of ``torch.optim.Adafactor`` differs in eps, in
@@ -38,8 +37,7 @@ class DistributedAdafactor(FactoredOptimizer):
     ρ is min(10⁻², 1/√t) with ``relative_step``, min(10⁻⁶t, 1/√t) with ``warmup_init`` besides, and else ``lr``. Rows
     and columns are the last two dimensions.
 
-    A step has two rounds: row and column sums with the sizes of the parameters, and the sizes of the updates. On the
-    CPU, what one rank holds as a whole takes no part in them.
+    A step has two rounds: row and column sums with the sizes of the parameters, and the sizes of the updates.
 
     State dicts are those of ``transformers.Adafactor``, where ``RMS`` is the parameter's at the start of the last
     step; it is kept only with ``scale_parameter``.
@@ -109,19 +107,15 @@ class DistributedAdafactor(FactoredOptimizer):
         return layout
 
     def rule(self, batch: Batch) -> Rule:
-        self._check_state(batch)
-        yield from super().rule(batch)
-
-    def step_together(self, parts: Parts, alone: Parts) -> Rule:
-        batch, options = parts.batch, parts.batch.options
+        parts, options = Parts(batch), batch.options
         scaled, beta1, decay = options["scale_parameter"], options["beta1"], options["weight_decay"]
         exp_avgs = None if beta1 is None else parts.state("exp_avg")
         sizes = batch.state("RMS", parts.order) if scaled else []
-        average = FactoredAverage(parts, "exp_avg_sq")
+        average = parts.average("exp_avg_sq")
         bmt_kernels.factored_square_sums(
             parts.grads, average.rows, average.cols, eps=float(options["eps"][0]), **parts.scaling
         )
-        squares = square_sums(batch.pick(batch.weights, parts.order)) if scaled else ()
+        squares = bmt_kernels.square_sums(batch.pick(batch.weights, parts.order)) if scaled else ()
         *sums, squares = yield [*average.requests(), Sum(squares, parts.matrices if scaled else [])]
         average.update(sums, self._beta2(batch))
         rates = torch.full((len(parts.order),), self._rate(batch), device=batch.device)
@@ -131,7 +125,7 @@ class DistributedAdafactor(FactoredOptimizer):
             rates = rates * found.clamp(min=options["eps"][1])
         totals = torch.empty(len(parts.grads), device=batch.device)
         bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
-        squares, _ = yield [Sum(parts.per_matrix(totals), parts.matrices), Meanwhile(lambda: self.step_alone(alone))]
+        (squares,) = yield [Sum(parts.per_matrix(totals), parts.matrices)]
         clips = (parts.root_mean_squares(squares) / options["clip_threshold"]).clamp(min=1)
         parts.update_weights(
             parts.grads,
@@ -143,41 +137,14 @@ class DistributedAdafactor(FactoredOptimizer):
             **parts.scaling,
         )
 
-    def step_alone(self, parts: Parts) -> None:
-        batch, options = parts.batch, parts.batch.options
-        scaled, beta1 = options["scale_parameter"], options["beta1"]
-        exp_avgs = None if beta1 is None else parts.state("exp_avg")
-        rows, cols = parts.averages("exp_avg_sq")
-        for chosen, params, masters in parts.for_kernels():
-            sizes = torch.empty(len(chosen), device=batch.device) if scaled else None
-            bmt_kernels.adafactor_step(
-                params,
-                batch.pick(parts.grads, chosen),
-                batch.pick(rows, chosen),
-                batch.pick(cols, chosen),
-                lr=self._rate(batch),
-                beta2=self._beta2(batch),
-                eps=(float(options["eps"][0]), float(options["eps"][1])),
-                clip_threshold=float(options["clip_threshold"]),
-                weight_decay=float(options["weight_decay"]),
-                exp_avgs=None if exp_avgs is None else batch.pick(exp_avgs, chosen),
-                beta1=float(beta1 or 0),
-                sizes=sizes,
-                masters=masters,
-                **parts.scaling,
-            )
-            if sizes is not None:
-                torch._foreach_copy_(batch.state("RMS", batch.pick(parts.order, chosen)), sizes.unbind())
-
-    def _check_state(self, batch: Batch) -> None:
-        """Raise ValueError if an option that needs state was set when there was state without it."""
+    def check_state(self, batch: Batch) -> None:
+        """As :meth:`DistributedOptimizer.check_state`: an option that needs state may have been set later."""
         for key, needed_by in (("exp_avg", "beta1"), ("RMS", "scale_parameter")):
-            for matrix, entry in zip(batch.matrices, batch.states):
-                if key in self.state_layout(matrix.where.shape, batch.options) and key not in entry:
-                    raise ValueError(
-                        f"{needed_by}={batch.options[needed_by]!r} was set after the first step, and the state has no "
-                        f"{key}; set it when the optimizer is made"
-                    )
+            if batch.options[needed_by] not in (None, False) and any(key not in entry for entry in batch.states):
+                raise ValueError(
+                    f"{needed_by}={batch.options[needed_by]!r} was set after the first step, and the state has no "
+                    f"{key}; set it when the optimizer is made"
+                )
 
     @staticmethod
     def _beta2(batch: Batch) -> float:

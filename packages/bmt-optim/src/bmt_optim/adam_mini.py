@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import bmt_kernels
 from bmt_comm import Slice, slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .norms import square_sums
 from .options import check_betas, check_not_negative
 from .requests import Rule, Sum
 from .slices import row_indices
@@ -131,7 +131,7 @@ def _statistic(shape: tuple[int, ...], block: str | int) -> StateTensor:
 def _block_sums(grad: Tensor, where: Slice, block: str | int) -> Tensor:
     """The sums of squares of all blocks, or of this rank's rows."""
     if block == "tensor":
-        return square_sums([grad])[0]
+        return bmt_kernels.square_sums([grad])[0]
     rows = grad.square().sum(-1)
     if block == "row":
         return rows

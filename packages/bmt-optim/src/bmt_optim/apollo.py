@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import bmt_kernels
+
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .galore_projection import low_rank
 from .matrix import Matrix
-from .norms import square_sums
 from .options import check_betas, check_not_negative, check_positive
-from .requests import Rule, Sum
+from .requests import Rule, Sum, reduced
 from .slices import indices_along, row_indices
 from .state_layout import Size, StateTensor, like_parameter, per_matrix
 
-Sums = Generator[Sequence[Sum], list[Any], list[Tensor]]
 SCALES = ("channel", "tensor")
 _GROWTH = 1.01
 """How much larger an update may be than the one before."""
@@ -108,7 +108,8 @@ class APOLLO(DistributedOptimizer):
             tall = [m.where.shape[0] >= m.where.shape[1] for m in matrices]
             bases = [self._basis(matrices[i], options, batch.step, tall[i]) for i in everything]
             low = [grads[i] @ bases[i] if tall[i] else bases[i].T @ grads[i] for i in everything]
-            low = yield from _over_ranks(low, batch, tall, contracted=True)
+            along, across = ([(-1,) if t is wanted else (-2,) for t in tall] for wanted in (True, False))
+            low = list((yield from reduced(Sum, dict(enumerate(low)), matrices, along)).values())
         else:
             yield []
         averages, squares = batch.state("exp_avg"), batch.state("exp_avg_sq")
@@ -119,9 +120,9 @@ class APOLLO(DistributedOptimizer):
         if "rank" in options:
             norms = [_square_norms(updates[i], low[i], tall[i], options["scale_type"]) for i in everything]
             if options["scale_type"] == "tensor":
-                norms = yield from _over_ranks(norms, batch, tall, contracted=False)
+                norms = list((yield from reduced(Sum, dict(enumerate(norms)), matrices, across)).values())
             updates = [g * (n[0].sqrt() / (n[1].sqrt() + 1e-8)) for g, n in zip(grads, norms)]
-            (totals,) = yield [Sum(square_sums(updates).unbind(), matrices)]
+            (totals,) = yield [Sum(bmt_kernels.square_sums(updates).unbind(), matrices)]
             for i, before in enumerate(batch.state("update_norm")):
                 norm = totals[i].sqrt()
                 limit = 1.0 if batch.step == 1 else (norm / (before + 1e-8)).clamp(min=_GROWTH) / _GROWTH
@@ -145,20 +146,6 @@ class APOLLO(DistributedOptimizer):
         held = indices_along(where, 1, basis.device) if tall else row_indices(where, basis.device)
         self._projections[matrix.index] = period, basis[held].to(matrix.param.device)
         return self._projections[matrix.index][1]
-
-
-def _over_ranks(values: Sequence[Tensor], batch: Batch, tall: Sequence[bool], contracted: bool) -> Sums:
-    """Sums over the ranks that cut the projected dimension (``contracted``), or the other one."""
-    found = list(values)
-    kinds = [[i for i, is_tall in enumerate(tall) if is_tall is wanted] for wanted in (contracted, not contracted)]
-    sums = yield [
-        Sum(batch.pick(values, kind), batch.pick(batch.matrices, kind), over)
-        for kind, over in zip(kinds, ((-1,), (-2,)))
-    ]
-    for kind, results in zip(kinds, sums):
-        for i, result in zip(kind, results):
-            found[i] = result
-    return found
 
 
 def _square_norms(update: Tensor, low: Tensor, tall: bool, scale_type: str) -> Tensor:

@@ -33,6 +33,7 @@ class Batch:
             device; or ``None``.
         weights: the weights to compute with, contiguous: fp32 masters, or the parameters themselves. Read them
             here; write them through :meth:`writable`.
+        kept: what a rule keeps for later steps of a batch of the same matrices, none of it of a gradient.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class Batch:
         step: int,
         grad_scale: float,
         grad_factor: Tensor | None,
+        kept: dict[str, Any],
+        cache: Tensor | None,
     ) -> None:
         self.matrices = matrices
         self.options = options
@@ -53,6 +56,8 @@ class Batch:
         self.grad_scale = grad_scale
         self.grad_factor = grad_factor
         self.states = states
+        self.kept = kept
+        self._cache = cache
         self._locals = locals_
         self.weights = [entry["master"] if "master" in entry else t.contiguous() for entry, t in zip(states, locals_)]
 
@@ -68,17 +73,17 @@ class Batch:
         """The state tensors under ``key``, of all matrices or of some."""
         return [self.states[i][key] for i in (range(len(self)) if indices is None else indices)]
 
-    def by_division(self) -> tuple[list[int], list[int]]:
-        """Indices of matrices whose step can be made here at once, and of those for which it takes several ranks.
+    def scratch(self) -> list[Tensor] | None:
+        """Memory of the weights' shapes, fp32, for what one pass over a batch leaves to the next.
 
-        The first are those that this rank holds as a whole; what another rank holds as a whole is in neither. On the
-        ranks that share it, a matrix is among the second on all or on none. On CUDA all are: what can be won is the
-        time in which a matrix stays in a cache, and what is lost are kernel launches.
+        ``None`` where the batch does not stay in a cache meanwhile.
         """
-        if self.device.type != "cpu":
-            return [], list(range(len(self)))
-        here = [i for i, m in enumerate(self.matrices) if m.undivided and m.where.numel]
-        return here, [i for i, m in enumerate(self.matrices) if not m.undivided]
+        if self._cache is None:
+            return None
+        if "scratch" not in self.kept:
+            parts = self._cache.split([w.numel() for w in self.weights])
+            self.kept["scratch"] = [part.view(w.shape) for part, w in zip(parts, self.weights)]
+        return self.kept["scratch"]
 
     def pick(self, values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Those entries of a list of the batch."""

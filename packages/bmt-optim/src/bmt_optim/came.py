@@ -9,14 +9,15 @@ import torch
 
 import bmt_kernels
 
-from .distributed import Params
-from .factored import FactoredAverage, FactoredOptimizer, Parts, factored_layout, is_factored
+from .batch import Batch
+from .distributed import DistributedOptimizer, Params
+from .factored import Parts, factored_layout, is_factored
 from .options import check_betas, check_not_negative, check_pair_not_negative, check_positive
-from .requests import Meanwhile, Rule, Sum
+from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter
 
 
-class DistributedCAME(FactoredOptimizer):
+class DistributedCAME(DistributedOptimizer):
     """CAME (Luo et al., `arXiv:2307.02047 <https://arxiv.org/abs/2307.02047>`_, algorithm 2), as ``came_pytorch``'s.
 
     For each parameter, with RMS(x) = ‖x‖ / √(number of elements), in fp32 whatever its dtype::
@@ -31,8 +32,7 @@ class DistributedCAME(FactoredOptimizer):
     Of a vector, v ← β₂v + (1-β₂)(g² + eps[0]), u = g / √v before clipping, and the step is lr·m. Rows and columns are
     the last two dimensions.
 
-    A step has three rounds: row and column sums of g², the sizes of the updates, row and column sums of (u-m)². On
-    the CPU, what one rank holds as a whole takes no part in them.
+    A step has three rounds: row and column sums of g², the sizes of the updates, row and column sums of (u-m)².
 
     State dicts are those of ``came_pytorch.CAME``, but without ``RMS``, which that writes and never reads.
 
@@ -77,20 +77,19 @@ class DistributedCAME(FactoredOptimizer):
         layout = {"exp_avg": like_parameter(shape), **factored_layout("exp_avg_sq", shape)}
         return {**layout, **factored_layout("exp_avg_res", shape)} if is_factored(shape) else layout
 
-    def step_together(self, parts: Parts, alone: Parts) -> Rule:
-        batch, options = parts.batch, parts.batch.options
+    def rule(self, batch: Batch) -> Rule:
+        parts, options = Parts(batch), batch.options
         beta1, beta2, beta3 = (float(beta) for beta in options["betas"])
         eps = [float(e) for e in options["eps"]]
-        average = FactoredAverage(parts, "exp_avg_sq")
+        average = parts.average("exp_avg_sq")
         bmt_kernels.factored_square_sums(parts.grads, average.rows, average.cols, eps=eps[0], **parts.scaling)
         sums = yield average.requests()
         average.update(sums, beta2)
         totals = torch.empty(len(parts.grads), device=batch.device)
         bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
-        one, other = alone.halves()
-        squares, _ = yield [Sum(parts.per_matrix(totals), parts.matrices), Meanwhile(lambda: self.step_alone(one))]
+        (squares,) = yield [Sum(parts.per_matrix(totals), parts.matrices)]
         clips = parts.per_entry((parts.root_mean_squares(squares) / options["clip_threshold"]).clamp(min=1))
-        exp_avgs, instability = parts.state("exp_avg"), FactoredAverage(parts, "exp_avg_res", of_vectors=False)
+        exp_avgs, instability = parts.state("exp_avg"), parts.average("exp_avg_res", of_vectors=False)
         bmt_kernels.factored_residual_square_sums(
             parts.grads,
             average.rows,
@@ -103,39 +102,11 @@ class DistributedCAME(FactoredOptimizer):
             eps=eps[1],
             **parts.scaling,
         )
-        *sums, _ = yield [*instability.requests(), Meanwhile(lambda: self.step_alone(other))]
+        sums = yield instability.requests()
         instability.update(sums, beta3)
         lr, decay = float(options["lr"]), options["weight_decay"]
         decays = torch.full_like(clips, 1 - lr * decay) if decay else None
         parts.update_weights(exp_avgs, instability, torch.full_like(clips, lr), decays)
-
-    def step_alone(self, parts: Parts) -> None:
-        batch, options = parts.batch, parts.batch.options
-        beta1, beta2, beta3 = (float(beta) for beta in options["betas"])
-        rows, cols = parts.averages("exp_avg_sq")
-        res_rows, res_cols = parts.averages("exp_avg_res", of_vectors=False)
-        exp_avgs = parts.state("exp_avg")
-        for chosen, params, masters in parts.for_kernels():
-            matrices = [k for k, n in enumerate(chosen) if n < parts.count]
-            vectors = [k for k, n in enumerate(chosen) if n >= parts.count]
-            for some, has_residuals in ((matrices, True), (vectors, False)):
-                at = [chosen[k] for k in some]
-                bmt_kernels.came_step(
-                    [params[k] for k in some],
-                    batch.pick(parts.grads, at),
-                    batch.pick(exp_avgs, at),
-                    batch.pick(rows, at),
-                    batch.pick(cols, at),
-                    batch.pick(res_rows, at) if has_residuals else None,
-                    batch.pick(res_cols, at) if has_residuals else None,
-                    lr=float(options["lr"]),
-                    betas=(beta1, beta2, beta3),
-                    eps=(float(options["eps"][0]), float(options["eps"][1])),
-                    clip_threshold=float(options["clip_threshold"]),
-                    weight_decay=float(options["weight_decay"]),
-                    masters=None if masters is None else [masters[k] for k in some],
-                    **parts.scaling,
-                )
 
 
 CAME = DistributedCAME

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from .state_dict import gather_state, match_groups, state_value, step_record, wh
 from .state_layout import StateTensor, like_parameter
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
+_CACHED = 1 << 21
+"""How many elements are stepped together on the CPU, so that gradients and weights stay in a cache meanwhile."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -93,6 +95,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def check_parameter(self, param: Tensor, where: Slice) -> None:
         """Raise ValueError unless the optimizer takes this parameter."""
+
+    def check_state(self, batch: Batch) -> None:
+        """Raise ValueError unless the state has what the options of ``batch`` need."""
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """What the owner of a parameter of the global ``shape`` has to do, in any unit; owners share it evenly."""
@@ -177,25 +182,46 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for n, (matrix, entry) in enumerate(zip(present, entries)):
             key = (plan.group_of[matrix.index], entry["step"] + 1, matrix.param.device)
             groups.setdefault(key, []).append(n)
-        batches = []
-        for (number, step, _), members in sorted(groups.items(), key=lambda group: (*group[0][:2], str(group[0][2]))):
-            matrices = [present[n] for n in members]
-            states = [entries[n] for n in members]
-            locals_ = [local_tensor(m.param) for m in matrices]
+        together: list[Batch] = []
+        alone: list[Batch] = []
+        before, plan.kept = plan.kept, {}
+        for (number, step, device), members in sorted(
+            groups.items(), key=lambda group: (*group[0][:2], str(group[0][2]))
+        ):
+            locals_ = {n: local_tensor(present[n].param) for n in members}
             if step == 1:
-                _sync_masters(states, locals_)
-            group = self.param_groups[number]
-            batches.append(
-                Batch(matrices, locals_, [grads[n] for n in members], states, group, step, float(scale), grad_factor)
-            )
-        return Step([self.rule(batch) for batch in batches], lambda record: self._finish(batches, record))
+                _sync_masters([entries[n] for n in members], locals_.values())
+            divided = [n for n in members if not present[n].undivided]
+            here = [n for n in members if present[n].undivided and present[n].where.numel]
+            portions = _portions(here, [locals_[n].numel() for n in here]) if device.type == "cpu" else [here]
+            for batches, chosen in [(together, divided), *((alone, portion) for portion in portions)]:
+                if not chosen:
+                    continue
+                name = (batches is alone, *(present[n].index for n in chosen))
+                total = sum(locals_[n].numel() for n in chosen)
+                batches.append(
+                    Batch(
+                        [present[n] if batches is together else present[n].alone for n in chosen],
+                        [locals_[n] for n in chosen],
+                        [grads[n] for n in chosen],
+                        [entries[n] for n in chosen],
+                        self.param_groups[number],
+                        step,
+                        float(scale),
+                        grad_factor,
+                        plan.kept.setdefault(name, before.get(name, {})),
+                        plan.cache(total) if device.type == "cpu" and batches is alone else None,
+                    )
+                )
+                self.check_state(batches[-1])
 
-    def _finish(self, batches: list[Batch], record: Communication) -> None:
-        self.communication = record
-        self._opt_called = True
-        for batch in batches:
-            for entry in batch.states:
-                entry["step"] = batch.step
+        def finish(record: Communication) -> None:
+            self.communication = record
+            self._opt_called = True
+            for entry in entries:
+                entry["step"] += 1
+
+        return Step([self.rule(batch) for batch in together], finish, [self.rule(batch) for batch in alone])
 
     @staticmethod
     def _grad(matrix: Matrix) -> Tensor:
@@ -402,6 +428,19 @@ def begin_steps(optimizers: Iterable[DistributedOptimizer], scale: float = 1) ->
     return steps
 
 
+def _portions(members: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """``members`` in portions that a cache holds, or of one if it is larger."""
+    found: list[list[int]] = []
+    total = _CACHED
+    for member, size in zip(members, sizes):
+        total += size
+        if total > _CACHED:
+            found.append([])
+            total = size
+        found[-1].append(member)
+    return found
+
+
 class _Plan:
     """What is known of the parameters from the first step on."""
 
@@ -412,13 +451,24 @@ class _Plan:
         costs = [float(optimizer.cost(slice_of(p).shape, groups[number])) for p, number in params]
         self.matrices = plan_matrices([p for p, _ in params], costs)
         self.presence = Presence(self.matrices)
+        self.kept: dict[tuple[int, ...], dict[str, Any]] = {}
+        """What rules keep for batches, by their matrices. Only that of the last step stays."""
+        self._cache: Tensor | None = None
+
+    def cache(self, numel: int) -> Tensor | None:
+        """So many elements of memory that all batches share, one after the other; ``None``: they are too many."""
+        if numel > _CACHED:
+            return None
+        if self._cache is None:
+            self._cache = torch.empty(_CACHED)
+        return self._cache[:numel]
 
 
 def _maintained_part(tensor: StateTensor, matrix: Matrix) -> Slice:
     """The part of a state tensor that this rank keeps up to date.
 
-    A matrix that one rank holds may have been stepped there alone, and then what all ranks have a copy of, such as
-    column statistics, is up to date on that rank only.
+    A matrix that one rank holds is stepped there alone, so what all ranks have a copy of, such as column statistics, is
+    up to date on that rank only.
     """
     part, rows = tensor.part(matrix.where), matrix.row_comm
     if part.row_comm is not None or rows is None or not matrix.undivided:

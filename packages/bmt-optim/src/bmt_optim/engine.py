@@ -16,12 +16,18 @@
 
     All ranks that share a matrix are in the same round at the same time, whatever other matrices they have, because
     rounds depend on options and steps alone (see the note in :mod:`bmt_optim.requests`).
+
+[Note: matrices of one rank]
+    What one rank holds as a whole needs no other rank. Its rules are run to their ends one after the other, while
+    messages of the other rules are under way. On the CPU each has so few elements that they stay in a cache from the
+    first pass over them to the last.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +35,7 @@ from torch import Tensor
 from bmt_comm import Communicator
 
 from .exchange import Communication, Reduction, Transfer, move_packed, reduce_packed
-from .grid import Answer, answer_to
+from .grid import Answer, answer_alone, answer_to
 from .requests import Request, Rule
 
 
@@ -39,23 +45,24 @@ class Step:
     Args:
         rules: of the batches that are stepped.
         finish: called when all rules have come to their end.
+        alone: rules of batches that need no other rank. They have not begun.
     """
 
-    def __init__(self, rules: Sequence[Rule], finish: Callable[[Communication], None]) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], finish: Callable[[Communication], None], alone: Iterable[Rule] = ()
+    ) -> None:
         self.finish = finish
+        self.alone = deque(alone)
         self.waiting: list[tuple[Rule, Sequence[Request]]] = []
         with torch.no_grad():
-            for rule in rules:
-                try:
-                    self.waiting.append((rule, next(rule)))
-                except StopIteration:
-                    raise RuntimeError(f"{rule!r} ended without a yield; its changes could not be abandoned") from None
+            self.waiting += [(rule, _first_requests(rule)) for rule in rules]
 
     def abandon(self) -> None:
         """Let nothing have happened."""
         for rule, _ in self.waiting:
             rule.close()
         self.waiting = []
+        self.alone.clear()
 
 
 @torch.no_grad()
@@ -77,6 +84,15 @@ def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | 
     """
     record = Communication()
     waiting = [pair for step in steps for pair in step.waiting]
+
+    def step_alone() -> bool:
+        """Step the next batch that needs no other rank. Whether there was one."""
+        step = next((step for step in steps if step.alone), None)
+        if step is None or flag is not None:  # which may yet say that nothing may change
+            return False
+        _run_alone(step.alone.popleft())
+        return True
+
     while waiting or flag is not None:
         answers = [[answer_to(request) for request in requests] for _, requests in waiting]
         flat = [answer for found in answers for answer in found]
@@ -84,7 +100,7 @@ def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | 
         if flag is not None and comm is not None and comm.size > 1:
             flags = [Reduction(comm, "sum", (flag > 0).float().reshape(1))]
         record.rounds += any(answer.asks for answer in flat)
-        _communicate(flat, flags, record)
+        _communicate(flat, flags, record, step_alone)
         if flag is not None:
             total = flags[0].value if flags else flag
             if bool(total > 0):
@@ -97,13 +113,31 @@ def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | 
             with contextlib.suppress(StopIteration):
                 still.append((rule, rule.send([answer.result() for answer in found])))
         waiting = still
+    while step_alone():
+        pass
     for step in steps:
         step.waiting = []
         step.finish(record)
     return True
 
 
-def _communicate(answers: Sequence[Answer], flags: Sequence[Reduction], record: Communication) -> None:
+def _first_requests(rule: Rule) -> Sequence[Request]:
+    try:
+        return next(rule)
+    except StopIteration:
+        raise RuntimeError(f"{rule!r} ended without a yield; its changes could not be abandoned") from None
+
+
+def _run_alone(rule: Rule) -> None:
+    requests = _first_requests(rule)
+    with contextlib.suppress(StopIteration):
+        while True:
+            requests = rule.send([answer_alone(request) for request in requests])
+
+
+def _communicate(
+    answers: Sequence[Answer], flags: Sequence[Reduction], record: Communication, meanwhile: Callable[[], bool]
+) -> None:
     """One round: both phases of all answers, and the flags in phase 0."""
     for phase in (0, 1):
         reductions = list(flags) if phase == 0 else []
@@ -112,8 +146,7 @@ def _communicate(answers: Sequence[Answer], flags: Sequence[Reduction], record: 
             found = answer.begin(phase)
             reductions += found[0]
             transfers += found[1]
-        works = [answer.meanwhile for answer in answers if answer.meanwhile is not None] if phase == 0 else []
-        reduce_packed(reductions, record, works)
-        move_packed(transfers, record)
+        reduce_packed(reductions, record, meanwhile)
+        move_packed(transfers, record, meanwhile)
         for answer in answers:
             answer.end(phase)

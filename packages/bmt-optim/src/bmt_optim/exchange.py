@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator
+from bmt_comm import Communicator, Work
 
 _Item = TypeVar("_Item")
 
@@ -28,7 +28,7 @@ class Communication:
     """What a step communicated, on this rank.
 
     Attributes:
-        rounds: in which a rule asked for something.
+        rounds: in which a rule asked for something of matrices that several ranks hold parts of.
         collectives: calls of collectives, an exchange of packed messages being one.
         bytes: sent; of an all-reduce over n ranks 2 (n - 1) / n of the buffer.
     """
@@ -69,11 +69,11 @@ class Transfer:
 
 
 def reduce_packed(
-    reductions: Sequence[Reduction], record: Communication, meanwhile: Sequence[Callable[[], None]] = ()
+    reductions: Sequence[Reduction], record: Communication, meanwhile: Callable[[], bool] = lambda: False
 ) -> None:
     """Replace each reduction's value by its result. One all-reduce per communicator and operation.
 
-    ``meanwhile`` is called while they are under way.
+    ``meanwhile`` is called while they are under way, until it returns that nothing is left to do.
     """
     under_way = []
     for group in _in_order(reductions, lambda r: (r.op, r.comm.ranks, str(r.value.device))):
@@ -84,17 +84,21 @@ def reduce_packed(
         under_way.append((group, buffer, comm.all_reduce(buffer, group[0].op, async_op=True)))
         record.collectives += 1
         record.bytes += 2 * (comm.size - 1) * buffer.nbytes // comm.size
-    for work in meanwhile:
-        work()
     for group, buffer, reducing in under_way:
-        reducing.wait()
+        _wait(reducing, meanwhile)
         parts = buffer.to(group[0].value.device).split([r.value.numel() for r in group])
         for reduction, part in zip(group, parts):
             reduction.value = part.view(reduction.value.shape)
 
 
-def move_packed(transfers: Sequence[Transfer], record: Communication) -> None:
-    """Carry out all transfers. One exchange per communicator, operation and dtype."""
+def move_packed(
+    transfers: Sequence[Transfer], record: Communication, meanwhile: Callable[[], bool] = lambda: False
+) -> None:
+    """Carry out all transfers. One exchange per communicator, operation and dtype.
+
+    ``meanwhile`` is called while they are under way, until it returns that nothing is left to do.
+    """
+    under_way = []
     for group in _in_order(transfers, lambda t: (t.op, t.comm.ranks, str(t.like.dtype))):
         comm = group[0].comm
         sends: dict[int, list[Tensor]] = {}
@@ -119,12 +123,20 @@ def move_packed(transfers: Sequence[Transfer], record: Communication) -> None:
         ]
         if not outgoing and not incoming:
             continue
-        comm.send_recv(outgoing, incoming)
+        under_way.append((comm.send_recv(outgoing, incoming, async_op=True), incoming, receives))
         record.collectives += 1
         record.bytes += sum(message.nbytes for message, _ in outgoing)
+    for moving, incoming, receives in under_way:
+        _wait(moving, meanwhile)
         for message, peer in incoming:
             for into, part in zip(receives[peer], message.split([t.numel() for t in receives[peer]])):
                 into.copy_(part.view(into.shape))
+
+
+def _wait(work: Work, meanwhile: Callable[[], bool]) -> None:
+    while not work.is_completed() and meanwhile():
+        pass
+    work.wait()
 
 
 def _in_order(items: Sequence[_Item], key: Callable[[_Item], tuple[Any, ...]]) -> list[list[_Item]]:

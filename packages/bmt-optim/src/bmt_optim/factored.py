@@ -21,7 +21,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,10 +31,9 @@ from torch import Tensor, nn
 import bmt_kernels
 
 from .batch import Batch
-from .distributed import DistributedOptimizer
 from .experts import Pieces, expert_pieces, experts_of
 from .matrix import Matrix
-from .requests import Rule, Sum
+from .requests import Sum
 from .state_layout import StateTensor, column_statistic, like_parameter, row_statistic
 
 
@@ -51,6 +49,30 @@ def factored_layout(name: str, shape: tuple[int, ...]) -> dict[str, StateTensor]
     return {name: like_parameter(shape)}
 
 
+class Plan:
+    """What follows from the matrices of a batch alone: see :class:`Parts`. It is kept from step to step.
+
+    Args:
+        batch: the batch.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        matrices = [i for i, m in enumerate(batch.matrices) if is_factored(m.where.shape)]
+        vectors = [i for i, m in enumerate(batch.matrices) if not is_factored(m.where.shape)]
+        self.order = matrices + vectors
+        self.count = len(matrices)
+        self.matrices: list[Matrix] = batch.pick(batch.matrices, self.order)
+        pieces = [expert_pieces(m.where) for m in self.matrices]
+        self.pieces = pieces if any(pieces) else None
+        self.owners = [n for n, cuts in enumerate(pieces) for _ in cuts or (None,)]
+        self.places: dict[int, list[int]] = {i: [] for i in self.order}
+        for entry, n in enumerate(self.owners):
+            self.places[self.order[n]].append(entry)
+        counts = [1 / max(1, math.prod(m.where.shape)) for m in self.matrices]
+        self.inverse_counts = torch.tensor(counts, device=batch.device)
+        self.averages: dict[str, FactoredAverage] = {}
+
+
 class Parts:
     """Tensors of a batch as matrices, (\\*, R, C): those that are, and then vectors and numbers as single rows.
 
@@ -58,7 +80,6 @@ class Parts:
 
     Args:
         batch: the batch.
-        chosen: of which of its matrices; by default of all.
 
     Attributes:
         batch: the batch.
@@ -69,87 +90,73 @@ class Parts:
         scaling: ``grad_scale`` and ``grad_factor``, for the kernels.
     """
 
-    def __init__(self, batch: Batch, chosen: Sequence[int] | None = None) -> None:
+    def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        wanted = range(len(batch)) if chosen is None else chosen
-        matrices = [i for i in wanted if is_factored(batch.matrices[i].where.shape)]
-        vectors = [i for i in wanted if not is_factored(batch.matrices[i].where.shape)]
-        self.order = matrices + vectors
-        self.count = len(matrices)
-        self.matrices: list[Matrix] = batch.pick(batch.matrices, self.order)
-        self._pieces = [expert_pieces(m.where) for m in self.matrices]
-        self._owners = [n for n, pieces in enumerate(self._pieces) for _ in pieces or (None,)]
-        self.grads = _as_matrices(batch.pick(batch.grads, self.order), self._pieces)
+        if "plan" not in batch.kept:
+            batch.kept["plan"] = Plan(batch)
+        self.plan: Plan = batch.kept["plan"]
+        self.order, self.count, self.matrices = self.plan.order, self.plan.count, self.plan.matrices
+        self.grads = _as_matrices(batch.pick(batch.grads, self.order), self.plan.pieces)
         factor = batch.grad_factor
         self.scaling: Mapping[str, Any] = {
             "grad_scale": batch.grad_scale,
             "grad_factor": None if factor is None else factor.to(batch.device),
         }
 
-    def halves(self) -> tuple[Parts, Parts]:
-        """Two with about half of the elements each."""
-        half = sum(g.numel() for g in self.grads) / 2
-        before = itertools.accumulate((g.numel() for g in self.grads), initial=0)
-        first = [i for i, start in zip(self.order, before) if start < half]
-        return Parts(self.batch, first), Parts(self.batch, self.order[len(first) :])
+    def average(self, name: str, of_vectors: bool = True) -> FactoredAverage:
+        """The averages ``name`` of the state in this step.
+
+        Args:
+            of_vectors: whether those of vectors are kept, too. If not, their factors are 1.
+        """
+        if name not in self.plan.averages:
+            self.plan.averages[name] = FactoredAverage(self, name, of_vectors)
+        found = self.plan.averages[name]
+        found.begin(self)
+        return found
 
     def state(self, key: str) -> list[Tensor]:
         """State tensors of the parameters' shapes, as matrices, one per entry."""
-        return _as_matrices(self.batch.state(key, self.order), self._pieces)
+        return _as_matrices(self.batch.state(key, self.order), self.plan.pieces)
 
     def factored_state(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
         """The row averages, (\\*, R), and the column averages, (\\*, C), of each entry that has them."""
         rows, cols = (self.batch.state(f"{name}_{kind}", self.order[: self.count]) for kind in ("row", "col"))
         return (
-            _split(rows, self._pieces, lambda piece, _: piece),
-            _split(cols, self._pieces, lambda piece, col: (piece[0], col.shape[-1])),
+            _split(rows, self.plan.pieces, lambda piece, _: piece),
+            _split(cols, self.plan.pieces, lambda piece, col: (piece[0], col.shape[-1])),
         )
 
     def sizes(self) -> tuple[list[int], list[int]]:
         """The rows and the columns, over all ranks, of the matrices of each entry that has them."""
-        shapes = [self.matrices[n].where.shape for n in self._owners if n < self.count]
+        shapes = [self.matrices[n].where.shape for n in self.plan.owners if n < self.count]
         return [max(1, shape[-2]) for shape in shapes], [max(1, shape[-1]) for shape in shapes]
 
     def per_matrix(self, values: Tensor) -> Tensor:
         """The sums of the entries' values, (entries,), by matrix: (matrices,)."""
-        if len(self._owners) == len(self.matrices):
+        if len(self.plan.owners) == len(self.matrices):
             return values
-        index = torch.tensor(self._owners, device=values.device)
+        index = torch.tensor(self.plan.owners, device=values.device)
         return values.new_zeros(len(self.matrices)).index_add_(0, index, values)
 
     def per_entry(self, values: Tensor) -> Tensor:
         """The matrices' values, (matrices,), by entry: (entries,)."""
-        return values if len(self._owners) == len(self.matrices) else _entries(values, self._owners)
-
-    def averages(self, name: str, of_vectors: bool = True) -> tuple[list[Tensor], list[Tensor]]:
-        """The state's row and column averages under ``name``, of matrices and, if they are kept, of vectors.
-
-        A vector's column average is its own, and its row average one that nobody keeps.
-        """
-        vectors = self.order[self.count :] if of_vectors else []
-        rows, cols = self.factored_state(name)
-        rows = rows + [torch.zeros(1, device=self.batch.device) for _ in vectors]
-        return rows, cols + _flat(self.batch.state(name, vectors))
+        return values if len(self.plan.owners) == len(self.matrices) else _entries(values, self.plan.owners)
 
     def for_kernels(self) -> Iterator[tuple[list[int], list[Tensor], list[Tensor | None] | None]]:
         """As the batch's, with numbers of entries for indices, and parameters and masters as matrices."""
-        place = {i: n for n, i in enumerate(self.order)}
-        entries: dict[int, list[int]] = {}
-        for entry, n in enumerate(self._owners):
-            entries.setdefault(n, []).append(entry)
+        places = self.plan.places
         for indices, params, masters in self.batch.for_kernels(self.order):
-            places = [place[i] for i in indices]
-            pieces = [self._pieces[n] for n in places]
+            pieces = self.plan.pieces and [self.plan.pieces[self.order.index(i)] for i in indices]
             yield (
-                [entry for n in places for entry in entries[n]],
+                [entry for i in indices for entry in places[i]],
                 _as_matrices(params, pieces),
                 None if masters is None else _as_matrices(masters, pieces),
             )
 
     def root_mean_squares(self, sums: Tensor) -> Tensor:
         """From the sum of squares of each whole tensor: fp32, of shape (matrices,), as what is returned."""
-        counts = [1 / max(1, math.prod(m.where.shape)) for m in self.matrices]
-        return torch.stack(torch._foreach_mul(sums.unbind(), counts)).sqrt()
+        return (sums * self.plan.inverse_counts).sqrt()
 
     def update_weights(
         self,
@@ -181,27 +188,6 @@ class Parts:
             )
 
 
-class FactoredOptimizer(DistributedOptimizer):
-    """An optimizer with factored averages, whose step has a way for matrices of one rank, and one for those of many."""
-
-    def rule(self, batch: Batch) -> Rule:
-        whole, cut = batch.by_division()
-        alone = Parts(batch, whole)
-        if cut:
-            yield from self.step_together(Parts(batch, cut), alone)
-        else:
-            yield []
-            self.step_alone(alone)
-
-    def step_together(self, parts: Parts, alone: Parts) -> Rule:
-        """The step of matrices that are cut between ranks, and ``step_alone`` in the meantime."""
-        raise NotImplementedError
-
-    def step_alone(self, parts: Parts) -> None:
-        """The step of matrices, perhaps none, that this rank holds as a whole."""
-        raise NotImplementedError
-
-
 class FactoredAverage:
     """Row and column averages of squares within a step.
 
@@ -209,16 +195,15 @@ class FactoredAverage:
     :meth:`update` moves the averages and puts factors in the place of the sums, of which the products are 1/√average.
 
     Args:
-        parts: of what.
-        name: of the averages in the state.
-        of_vectors: whether those of vectors are kept, too. If not, their factors are 1.
+        parts, name, of_vectors: see :meth:`Parts.average`.
 
     Attributes:
         rows, cols: fp32, (\\*, R) and (\\*, C) of this rank, not initialized.
     """
 
-    def __init__(self, parts: Parts, name: str, of_vectors: bool = True) -> None:
+    def __init__(self, parts: Parts, name: str, of_vectors: bool) -> None:
         batch = parts.batch
+        self._name, self._of_vectors = name, of_vectors
         self._matrices = parts.matrices[: parts.count]
         # Where rows are counted along two dimensions: the experts of which this rank holds rows, of how many.
         self._experts = {
@@ -227,38 +212,45 @@ class FactoredAverage:
             if m.where.row_dims == 2
         }
         rows, cols = (batch.state(f"{name}_{kind}", parts.order[: parts.count]) for kind in ("row", "col"))
+        vectors = batch.state(name, parts.order[parts.count :]) if of_vectors else []
         self._row_sizes, self._col_widths = [r.numel() for r in rows], [c.shape[-1] for c in cols]
         self._batch_sizes = [c.shape[:-1].numel() for c in cols]
-        self._row_averages, self._col_averages = parts.factored_state(name)
-        self._count = len(self._row_averages)
-        if of_vectors:
-            self._col_averages = self._col_averages + _flat(batch.state(name, parts.order[parts.count :]))
-        self._heights, self._widths = parts.sizes()
+        self._col_sizes = [n * width for n, width in zip(self._batch_sizes, self._col_widths)]
+        heights, self._widths = parts.sizes()
+        self._heights = heights + [1] * len(vectors)
         self._all_rows, self.rows = _end_to_end([g.shape[:-1] for g in parts.grads], batch.device)
         self._all_cols, self.cols = _end_to_end([(*g.shape[:-2], g.shape[-1]) for g in parts.grads], batch.device)
+        self._row_sums, self._col_sums = self._all_rows[: sum(self._row_sizes)], self._all_cols[: sum(self._col_sizes)]
+        self._averaged = sum(self._col_sizes) + sum(v.numel() for v in vectors)
+        self._totals, self._before = self._all_rows.new_empty(2, sum(self._batch_sizes)).unbind()
+
+    def begin(self, parts: Parts) -> None:
+        """Take the averages of the state."""
+        self._row_averages, self._col_averages = parts.factored_state(self._name)
+        if self._of_vectors:
+            vectors = _flat(parts.batch.state(self._name, parts.order[parts.count :]))
+            self._col_averages = self._col_averages + vectors
 
     def requests(self) -> list[Sum]:
         """What to ask for once the sums are there."""
-        rows = self._all_rows[: sum(self._row_sizes)]
-        cols = self._all_cols[: sum(a.numel() for a in self._col_averages[: self._count])]
-        totals, before = rows.new_empty(2, sum(self._batch_sizes)).unbind()
-        bmt_kernels.factored_totals(self._row_averages, rows, totals, before)
+        bmt_kernels.factored_totals(self._row_averages, self._row_sums, self._totals, self._before)
         ones = [1] * len(self._matrices)
         return [
-            Sum(rows, self._matrices, (-1,), self._row_sizes),
-            self._over_experts(cols, (-2,), self._col_widths),
-            self._over_experts(totals, (-2, -1), ones),
-            self._over_experts(before, (-2,), ones),
+            Sum(self._row_sums, self._matrices, (-1,), self._row_sizes),
+            self._over_experts(self._col_sums, (-2,), self._col_widths),
+            self._over_experts(self._totals, (-2, -1), ones),
+            self._over_experts(self._before, (-2,), ones),
         ]
 
     def _over_experts(self, values: Tensor, over: tuple[int, ...], widths: Sequence[int]) -> Sum:
         """The request for sums of ``widths`` numbers per matrix of a batch; those of other ranks' experts are zeros."""
-        parts = list(values.split([n * width for n, width in zip(self._batch_sizes, widths)]))
+        sizes = [n * width for n, width in zip(self._batch_sizes, widths)]
+        if not self._experts:
+            return Sum(values, self._matrices, over, sizes)
+        parts = list(values.split(sizes))
         for n, (experts, count) in self._experts.items():
             parts[n] = nn.functional.pad(parts[n], (experts.start * widths[n], (count - experts.stop) * widths[n]))
-        if self._experts:
-            values = torch.cat(parts)
-        return Sum(values, self._matrices, over, [p.numel() for p in parts])
+        return Sum(torch.cat(parts), self._matrices, over, [p.numel() for p in parts])
 
     def _of_own_experts(self, sums: Tensor, widths: Sequence[int]) -> Tensor:
         """Of the answer to such a request, what this rank holds rows of."""
@@ -280,26 +272,24 @@ class FactoredAverage:
         cols = self._of_own_experts(cols, self._col_widths)
         ones = [1] * len(self._matrices)
         totals, before = self._of_own_experts(totals, ones), self._of_own_experts(before, ones)
-        vectors = self._col_averages[self._count :]
-        if vectors:
-            own = self._all_cols[cols.numel() : cols.numel() + sum(v.numel() for v in vectors)]
-            cols = torch.cat([cols, own])
+        if cols is not self._col_sums:
+            self._col_sums.copy_(cols)
         bmt_kernels.factored_averages(
             self._row_averages,
             self._col_averages,
             rows,
-            cols,
+            self._all_cols[: self._averaged],  # with the squares of vectors
             totals,
             before,
             self._all_rows,
             self._all_cols,
-            heights=self._heights + [1] * len(vectors),
+            heights=self._heights,
             widths=self._widths,
             decay=decay,
         )
 
 
-def _as_matrices(tensors: Sequence[Tensor | None], pieces: Sequence[Pieces]) -> list[Any]:
+def _as_matrices(tensors: Sequence[Tensor | None], pieces: Sequence[Pieces] | None) -> list[Any]:
     """Views of contiguous tensors, (\\*, R, C), one per entry; ``None`` stays ``None``."""
     return [
         part if part is None or part.dim() >= 2 else part.view(1, -1)
@@ -308,10 +298,10 @@ def _as_matrices(tensors: Sequence[Tensor | None], pieces: Sequence[Pieces]) -> 
 
 
 def _split(
-    tensors: Sequence[Any], pieces: Sequence[Pieces], shape: Callable[[tuple[int, int], Tensor], Sequence[int]]
+    tensors: Sequence[Any], pieces: Sequence[Pieces] | None, shape: Callable[[tuple[int, int], Tensor], Sequence[int]]
 ) -> list[Any]:
     """A tensor per entry: for each piece, a view of that shape."""
-    if not any(pieces):
+    if pieces is None:
         return list(tensors)
     parts: list[Tensor | None] = []
     for tensor, cuts in zip(tensors, pieces):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
-from .galore_projection import BASES, CONTRACTED, KEPT, SIDES, Side, basis_layout, basis_shape, leading_bases, side_of
+from .galore_projection import BASES, CONTRACTED, KEPT, Side, basis_layout, basis_shape, leading_bases, side_of
 from .moments import Moments
 from .percentile_clipping import clip_factors
-from .requests import Max, Own, Request, Rule, Share, Sum
+from .requests import Max, Own, Request, Rule, Share, Sum, reduced
 from .slices import cut
 
 
@@ -102,13 +102,7 @@ class _Projected:
         self, kind: type[Sum], values: Mapping[int, Tensor], over: Mapping[Side, tuple[int, ...]]
     ) -> Generator[Sequence[Request], list[Any], dict[int, Tensor]]:
         """``values`` by matrix, reduced over the ranks that cut what ``over`` names for the side of each."""
-        members = {side: [i for i in values if self.sides[i] == side] for side in SIDES}
-        matrices = self.batch.matrices
-        results = yield [
-            kind([values[i] for i in found], [matrices[i] for i in found], over[side])
-            for side, found in members.items()
-        ]
-        return {i: value for found, reduced in zip(members.values(), results) for i, value in zip(found, reduced)}
+        return (yield from reduced(kind, values, self.batch.matrices, [over[side] for side in self.sides]))
 
     def _project(self, i: int) -> Tensor:
         """What this rank's part of the gradient contributes to the projected one."""

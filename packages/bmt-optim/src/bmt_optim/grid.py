@@ -7,14 +7,15 @@ that row (phase 1: the pieces, to the owner). The way back is the reverse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .exchange import Reduction, Transfer
 from .matrix import Matrix
-from .requests import Max, Meanwhile, Own, Request, Return, Share, Sum
+from .requests import Max, Own, Request, Return, Share, Sum
 
 
 class Answer:
@@ -22,8 +23,6 @@ class Answer:
 
     asks: bool
     """Whether there is anything in the request."""
-    meanwhile: Callable[[], None] | None = None
-    """What to do while messages are under way."""
 
     def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
         raise NotImplementedError
@@ -42,8 +41,13 @@ def answer_to(request: Request) -> Answer:
         TypeError: it is no request, or its values are not what it takes.
         ValueError: its lists are not equally long, or sizes are not those of its vector.
     """
-    if isinstance(request, Meanwhile):
-        return _Meanwhile(request)
+    _check(request)
+    if isinstance(request, Sum):
+        return _Reduce(request)
+    return {Own: _Own, Return: _Return, Share: _Share}[type(request)](request)
+
+
+def _check(request: Request) -> None:
     sizes = request.sizes if isinstance(request, Sum) else None
     if sizes is not None and (
         not isinstance(request.values, Tensor) or request.values.shape != (sum(sizes),) or min(sizes, default=0) < 0
@@ -54,22 +58,17 @@ def answer_to(request: Request) -> Answer:
         lengths.append(len(request.shapes))
     if len(set(lengths)) > 1:
         raise ValueError(f"{type(request).__name__} has lists of {lengths} entries")
-    if isinstance(request, Sum):
-        return _Reduce(request)
-    return {Own: _Own, Return: _Return, Share: _Share}[type(request)](request)
 
 
-class _Meanwhile(Answer):
-    asks = False
-
-    def __init__(self, request: Meanwhile) -> None:
-        self.meanwhile = request.work
-
-    def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
-        return [], []
-
-    def result(self) -> None:
-        return None
+def answer_alone(request: Request) -> Any:
+    """The result of a request for matrices that this rank shares with nobody. Raises what :func:`answer_to` raises."""
+    _check(request)
+    values = request.values
+    if isinstance(request, (Own, Return)):
+        whole = isinstance(request, Own)
+        shapes = [m.where.shape if whole else m.where.local_shape for m in request.matrices]
+        return [None if v is None else v.reshape(shape) for v, shape in zip(values, shapes)]
+    return values if isinstance(values, Tensor) else list(values)
 
 
 class _Reduce(Answer):

@@ -13,7 +13,7 @@ import bmt_kernels
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .options import check_betas, check_not_negative
-from .requests import Meanwhile, Rule, Sum
+from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter
 
 
@@ -34,7 +34,7 @@ class DistributedLamb(DistributedOptimizer):
       first steps are smaller by up to √(1-β₂)/(1-β₁).
     - ``False``: m, v and lr, as in the third version of the paper on arXiv.
 
-    A step has one round: the norms. On the CPU, what one rank holds as a whole takes no part in it.
+    A step has one round: the norms.
 
     Args:
         params: parameters, or parameter groups.
@@ -88,42 +88,28 @@ class DistributedLamb(DistributedOptimizer):
         if options["bias_correction"] == "lr":
             beta1, beta2 = options["betas"]
             lr *= math.sqrt(1 - beta2**batch.step) / (1 - beta1**batch.step)
-        scaling: dict[str, Any] = {"grad_scale": batch.grad_scale, "grad_factor": batch.grad_factor}
-        whole, cut = batch.by_division()
+        directions = batch.scratch()
         squares = bmt_kernels.lamb_moments(
-            batch.pick(batch.weights, cut),
-            batch.pick(batch.grads, cut),
-            batch.state("exp_avg", cut),
-            batch.state("exp_avg_sq", cut),
+            batch.weights,
+            batch.grads,
+            batch.state("exp_avg"),
+            batch.state("exp_avg_sq"),
+            grad_scale=batch.grad_scale,
+            grad_factor=batch.grad_factor,
+            directions=directions,
             **numbers,
-            **scaling,
         )
-
-        def step_alone() -> None:
-            for indices, params, masters in batch.for_kernels(whole):
-                bmt_kernels.lamb_step(
-                    params,
-                    batch.pick(batch.grads, indices),
-                    batch.state("exp_avg", indices),
-                    batch.state("exp_avg_sq", indices),
-                    lr=lr,
-                    masters=masters,
-                    **numbers,
-                    **scaling,
-                )
-
-        # (cut, 2): of weights and of directions
-        squares, _ = yield [Sum(squares.float(), batch.pick(batch.matrices, cut)), Meanwhile(step_alone)]
+        (squares,) = yield [Sum(squares.float(), batch.matrices)]  # (matrices, 2): of weights and of directions
         norms = squares.sqrt()
         rates = lr * torch.where((norms > 0).all(dim=1), norms[:, 0] / norms[:, 1], 1)
-        rate_of = dict(zip(cut, rates.unbind()))
-        for indices, params, masters in batch.for_kernels(cut):
+        for indices, params, masters in batch.for_kernels():
             bmt_kernels.lamb_update(
                 params,
                 batch.state("exp_avg", indices),
                 batch.state("exp_avg_sq", indices),
-                rates if indices == cut else torch.stack([rate_of[i] for i in indices]),
+                rates if len(indices) == len(batch) else torch.stack([rates[i] for i in indices]),
                 masters=masters,
+                directions=None if directions is None else batch.pick(directions, indices),
                 **numbers,
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -66,6 +66,12 @@ class Matrix:
             and (self.row_comm is None or not is_dtensor(self.param))
         )
 
+    @cached_property
+    def alone(self) -> Matrix:
+        """This matrix, which is ``undivided`` and here, as one that no other rank shares."""
+        where = replace(self.where, row_comm=None)
+        return Matrix(self.index, self.param, where, [(where.row_start, where.row_stop)], self.pieces)
+
     def cut_along(self, over: tuple[int, ...] | None) -> tuple[Communicator | None, Communicator | None]:
         """The communicators, of rows and of tensor parallelism, that cut the dimensions ``over`` (``None``: any)."""
         if over is None:
@@ -120,10 +126,17 @@ def plan_matrices(params: Sequence[Tensor], costs: Sequence[float]) -> list[Matr
             found[i].pieces = [column[0][1][n][4:6] for column in grid]
             shared[i], heights[i] = ranks, len(grid[0])
     several = list(shared)
-    for i, chosen in zip(several, assign_owners([costs[i] for i in several], [shared[i] for i in several])):
+    holders = [_holder(found[i], shared[i]) for i in several]
+    for i, chosen in zip(several, assign_owners([costs[i] for i in several], [shared[i] for i in several], holders)):
         tp, row = divmod(shared[i].index(chosen), heights[i])
         found[i].owner = (row, tp)
     return found
+
+
+def _holder(matrix: Matrix, ranks: Sequence[int]) -> int | None:
+    """Which of the ranks that share a matrix holds all of it; ``None``: several hold parts."""
+    held = (rank for rank, (start, stop) in zip(ranks, matrix.rows) if start < stop)
+    return next(held, ranks[0]) if matrix.undivided else None
 
 
 def by_grid(matrices: Sequence[Matrix]) -> list[list[int]]:
@@ -167,14 +180,17 @@ def _check_same_rows(grid: list[list[Any]]) -> None:
                 )
 
 
-def assign_owners(costs: Sequence[float], candidates: Sequence[Sequence[int]]) -> list[int]:
+def assign_owners(
+    costs: Sequence[float], candidates: Sequence[Sequence[int]], fixed: Sequence[int | None] | None = None
+) -> list[int]:
     """For each item one of its candidate ranks, so that the ranks' sums of costs are about equal.
 
     The costliest first, each to the rank with the least so far (Graham's LPT rule: the fullest rank has at most
     4/3 of the best possible). A rank only counts what all the item's candidates know of, so that they all come
-    to the same result: items whose candidates are the same, or more.
+    to the same result: items whose candidates are the same, or more. An item that has a ``fixed`` rank gets that.
     """
     chosen = [ranks[0] for ranks in candidates]
+    own = fixed if fixed is not None else [None] * len(costs)
     by_ranks: dict[frozenset[int], list[int]] = {}
     for i, ranks in enumerate(candidates):
         by_ranks.setdefault(frozenset(ranks), []).append(i)
@@ -184,8 +200,9 @@ def assign_owners(costs: Sequence[float], candidates: Sequence[Sequence[int]]) -
             rank: sum(found[rank] for others, found in loads.items() if ranks_set < others)
             for rank in sorted(ranks_set)
         }
-        for i in sorted(items, key=lambda i: (-costs[i], i)):
-            chosen[i] = min(load, key=lambda rank: (load[rank], rank))
+        for i in sorted(items, key=lambda i: (own[i] is None, -costs[i], i)):
+            given = own[i]
+            chosen[i] = min(load, key=lambda rank: (load[rank], rank)) if given is None else given
             load[chosen[i]] += costs[i]
         loads[ranks_set] = {
             rank: value - sum(found[rank] for others, found in loads.items() if ranks_set < others)

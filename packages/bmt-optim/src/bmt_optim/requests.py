@@ -24,15 +24,16 @@
       matrices the batch has: the ranks that share a matrix may have different batches besides it (other pipeline
       stages). A kind of matrix that a batch lacks is asked for with empty lists.
     - It asks for the same matrices on all ranks that share them, also where this rank's part is empty: zeros for a
-      sum. On the CPU it may leave out those that one rank holds (``batch.by_division``); that rank then steps them by
-      itself, and what all have a copy of, such as column statistics, is up to date on that rank only.
+      sum. (What one rank holds as a whole is stepped on that rank only, in batches of its own. What all ranks have a
+      copy of, such as column statistics, is then up to date there only.)
+    - What it computes of a matrix does not depend on which others are in the batch.
     - The host waits for nothing: no ``item()``, no ``bool(tensor)``.
     - Results may share memory with what was asked, or with each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,16 +128,16 @@ class Share:
     dtype: torch.dtype = torch.float32
 
 
-@dataclass
-class Meanwhile:
-    """Have ``work`` done while this round's messages are under way. Not in round 0, which may be abandoned.
-
-    Result: ``None``.
-    """
-
-    work: Callable[[], None]
-
-
-Request = Sum | Own | Return | Share | Meanwhile
+Request = Sum | Own | Return | Share
 Rule = Generator[Sequence[Request], list[Any], None]
 """Yields lists of requests, receives lists of their results (lists of tensors)."""
+
+
+def reduced(
+    kind: type[Sum], values: Mapping[int, Tensor], matrices: Sequence[Matrix], over: Sequence[tuple[int, ...]]
+) -> Generator[Sequence[Sum], list[Any], dict[int, Tensor]]:
+    """``values`` by matrix, each reduced over the ranks that cut the dimensions ``over[i]``. One round."""
+    kinds = [[i for i in values if over[i] == dims] for dims in sorted(set(over))]
+    results = yield [kind([values[i] for i in k], [matrices[i] for i in k], over[k[0]]) for k in kinds if k]
+    found = {i: value for k, reduced in zip([k for k in kinds if k], results) for i, value in zip(k, reduced)}
+    return {i: found[i] for i in values}

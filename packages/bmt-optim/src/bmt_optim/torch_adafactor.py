@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import bmt_kernels
+
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .experts import by_row, experts_of, sum_by_expert
 from .matrix import Matrix
-from .norms import square_sums
 from .options import check_not_negative
 from .requests import Rule, Sum
 from .state_layout import Size, StateTensor, like_parameter
@@ -87,7 +88,7 @@ class TorchAdafactor(DistributedOptimizer):
         grads = [batch.fp32_grad(i) for i in everything]
         row_vars, col_vars = batch.state("row_var", factored), batch.state("col_var", factored)
         norms, rows, columns, totals, means = yield [
-            Sum(square_sums(batch.weights).unbind(), matrices),
+            Sum(bmt_kernels.square_sums(batch.weights).unbind(), matrices),
             Sum([_square_sum(grads[i], -1) for i in factored], shared, (-1,)),  # (*, R)
             Sum([_sum_of_rows(grads[i].square(), matrices[i]) for i in factored], shared, (-2,)),  # (*, C)
             Sum(
@@ -113,7 +114,7 @@ class TorchAdafactor(DistributedOptimizer):
         for i in sorted(set(everything) - set(factored)):
             variance = batch.states[i]["variance"].lerp_(grads[i].square(), weight)
             updates[i] = _scaled(grads[i], variance.clone(), _epsilon(eps, matrices[i].param))
-        (squares,) = yield [Sum(square_sums(updates).unbind(), matrices)]
+        (squares,) = yield [Sum(bmt_kernels.square_sums(updates).unbind(), matrices)]
         lr = float(options["lr"])
         step_size = min(lr, 1 / math.sqrt(batch.step))
         sizes = [float(max(math.prod(m.where.shape), 1)) for m in matrices]
