@@ -148,6 +148,7 @@ def test_layers_beyond_those_traced_add_what_they_would(monkeypatch):
     job = Job(8, 1e9, 4, SIZES.sequence, torch.bfloat16, DEVICES["a100"])
     for settings in (Settings(zero=3), Settings(zero=1, micro_batches=4), Settings(zero=2, tp=2, checkpoint=False)):
         few = estimate(model, job, settings)
+        assert few == estimate(model, job, settings)
         monkeypatch.setattr(trace, "_DEPTH", 100)
         every = estimate(model, job, settings)
         monkeypatch.undo()

@@ -92,7 +92,10 @@ class LiveMemory(TorchDispatchMode):
         self._params: list[Tensor] = []
 
     def watch(self, flats: Iterable[FlatParameter]) -> None:
-        """Count the storages of these flat parameters apart."""
+        """Count the storages of these flat parameters apart, and forget all others: building the model may have left
+        some for Python's garbage collector."""
+        self._alive.clear()
+        self._bytes = 0
         for flat in flats:
             shard = flat.shard.untyped_storage()
             self._shards[shard._cdata] = shard
@@ -100,8 +103,6 @@ class LiveMemory(TorchDispatchMode):
             if gathered._cdata not in self._shards:
                 self._gathered[gathered._cdata] = gathered
             self._params += flat.params
-        for key in (*self._shards, *self._gathered):
-            self._drop(key)
 
     def enter(self, name: str) -> None:
         """A phase begins, and the one before ends."""
@@ -137,7 +138,7 @@ class LiveMemory(TorchDispatchMode):
             is_new, cost = self._track(out), None
             if is_new or func._schema.is_mutable:
                 cost = _cost(func, args, kwargs, out)
-            if is_new and not func._schema.is_mutable and _can_be_made_again(out):
+            if is_new and _makes_all(func, out):
                 _results[key] = _maker(out), cost
         total = self._bytes + sum(self._sizes())
         if total > self._most:
@@ -182,7 +183,10 @@ def _described(value: Any) -> Any:
     return type(value), value
 
 
-def _can_be_made_again(out: Any) -> bool:
+def _makes_all(func: Any, out: Any) -> bool:
+    """Whether all that an operation returned is new, and so it is each time."""
+    if func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns):
+        return False
     outputs = out if isinstance(out, (tuple, list)) else (out,)
     tensors = [x for x in outputs if isinstance(x, Tensor)]
     storages = {x.untyped_storage()._cdata for x in tensors}

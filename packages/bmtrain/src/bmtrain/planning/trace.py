@@ -96,12 +96,12 @@ def _traced(model: PlannedModel, job: Job, settings: Settings, batch: int, depth
         _shard(module, layers, settings)
         params = [p for p in module.parameters() if isinstance(p, ShardedParameter)]
         flats = list(dict.fromkeys(param.handle.flat for param in params))
+        memory.watch(flats)
         for flat in flats:
             for param, zeros in zip(flat.params, flat.local_views(torch.zeros_like(flat.shard)), strict=True):
                 param.awaits_values = False
                 if param.requires_grad:  # as after a step: gradients are filled with zeros, and kept
                     param.grad = sharded_gradient(zeros, param)
-        memory.watch(flats)
         _mark_phases(layers, memory)
         args, kwargs = model.batch(batch, job.sequence)
 
