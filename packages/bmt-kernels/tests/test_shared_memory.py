@@ -465,3 +465,38 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "interrupted\n", done.stderr
+
+
+def test_a_share_of_processor_time_counts_as_so_many_processors(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert shared_memory.processors(tmp_path) == 8  # nothing is told
+
+    def grant(text, *lines):
+        (tmp_path / "proc/self").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "proc/self/cgroup").write_text(text)
+        for path, content in lines:
+            file = tmp_path / "sys/fs/cgroup" / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+        return shared_memory.processors(tmp_path)
+
+    assert grant("0::/job/rank\n", ("job/rank/cpu.max", "max 100000\n")) == 8
+    assert grant("0::/job/rank\n", ("job/cpu.max", "150000 100000\n")) == 1.5
+    assert grant("0::/job/rank\n", ("job/rank/cpu.max", "50000 100000\n")) == 0.5
+    version_1 = "3:cpuset:/\n2:cpuacct,cpu:/pod\n1:name=systemd:/pod\n"
+    assert grant(version_1, ("cpu/pod/cpu.cfs_quota_us", "-1\n"), ("cpu/pod/cpu.cfs_period_us", "100000\n")) == 8
+    assert grant(version_1, ("cpu/pod/cpu.cfs_quota_us", "300000\n")) == 3
+    assert 0 < shared_memory.processors() <= 8
+
+
+def test_messages_of_inference_mode_leave_no_trace():
+    a, b = connected(2)
+    with torch.inference_mode():
+        a.send([torch.ones(4)])
+    b.send([])
+    for member in (a, b):
+        member.receive([16, 0], torch.float32)
+        member.release()
+    a.send([torch.full((4,), 2.0)])
+    b.send([])
+    assert b.receive([16, 0], torch.float32)[0].tolist() == [2.0] * 4

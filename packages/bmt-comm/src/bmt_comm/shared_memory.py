@@ -15,10 +15,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -45,11 +44,9 @@ class Exchange(Protocol):
 
     def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool: ...
 
-    def has_room(self, size: int) -> bool: ...
-
     def wait_for_room(self, size: int) -> None: ...
 
-    def send(self, parts: Sequence[Tensor], operation: int, name: bytes) -> None: ...
+    def try_send(self, parts: Sequence[Tensor], operation: int, name: bytes) -> bool: ...
 
     def receive(self, sizes: Sequence[int | None], dtype: torch.dtype, operation: int, name: bytes) -> list[Tensor]: ...
 
@@ -60,7 +57,7 @@ class Exchange(Protocol):
     def stop(self, why: str) -> None: ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Piece:
     """One message of every rank, and what follows from them.
 
@@ -198,6 +195,7 @@ class SharedMemoryCollectives:
     def _gather(self, chunks: Sequence[Tensor], mine: Tensor, needs: int = 0) -> _Piece:
         """Every rank sends its chunk to all. This rank's own is not touched."""
         sizes = [chunk.nbytes for chunk in chunks]
+        sizes[self.rank] = 0
         return _Piece([mine], sizes, mine.dtype, partial(self._read_gathered, chunks), needs)
 
     def _read_gathered(self, chunks: Sequence[Tensor], messages: list[Tensor]) -> None:
@@ -210,6 +208,7 @@ class SharedMemoryCollectives:
         others = [chunk for rank, chunk in enumerate(chunks) if rank != self.rank]
         total = sum(chunk.nbytes for chunk in chunks)
         sizes = [total - chunk.nbytes for chunk in chunks]
+        sizes[self.rank] = 0
         return _Piece(others, sizes, chunks[0].dtype, partial(self._read_reduced, out, chunks, op))
 
     def _read_reduced(self, out: Tensor, chunks: Sequence[Tensor], op: str, messages: list[Tensor]) -> None:
@@ -226,7 +225,10 @@ class SharedMemoryCollectives:
 
     def _reduce_all(self, flat: Tensor, op: str) -> _Piece:
         """Every rank sends everything to all."""
-        return _Piece([flat], [flat.nbytes] * self.size, flat.dtype, partial(self._read_all, flat, op, None))
+        sizes = [flat.nbytes] * self.size
+        if self.rank < 2:
+            sizes[self.rank] = 0  # this rank has it
+        return _Piece([flat], sizes, flat.dtype, partial(self._read_all, flat, op, None))
 
     def _read_all(self, flat: Tensor, op: str, mine: Tensor | None, messages: list[Tensor]) -> None:
         if self.rank < 2:
@@ -284,35 +286,41 @@ class _Lane:
                 self._exchange.wait_for_room(piece.sent_bytes)
             self._send_ahead()
             messages = self._exchange.receive(piece.sizes, piece.dtype, piece.number, piece.name)
-            with self._step():
+            self._begin_step()
+            try:
                 piece.read(messages)
                 self._exchange.release()
                 self._unread.popleft()
                 self._read += 1
+                self._in_step = False
+            except BaseException:
+                self._exchange.abandon()  # this process may live on
+                raise
 
     def _send_ahead(self) -> None:
         while self._unsent:
             piece = self._unsent[0]
-            if piece.needs > self._read or not self._exchange.has_room(piece.sent_bytes):
+            if piece.needs > self._read:
                 return
-            with self._step():
-                self._exchange.send(piece.parts, piece.number, piece.name)
-                self._unsent.popleft()
+            self._begin_step()
+            try:
+                sent = self._exchange.try_send(piece.parts, piece.number, piece.name)
+                if sent:
+                    self._unsent.popleft()
+                self._in_step = False
+            except BaseException:
+                self._exchange.abandon()
+                raise
+            if not sent:
+                return
 
-    @contextlib.contextmanager
-    def _step(self) -> Iterator[None]:
-        """What has to be done once and as a whole."""
+    def _begin_step(self) -> None:
+        """What follows has to be done once and as a whole."""
         if self._in_step:
             raise InterruptedCollectiveError(
                 "a collective was interrupted in its middle: its result is lost, and so is the order"
             )
         self._in_step = True
-        try:
-            yield
-        except BaseException:
-            self._exchange.abandon()  # this process may live on
-            raise
-        self._in_step = False
 
 
 _OBSTACLES = (

@@ -18,6 +18,8 @@
 from __future__ import annotations
 
 import bisect
+import functools
+import math
 import mmap
 import os
 import secrets
@@ -26,6 +28,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -41,6 +44,7 @@ _ENTRY = 128  # bytes: place, size, number of the message, number of the operati
 _WORDS = 4  # of 8 bytes, before the name
 _NAME = _ENTRY - 8 * _WORDS  # bytes; a longer name is cut
 _PAGE = mmap.PAGESIZE
+_MOST_VIEWS = 256  # tensors of messages that are kept: small messages lie where others have lain
 _HEADER = (_TABLE + _ENTRY * _MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
 _MASK = (1 << 32) - 1  # of the counters
 _KEPT = 1 << 26  # bytes that stay this process's when messages are gone, in all exchanges; the others are given back
@@ -94,7 +98,9 @@ class SharedMemoryExchange:
             os.close(self._fd)
             raise
         own.words[_TOKEN // 8] = self._token
-        self._memories = {rank: own}
+        self._memories, self._own_address = {rank: own}, own.address
+        assert _native.cpu_module is not None
+        self._counter_set, self._counter_wait = _native.cpu_module.counter_set, _native.cpu_module.counter_wait
         self._sent = self._received = 0
         self._in_use: deque[tuple[int, int, int]] = deque()  # numbers of messages, and where they begin and end
         self._taken: list[tuple[int, int]] = []  # where these begin and end, in the order of places
@@ -103,7 +109,7 @@ class SharedMemoryExchange:
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
         self._stopped = ""  # why this one does not wait any more
         self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
-        self._spin = _SPIN if len(names) <= len(os.sched_getaffinity(0)) else 0.0
+        self._spin = _SPIN if len(names) <= processors() else 0.0
         self._kept = 0  # bytes, from the beginning of the memory, that stay when messages are gone
         self._alive.add(self)
         # Not at exit: others notice that a process ends, and until then something may still be sent.
@@ -163,21 +169,30 @@ class SharedMemoryExchange:
             ValueError: they are longer than ``capacity``.
             RuntimeError: there is no room.
         """
-        size = sum(part.nbytes for part in parts)
+        if not self.try_send(parts, operation, name):
+            raise RuntimeError("there is no room for another message; call wait_for_room first")
+
+    def try_send(self, parts: Sequence[Tensor], operation: int = 0, name: bytes = b"") -> bool:
+        """:meth:`send` if there is room; whether there was."""
+        size = 0
+        for part in parts:
+            size += part.nbytes
         self._check_size(size)
         place = self._free_place(size)
         if place is None:
-            raise RuntimeError("there is no room for another message; call wait_for_room first")
+            return False
         own, number, begin = self._memories[self.rank], self._sent + 1, place
         for part in parts:
-            own.message(begin, part.nbytes, part.dtype).copy_(part)
-            begin += part.nbytes
-        own.describe(self._entry(number), place, size, number, operation, name)
+            nbytes = part.nbytes
+            own.message(begin, nbytes, part.dtype).copy_(part)
+            begin += nbytes
+        own.describe(self._entry(number), place, size, number, operation, _padded(name))
         end = place + _pages(size)
         self._in_use.append((number, place, end))
         bisect.insort(self._taken, (place, end))
         self._sent = number
         self._set(_SENT, number)
+        return True
 
     def receive(
         self, sizes: Sequence[int | None], dtype: torch.dtype, operation: int = 0, name: bytes = b""
@@ -196,19 +211,21 @@ class SharedMemoryExchange:
         number = self._received + 1
         entry = self._entry(number)
         messages = []
-        name = name[:_NAME].ljust(_NAME, b"\0")
+        name = _padded(name)
         for (rank, memory), size in zip(self._memories.items(), sizes, strict=True):
             if rank in self._uncompared:
                 self._compare_late(rank)
             if size == 0:
                 messages.append(memory.message(0, 0, dtype))
+                if rank == self.rank:
+                    continue
                 if self._reached(rank, _SENT, number):
                     self._compare(rank, number, operation, name)
                 else:
                     self._uncompared.setdefault(rank, deque()).append((number, operation, name))
                 continue
-            self._wait(rank, _SENT, number)
-            if rank != self.rank:
+            if rank != self.rank or self._sent < number:
+                self._wait(rank, _SENT, number)
                 self._compare(rank, number, operation, name)
             begin, found = memory.words[entry], memory.words[entry + 1]
             if size is not None and found != size:
@@ -258,7 +275,7 @@ class SharedMemoryExchange:
 
     def _free_place(self, size: int) -> int | None:
         """The first place for a message, when those that all processes have received are gone."""
-        while self._in_use and all(self._reached(rank, _RECEIVED, self._in_use[0][0]) for rank in self._memories):
+        while self._in_use and self._all_have_received(self._in_use[0][0]):
             _, begin, end = self._in_use.popleft()
             self._taken.remove((begin, end))
             if end > self._kept:  # all exchanges of the process have _KEPT in common
@@ -275,19 +292,20 @@ class SharedMemoryExchange:
             cursor = end
         return cursor if self.capacity - cursor >= size else None
 
+    def _all_have_received(self, number: int) -> bool:
+        others = [rank for rank in self._memories if rank != self.rank]
+        return self._received >= number and all(self._reached(rank, _RECEIVED, number) for rank in others)
+
     @staticmethod
     def _entry(number: int) -> int:
         """Where in the tables it stands where a message lies, and how long it is."""
         return (_TABLE + _ENTRY * (number % _MOST_MESSAGES)) // 8
 
     def _set(self, counter: int, number: int) -> None:
-        assert _native.cpu_module is not None
-        _native.cpu_module.counter_set(self._memories[self.rank].address + counter, number & _MASK)
+        self._counter_set(self._own_address + counter, number & _MASK)
 
     def _reached(self, rank: int, counter: int, number: int, spin: float = 0.0, sleep: float = 0.0) -> bool:
-        assert _native.cpu_module is not None
-        address = self._memories[rank].address + counter
-        return _native.cpu_module.counter_wait(address, number & _MASK, spin, sleep)
+        return self._counter_wait(self._memories[rank].address + counter, number & _MASK, spin, sleep)
 
     def _wait(self, rank: int, counter: int, number: int) -> None:
         if self._reached(rank, counter, number, self._spin):
@@ -307,6 +325,42 @@ class SharedMemoryExchange:
                 raise RuntimeError(f"{self.names[rank]} has not sent or received a message for {timeout:g} seconds")
 
 
+def processors(root: Path = Path("/")) -> float:
+    """How many this process may use: those that it may run on, or its share of time on them where that is less.
+
+    Control groups, also those around its own, grant the share: of version 2 in ``cpu.max``, of version 1 in two files.
+    ``root`` is where the system's files are.
+    """
+    share = float(len(os.sched_getaffinity(0)))
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return share
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        inner = top / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            share = min(share, _granted(folder, bool(controllers)))
+            if folder == top:
+                break
+    return share
+
+
+def _granted(folder: Path, first_version: bool) -> float:
+    """Processors that a control group grants; infinite where it does not say."""
+    try:
+        if first_version:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        else:
+            quota, period = (folder / "cpu.max").read_text().split()
+    except OSError:
+        return math.inf
+    return math.inf if quota == "max" or int(quota) < 0 else int(quota) / int(period)
+
+
 class _Memory:
     """One process's memory, as this process sees it."""
 
@@ -316,19 +370,28 @@ class _Memory:
         self.words = self._header.cast("q")  # of 8 bytes
         self.address = torch.frombuffer(self._mapped, dtype=torch.uint8, count=1).data_ptr()
         self._process = None if process is None else _Process.of(process)
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def message(self, begin: int, size: int, dtype: torch.dtype) -> Tensor:
         """``size`` bytes as a vector."""
-        if size == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        count = size // dtype.itemsize
-        return torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=_HEADER + begin)
+        view = self._views.get((begin, size, dtype))
+        if view is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # it may be written outside of it later
+                if size == 0:
+                    view = torch.empty(0, dtype=dtype, device="cpu")
+                else:
+                    count = size // dtype.itemsize
+                    view = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=_HEADER + begin)
+            self._views[begin, size, dtype] = view
+        return view
 
     def describe(self, entry: int, place: int, size: int, number: int, operation: int, name: bytes) -> None:
         """Write an entry of the table."""
         words, begin = self.words, 8 * (entry + _WORDS)
         words[entry], words[entry + 1], words[entry + 2], words[entry + 3] = place, size, number & _MASK, operation
-        self._header[begin : begin + _NAME] = name[:_NAME].ljust(_NAME, b"\0")
+        self._header[begin : begin + _NAME] = name
 
     def name(self, entry: int) -> memoryview:
         """Of an operation, padded with zeros."""
@@ -371,6 +434,12 @@ class _Process:
 def _told(operation: int, name: bytes | memoryview) -> str:
     """An operation in words."""
     return f"operation {operation}, {bytes(name).rstrip(bytes(1)).decode(errors='replace') or 'which has no name'}"
+
+
+@functools.lru_cache(4096)
+def _padded(name: bytes) -> bytes:
+    """The name of an operation as it lies in the table."""
+    return name[:_NAME].ljust(_NAME, b"\0")
 
 
 def _pages(size: int) -> int:
