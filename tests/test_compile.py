@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -99,7 +100,9 @@ def test_compiled_models_train_as_plain_ones_do(ctx: Any, level: int, checkpoint
     if how == "layers before":
         for layer in model.layers:
             layer.compile(backend=backend)
-    model = bmt_zero.BMTrainModelWrapper(model, zero_level=level, use_checkpoint=checkpoint)
+    is_late = pytest.warns(UserWarning, match="compile") if checkpoint and how == "layers before" else nullcontext()
+    with is_late:
+        model = bmt_zero.BMTrainModelWrapper(model, zero_level=level, use_checkpoint=checkpoint)
     if how == "layers after":
         for layer in model.layers:
             layer.compile(backend=backend)
@@ -107,6 +110,42 @@ def test_compiled_models_train_as_plain_ones_do(ctx: Any, level: int, checkpoint
     check(model, run, ctx)
     # A checkpointed layer computes as it is, unless it is compiled after it was sharded.
     assert compiled_graphs() > 0 or (checkpoint and how != "layers after")
+
+
+def thorough(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.parametrize(
+    ("kind", "level", "checkpoint"), [("llama", 3, True), thorough("gpt2", 2, False), thorough("gpt2", 3, True)]
+)
+def test_layers_of_transformers_are_one_graph_each(
+    ctx: Any, kind: str, level: int, checkpoint: bool, backend: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "llama":
+        sizes = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+        config = transformers.LlamaConfig(**sizes, **heads, use_cache=False)
+    else:
+        sizes = {"vocab_size": 19, "n_embd": 16, "n_layer": 3, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+        config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    plain = transformers.AutoModelForCausalLM.from_config(config).double()
+    model, start = copy.deepcopy(plain), copy.deepcopy(plain.state_dict())
+    layers = model.model.layers if kind == "llama" else model.transformer.h
+    model = bmt_zero.BMTrainModelWrapper(model, zero_level=level, use_checkpoint=checkpoint)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in layers:
+        layer.compile(backend=backend, fullgraph=True)
+    train(plain, lambda ids: plain(input_ids=ids).logits, 0, 1)
+    train(model, lambda ids: model(input_ids=ids).logits, ctx.rank, 2)
+    assert compiled_graphs() == 1  # all layers have the same, and no step needs another
+    found = model.state_dict()
+    for name, wanted in plain.state_dict().items():
+        assert (found[name] - wanted).norm() <= 1e-7 * (wanted - start[name]).norm(), name
 
 
 @pytest.mark.ranks(2, timeout=180)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -143,6 +144,12 @@ def shard(
     share_buffers(module, context, options)
     sharding = add_sharding(module, group, initialized)
     if use_checkpoint:
+        if module._compiled_call_impl is not None:
+            warnings.warn(
+                f"{name} was compiled before it was sharded: with use_checkpoint=True it computes as it is. Call its "
+                "compile() after sharding",
+                stacklevel=2,
+            )
         sharding.checkpoint = CheckpointedForward(module, group)
         module.forward = sharding.checkpoint
         module.__dict__["compile"] = sharding.checkpoint.compile
