@@ -73,6 +73,7 @@ class Run:
         self.stage = context.pipe.rank
         self.arguments = Arguments(context, plan, values)
         self.recording = begin_pipeline_call()
+        self._step = step_context(context)
         self._groups = list(dict.fromkeys(group_of(block) for chunk in chunks for block in chunk))
         self._reducers = [reducer for group in self._groups for reducer in group.reducers]
         self._arrived: dict[GradientReducer, ReducedGradient] = {}  # where the loss is computed inside
@@ -140,7 +141,7 @@ class Run:
             self._inputs, self.arguments.values = fill(self._saved, saved)
         try:
             with outside_backward():
-                step_context(self.context).finish_reductions()  # those whose end would need all stages
+                self._step.finish_reductions()  # those whose end would need all stages
                 with connected():
                     self.recording.exchange_grads_of_losses(self.context)
                 grads = self.plan.input_grads
@@ -159,7 +160,7 @@ class Run:
         """
         assert self.tail is not None
         backward = self.plan.differentiable
-        step_context(self.context).finish_reductions()
+        self._step.finish_reductions()
         self.arguments.exchange()
         for group in self._groups:
             group.hold()
@@ -231,11 +232,10 @@ class Run:
         the last one of each chunk reduces (:meth:`_complete`), unless the caller's ``no_sync`` is to.
 
         Where the loss is computed inside, what arrives is no parameter's gradient yet: it goes to ``self._arrived``."""
-        step = step_context(self.context)
         before = {reducer: reducer.no_sync for reducer in self._reducers}
         self._no_sync = {reducer: no_sync and self.tail is None for reducer, no_sync in before.items()}
         self._left = dict.fromkeys(range(len(self.chunks)), self.plan.schedule.micro_batches)
-        with step.nested(), contextlib.ExitStack() as apart:
+        with self._step.nested(), contextlib.ExitStack() as apart:
             for reducer in self._reducers:
                 if self.tail is not None:
                     apart.enter_context(reducer.apart(self._arrived))
@@ -244,8 +244,8 @@ class Run:
                 yield
                 for reducer in self._reducers:
                     reducer.no_sync = self._no_sync[reducer]
-                step.reduce_accumulated(self._reducers)  # of those that the last micro-batch has not used
-                step.settle(self._reducers)
+                self._step.reduce_accumulated(self._reducers)  # of those that the last micro-batch has not used
+                self._step.settle(self._reducers)
             finally:
                 for reducer, flag in before.items():
                     reducer.no_sync = flag
@@ -319,11 +319,7 @@ class Run:
         with inside_pipeline(where), marked() as self._marks[i, place]:
             if again:
                 self._inputs[i, place], self._states[i, place] = tensors, AmbientState(self.context.device)
-            if again or not self.plan.differentiable:
-                with torch.no_grad():
-                    hidden, inputs = self._run(action.chunk, i, place, tensors, {})
-            else:
-                hidden, inputs = self._run_with_grad(action.chunk, i, place, tensors)
+            hidden, taps = self._run(action.chunk, i, place, tensors, self.plan.differentiable and not again)
             if versions != [x._version for x in tensors if versions]:
                 raise RuntimeError(
                     "a layer writes into its input, which is needed to compute it again in backward; let the layer "
@@ -333,7 +329,7 @@ class Run:
             if self.tail is not None and last:
                 tail_args = self.arguments.of(i)[2]
                 self._tail_grads[i] = self.tail.run(i, self.plan.weight(i), hidden, tail_args)
-        return {"hidden": hidden, "output": (inputs if self.plan.taps else [], hidden if last else None)}
+        return {"hidden": hidden, "output": (taps, hidden if last else None)}
 
     def _recompute(self, action: Action, place: int, _: list[Tensor]) -> Mapping[str, Any]:
         key = action.micro_batch, place
@@ -347,7 +343,7 @@ class Run:
     ) -> None:
         key = action.micro_batch, place
         with self._states[key].restored(), not_checkpointed(keep_activations), replayed(self._marks[key]):
-            self._run_with_grad(action.chunk, action.micro_batch, place, inputs)
+            self._run(action.chunk, action.micro_batch, place, inputs, True)
 
     def _backward_of(self, action: Action, place: int, grads: list[Tensor]) -> Mapping[str, Any]:
         i, key = action.micro_batch, (action.micro_batch, place)
@@ -368,13 +364,13 @@ class Run:
         if action.kind is Kind.INPUT:
             leaves = [*alive.inputs, *alive.arguments.values()]
             hooked = {get_gradient_edge(e.tensor).node for e in self._marks[key] if e.tensor.requires_grad}
-            self._split[key] = SplitBackward(roots, grads, leaves, step_context(self.context), hooked)
+            self._split[key] = SplitBackward(roots, grads, leaves, self._step, hooked)
             self._split[key].inputs()
         elif roots:
             self._complete(action.chunk)
             torch.autograd.backward(roots, grads, retain_graph=retain)
         self.arguments.add_grads(i, alive.arguments)
-        wants = [leaf.requires_grad for leaf in self._hidden_leaves(i)] if place == 0 else []
+        wants = [leaf.requires_grad for leaf in self._hidden(i)] if place == 0 else []
         floating = [x for n, x in enumerate(alive.inputs) if x.is_floating_point() and (place or wants[n])]
         found = [torch.zeros_like(x) if x.grad is None else x.grad for x in floating]
         for x in (*alive.inputs, *alive.arguments.values()):
@@ -388,12 +384,19 @@ class Run:
         return {}
 
     def _run(
-        self, chunk: int, micro_batch: int, place: int, tensors: list[Tensor], leaves: dict[int, Tensor]
+        self, chunk: int, micro_batch: int, place: int, tensors: list[Tensor], grad: bool
     ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
-        """Run a chunk on a micro-batch's hidden states. ``leaves``: gets the arguments whose gradients are wanted."""
+        """Run a chunk on a micro-batch's hidden states; ``grad``: for a backward to follow."""
+        arguments: dict[int, Tensor] = {}
+        inputs = tensors
+        if grad:
+            wanted = [True] * len(tensors) if place else [leaf.requires_grad for leaf in self._hidden(micro_batch)]
+            inputs = [x.detach().requires_grad_(want and x.is_floating_point()) for x, want in zip(tensors, wanted)]
         form = self.plan.forms[Message("hidden" if place else "input", micro_batch, place)]
-        args, kwargs, _ = self.arguments.of(micro_batch, leaves)
-        hidden, inputs = run_layers(self.chunks[chunk], fill(form, tensors), args, kwargs)
+        splits = grad and self.plan.schedule.splits_backward
+        with torch.set_grad_enabled(grad), self._step.splitting() if splits else contextlib.nullcontext():
+            args, kwargs, _ = self.arguments.of(micro_batch, arguments)
+            hidden, taps = run_layers(self.chunks[chunk], fill(form, inputs), args, kwargs)
         rows = self.plan.rows(micro_batch)
         for x in tensors_of(hidden):
             if x.dim() == 0 or len(x) != rows.stop - rows.start:
@@ -401,27 +404,15 @@ class Run:
                     f"a layer returned a hidden state of shape {tuple(x.shape)} for {rows.stop - rows.start} samples; "
                     f"its first dimension must be the batch"
                 )
-        return hidden, inputs
-
-    def _run_with_grad(
-        self, chunk: int, micro_batch: int, place: int, tensors: list[Tensor]
-    ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
-        """The same, for a backward to follow."""
-        wanted = [True] * len(tensors) if place else [leaf.requires_grad for leaf in self._hidden_leaves(micro_batch)]
-        inputs = [
-            x.detach().requires_grad_(want and x.is_floating_point()) for x, want in zip(tensors, wanted, strict=True)
-        ]
-        leaves: dict[int, Tensor] = {}
-        splits = self.plan.schedule.splits_backward
-        with torch.enable_grad(), step_context(self.context).splitting() if splits else contextlib.nullcontext():
-            hidden, taps = self._run(chunk, micro_batch, place, inputs, leaves)
-        outputs = tensors_of((taps if self.plan.taps else [], hidden))
-        # Not the outputs themselves, which can go once they have been sent.
-        edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs if x.is_floating_point()]
-        self._alive[micro_batch, place] = _Alive(inputs, leaves, edges)
+        taps = taps if self.plan.taps else []
+        if grad:
+            outputs = [x for x in tensors_of((taps, hidden)) if x.is_floating_point()]
+            # Not the outputs themselves, which can go once they have been sent.
+            edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
+            self._alive[micro_batch, place] = _Alive(inputs, arguments, edges)
         return hidden, taps
 
-    def _hidden_leaves(self, micro_batch: int) -> list[Any]:
+    def _hidden(self, micro_batch: int) -> list[Any]:
         """The tensors among the leaves of the hidden states that a micro-batch comes in with."""
         signature = self.plan.signature(micro_batch)
         return [signature.leaves[n] for n in signature.hidden if signature.leaves[n].is_tensor]

@@ -48,27 +48,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from bmt_zero.backward_context import BackwardPart, StepContext
+from bmt_zero.hooks import Call
 
 _PRODUCTS = frozenset(f"{name}Backward0" for name in ("Addmm", "Mm", "Bmm", "Baddbmm", "Embedding"))
 """Nodes that compute a weight's gradient by itself, without the weight's value, at a cost that is worth a pass."""
 
-_SHAPES = [
-    "Alias",
-    "Expand",
-    "Permute",
-    "ReshapeAlias",
-    "Select",
-    "Slice",
-    "Split",
-    "Squeeze",
-    "T",
-    "Transpose",
-    "Unbind",
-]
-_SHAPES += ["UnsafeView", "Unsqueeze", "View"]
-_READ_NO_PARAMETERS = frozenset(
-    f"{name}Backward0" for name in (*_SHAPES, "Add", "Cat", "Clone", "Stack", "Sub", "ToCopy", "Embedding")
-)
+_SHAPES = "Alias Expand Permute ReshapeAlias Select Slice Split Squeeze T Transpose Unbind UnsafeView Unsqueeze View"
+_COPIES = "Add Cat Clone Stack Sub ToCopy Embedding"
+_READ_NO_PARAMETERS = frozenset(f"{name}Backward0" for name in f"{_SHAPES} {_COPIES}".split())
 _READ_NO_PARAMETERS |= {"EnterBackward", "torch::autograd::AccumulateGrad"}
 """Nodes behind the boundary that need no values of parameters."""
 
@@ -104,10 +91,10 @@ class _Group:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Within, the parameters of bmt_zero are unsharded if their values may be read."""
+        """Within, the Blocks of the parameters are unsharded if the parameters' values may be read."""
         entries: list[Any] = [node for node in self.nodes if node.name() == "EnterBackward" and self.reads_parameters]
-        entries.sort(key=lambda node: node._sequence_nr())  # on all ranks alike
-        owners = list(dict.fromkeys(node.receiver.group for node in entries))
+        calls = [node.receiver for node in sorted(entries, key=lambda node: node._sequence_nr())]  # on all ranks alike
+        owners = list(dict.fromkeys(call.group for call in calls if isinstance(call, Call)))
         for owner in owners:
             owner.unshard()
         for owner in owners:
@@ -156,7 +143,7 @@ class SplitBackward:
             for entry, _ in graph[node]:
                 if entry is not None and entry not in path:
                     users[entry].add(node)
-        behind = {entry: _behind(entry, graph) for entry in users}
+        behind = {entry: set(graph_of([entry])) for entry in users}
         at_once = {
             entry
             for entry, nodes in users.items()
@@ -175,7 +162,7 @@ class SplitBackward:
             return
         late_roots = [(root, grad) for root, grad in self._roots if root.node not in path]
         self._roots = [(root, grad) for root, grad in self._roots if root.node in path]
-        behind.update((root.node, _behind(root.node, graph)) for root, _ in late_roots)
+        behind.update((root.node, set(graph_of([root.node]))) for root, _ in late_roots)
         late = [[entry for entry, _ in graph[node] if entry in behind and entry not in at_once] for node in path]
         joined = (set[Node]().union(*(behind[entry] for entry in entries)) for entries in late)
         group_of = _grouped((*behind.values(), *joined))  # so that a node runs once for all its parameters
@@ -257,9 +244,9 @@ class SplitBackward:
 
 
 def _recomputing_once() -> contextlib.AbstractContextManager[object]:
-    """Within, a checkpoint (not a reentrant one) is computed again once, in however many backward passes it takes part.
+    """Within, a checkpoint (not a reentrant one) is recomputed once, in however many backward passes it takes part.
 
-    Since torch 2.10; before, each product in it computes it again.
+    Versions of torch without ``GraphExecGroup`` recompute it in each.
     """
     group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
     return contextlib.nullcontext() if group is None or group._get_current_group() is not None else group()
@@ -292,18 +279,6 @@ def _leading_to(targets: Iterable[Node], graph: Graph) -> dict[Node, None]:
             path[node] = None
             left += before[node]
     return path
-
-
-def _behind(entry: Node, graph: Graph) -> set[Node]:
-    """The nodes that ``entry`` leads to, with itself."""
-    nodes: set[Node] = set()
-    left = [entry]
-    while left:
-        node = left.pop()
-        if node not in nodes:
-            nodes.add(node)
-            left += [following for following, _ in graph[node] if following is not None]
-    return nodes
 
 
 def _grouped(sets: Iterable[set[Node]]) -> dict[Node, _Group]:
