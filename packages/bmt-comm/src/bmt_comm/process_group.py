@@ -30,7 +30,7 @@ from .direct_exchange import DirectExchange
 from .operation import Operation, describe
 from .progress import CollectiveWork, Progress
 from .shared_memory import SharedMemoryCollectives, connect_shared_memory
-from .work import Pending, Work
+from .work import DONE, Pending, Work
 
 NAME = "bmt"
 
@@ -90,6 +90,9 @@ class SharedMemoryProcessGroup(_ProcessGroup):
                 group._set_default_backend(kind)
                 group._register_backend(torch.device(device), kind, backend)
         self._progress = Progress()
+        self._done = CollectiveWork(self._progress, lambda: DONE, [])  # stands for each that a call has waited for
+        self._done.run()
+        self._done.conclude()
         _groups.add(self)
         self._begun = 0  # operations through shared memory
         self._shared: SharedMemoryCollectives | None = None
@@ -373,6 +376,8 @@ class _Call:
         copies: targets and sources, of what is to be copied after that.
     """
 
+    __slots__ = ("_group", "_in_inference", "_opts", "_outputs", "_steps", "copies")
+
     def __init__(self, group: SharedMemoryProcessGroup, opts: Any, outputs: list[Tensor]) -> None:
         self._group, self._opts, self._outputs = group, opts, outputs
         self._steps: list[tuple[str, object, Tensor, str, tuple[Any, ...]]] = []
@@ -418,12 +423,15 @@ class _Call:
         self.add("all_to_all", "", nothing, "all_to_all", outputs, inputs)
 
     def post(self) -> CollectiveWork:
-        progress, opts = self._group._progress, self._opts
+        group, opts = self._group, self._opts
+        progress, limit = group._progress, opts.timeout
+        seconds = limit.total_seconds() if limit.days >= 0 else 0.0
+        if not getattr(opts, "asyncOp", True) and not self._in_inference:
+            progress.run(self._begin, self._finish, seconds)
+            return group._done
         work = CollectiveWork(progress, self._begin, self._outputs, self._finish, self._in_inference)
-        work.limit = max(0.0, opts.timeout.total_seconds())
-        progress.post(work)
-        # torch waits by itself for what is not to be asynchronous.
-        return progress.leave(work) if getattr(opts, "asyncOp", True) else work
+        work.limit = seconds
+        return progress.leave(progress.post(work))
 
     def _begin(self) -> Work:
         if len(self._steps) == 1:

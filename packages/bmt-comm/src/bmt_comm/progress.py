@@ -174,6 +174,19 @@ class Progress:
         self._begin_all()
         return work
 
+    def run(self, begin: Callable[[], Work], finish: Callable[[], None], limit: float) -> None:
+        """Run a collective that the caller waits for, after all that were posted."""
+        while True:
+            while self._queue:
+                self._run_first(self._number)
+            with self._running:
+                if self._queue:
+                    continue
+                self.limit = limit
+                begin().wait()
+                finish()
+                return
+
     def leave(self, work: CollectiveWork) -> CollectiveWork:
         """The caller does not wait for ``work`` now."""
         work.posted = time.monotonic()
