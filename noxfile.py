@@ -253,6 +253,16 @@ def tests_across(session: nox.Session) -> None:
 
 @nox.session(default=False)
 @summarized
+def optimizers(session: nox.Session) -> None:
+    """Compare optimizers, ours and others', with their authors' code, and write the table into docs/optimizers.md."""
+    install(session, "torch", *TOOL_NEEDS, "transformers", "came-pytorch", "lion-pytorch", "schedulefree")
+    install(session, "--no-deps", "galore-torch")
+    install_ours(session)
+    session.run("python", "-m", "bmt_optim.testing", "--into", "docs/optimizers.md", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False)
+@summarized
 def faults(session: nox.Session) -> None:
     """Every fault of one rank at every point of a training step, over gloo and shared memory; half an hour."""
     install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
