@@ -23,7 +23,7 @@ DTYPES = [
     torch.int8,
     torch.uint8,
 ]
-# In float32: empty, tiny, not divisible, and around the threshold of the all-reduce in two halves.
+# In float32: empty, tiny, not divisible, and around the threshold of the all-reduce in segments.
 THRESHOLD = module._ONE_TRIP_BYTES // 4
 SIZES = [0, 1, 5, THRESHOLD - 1, THRESHOLD, THRESHOLD + 1]
 
@@ -118,6 +118,23 @@ def test_max_and_min_keep_a_nan_whoever_holds_it(ctx, device_type):
                 ctx.world.all_reduce(x, op)
                 if device_type == "cpu":
                     assert x.isnan().tolist() == [i < ctx.world_size for i in range(numel)]
+
+
+@pytest.mark.ranks(2, 3)
+def test_large_all_reduces_in_many_segments(ctx, device_type):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_ONE_TRIP_BYTES", 64)
+        patch.setattr(module, "_SEGMENT_BYTES", 256)
+        patch.setattr(Communicator, "_on_host", property(lambda comm: exchanges[comm.group]))
+        exchanges = {ctx.world.group: module.DirectExchange(ctx.world.group)}
+        for numel in (65, 64 * ctx.world_size, 64 * ctx.world_size * 9 + 5):
+            stack = torch.stack([values(r, numel, torch.float32) for r in range(ctx.world_size)])
+            several = [stack[ctx.rank].clone().to(device_type) for _ in range(3)]
+            works = [ctx.world.all_reduce(x, op, async_op=True) for x, op in zip(several, ("sum", "max", "avg"))]
+            for number in (2, 0, 1) if ctx.rank else (1, 2, 0):
+                works[number].wait()
+            for x, op in zip(several, ("sum", "max", "avg")):
+                torch.testing.assert_close(x.cpu().double(), expected(stack, op), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ from .work import Pending, Work
 _ONE_TRIP_BYTES = 1 << 18
 _ONE_TRIP_RANKS = 8
 
+_SEGMENT_BYTES = 1 << 21  # of a larger all-reduce, that go to each rank at a time
+_UNDER_WAY = 4  # segments
+
 # Gloo's tags are 31-bit. The upper half is for these messages. Their tags have to differ from those in flight, and
 # say which operation the message belongs to: ranks that call different ones do not take each other's messages. The
 # lower half is for the caller's sends and receives.
@@ -44,30 +47,30 @@ class DirectExchange:
         self.rank, self.size = group.rank(), group.size()
         self._group = weakref.ref(group)  # this is kept as long as the group is
         self._tags = itertools.count()
-        self._all_reduces: deque[Callable[[], None]] = deque()
-        """The second halves of all-reduces in flight, in the order in which they began."""
+        self._all_reduces: deque[_SegmentedAllReduce] = deque()
+        """Those in flight, in the order in which they began."""
 
     def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
-        return Pending(self._exchange([mine] * self.size, chunks, self._next_tag(operation)), None, (chunks, mine))
+        return Pending(self.exchange([mine] * self.size, chunks, self.next_tag(operation)), None, (chunks, mine))
 
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
         received = chunks[0].new_empty(self.size - 1, out.numel())
         parts = [received[r if r < self.rank else r - 1] for r in range(self.size) if r != self.rank]
         parts.insert(self.rank, chunks[self.rank])
-        works = self._exchange(chunks, parts, self._next_tag(operation))
+        works = self.exchange(chunks, parts, self.next_tag(operation))
         return Pending(works, lambda: combine(out, parts, op), (received, chunks))
 
     def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
         nothing = flat[:0]
         sends = [flat if self.rank == root else nothing] * self.size
         recvs = [flat if r == root else nothing for r in range(self.size)]
-        return Pending(self._exchange(sends, recvs, self._next_tag(operation)), None, flat)
+        return Pending(self.exchange(sends, recvs, self.next_tag(operation)), None, flat)
 
     def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
         # Not gloo's: its max and min lose a NaN, or keep it, depending on who holds it.
         if flat.nbytes * max(self.size, _ONE_TRIP_RANKS) <= _ONE_TRIP_BYTES * _ONE_TRIP_RANKS:
             return self._one_trip_all_reduce(flat, op, operation)
-        return self._all_reduce_in_halves(flat, op, operation)
+        return self._all_reduce_in_segments(flat, op, operation)
 
     def _one_trip_all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
         reduced = torch.empty_like(flat)
@@ -79,36 +82,21 @@ class DirectExchange:
 
         return Pending([], finish, flat)
 
-    def _all_reduce_in_halves(self, flat: Tensor, op: str, operation: Operation) -> Work:
-        chunks = evenly_cut(flat, self.size)
-        mine = chunks[self.rank]
-        reduced = torch.empty_like(mine)
-        reduce = self.reduce_scatter(reduced, chunks, op, operation)
-        # Taken now, so that ranks which wait for their collectives in different orders still agree.
-        tag = self._next_tag(operation)
-        done = False
-
-        def complete() -> None:
-            nonlocal done
-            reduce.wait()
-            mine.copy_(reduced)
-            for work in self._exchange([mine] * self.size, chunks, tag):
-                work.wait()
-            done = True
-
-        self._all_reduces.append(complete)
+    def _all_reduce_in_segments(self, flat: Tensor, op: str, operation: Operation) -> Work:
+        all_reduce = _SegmentedAllReduce(self, flat, op, operation)
+        self._all_reduces.append(all_reduce)
 
         def finish() -> None:
-            while not done:  # every rank completes them in one order, whichever it waits for first
-                self._all_reduces[0]()
+            while not all_reduce.done:  # every rank completes them in one order, whichever it waits for first
+                self._all_reduces[0].complete()
                 self._all_reduces.popleft()
 
         return Pending([], finish, flat)
 
-    def _next_tag(self, operation: Operation) -> int:
+    def next_tag(self, operation: Operation) -> int:
         return TAG_RANGE + (next(self._tags) % _TAGS << TAG_BITS) + operation.tag
 
-    def _exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], tag: int) -> list[Any]:
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], tag: int) -> list[Any]:
         """Send ``sends[r]`` to, and receive ``recvs[r]`` from, every other rank r at once.
 
         Ranks agree on what is empty (the sizes are the same function of the ranks on both sides), so
@@ -128,6 +116,69 @@ class DirectExchange:
             if sends[target].numel():
                 works.append(send([sends[target]], target, tag))
         return works
+
+
+class _SegmentedAllReduce:
+    """An all-reduce of which few segments are under way at a time, so that it takes little memory and no new pages.
+
+    A segment is reduced in parts, one on each rank, and these are gathered while later segments are reduced.
+    """
+
+    def __init__(self, exchange: DirectExchange, flat: Tensor, op: str, operation: Operation) -> None:
+        self.done = False
+        self._exchange, self._op = exchange, op
+        self._segments = flat.split(_SEGMENT_BYTES // flat.element_size() * exchange.size)
+        # Taken now, so that ranks which wait for their collectives in different orders still agree.
+        self._tags = [[exchange.next_tag(operation) for _ in range(2)] for _ in self._segments]
+        count = min(_UNDER_WAY, len(self._segments))
+        self._buffers = flat.new_empty(count, exchange.size - 1, -(-self._segments[0].numel() // exchange.size))
+        self._reducing = deque(self._reduce(number) for number in range(count))
+        self._gathering: deque[list[Any]] = deque()
+        self._reduced = 0  # segments
+
+    def _chunks(self, number: int) -> list[Tensor]:
+        """What each rank reduces of a segment."""
+        return evenly_cut(self._segments[number], self._exchange.size)
+
+    def _reduce(self, number: int) -> tuple[list[Any], list[Tensor]]:
+        """Send and receive what this rank is to reduce: the works, and all ranks' parts."""
+        chunks, rank = self._chunks(number), self._exchange.rank
+        mine = chunks[rank]
+        parts = list(self._buffers[number % len(self._buffers), :, : mine.numel()].unbind())
+        parts.insert(rank, mine)
+        return self._exchange.exchange(chunks, parts, self._tags[number][0]), parts
+
+    def complete(self) -> None:
+        """Wait for all of it. An error leaves it as it is."""
+        while self._reducing:
+            works, parts = self._reducing[0]
+            _wait_for(works)
+            mine = parts[self._exchange.rank]
+            if self._exchange.rank > 1:
+                parts[self._exchange.rank] = mine.clone()
+            combine(mine, parts, self._op)
+            self._reducing.popleft()
+            number, self._reduced = self._reduced, self._reduced + 1
+            chunks = self._chunks(number)
+            self._gathering.append(self._exchange.exchange([mine] * len(chunks), chunks, self._tags[number][1]))
+            if number + len(self._buffers) < len(self._segments):
+                self._reducing.append(self._reduce(number + len(self._buffers)))
+            while len(self._gathering) > _UNDER_WAY:
+                self._gather_first()
+        while self._gathering:
+            self._gather_first()
+        self.done = True
+
+    def _gather_first(self) -> None:
+        _wait_for(self._gathering[0])
+        self._gathering.popleft()
+
+
+def _wait_for(works: list[Any]) -> None:
+    """What has been waited for is not waited for again, if one that follows fails."""
+    while works:
+        works[-1].wait()
+        works.pop()
 
 
 def evenly_cut(flat: Tensor, size: int) -> list[Tensor]:

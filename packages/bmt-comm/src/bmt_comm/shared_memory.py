@@ -10,7 +10,7 @@
     too, and no more, so that ranks may do different things between the call and the wait. The messages take as much
     memory as the receive buffers of an exchange by messages would. An all-reduce of more than half a megabyte goes over
     a lane of its own, in many pieces, which are sent and read while ranks wait, and stay in the caches on their way. A
-    rank that waits for it needs the others to come to a wait, too, as with an all-reduce in halves by messages.
+    rank that waits for it needs the others to come to a wait, too, as with one by messages.
 """
 
 from __future__ import annotations
