@@ -13,7 +13,7 @@ import bmt_kernels
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .factored import Parts, factored_layout
-from .options import check_not_negative, check_pair_not_negative, check_positive
+from .options import check_not_negative, check_pair_not_negative, check_positive, declared
 from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter, per_matrix
 
@@ -47,7 +47,7 @@ class DistributedAdafactor(DistributedOptimizer):
         lr: as in the formula; without effect with ``relative_step``.
         eps, clip_threshold, decay_rate, beta1, weight_decay, scale_parameter, relative_step, warmup_init: as in the
             formula.
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -67,23 +67,13 @@ class DistributedAdafactor(DistributedOptimizer):
         relative_step: bool = True,
         warmup_init: bool = False,
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
         if lr is not None and relative_step:
             raise ValueError(f"lr={lr!r} is of no effect with relative_step=True; give relative_step=False, or no lr")
         if warmup_init and not relative_step:
             raise ValueError("warmup_init=True is of no effect with relative_step=False")
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "beta1": beta1,
-            "weight_decay": weight_decay,
-            "scale_parameter": scale_parameter,
-            "relative_step": relative_step,
-            "warmup_init": warmup_init,
-        }
-        super().__init__(params, defaults, stochastic_rounding)
+        super().__init__(params, declared(locals()), stochastic_rounding)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "weight_decay")

@@ -24,6 +24,7 @@ import bmt_kernels
 from bmt_comm import StateRecord, dtensor_like, is_dtensor, slice_of
 
 from .adam_runs import HALF, MOMENTS, GroupPlan, Home, Launch
+from .options import check_conventions, declared
 from .runs import on_local_tensors, zero_grads
 from .state_dict import gather_state, match_groups, state_value, step_record, whole_number
 from .upstream_state import from_upstream, is_upstream
@@ -52,6 +53,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         params: parameters (fp32, fp16 or bf16; mixed at will) or parameter groups.
         lr, betas, eps, weight_decay: as in the formula.
         hold_steps: during a parameter's first ``hold_steps`` steps only its moments change.
+        conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of another dtype.
@@ -68,10 +70,10 @@ class AdamOptimizer(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0,
         hold_steps: int = 0,
+        **conventions: Any,
     ) -> None:
         self._plans: list[GroupPlan] = []
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
-        super().__init__(params, defaults)
+        super().__init__(params, declared(locals()))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._plans = []
@@ -131,7 +133,8 @@ class AdamOptimizer(torch.optim.Optimizer):
                 run.collect(self.state, launches)
             for (step, *_), launch in launches.items():
                 options = {name: group[name] for name in ("betas", "eps", "weight_decay", "hold_steps")}
-                options.update(lr=float(group["lr"]), step=step, grad_scale=float(scale))
+                options.update(lr=float(group["lr"]), maximize=bool(group.get("maximize")), step=step)
+                options.update(grad_scale=float(scale))
                 calls.append((launch, options))
         return calls
 
@@ -317,6 +320,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
 def _check_group(group: dict[str, Any]) -> None:
     _check_options(group)
+    check_conventions({name: group[name] for name in ("capturable", "differentiable") if name in group})
     for param in group["params"]:
         if param.dtype is not torch.float32 and param.dtype not in HALF:
             raise TypeError(

@@ -14,7 +14,7 @@ from bmt_comm import Slice, slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .options import check_betas, check_not_negative
+from .options import check_betas, check_not_negative, declared
 from .requests import Rule, Sum
 from .slices import row_indices
 from .state_layout import StateTensor, like_parameter, per_matrix, row_statistic, whole
@@ -43,7 +43,7 @@ class AdamMini(DistributedOptimizer):
         lr, betas, eps, weight_decay: as in the formula.
         block: "row" (along the last dimension), a number of rows of a matrix (those of an attention head), "tensor" or
             "element" (Adam). The rows of a vector are its elements.
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -59,9 +59,9 @@ class AdamMini(DistributedOptimizer):
         weight_decay: float = 0,
         block: str | int = "row",
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "block": block}
-        super().__init__(params, defaults, stochastic_rounding)
+        super().__init__(params, declared(locals()), stochastic_rounding)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "eps", "weight_decay")

@@ -38,6 +38,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             :meth:`get_avg_delta` and :meth:`get_var_delta`. Each step then reduces three numbers over the
             ranks that share parameters.
         compute: where the arithmetic is done.
+        conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of another dtype.
@@ -55,6 +56,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         record_delta: bool = False,
         *,
         compute: Literal["host", "device"] = "host",
+        **conventions: Any,
     ) -> None:
         if compute not in ("host", "device"):
             raise ValueError(f"compute={compute!r} must be 'host' or 'device'")
@@ -62,7 +64,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self.record_delta = record_delta
         self._delta: Tensor | None = None  # of the last step, over all ranks: count, Σd, Σd² (fp64)
         self._start_afresh()
-        super().__init__(params, lr, betas, eps, weight_decay, hold_steps)
+        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, **conventions)
 
     def _start_afresh(self) -> None:
         self._home = Home(on_host=True, pinned=self.compute == "device")

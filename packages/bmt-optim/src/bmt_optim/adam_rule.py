@@ -9,7 +9,7 @@ import bmt_kernels
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .options import check_betas, check_not_negative
+from .options import check_betas, check_not_negative, declared
 from .requests import Rule
 from .state_layout import StateTensor, like_parameter
 
@@ -31,7 +31,7 @@ class Adam(DistributedOptimizer):
         params: parameters, or parameter groups.
         lr, betas, eps, weight_decay, decoupled_weight_decay: as in the formula.
         maximize: step along the gradients, not against them.
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -39,6 +39,7 @@ class Adam(DistributedOptimizer):
     """
 
     sums_over_ranks = False
+    maximizes = True
     _is_decoupled = False  # whatever a state dict that was loaded says
 
     def __init__(
@@ -51,16 +52,9 @@ class Adam(DistributedOptimizer):
         decoupled_weight_decay: bool = False,
         maximize: bool = False,
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, stochastic_rounding)
+        super().__init__(params, declared(locals()), stochastic_rounding)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "eps", "weight_decay")
@@ -96,7 +90,7 @@ class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov & Hutter, `arXiv:1711.05101 <https://arxiv.org/abs/1711.05101>`_).
 
     Args:
-        params, lr, betas, eps, weight_decay, maximize, stochastic_rounding: as for :class:`Adam`.
+        params, lr, betas, eps, weight_decay, maximize, stochastic_rounding, conventions: as for :class:`Adam`.
     """
 
     _is_decoupled = True
@@ -110,5 +104,6 @@ class AdamW(Adam):
         weight_decay: float = 1e-2,
         maximize: bool = False,
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, True, maximize, stochastic_rounding)
+        super().__init__(params, lr, betas, eps, weight_decay, True, maximize, stochastic_rounding, **conventions)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .options import check_betas, check_not_negative
+from .options import check_betas, check_not_negative, declared
 from .requests import Rule
 from .state_layout import StateTensor, like_parameter
 
@@ -28,7 +28,7 @@ class AdEMAMix(DistributedOptimizer):
         alpha: α.
         warm_up: of how many steps α grows from 0, and β₃ from β₁: α by equal amounts, β₃ so that its half-life does.
             About as many as the run has; 0 means that both are final at once.
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -47,16 +47,9 @@ class AdEMAMix(DistributedOptimizer):
         alpha: float = 5.0,
         warm_up: int = 0,
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "alpha": alpha,
-            "warm_up": warm_up,
-        }
-        super().__init__(params, defaults, stochastic_rounding)
+        super().__init__(params, declared(locals()), stochastic_rounding)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "eps", "weight_decay", "alpha", "warm_up")

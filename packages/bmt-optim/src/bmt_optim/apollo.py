@@ -15,7 +15,7 @@ from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .galore_projection import low_rank
 from .matrix import Matrix
-from .options import check_betas, check_not_negative, check_positive
+from .options import check_betas, check_not_negative, check_positive, declared
 from .requests import Rule, Sum, reduced
 from .slices import indices_along, row_indices
 from .state_layout import Size, StateTensor, like_parameter, per_matrix
@@ -47,7 +47,7 @@ class APOLLO(DistributedOptimizer):
             own.
         lr, betas, eps, weight_decay, update_proj_gap, scale: as in the formula.
         scale_type: "channel" or "tensor".
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -65,18 +65,10 @@ class APOLLO(DistributedOptimizer):
         scale: float = 1.0,
         scale_type: str = "channel",
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "update_proj_gap": update_proj_gap,
-            "scale": scale,
-            "scale_type": scale_type,
-        }
         self._projections: dict[int, tuple[int, Tensor]] = {}
-        super().__init__(params, defaults, stochastic_rounding)
+        super().__init__(params, declared(locals()), stochastic_rounding)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_projections": {}})

@@ -12,7 +12,7 @@ import bmt_kernels
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .factored import Parts, factored_layout, is_factored
-from .options import check_betas, check_not_negative, check_pair_not_negative, check_positive
+from .options import check_betas, check_not_negative, check_pair_not_negative, check_positive, declared
 from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter
 
@@ -39,7 +39,7 @@ class DistributedCAME(DistributedOptimizer):
     Args:
         params: parameters, or parameter groups.
         lr, eps, clip_threshold, betas, weight_decay: as in the formula.
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -55,15 +55,9 @@ class DistributedCAME(DistributedOptimizer):
         betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
         weight_decay: float = 0.0,
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "betas": betas,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, stochastic_rounding)
+        super().__init__(params, declared(locals()), stochastic_rounding)
 
     counts_steps = False
 

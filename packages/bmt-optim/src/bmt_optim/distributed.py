@@ -18,6 +18,7 @@ from .batch import HALF, Batch
 from .engine import Step, run
 from .exchange import Communication
 from .matrix import Matrix, Presence, plan_matrices
+from .options import check_conventions
 from .requests import Rule
 from .runs import local_grad, on_local_tensors, zero_grads
 from .state_dict import gather_state, match_groups, state_value, step_record, whole_number
@@ -45,6 +46,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         stochastic_rounding: keep no masters of half-precision parameters. Rounding depends on the step, the
             parameter's place in the optimizer and the element alone, not on how ranks cut it.
 
+    Every optimizer takes torch's ``conventions``, too: ``maximize`` (step along the gradients); ``foreach`` and
+    ``fused``, which change nothing; ``capturable`` and ``differentiable``, which must be False. Learning rates may be
+    tensors of one element, which the host reads.
+
     Attributes:
         communication: what the last step communicated; shared by optimizers that step together.
 
@@ -59,6 +64,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     sums_over_ranks = True
     """Whether the rule adds up over ranks, in an order that depends on their number."""
+
+    maximizes = False
+    """Whether the rule heeds the option ``maximize``. Otherwise it gets the negative gradients."""
 
     def __init__(self, params: Params, defaults: dict[str, Any], stochastic_rounding: bool = False) -> None:
         if self.sums_over_ranks and is_initialized() and current_context().deterministic:
@@ -123,6 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         self.check_options(group)
+        check_conventions({name: group[name] for name in ("capturable", "differentiable") if name in group})
         for param in group["params"]:
             if param.dtype is not torch.float32 and param.dtype not in HALF:
                 raise TypeError(
@@ -191,6 +200,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             locals_ = {n: local_tensor(present[n].param) for n in members}
             if step == 1:
                 _sync_masters([entries[n] for n in members], locals_.values())
+            if self.param_groups[number].get("maximize") and not self.maximizes:
+                for n, negative in zip(members, torch._foreach_neg([grads[n] for n in members])):
+                    grads[n] = negative
             divided = [n for n in members if not present[n].undivided]
             here = [n for n in members if present[n].undivided and present[n].where.numel]
             portions = _portions(here, [locals_[n].numel() for n in here]) if device.type == "cpu" else [here]

@@ -16,7 +16,7 @@ from .distributed import DistributedOptimizer, Params
 from .galore_projection import BASES, KEPT, PROJECTIONS, basis_layout, low_rank, projected_dims, projector_of, side_of
 from .galore_step import plain_rule, projected_rule
 from .moments import Moments, host_state, moments_layout
-from .options import check_betas, check_not_negative
+from .options import check_betas, check_not_negative, declared
 from .percentile_clipping import HISTORY
 from .requests import Rule
 from .state_layout import StateTensor, whole
@@ -64,7 +64,7 @@ class DistGaloreAdamW(DistributedOptimizer):
         args: a mapping or an object with ``optim_bits``, ``min_8bit_size``, ``percentile_clipping`` and
             ``block_wise``, which then count instead.
         correct_bias: False leaves the factor √(1-β₂ᵗ) / (1-β₁ᵗ) out.
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -86,21 +86,9 @@ class DistGaloreAdamW(DistributedOptimizer):
         args: Any = None,
         correct_bias: bool = True,
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "nbits": nbits,
-            "min_8bit_size": min_8bit_size,
-            "percentile_clipping": percentile_clipping,
-            "block_wise": block_wise,
-            "is_paged": is_paged,
-            "correct_bias": correct_bias,
-            **_quantisation(args),
-        }
-        super().__init__(params, defaults, stochastic_rounding)
+        super().__init__(params, {**declared(locals()), **_quantisation(args)}, stochastic_rounding)
 
     # --- parameters and options -------------------------------------------------------------------
 

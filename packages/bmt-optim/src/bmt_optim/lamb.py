@@ -12,7 +12,7 @@ import bmt_kernels
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .options import check_betas, check_not_negative
+from .options import check_betas, check_not_negative, declared
 from .requests import Rule, Sum
 from .state_layout import StateTensor, like_parameter
 
@@ -40,7 +40,10 @@ class DistributedLamb(DistributedOptimizer):
         params: parameters, or parameter groups.
         lr, betas, eps, weight_decay: as in the formula.
         bias_correction: as above.
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        adapt_undecayed: whether there is a ratio in groups without weight decay. With False, biases and norms, given to
+            such a group, are stepped as by AdamW (NVIDIA apex's rule).
+        max_trust_ratio: the largest ratio ‖p‖ / ‖r‖.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -55,19 +58,17 @@ class DistributedLamb(DistributedOptimizer):
         eps: float = 1e-6,
         weight_decay: float = 0,
         bias_correction: bool | Literal["moments", "lr"] = True,
+        adapt_undecayed: bool = True,
+        max_trust_ratio: float = math.inf,
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-        }
-        super().__init__(params, defaults, stochastic_rounding)
+        super().__init__(params, declared(locals()), stochastic_rounding)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "eps", "weight_decay")
+        if not options["max_trust_ratio"] > 0:
+            raise ValueError(f"max_trust_ratio={options['max_trust_ratio']!r} must be positive")
         check_betas(options["betas"], 2)
         if options["bias_correction"] not in (True, False, "moments", "lr"):
             raise ValueError(f"bias_correction={options['bias_correction']!r} must be True, False, 'moments' or 'lr'")
@@ -101,7 +102,9 @@ class DistributedLamb(DistributedOptimizer):
         )
         (squares,) = yield [Sum(squares.float(), batch.matrices)]  # (matrices, 2): of weights and of directions
         norms = squares.sqrt()
-        rates = lr * torch.where((norms > 0).all(dim=1), norms[:, 0] / norms[:, 1], 1)
+        ratios = (norms[:, 0] / norms[:, 1]).clamp(max=options["max_trust_ratio"])
+        adapted = (norms > 0).all(dim=1) & bool(options["adapt_undecayed"] or options["weight_decay"])
+        rates = lr * torch.where(adapted, ratios, 1)
         for indices, params, masters in batch.for_kernels():
             bmt_kernels.lamb_update(
                 params,

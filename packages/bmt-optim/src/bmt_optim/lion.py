@@ -7,7 +7,7 @@ from typing import Any
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .options import check_betas, check_not_negative
+from .options import check_betas, check_not_negative, declared
 from .requests import Rule
 from .state_layout import StateTensor, like_parameter
 
@@ -25,7 +25,7 @@ class Lion(DistributedOptimizer):
     Args:
         params: parameters, or parameter groups.
         lr, betas, weight_decay: as in the formula.
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -42,8 +42,9 @@ class Lion(DistributedOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0,
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, stochastic_rounding)
+        super().__init__(params, declared(locals()), stochastic_rounding)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay")

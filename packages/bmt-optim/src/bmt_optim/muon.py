@@ -13,7 +13,7 @@ from bmt_comm import Slice
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .options import check_not_negative
+from .options import check_not_negative, declared
 from .requests import Own, Return, Rule
 from .state_layout import StateTensor, like_parameter
 
@@ -42,7 +42,7 @@ class Muon(DistributedOptimizer):
         lr, weight_decay, momentum, nesterov: as in the formula.
         ns_coefficients, eps, ns_steps: see :func:`orthogonalised`.
         adjust_lr_fn: "original", "match_rms_adamw" or ``None``.
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -64,18 +64,9 @@ class Muon(DistributedOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
-        super().__init__(params, defaults, stochastic_rounding)
+        super().__init__(params, declared(locals()), stochastic_rounding)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay", "momentum", "eps")

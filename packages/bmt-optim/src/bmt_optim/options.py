@@ -1,10 +1,34 @@
-"""Checks of options that many optimizers have."""
+"""Options that many optimizers have: how they are declared, and checks of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+_NO_OPTIONS = ("self", "__class__", "params", "stochastic_rounding", "args", "conventions")
+
+
+def declared(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an optimizer: the ``locals()`` of its ``__init__``, whose signature declares them."""
+    conventions = check_conventions(arguments["conventions"])
+    return {**{name: value for name, value in arguments.items() if name not in _NO_OPTIONS}, **conventions}
+
+
+def check_conventions(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of arguments that torch's optimizers have, those that are options here.
+
+    Raises:
+        TypeError: an argument is none of them.
+        ValueError: one asks for what there is not.
+    """
+    for name, value in given.items():
+        if name in ("capturable", "differentiable") and value:
+            why = "its steps count on the host" if name == "capturable" else "steps are not recorded by autograd"
+            raise ValueError(f"{name}={value!r} is not supported: {why}; leave it out")
+        if name not in ("foreach", "fused", "maximize", "capturable", "differentiable"):
+            raise TypeError(f"an optimizer got an unexpected keyword argument {name!r}")
+    return {"maximize": bool(given["maximize"])} if "maximize" in given else {}
 
 
 def check_not_negative(options: Mapping[str, Any], *names: str) -> None:

@@ -14,7 +14,7 @@ from bmt_comm import local_tensor
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .engine import Step
-from .options import check_betas, check_not_negative
+from .options import check_betas, check_not_negative, declared
 from .requests import Rule
 from .state_layout import StateTensor, like_parameter, per_matrix
 
@@ -40,7 +40,7 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         params: parameters, or parameter groups.
         lr, betas, eps, weight_decay, r, weight_lr_power: as in the formula; β₁ above 0.
         warm_up: steps in which γ grows to lr.
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -60,18 +60,10 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         r: float = 0.0,
         weight_lr_power: float = 2.0,
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "warm_up": warm_up,
-            "r": r,
-            "weight_lr_power": weight_lr_power,
-        }
         self._evaluates = False
-        super().__init__(params, defaults, stochastic_rounding)
+        super().__init__(params, declared(locals()), stochastic_rounding)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"_evaluates": False, **state})

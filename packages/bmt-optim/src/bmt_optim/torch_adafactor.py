@@ -15,7 +15,7 @@ from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .experts import by_row, experts_of, sum_by_expert
 from .matrix import Matrix
-from .options import check_not_negative
+from .options import check_not_negative, declared
 from .requests import Rule, Sum
 from .state_layout import Size, StateTensor, like_parameter
 
@@ -42,7 +42,7 @@ class TorchAdafactor(DistributedOptimizer):
         params: parameters, or parameter groups.
         lr, beta2_decay, d, weight_decay: as in the formula.
         eps: eps₁ and eps₂; eps₁ is by default the machine epsilon of the parameter's dtype.
-        stochastic_rounding: see :class:`DistributedOptimizer`.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
         TypeError: a parameter of a dtype other than fp32, bf16 and fp16.
@@ -58,9 +58,9 @@ class TorchAdafactor(DistributedOptimizer):
         d: float = 1.0,
         weight_decay: float = 0.0,
         stochastic_rounding: bool = False,
+        **conventions: Any,
     ) -> None:
-        defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
-        super().__init__(params, defaults, stochastic_rounding)
+        super().__init__(params, declared(locals()), stochastic_rounding)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay")

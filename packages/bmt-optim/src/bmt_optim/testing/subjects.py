@@ -25,9 +25,13 @@ def _author(where: str) -> Any:
     """
     name, _, attribute = where.partition(":")
     package = name.partition(".")[0]
-    spec = importlib.util.find_spec(package)
-    if spec is not None and package not in sys.modules and name != package:  # as galore_torch, which needs bitsandbytes
-        sys.modules[package] = importlib.util.module_from_spec(spec)
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            raise
+        sys.modules[package] = importlib.util.module_from_spec(spec)  # galore_torch's needs bitsandbytes
     try:
         return getattr(importlib.import_module(name), attribute)
     except AttributeError as error:
