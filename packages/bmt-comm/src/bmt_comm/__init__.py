@@ -27,6 +27,7 @@ from .loss_scale import (
 )
 from .planned import PlannedCommunicator, planned_context
 from .printing import print_block, print_dict, print_rank, see_memory
+from .ranges import named_range
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
 from .slice import (
     LAYER_ATTRIBUTE,
@@ -87,6 +88,7 @@ __all__ = [
     "is_initialized",
     "local_tensor",
     "mark_scaled",
+    "named_range",
     "nccl",
     "not_compiled",
     "note_place",

@@ -26,7 +26,7 @@ from . import _compat
 from .combine import check_op, combine
 from .direct_exchange import TAG_RANGE, DirectExchange
 from .fixed_order import TREE_SUM
-from .journal import Journal, begin_wait, journals, waits
+from .journal import Journal, begin_wait, end_wait, journals, waits
 from .operation import Operation, describe
 from .shared_memory import SharedMemoryCollectives, connect_shared_memory
 from .watch import explained
@@ -157,6 +157,11 @@ class Communicator:
         if group is not None and group not in journals:
             journals[group] = Journal(group.group_name, self.ranks)
         self._journal = Journal("", self.ranks) if group is None else journals[group]
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank has waited for operations of the process group. On CUDA the host seldom waits."""
+        return self._journal.waited
 
     @property
     def in_order(self) -> bool:
@@ -492,7 +497,7 @@ class _Watched:
                 raise
             raise better from error
         finally:
-            waits.pop(threading.get_ident(), None)
+            end_wait(self._journal)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()

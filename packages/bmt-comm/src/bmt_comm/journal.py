@@ -28,15 +28,17 @@ class Journal:
         ranks: global ranks.
         count: how many collectives this rank has begun; the same on all ranks that have come equally far.
         last: when each operation began, the operation, and :func:`place` then.
+        waited: seconds that this process has waited for operations.
     """
 
-    __slots__ = ("__weakref__", "count", "key", "last", "name", "ranks")
+    __slots__ = ("__weakref__", "count", "key", "last", "name", "ranks", "waited")
 
     def __init__(self, key: str, ranks: tuple[int, ...]) -> None:
         self.key = key
         self.name = f"ranks {', '.join(map(str, ranks))}"
         self.ranks = ranks
         self.count = 0
+        self.waited = 0.0
         self.last: deque[tuple[float, Operation, str]] = deque(maxlen=_KEPT)
 
     def begin(self, name: bytes, tag: int) -> Operation:
@@ -97,6 +99,13 @@ limits: dict[int, float] = {}
 
 
 def begin_wait(journal: Journal, operation: Operation, peers: tuple[int, ...]) -> None:
-    """This thread begins to wait; ``waits.pop`` ends it."""
+    """This thread begins to wait; :func:`end_wait` ends it."""
     thread = threading.get_ident()
     waits[thread] = Wait(time.monotonic(), journal, operation, peers, _place, limits.get(thread))
+
+
+def end_wait(journal: Journal) -> None:
+    """This thread does not wait any more."""
+    wait = waits.pop(threading.get_ident(), None)
+    if wait is not None:
+        journal.waited += time.monotonic() - wait.begun

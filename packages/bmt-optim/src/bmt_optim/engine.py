@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator
+from bmt_comm import Communicator, named_range
 
 from .exchange import Communication, Reduction, Transfer, move_packed, reduce_packed
 from .grid import Answer, answer_alone, answer_to
@@ -100,7 +100,8 @@ def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | 
         if flag is not None and comm is not None and comm.size > 1:
             flags = [Reduction(comm, "sum", (flag > 0).float().reshape(1))]
         record.rounds += any(answer.asks for answer in flat)
-        _communicate(flat, flags, record, step_alone)
+        with named_range("optimizer round", record.rounds):
+            _communicate(flat, flags, record, step_alone)
         if flag is not None:
             total = flags[0].value if flags else flag
             if bool(total > 0):
@@ -113,8 +114,9 @@ def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | 
             with contextlib.suppress(StopIteration):
                 still.append((rule, rule.send([answer.result() for answer in found])))
         waiting = still
-    while step_alone():
-        pass
+    with named_range("optimizer, what one rank holds"):
+        while step_alone():
+            pass
     for step in steps:
         step.waiting = []
         step.finish(record)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from bmt_comm import Communicator, ParallelContext, Work
+from bmt_comm import Communicator, ParallelContext, Work, named_range
 
 
 class Message(NamedTuple):
@@ -151,7 +151,8 @@ class Post:
             return
         if self.learning:
             self._send_bytes(peer, pickle.dumps(form))
-        self._send_tensors(peer, tensors)
+        with named_range("send", message):
+            self._send_tensors(peer, tensors)
 
     def send_broken(self, peer: int, message: Message) -> None:
         """Send something in place of a message that there will never be, for ``peer`` not to wait."""
@@ -179,8 +180,9 @@ class Post:
         if arrived is None:
             raise StageFailedError(f"stage {peer} has failed")
         tensors, works = arrived
-        for work in works:
-            self._wait(work, peer)
+        with named_range("recv", message):
+            for work in works:
+                self._wait(work, peer)
         return tensors
 
     def drain(self) -> None:

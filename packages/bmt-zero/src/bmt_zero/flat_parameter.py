@@ -29,7 +29,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Work
+from bmt_comm import Communicator, Work, named_range
 
 from .layout import FlatLayout, Placement
 from .options import Options
@@ -226,7 +226,7 @@ class FlatParameter:
         self.wait()
         unsharded = self.unsharded.data  # another alias of the storage: its writes do not count for autograd
         self.let_side_stream_wait()
-        with on_stream(self.stream):
+        with named_range("unshard", self.label), on_stream(self.stream):
             if self.releases and self._storage.nbytes() != self._bytes:
                 self._storage.resize_(self._bytes)
             own = self._own_part(unsharded)
@@ -242,7 +242,8 @@ class FlatParameter:
         if self.state is not State.UNSHARDING:
             return
         assert self._work is not None
-        self._work.wait()
+        with named_range("wait for unshard", self.label):
+            self._work.wait()
         wait_event(self.stream, self._arrived)
         self._work = self._arrived = None
         self.state = State.UNSHARDED
@@ -251,8 +252,9 @@ class FlatParameter:
         """Release the unsharded parameters, or invalidate them where their storage is kept."""
         self.wait()
         if self.releases and self._borrower is None and self._storage.nbytes():
-            self.let_side_stream_wait()  # for what the compute stream has yet to read
-            self._storage.resize_(0)
+            with named_range("reshard", self.label):
+                self.let_side_stream_wait()  # for what the compute stream has yet to read
+                self._storage.resize_(0)
         if self.state is State.UNSHARDED:
             self.state = State.SHARDED
 

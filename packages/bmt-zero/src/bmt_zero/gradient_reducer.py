@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import TREE_SUM, Communicator, TreeSum, Work, current_context
+from bmt_comm import TREE_SUM, Communicator, TreeSum, Work, current_context, named_range
 
 from .flat_parameter import FlatParameter, on_stream, record_event, wait_event
 from .replica_check import check_replicas
@@ -431,7 +431,7 @@ class _Reduction:
         comm, on_cpu = flat.shard_comm, flat.stream is None
         op = TREE_SUM if reducer.has_fixed_order else "sum"
         flat.let_side_stream_wait()
-        with on_stream(flat.stream):
+        with named_range("reduce", flat.label), on_stream(flat.stream):
             if reducer.has_fixed_order and comm.size == 1:
                 total = total.to(flat.shard.dtype)
             self.work: Work | None = None
@@ -455,7 +455,8 @@ class _Reduction:
         """The reduced gradient of this rank's shard, usable by the compute stream."""
         flat = self.reducer.flat
         if self.work is not None:
-            self.work.wait()
+            with named_range("wait for reduce", flat.label):
+                self.work.wait()
         if flat.stream is None:
             self._complete()
             flat.storage_returned()

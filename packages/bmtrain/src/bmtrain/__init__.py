@@ -57,6 +57,8 @@ from . import (
     utils,
 )
 from ._version import __version__
+from .profiling import profile
+from .training_metrics import JsonLines, ProgressBar, TensorBoard, TrainingMetrics, WeightsAndBiases
 
 compat.install()
 
@@ -69,15 +71,20 @@ __all__ = [
     "DamagedError",
     "DistributedModule",
     "DistributedParameter",
+    "JsonLines",
     "MemorySnapshots",
     "MixedPrecision",
     "ParallelContext",
     "ParameterInitializer",
     "PipelineTransformerBlockList",
+    "ProgressBar",
     "SaveError",
     "StageFailedError",
     "StageLostError",
+    "TensorBoard",
+    "TrainingMetrics",
     "TransformerBlockList",
+    "WeightsAndBiases",
     "__version__",
     "benchmark",
     "compat",
@@ -101,6 +108,7 @@ __all__ = [
     "print_block",
     "print_dict",
     "print_rank",
+    "profile",
     "rank",
     "save",
     "see_memory",

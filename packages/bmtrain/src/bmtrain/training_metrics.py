@@ -1,0 +1,255 @@
+"""What a training loop measures: loss, speed, memory and communication, and where the numbers go."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bmt_comm import Communicator, ParallelContext, current_context
+
+Record = dict[str, float]
+
+
+class Sink(Protocol):
+    """Where records go; called on rank 0 only."""
+
+    def write(self, step: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TrainingMetrics:
+    """Measures a training loop, and gives rank 0's sinks a record every so many steps.
+
+    ::
+
+        with bmt.TrainingMetrics([bmt.JsonLines("metrics.jsonl")], flops_per_token=6 * parameters) as metrics:
+            for batch in loader:
+                ...
+                metrics.step(loss, tokens=batch.numel(), skipped=not manager.step())
+
+    A record has
+
+    - ``loss``: the mean over ranks and steps;
+    - ``tokens_per_second``: of all ranks; ``seconds``: per step;
+    - ``memory``: the largest peak of all ranks, in bytes;
+    - ``sent``: bytes per step, of the rank that sends most;
+    - ``waited``: seconds per step that the host waits for communication, of the rank that waits longest. On CUDA hosts
+      seldom wait; a profile tells more;
+    - ``overflows``: steps that were skipped, since the start;
+    - ``mfu``: model FLOPs utilization, from 0 to 1, where ``flops_per_token`` and ``peak_flops`` are given.
+
+    Between records, nothing waits for the device and nothing is communicated. All ranks must call :meth:`step` equally
+    often.
+
+    Args:
+        sinks: where records go.
+        every: steps between records.
+        flops_per_token: floating-point operations that the model needs for a token: about 6 × parameters.
+        peak_flops: what one device could do per second.
+        context: the ranks; by default the process-wide ones.
+
+    Raises:
+        ValueError: ``every`` is not positive.
+    """
+
+    def __init__(
+        self,
+        sinks: Iterable[Sink] = (),
+        every: int = 10,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        context: ParallelContext | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every={every!r} must be positive")
+        self.context = context or current_context()
+        self.sinks = list(sinks) if self.context.rank == 0 else []
+        self.every = every
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.steps = 0
+        self.overflows = 0
+        self._losses: list[Tensor] = []
+        self._tokens = 0
+        self._begin()
+
+    def __enter__(self) -> TrainingMetrics:
+        self._begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self, loss: Tensor | float, tokens: int, skipped: bool = False, **more: float) -> Record | None:
+        """A step has been taken.
+
+        Args:
+            loss: this rank's mean loss, unscaled.
+            tokens: that this rank has trained on in the step.
+            skipped: whether the step was skipped because a gradient was not finite.
+            more: further numbers of this step, for the record.
+
+        Returns:
+            The record, on every rank, after every so many steps; else None.
+        """
+        self.steps += 1
+        self.overflows += skipped
+        self._tokens += tokens
+        self._losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss)))
+        if self.steps % self.every:
+            return None
+        record = self._record()
+        record.update(more)
+        for sink in self.sinks:
+            sink.write(self.steps, record)
+        self._begin()
+        return record
+
+    def close(self) -> None:
+        """Close the sinks."""
+        for sink in self.sinks:
+            sink.close()
+
+    def _begin(self) -> None:
+        self._losses, self._tokens = [], 0
+        self._sent, self._waited = self._bytes_sent(), self._seconds_waited()
+        self._started = time.perf_counter()
+        if self.context.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.context.device)
+
+    def _communicators(self) -> set[Communicator]:
+        context = self.context
+        names = ("world", "zero", "tp_zero", "tp", "pipe", "outer_zero", "outer_tp_zero")
+        return {*(getattr(context, name) for name in names), *context.pipe_channels.values()}
+
+    def _bytes_sent(self) -> int:
+        return sum(traffic.bytes for comm in self._communicators() for traffic in comm.traffic.values())
+
+    def _seconds_waited(self) -> float:
+        # Communicators of one process group share its count.
+        return sum({comm.ranks: comm.waited for comm in self._communicators()}.values())
+
+    def _record(self) -> Record:
+        context, count = self.context, len(self._losses)
+        loss = torch.stack([each.to(context.device, torch.float64).reshape(()) for each in self._losses]).mean()
+        value = float(loss)  # waits for the device
+        seconds = (time.perf_counter() - self._started) / count
+        sent = (self._bytes_sent() - self._sent) / count
+        waited = (self._seconds_waited() - self._waited) / count
+        sums = torch.tensor([value, self._tokens / context.tp_size], dtype=torch.float64)
+        most = torch.tensor([seconds, peak_memory(context.device), sent, waited], dtype=torch.float64)
+        sums, most = sums.to(context.device), most.to(context.device)
+        context.world.all_reduce(sums, label="the metrics of a step")
+        context.world.all_reduce(most, "max", label="the metrics of a step")
+        (total, tokens), (slowest, memory, largest, longest) = sums.tolist(), most.tolist()
+        record = {
+            "loss": total / context.world_size,
+            "tokens_per_second": tokens / count / slowest,
+            "seconds": slowest,
+            "memory": memory,
+            "sent": largest,
+            "waited": longest,
+            "overflows": float(self.overflows),
+        }
+        if self.flops_per_token is not None and self.peak_flops is not None:
+            needed = record["tokens_per_second"] * self.flops_per_token
+            record["mfu"] = needed / (self.peak_flops * context.world_size)
+        return record
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this rank has used: of the GPU if it computes on one, else of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class JsonLines:
+    """A line of JSON per record, at the end of a file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = Path(path).open("a")  # noqa: SIM115
+
+    def write(self, step: int, record: Record) -> None:
+        self._file.write(json.dumps({"step": step, **record}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ProgressBar:
+    """A bar of ``tqdm``, or a line per record where stderr is no terminal, or tqdm is not installed.
+
+    Args:
+        steps: in all.
+    """
+
+    def __init__(self, steps: int | None = None) -> None:
+        self._last = 0
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            self._bar = tqdm(total=steps, unit="step")
+
+    def write(self, step: int, record: Record) -> None:
+        speed, memory = f"{record['tokens_per_second']:,.0f} tokens/s", f"{record['memory'] / 1e9:.2f} GB"
+        shown = f"loss {record['loss']:.4f}  {speed}  {memory}"
+        if self._bar is None:
+            print(f"step {step}  {shown}", file=sys.stderr, flush=True)
+            return
+        self._bar.update(step - self._last)
+        self._bar.set_postfix_str(shown)
+        self._last = step
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard; needs ``tensorboard``."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(os.fspath(directory))
+
+    def write(self, step: int, record: Record) -> None:
+        for name, value in record.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; needs ``wandb``.
+
+    Args:
+        options: of ``wandb.init``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(**options)
+
+    def write(self, step: int, record: Record) -> None:
+        self._run.log(record, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,83 @@
+"""Profiles of all ranks in one file, and what training loops measure."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bmtrain as bmt
+
+
+def train(steps: int = 1, sinks: list = [], **options) -> list:  # noqa: B006
+    torch.manual_seed(0)
+    layers = [bmt.Block(torch.nn.Linear(16, 16), zero_level=3) for _ in range(3)]
+    model = bmt.TransformerBlockList(layers)
+    manager = bmt.optim.OptimManager(skip_non_finite=True)
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
+    records = []
+    with bmt.TrainingMetrics(sinks, **options) as metrics:
+        for step in range(steps):
+            manager.zero_grad()
+            loss = model(torch.full((4, 16), 1.0 + bmt.rank())).square().mean()
+            manager.backward(loss * (float("nan") if step == 1 else 1.0))
+            records.append(metrics.step(loss, tokens=64, skipped=not manager.step(), step_size=0.5))
+    return records
+
+
+@pytest.mark.ranks(2)
+def test_one_trace_has_the_named_ranges_of_all_ranks(ctx, tmp_path):
+    with bmt.profile(tmp_path / "trace.json.gz"):
+        train()
+        ctx.world.barrier()
+        with torch.autograd.profiler.record_function("all ranks are here"):
+            ctx.world.barrier()
+    ctx.world.barrier()
+    with gzip.open(tmp_path / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"rank 0", "rank 1"} <= set(names.values())
+    for rank in range(2):
+        own = {event["name"].split(" layer ")[0] for event in events if names.get(event["pid"]) == f"rank {rank}"}
+        assert {"unshard", "wait for unshard", "reshard", "reduce", "wait for reduce", "optimizer round"} <= {
+            name.rstrip("0123456789 ") for name in own
+        }
+    here = [event["ts"] for event in events if event["name"] == "all ranks are here"]
+    assert len(here) == 2
+    assert abs(here[0] - here[1]) < 5e5  # microseconds; unaligned clocks count from elsewhere
+    assert min(event["ts"] for event in events if "ts" in event) >= 0
+
+
+@pytest.mark.ranks(2)
+def test_metrics_are_of_all_ranks_and_go_to_rank_0_sinks(ctx, tmp_path):
+    seen = []
+    sink = SimpleNamespace(write=lambda step, record: seen.append(step), close=lambda: seen.append("closed"))
+    file = bmt.JsonLines(tmp_path / f"metrics-{ctx.rank}.jsonl")
+    records = train(4, [sink, file, bmt.ProgressBar()], every=2, flops_per_token=6 * 816, peak_flops=1e9)
+    assert [record is None for record in records] == [True, False, True, False]
+    first, last = records[1], records[3]
+    assert first["overflows"] == last["overflows"] == 1
+    assert first["step_size"] == 0.5
+    assert last["mfu"] == pytest.approx(last["tokens_per_second"] * 6 * 816 / 2e9)
+    assert last["tokens_per_second"] == pytest.approx(2 * 64 / last["seconds"])
+    assert last["sent"] > 0
+    assert 0 <= last["waited"] <= last["seconds"]
+    assert last["memory"] > 1e7
+    assert ctx.world.all_gather_object(records) == [records] * 2
+    assert seen == ([2, 4, "closed"] if ctx.rank == 0 else [])
+    lines = [json.loads(line) for line in (tmp_path / f"metrics-{ctx.rank}.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == ([first["loss"], last["loss"]] if ctx.rank == 0 else [])
+
+
+def test_sinks_of_other_libraries_get_scalars(monkeypatch, tmp_path):
+    logged = []
+    run = SimpleNamespace(log=lambda record, step: logged.append((record, step)), finish=lambda: logged.append("end"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))
+    sink = bmt.WeightsAndBiases(project="p")
+    sink.write(3, {"loss": 1.0})
+    sink.close()
+    assert logged == [({"loss": 1.0}, 3), "end"]
