@@ -146,7 +146,9 @@ def test_many_ranks_over_every_store(kind, size, tmp_path, monkeypatch):
 
     def run(rank):
         own.store = stores[rank]
-        comm: Any = SimpleNamespace(group=Group("world"), rank=rank, size=size, ranks=tuple(range(size)))
+        comm: Any = SimpleNamespace(
+            is_planned=False, group=Group("world"), rank=rank, size=size, ranks=tuple(range(size))
+        )
         comm.wait_for = lambda work, name: work.wait()
         for turn in range(3):
             check_agreement(comm, f"turn {turn}", ["the same"])
@@ -165,7 +167,7 @@ def test_process_groups_of_one_name_and_other_ranks_do_not_meet(monkeypatch):
 
     def run(ranks, rank):
         own.store, own.timeout = store, 20.0
-        comm: Any = SimpleNamespace(group=Group("pair"), rank=rank, size=2, ranks=ranks)
+        comm: Any = SimpleNamespace(is_planned=False, group=Group("pair"), rank=rank, size=2, ranks=ranks)
         comm.wait_for = lambda work, name: work.wait()
         check_agreement(comm, "letters", [str(ranks)])
 
@@ -182,7 +184,7 @@ def test_a_process_group_that_is_made_again_on_the_same_store(monkeypatch):
         own.store, own.timeout = store, 5.0
         for turn in range(3):
             group = Group("default")  # of the name that the destroyed one had
-            comm: Any = SimpleNamespace(group=group, rank=rank, size=2, ranks=(0, 1))
+            comm: Any = SimpleNamespace(is_planned=False, group=group, rank=rank, size=2, ranks=(0, 1))
             comm.wait_for = lambda work, name: work.wait()
             for check in range(turn + 1):
                 check_agreement(comm, f"turn {turn}, check {check}", [])

@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from bmt_comm import ParallelContext, agreement_time
 
-from .messages import Forms, Message, StageFailedError, TensorForm, connected
+from .messages import Form, Forms, Message, StageFailedError, TensorForm, connected
 from .schedule import Schedule
 
 _Key = TypeVar("_Key")
@@ -301,9 +301,9 @@ class Plan:
             def form(leaf: Leaf, count: int = rows.stop - rows.start) -> Any:
                 return TensorForm((count, *leaf.value.shape[1:]), leaf.value.dtype) if leaf.is_tensor else leaf.value
 
-            self.forms[Message("input", i, 0)] = tree_map(form, signature.tree[0])
+            self.forms[Message("input", i, 0)] = Form.of(tree_map(form, signature.tree[0]))
             wanted = [form(signature.leaves[n]) for n in signature.hidden if signature.leaves[n].requires_grad]
-            self.forms[Message("input_grad", i, 0)] = wanted
+            self.forms[Message("input_grad", i, 0)] = Form.of(wanted)
 
     def origin(self, micro_batch: int) -> int:
         """The stage that a micro-batch comes from."""

@@ -9,8 +9,8 @@
     for those before it on its way, and for nothing else. So stages never wait for each other in a circle, whatever the
     schedule. tests/test_routes.py runs every schedule by NCCL's rules.
 
-    What a message consists of is known from an earlier call with the same arguments. At the first call its form, the
-    containers with a :class:`TensorForm` for each tensor, travels ahead of it, in host memory.
+    What a message consists of is known from an earlier call with the same arguments. At the first call its
+    :class:`Form` travels ahead of it, in host memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from bmt_comm import Communicator, ParallelContext, Work, named_range
 
@@ -73,33 +73,50 @@ class TensorForm:
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
-def form_of(tree: Any) -> Any:
-    """Nested containers with a :class:`TensorForm` in the place of each tensor; other leaves as they are."""
-    return tree_map_only(Tensor, lambda x: TensorForm(tuple(x.shape), x.dtype), tree)
+@dataclass(frozen=True)
+class Form:
+    """Nested containers with a :class:`TensorForm` in the place of each tensor, and other leaves as they are."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    @staticmethod
+    def of(tree: Any) -> Form:
+        return take_apart(tree)[0]
+
+    @property
+    def tree(self) -> Any:
+        return tree_unflatten(self.leaves, self.spec)
+
+    @property
+    def tensors(self) -> list[TensorForm]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
+
+    def fill(self, tensors: Iterable[Tensor]) -> Any:
+        """The containers with these tensors."""
+        arriving = iter(tensors)
+        leaves = [next(arriving) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Form.of, (self.tree,)  # specs cannot be pickled
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def take_apart(tree: Any) -> tuple[Form, list[Tensor]]:
+    """The form and the tensors of nested containers."""
+    leaves, spec = tree_flatten(tree)
+    forms = tuple(TensorForm(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+    return Form(forms, spec), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def tensor_forms(form: Any) -> list[TensorForm]:
-    return [leaf for leaf in tree_leaves(form) if isinstance(leaf, TensorForm)]
-
-
-def fill(form: Any, tensors: Iterable[Tensor]) -> Any:
-    """The containers of a form, with these tensors."""
-    arriving = iter(tensors)
-    return tree_map_only(TensorForm, lambda _: next(arriving), form)
-
-
-class Forms(dict[Message, Any]):
+class Forms(dict[Message, Form]):
     """The form of each message. A gradient is a list, of the floating-point tensors of what it is the gradient of."""
 
-    def __missing__(self, message: Message) -> Any:
+    def __missing__(self, message: Message) -> Form:
         if not message.kind.endswith("_grad"):
             raise KeyError(message)
-        forms = tensor_forms(self[message._replace(kind=message.kind.removesuffix("_grad"))])
-        self[message] = [form for form in forms if form.dtype.is_floating_point]
+        forms = self[message._replace(kind=message.kind.removesuffix("_grad"))].tensors
+        self[message] = Form.of([form for form in forms if form.dtype.is_floating_point])
         return self[message]
 
 
@@ -137,13 +154,13 @@ class Post:
         Raises:
             RuntimeError: they are not what the same message was at an earlier call with the same arguments.
         """
-        form, tensors = form_of(tree), tensors_of(tree)
+        form, tensors = take_apart(tree)
         if self.learning:
             self.forms[message] = form
-        elif tree_flatten(self.forms[message]) != tree_flatten(form):
+        elif self.forms[message] != form:
             raise RuntimeError(
-                f"a chunk returned {tree_leaves(form)}, and {tree_leaves(self.forms[message])} at an earlier call with "
-                f"arguments of the same shapes; shapes must follow from those of the arguments"
+                f"a chunk returned {form.leaves}, and {self.forms[message].leaves} at an earlier call with arguments "
+                f"of the same shapes; shapes must follow from those of the arguments"
             )
         self.sent.add(message)
         if peer == self._rank:
@@ -159,7 +176,7 @@ class Post:
         if peer != self._rank and self.learning:
             self._send_bytes(peer, _BROKEN)
         elif peer != self._rank:
-            self._send_tensors(peer, [form.zeros(self.context.device) for form in tensor_forms(self.forms[message])])
+            self._send_tensors(peer, [form.zeros(self.context.device) for form in self.forms[message].tensors])
 
     def take(self, peer: int, message: Message) -> list[Tensor]:
         """The tensors of a message from ``peer``.
@@ -253,7 +270,7 @@ class Post:
                 return
             self.forms[message] = pickle.loads(data)  # from a rank of this job
         tensors, works = [], []
-        for form in tensor_forms(self.forms[message]):
+        for form in self.forms[message].tensors:
             tensors.append(torch.empty(form.shape, dtype=form.dtype, device=self.context.device))
             if tensors[-1].numel():
                 comm, way = self._way(peer, self._rank)

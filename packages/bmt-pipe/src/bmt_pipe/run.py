@@ -26,7 +26,7 @@ from bmt_zero.shard import group_of
 
 from .arguments import Arguments, Plan, raise_first
 from .chunk import AmbientState, checkpoints, not_checkpointed, run_layers
-from .messages import Message, Post, StageLostError, connected, fill, form_of, tensors_of
+from .messages import Form, Message, Post, StageLostError, connected, take_apart
 from .recording import Recorder
 from .routes import Pass
 from .schedule import Action, Kind
@@ -85,7 +85,7 @@ class Run:
         self._split: dict[tuple[int, int], SplitBackward] = {}  # whose second part is still to come
         self._retains = False  # the backward that is running may be run again
         self._tail_grads: dict[int, list[Tensor]] = {}
-        self._saved: Any = None  # the form of what autograd keeps
+        self._saved: Form  # of what autograd keeps
         self._post: Post
         self._pass: Pass
 
@@ -107,7 +107,7 @@ class Run:
         stacks: list[list[Tensor]] = []
         for i in self._pass.own(self.stage):
             found = [Message("output", i, place) for place in self._pass.outputs]
-            outputs = [fill(self.plan.forms[message], results[message]) for message in found]
+            outputs = [self.plan.forms[message].fill(results[message]) for message in found]
             own.append(tree_leaves(outputs[-1][1]))
             layers = [inputs for of_place, _ in outputs for inputs in of_place]
             stacks.append([torch.stack(inputs) for inputs in zip(*layers, strict=True)])
@@ -116,7 +116,7 @@ class Run:
     def filled(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The hidden states with these leaves, in the containers that the last layer has returned."""
         form = self.plan.forms[Message("output", self.stage, self.plan.schedule.last)]
-        return tree_unflatten(leaves, tree_structure(form[1]))
+        return tree_unflatten(leaves, tree_structure(form.tree[1]))
 
     def backward(
         self,
@@ -138,7 +138,7 @@ class Run:
 
         self._retains = torch._C._autograd._get_current_graph_task_keep_graph()
         if problem is None:
-            self._inputs, self.arguments.values = fill(self._saved, saved)
+            self._inputs, self.arguments.values = self._saved.fill(saved)
         try:
             with outside_backward():
                 self._step.finish_reductions()  # those whose end would need all stages
@@ -273,9 +273,9 @@ class Run:
         for n in self.plan.signatures[self.stage].hidden:
             own[n] = None
         kept = self._inputs, self.arguments.values
-        self._saved = form_of(kept)
         self._inputs, self.arguments.values = {}, []
-        return tensors_of(kept)
+        self._saved, tensors = take_apart(kept)
+        return tensors
 
     def _keeps_input_alone(self, chunk: int) -> bool:
         """Whether a chunk keeps nothing but its input from its forward on, and is computed again before its backward.
@@ -396,9 +396,9 @@ class Run:
         splits = grad and self.plan.schedule.splits_backward
         with torch.set_grad_enabled(grad), self._step.splitting() if splits else contextlib.nullcontext():
             args, kwargs, _ = self.arguments.of(micro_batch, arguments)
-            hidden, taps = run_layers(self.chunks[chunk], fill(form, inputs), args, kwargs)
+            hidden, taps = run_layers(self.chunks[chunk], form.fill(inputs), args, kwargs)
         rows = self.plan.rows(micro_batch)
-        for x in tensors_of(hidden):
+        for x in take_apart(hidden)[1]:
             if x.dim() == 0 or len(x) != rows.stop - rows.start:
                 raise ValueError(
                     f"a layer returned a hidden state of shape {tuple(x.shape)} for {rows.stop - rows.start} samples; "
@@ -406,7 +406,7 @@ class Run:
                 )
         taps = taps if self.plan.taps else []
         if grad:
-            outputs = [x for x in tensors_of((taps, hidden)) if x.is_floating_point()]
+            outputs = [x for x in take_apart((taps, hidden))[1] if x.is_floating_point()]
             # Not the outputs themselves, which can go once they have been sent.
             edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
             self._alive[micro_batch, place] = _Alive(inputs, arguments, edges)
@@ -426,7 +426,7 @@ class Run:
             return torch.stack([self.tail.losses[i] for i in self._pass.own(message.micro_batch)])
         rows, signature = self.plan.rows(message.micro_batch), self.plan.signatures[self.stage]
         values = [self.arguments.values[self.stage][n] for n in signature.hidden if signature.leaves[n].is_tensor]
-        return fill(self.plan.forms[message], [value.detach()[rows].contiguous() for value in values])
+        return self.plan.forms[message].fill(value.detach()[rows].contiguous() for value in values)
 
     def _output_grad(self, message: Message, outputs: list[Tensor | None], taps: list[Tensor | None]) -> list[Tensor]:
         rows = self.plan.rows(message.micro_batch)
@@ -434,7 +434,7 @@ class Run:
         found = [None if g is None else g[layer, rows] for layer in layers for g in taps]
         if message.place == self.plan.schedule.last:
             found += [None if g is None else g[rows] for g in outputs]
-        forms, device = self.plan.forms[message], self.context.device
+        forms, device = self.plan.forms[message].tensors, self.context.device
         return [form.zeros(device) if g is None else g.contiguous() for form, g in zip(forms, found, strict=True)]
 
     def _input_grads(self, results: Mapping[Message, list[Tensor]]) -> list[Tensor | None]:

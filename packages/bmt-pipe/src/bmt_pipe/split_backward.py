@@ -50,8 +50,15 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from bmt_zero.backward_context import BackwardPart, StepContext
 from bmt_zero.hooks import Call
 
-_PRODUCTS = frozenset(f"{name}Backward0" for name in ("Addmm", "Mm", "Bmm", "Baddbmm", "Embedding"))
-"""Nodes that compute a weight's gradient by itself, without the weight's value, at a cost that is worth a pass."""
+_PRODUCTS = {
+    "AddmmBackward0": ("mat1", "mat2"),
+    "MmBackward0": ("self", "mat2"),
+    "BmmBackward0": ("self", "mat2"),
+    "BaddbmmBackward0": ("batch1", "batch2"),
+    "EmbeddingBackward0": ("indices",),
+}
+"""Nodes that compute a weight's gradient by itself, without the weight's value, at a cost that is worth a pass; and
+what they save."""
 
 _SHAPES = "Alias Expand Permute ReshapeAlias Select Slice Split Squeeze T Transpose Unbind UnsafeView Unsqueeze View"
 _COPIES = "Add Cat Clone Stack Sub ToCopy Embedding"
@@ -152,6 +159,7 @@ class SplitBackward:
         edges = {edge for node in path for edge in graph[node] if edge[0] in behind}
         others = {edge for nodes in behind.values() for node in nodes for edge in graph[node]}
         others.update((root.node, root.output_nr) for root, _ in self._roots)
+        self._recomputed = _Recomputed()
         self._whole = (
             any(node.name() == "CheckpointFunctionBackward" for node in graph)
             or any(not at_once.isdisjoint(nodes - {entry}) for entry, nodes in behind.items())
@@ -194,7 +202,7 @@ class SplitBackward:
         together = list(dict.fromkeys(edge for _, edge in self._together))
         wanted = [*map(get_gradient_edge, leaves), *together]
         try:
-            with self._step.computing(BackwardPart.INPUTS):
+            with self._step.computing(BackwardPart.INPUTS), self._recomputed.within(nodes):
                 found = torch.autograd.grad(edges, wanted, grads, retain_graph=bool(nodes), allow_unused=True)
         finally:
             for handle in handles:
@@ -209,7 +217,7 @@ class SplitBackward:
 
     def weights(self) -> None:
         """The second part: accumulate the gradients of the parameters."""
-        with _recomputing_once():
+        with self._recomputed.within():
             while self._groups:
                 group = self._groups.pop()
                 with group.unsharded():
@@ -243,13 +251,39 @@ class SplitBackward:
             group.add(edge, grad)
 
 
-def _recomputing_once() -> contextlib.AbstractContextManager[object]:
-    """Within, a checkpoint (not a reentrant one) is recomputed once, in however many backward passes it takes part.
+class _Recomputed:
+    """What a checkpoint inside of the computation (not a reentrant one) recomputes: once, for both parts.
 
-    Versions of torch without ``GraphExecGroup`` recompute it in each.
+    Versions of torch without ``GraphExecGroup``, or that hide what is saved, recompute it in each backward pass.
     """
-    group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
-    return contextlib.nullcontext() if group is None or group._get_current_group() is not None else group()
+
+    def __init__(self) -> None:
+        group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
+        serves = group is not None and hasattr(torch._C._autograd.SavedTensor, "data")
+        self._group = group() if serves and group is not None and group._get_current_group() is None else None
+
+    @contextlib.contextmanager
+    def within(self, nodes: Iterable[Node] = ()) -> Iterator[None]:
+        """Around backward passes of one part. ``nodes`` run again in the other."""
+        if self._group is None:
+            yield
+            return
+        for node in nodes:
+            names = [f"_raw_saved_{name}" for name in _PRODUCTS.get(node.name(), ())] or ["_raw_saved_tensors"]
+            for saved in (getattr(node, name, ()) for name in names):
+                for each in saved if isinstance(saved, tuple) else (saved,):
+                    if isinstance(each.data, torch.utils.checkpoint._Holder):
+                        each.data.handles = _Kept(each.data.handles)
+        with self._group:
+            yield
+
+
+class _Kept(dict[Any, Any]):
+    """Where torch's checkpoint notes what it has recomputed, until it is taken: here, also after that."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if value is not None:
+            super().__setitem__(key, value)
 
 
 def graph_of(roots: Iterable[Node]) -> Graph:

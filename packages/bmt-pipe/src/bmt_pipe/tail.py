@@ -26,7 +26,7 @@ from bmt_zero.backward_context import step_context
 from bmt_zero.parameter_group import parameters_in_forward, replaced_parameters
 from bmt_zero.shard import group_of
 
-from .messages import connected, tensors_of
+from .messages import connected, take_apart
 from .split_backward import graph_of
 
 
@@ -91,7 +91,7 @@ class Tail:
                 reduce.
         """
         inputs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(self.grad and x.is_floating_point()), hidden)
-        wanted = [x for x in tensors_of(inputs) if x.requires_grad]
+        wanted = [x for x in take_apart(inputs)[1] if x.requires_grad]
         first = _sequence_number() if self.grad else 0
         with self._gathered_only(), torch.set_grad_enabled(self.grad):
             loss = self.function(*inputs, *args)
