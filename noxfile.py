@@ -12,7 +12,7 @@ Environment:
 bmt-kernels is compiled once: sessions share a wheel of it, in nox's cache, for as long as its sources, the settings,
 the compilers and the visible GPUs stay the same.
 
-``nox --no-venv -s tests`` (lint, docs, train, bench) uses what is installed and installs nothing.
+``nox --no-venv -s tests`` (lint, docs, site, train, bench) uses what is installed and installs nothing.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ ALL_TESTS = bool(os.environ.get("BMT_ALL_TESTS"))
 SIZES = ["-m", "not long"] if ALL_TESTS else ["--bmt-one-size", "-m", "not long and not thorough"]
 # Threads of one test that wait for each other take the cores from the other test, and half of all time.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+SITE_NEEDS = ["sphinx>=8.1", "myst-parser>=4", "furo", "numpy", "safetensors", "zlib-ng"]
 EXAMPLE_NEEDS = ["tokenizers", "matplotlib", "tqdm", "safetensors", "numpy"]
 
 

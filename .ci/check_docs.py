@@ -2,7 +2,8 @@
 
 Every block fenced as ``python`` is run as a script of its own, in an empty folder, as a single process; one that
 defines ``test_…`` functions is run by pytest. ``<!-- no-run -->`` on the line before a block exempts it; so does any
-other language, such as ``console`` or ``text``.
+other language, such as ``console`` or ``text``. Shell scripts are parsed, not run, with the options that they give to
+Slurm. The messages that ``docs/troubleshooting.md`` explains must be in the sources.
 
 Arguments: the files to check; by default all of them.
 """
@@ -18,10 +19,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs" / "site"))
+
+from messages import messages  # noqa: E402
+
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<marks>`{3,})(?P<language>\w*)[^\n]*\n(?P<body>.*?)^ *(?P=marks)`* *$", re.M | re.S
 )
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)[^)]*\)")
+# Options of sbatch that scripts here use, and the form of their values; None: they take none.
+SBATCH = {
+    "job-name": r"[\w.-]+",
+    "nodes": r"\d+(-\d+)?",
+    "ntasks-per-node": r"\d+",
+    "gpus-per-node": r"([\w.-]+:)?\d+",
+    "cpus-per-task": r"\d+",
+    "time": r"(\d+-)?\d+(:\d\d){0,2}",
+    "output": r"\S+",
+    "open-mode": r"append|truncate",
+    "requeue": None,
+    "signal": r"([RB]+:)?(\d+|[A-Z]+\d?)(@\d+)?",
+}
 NO_RUN = re.compile(r"<!-- no-run -->\s*\Z")
 
 
@@ -53,6 +71,52 @@ def examples(path: Path) -> Iterator[tuple[Path, int, str]]:
             yield path, text[: match.start()].count("\n") + 1, body
 
 
+def broken_scripts(path: Path) -> Iterator[str]:
+    """What is wrong with a file's shell scripts: those that bash cannot parse, and options that sbatch would refuse."""
+    text = path.read_text()
+    for match in FENCE.finditer(text):
+        if match["language"] not in ("sh", "bash"):
+            continue
+        line = text[: match.start()].count("\n") + 1
+        result = subprocess.run(["bash", "-n"], input=match["body"], capture_output=True, text=True, timeout=60)
+        if result.returncode:
+            yield f"the script in line {line} is not one: {result.stderr.strip()}"
+        options = re.findall(r"^#SBATCH +(.*)$", match["body"], re.M)
+        head = match["body"].split("\n\n")[0]
+        if options and not head.startswith("#!"):
+            yield f"the script in line {line} begins with no #!, so sbatch refuses it"
+        if len(options) != len(re.findall(r"^#SBATCH ", head, re.M)):
+            yield f"the script in line {line} has options that sbatch ignores: they follow its head"
+        for option in options:
+            name, equals, value = option.removeprefix("--").partition("=")
+            form = SBATCH.get(name, "")
+            fits = form is None and not equals if form is None else bool(form) and re.fullmatch(form, value)
+            if not option.startswith("--") or not fits:
+                yield f"the script in line {line} has {option!r}, which is no option of sbatch that is known here"
+
+
+def missing_messages() -> Iterator[str]:
+    """Messages that docs/troubleshooting.md explains and no source has."""
+    texts = [text for file in ROOT.glob("packages/*/src/**/*.py") for _, text in messages(file)]
+    sources = "\n".join(re.sub(r"\{[^{}]*\}", "\0", text) for text in texts)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().partition("\n## All messages")[0]
+    for table in re.findall(r"^\| message .*?(?:\n\n|\Z)", page, re.M | re.S):
+        for message in re.findall(r"^\| `(.+?)` \|", table, re.M):
+            pattern = r"[^\n]*?".join(re.escape(part.strip()) for part in message.split("…") if part.strip())
+            if not re.search(pattern, sources):
+                yield f"docs/troubleshooting.md: no source has the message {message!r}"
+
+
+def pages_without_a_place() -> Iterator[str]:
+    """Pages that the site's table of contents does not name."""
+    index = (ROOT / "docs" / "index.md").read_text().splitlines()
+    named = {line.partition("<")[2].rstrip(">") or line for line in index}
+    for path in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")]):
+        name = path.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        if name not in named | {"index"}:
+            yield f"docs/{name}.md is in no table of contents of docs/index.md"
+
+
 def failure(path: Path, line: int, body: str) -> str | None:
     """What an example prints if it fails."""
     with tempfile.TemporaryDirectory() as folder:
@@ -82,6 +146,8 @@ def every_file() -> list[Path]:
 def main(arguments: list[str]) -> int:
     paths = [ROOT / name for name in arguments] or every_file()
     problems = [f"{path.relative_to(ROOT)}: {problem}" for path in paths for problem in broken_links(path)]
+    problems += [f"{path.relative_to(ROOT)}: {problem}" for path in paths for problem in broken_scripts(path)]
+    problems += [*missing_messages(), *pages_without_a_place()]
     with ThreadPoolExecutor(2) as pool:  # most of an example's time is imports
         failures = pool.map(lambda example: failure(*example), [e for path in paths for e in examples(path)])
         problems += [problem for problem in failures if problem is not None]

@@ -103,7 +103,7 @@ class DistributedParameter(ShardedParameter, metaclass=_AnySharded):
 
 
 class DistributedModule(nn.Module):
-    """A module that may own :class:`DistributedParameter`s.
+    """A module that may own parameters of class :class:`DistributedParameter`.
 
     Its call gathers those that belong to no Block: every rank that shares them must call the module. The gathered
     tensor lives until backward has used it; a parameter that several modules share is gathered once. At other times
