@@ -107,16 +107,6 @@ def missing_messages() -> Iterator[str]:
                 yield f"docs/troubleshooting.md: no source has the message {message!r}"
 
 
-def pages_without_a_place() -> Iterator[str]:
-    """Pages that the site's table of contents does not name."""
-    index = (ROOT / "docs" / "index.md").read_text().splitlines()
-    named = {line.partition("<")[2].rstrip(">") or line for line in index}
-    for path in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")]):
-        name = path.relative_to(ROOT / "docs").with_suffix("").as_posix()
-        if name not in named | {"index"}:
-            yield f"docs/{name}.md is in no table of contents of docs/index.md"
-
-
 def failure(path: Path, line: int, body: str) -> str | None:
     """What an example prints if it fails."""
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +137,7 @@ def main(arguments: list[str]) -> int:
     paths = [ROOT / name for name in arguments] or every_file()
     problems = [f"{path.relative_to(ROOT)}: {problem}" for path in paths for problem in broken_links(path)]
     problems += [f"{path.relative_to(ROOT)}: {problem}" for path in paths for problem in broken_scripts(path)]
-    problems += [*missing_messages(), *pages_without_a_place()]
+    problems += missing_messages()
     with ThreadPoolExecutor(2) as pool:  # most of an example's time is imports
         failures = pool.map(lambda example: failure(*example), [e for path in paths for e in examples(path)])
         problems += [problem for problem in failures if problem is not None]
