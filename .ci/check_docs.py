@@ -3,7 +3,8 @@
 Every block fenced as ``python`` is run as a script of its own, in an empty folder, as a single process; one that
 defines ``test_…`` functions is run by pytest. ``<!-- no-run -->`` on the line before a block exempts it; so does any
 other language, such as ``console`` or ``text``. Shell scripts are parsed, not run, with the options that they give to
-Slurm. The messages that ``docs/troubleshooting.md`` explains must be in the sources.
+Slurm. The messages that ``docs/troubleshooting.md`` explains must be in the sources, and pictures are those that
+``docs/pictures.py`` draws.
 
 Arguments: the files to check; by default all of them.
 """
@@ -107,6 +108,15 @@ def missing_messages() -> Iterator[str]:
                 yield f"docs/troubleshooting.md: no source has the message {message!r}"
 
 
+def old_pictures() -> Iterator[str]:
+    """Pictures that are not what the code draws; that of memory depends on PyTorch's version."""
+    names = ["flat-buffer", "pipeline-timelines", "optimizer-rounds", "checkpoint-files"]
+    command = [sys.executable, str(ROOT / "docs" / "pictures.py"), "--check", *names]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if result.returncode:
+        yield result.stdout + result.stderr
+
+
 def failure(path: Path, line: int, body: str) -> str | None:
     """What an example prints if it fails."""
     with tempfile.TemporaryDirectory() as folder:
@@ -138,6 +148,7 @@ def main(arguments: list[str]) -> int:
     problems = [f"{path.relative_to(ROOT)}: {problem}" for path in paths for problem in broken_links(path)]
     problems += [f"{path.relative_to(ROOT)}: {problem}" for path in paths for problem in broken_scripts(path)]
     problems += missing_messages()
+    problems += [] if arguments else old_pictures()
     with ThreadPoolExecutor(2) as pool:  # most of an example's time is imports
         failures = pool.map(lambda example: failure(*example), [e for path in paths for e in examples(path)])
         problems += [problem for problem in failures if problem is not None]

@@ -46,6 +46,7 @@ python_maximum_signature_line_length = 100
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 
+suppress_warnings = ["toc.empty_glob"]  # docs/index.md takes in pages that it does not name
 html_theme = "furo"
 html_title = "bmtrain"
 html_copy_source = False
@@ -86,7 +87,7 @@ def clean_docstring(app: Sphinx, what: str, name: str, obj: object, options: obj
 def escape_formulas(text: str) -> str:
     """Put a backslash before each star that begins or ends no emphasis, and before each bar; code stays as it is."""
     code = CODE.findall(text)
-    text = CODE.sub("\0", text).replace("|", "\\|")
+    text = CODE.sub("\0", text.replace("\\*", "*")).replace("|", "\\|")
     parts = EMPHASIS.split(text)
     parts[::2] = [part.replace("*", "\\*") for part in parts[::2]]
     pieces = "".join(parts).split("\0")
