@@ -25,6 +25,7 @@ import bmt_optim
 import bmtrain as bmt
 from bmt_comm import Slice, planned_context
 from bmt_comm.planned import PlannedCommunicator
+from bmt_comm.work import DONE
 from bmt_pipe import Kind, idle_share, make_schedule, simulate
 from bmt_zero import plan_layouts, shard
 from bmt_zero.checkpoints.headers import Entry, lay_out
@@ -208,7 +209,7 @@ def timelines() -> Drawing:
 
 
 def sent_by(make: Callable[[nn.Module], torch.optim.Optimizer], steps: int) -> list[tuple[str, int]]:
-    """What rank 0 of four sends in the last of ``steps`` steps: a collective and its bytes, in order."""
+    """What rank 0 of four sends or receives in the last of ``steps`` steps: a collective and its bytes, in order."""
     sent: list[tuple[str, int]] = []
 
     class Recording(PlannedCommunicator):
@@ -216,10 +217,11 @@ def sent_by(make: Callable[[nn.Module], torch.optim.Optimizer], steps: int) -> l
             sent.append(("all-reduce", 2 * (self.size - 1) * tensor.nbytes // self.size))
             return super().all_reduce(tensor, *args, **kwargs)
 
-        def send_recv(self, sends: Any, recvs: Any, *args: Any, **kwargs: Any) -> None:
-            sent.append(("send, receive", sum(tensor.nbytes for tensor, _ in sends)))
+        def send_recv(self, sends: Any, recvs: Any, *args: Any, **kwargs: Any) -> Any:
+            sent.append(("send, receive", max(sum(t.nbytes for t, _ in pairs) for pairs in (sends, recvs))))
             for tensor, _ in recvs:
                 tensor.normal_() if tensor.is_floating_point() else tensor.zero_()
+            return DONE
 
     with planned_context(4, device="cpu") as context:
         for comm in {context.world, context.zero, context.tp_zero, context.outer_zero, context.outer_tp_zero}:
@@ -255,7 +257,7 @@ def optimizer_rounds() -> Drawing:
         ("GaLore, renewing", galore, 1),
     ]
     drawing = Drawing(760, 74 + 38 * len(rows) + 30)
-    title = "What rank 0 of 4 sends in one step over six layers of 384 × 384: one packed message per round"
+    title = "What rank 0 of 4 sends or receives in one step over six layers of 384 × 384: one packed message per round"
     drawing.text(20, 26, title, bold=True)
     for number, (name, make, steps) in enumerate(rows):
         y = 44 + 38 * number
