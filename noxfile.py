@@ -410,6 +410,23 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+@summarized
+def site(session: nox.Session) -> None:
+    """The documentation as HTML, in build/site: pages, READMEs and docstrings; its pictures are drawn anew.
+
+    Arguments go to Sphinx. Only installing needs a network.
+    """
+    install(session, *OUR_NEEDS, *SITE_NEEDS)
+    install_ours(session)
+    with step(session, "drawing the pictures in docs/images", "5 s"):
+        session.run("python", "docs/pictures.py", env=ONE_THREAD)
+    with step(session, "building the site", "30 s"):
+        options = ["-W", "--keep-going", "-b", "html", "-c", "docs/site", *session.posargs]
+        session.run("python", "-m", "sphinx", *options, ".", "build/site")
+    session.log(f"open {ROOT / 'build' / 'site' / 'index.html'}")
+
+
+@nox.session(default=False)
 def models(session: nox.Session) -> None:
     """Put all models of transformers, torchvision and timm to every check, and write docs/models.md.
 
