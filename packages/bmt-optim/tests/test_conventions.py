@@ -14,6 +14,7 @@ CLASSES = {
     "Adam": {},
     "AdamW": {},
     "AdamOptimizer": {},
+    "AdamW8bit": {},
     "AdamOffloadOptimizer": {},
     "Lamb": {},
     "Adafactor": {"relative_step": False},

@@ -7,6 +7,7 @@ from .adam import AdamOptimizer
 from .adam_mini import AdamMini, get_adam_mini_param_groups
 from .adam_offload import AdamOffloadOptimizer
 from .adam_rule import Adam, AdamW
+from .adamw8bit import AdamW8bit
 from .ademamix import AdEMAMix
 from .apollo import APOLLO
 from .came import CAME, DistributedCAME
@@ -34,6 +35,7 @@ __all__ = [
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "AdamW",
+    "AdamW8bit",
     "Communication",
     "DistGaloreAdamW",
     "DistributedAdafactor",

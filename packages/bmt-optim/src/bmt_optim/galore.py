@@ -71,6 +71,9 @@ class DistGaloreAdamW(DistributedOptimizer):
         ValueError: an option out of range, or a parameter in a group with a rank that is no matrix.
     """
 
+    corrects_eps = False
+    """Whether eps is added to √v after its bias has been corrected."""
+
     def __init__(
         self,
         params: Params,
@@ -230,6 +233,7 @@ class DistGaloreAdamW(DistributedOptimizer):
                 for i, (m, exp_avg) in enumerate(zip(batch.matrices, batch.state("exp_avg")))
                 if exp_avg.dtype is torch.uint8
             },
+            self.corrects_eps,
         )
         return projected_rule(batch, moments) if "rank" in batch.options else plain_rule(batch, moments)
 

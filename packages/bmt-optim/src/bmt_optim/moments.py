@@ -51,9 +51,10 @@ class Moments:
     Args:
         batch: with ``betas``, ``eps`` and ``correct_bias`` among its options.
         parts: which part of its moments this rank holds of each matrix that has them in 8 bits.
+        corrects_eps: whether eps is added to √v after its bias has been corrected, as in Adam, and not before.
     """
 
-    def __init__(self, batch: Batch, parts: Mapping[int, Slice]) -> None:
+    def __init__(self, batch: Batch, parts: Mapping[int, Slice], corrects_eps: bool) -> None:
         self._states = batch.states
         self._device = batch.device
         self._parts = parts
@@ -62,8 +63,8 @@ class Moments:
         step = batch.step if options["correct_bias"] else _SETTLED
         self._settings = {
             "betas": options["betas"],
-            # It is added to √v, and the kernel adds it to √v / √(1-β₂ᵗ).
-            "eps": options["eps"] / math.sqrt(1 - options["betas"][1] ** step),
+            # The kernel adds it to √v / √(1-β₂ᵗ).
+            "eps": options["eps"] / (1.0 if corrects_eps else math.sqrt(1 - options["betas"][1] ** step)),
             "weight_decay": 0.0,
             "step": step,
         }

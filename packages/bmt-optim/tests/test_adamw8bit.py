@@ -1,0 +1,74 @@
+"""AdamW8bit is AdamW up to the rounding of its moments, and its state has the same bytes on every layout."""
+
+import copy
+
+import pytest
+import torch
+from layouts import layout, shards, tensors, train, undivided_layout, update_error
+from torch import nn
+
+from bmt_optim import AdamW8bit
+
+SHAPES = [(24, 40), (7, 300), (5,), (3, 6, 50), (600,)]
+OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+
+
+def gradients(step):
+    return tensors(SHAPES, 100 + step)
+
+
+def alone(least, steps):
+    params = [nn.Parameter(t) for t in tensors(SHAPES)]
+    optimizer = AdamW8bit(params, min_8bit_size=least, **OPTIONS)
+    train(optimizer, params, range(steps), gradients)
+    return params, optimizer
+
+
+def formula(steps):
+    params = [t.double() for t in tensors(SHAPES)]
+    ms, vs = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
+    for t in range(1, steps + 1):
+        for p, m, v, g in zip(params, ms, vs, gradients(t - 1)):
+            m.lerp_(g.double(), 0.2)
+            v.lerp_(g.double() ** 2, 0.05)
+            p.sub_(0.02 * m / (1 - 0.8**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-3)).mul_(1 - 0.002)
+    return params
+
+
+@pytest.mark.ranks(1)
+def test_it_is_adamw_up_to_its_moments(ctx):
+    start, expected = tensors(SHAPES), formula(10)
+    assert update_error(alone(10**6, 10)[0], expected, start) <= 1e-5
+    params, optimizer = alone(100, 10)
+    assert 1e-4 < update_error(params, expected, start) < 0.05
+    assert optimizer.state[params[0]]["exp_avg"].dtype is torch.uint8
+    assert optimizer.state[params[2]]["exp_avg"].dtype is torch.float32
+    with pytest.raises(ValueError, match="rank=4"):
+        AdamW8bit([{"params": params[:1], "rank": 4}])
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("make_layout", [layout, undivided_layout])
+def test_its_state_has_the_same_bytes_on_every_layout(ctx, make_layout):
+    check_bytes(ctx, make_layout)
+
+
+@pytest.mark.ranks(2, 4, tp_size=2)
+def test_its_state_has_the_same_bytes_over_tensor_parallel_shards(ctx):
+    check_bytes(ctx, layout)
+
+
+def check_bytes(ctx, make_layout):
+    whole, reference = alone(100, 4)
+    params = shards(tensors(SHAPES), make_layout(ctx, SHAPES))
+    optimizer = AdamW8bit(params, min_8bit_size=100, **OPTIONS)
+    train(optimizer, params, range(3), gradients)
+    state = ctx.world.all_gather_object(optimizer.state_dict(gather=True))[0]
+    again = AdamW8bit(params, min_8bit_size=100)
+    again.load_state_dict(copy.deepcopy(state))
+    train(again, params, range(3, 4), gradients)
+    state = ctx.world.all_gather_object(again.state_dict(gather=True))[0]["state"]
+    for index, entry in reference.state_dict()["state"].items():
+        assert entry.keys() == state[index].keys()
+        assert all(torch.equal(value, state[index][key]) for key, value in entry.items())
+    assert update_error(params, [p.detach() for p in whole], tensors(SHAPES)) <= 1e-6
