@@ -16,6 +16,7 @@ from bmt_comm import ParallelContext
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_pipe.messages import StageFailedError
 from bmt_zero import BMTrainModelWrapper
+from bmt_zero.shard import group_of
 
 
 class Anything(nn.Module):
@@ -471,6 +472,34 @@ def test_gradients_with_the_loss_inside(ctx: ParallelContext, schedule: str) -> 
     loss = call(twins.piped, *inputs)
     with pytest.raises(ValueError, match="on one stage and"):
         (loss * (1 + r)).backward()
+
+
+class Computed(nn.Module):
+    """Its weight is computed of parameters, whose values the weights' gradients need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x) @ (self.a * self.b)
+
+
+@pytest.mark.ranks(4, pipe_size=2, num_micro_batches=4, timeout=60)
+@pytest.mark.parametrize("schedule", ["zero_bubble_h1", "zero_bubble_v"])
+def test_weights_that_are_computed_are_read_in_the_second_part(ctx: ParallelContext, schedule: str) -> None:
+    twins = Twins(ctx, Computed, 4, checkpoint=False, level=3, tail_schedule=schedule)
+
+    def mean(x: Tensor) -> Tensor:
+        return x.square().mean()
+
+    def call(layers: nn.Module, x: Tensor) -> Tensor:
+        return mean(layers(x)) if layers is twins.plain else layers(x, tail=mean)
+
+    for _ in range(2):
+        twins.check("computed", [hidden(ctx, 4)], call)
+    for group in dict.fromkeys(map(group_of, twins.piped.children())):
+        assert not any(flat.unsharded.untyped_storage().size() for flat in group.flats)
 
 
 class Holder:

@@ -181,7 +181,10 @@ def test_gradients_and_products_are_those_of_one_backward(name: str, wants: bool
                     y.backward(torch.cos(y.detach()))
             counts.append(products.found.total())
             found.append(x.grad)
-    assert counts[:2] == counts[2:]
+    if name != "checkpointed" or hasattr(
+        torch.utils.checkpoint, "GraphExecGroup"
+    ):  # else it is recomputed in both parts
+        assert counts[:2] == counts[2:]
     torch.testing.assert_close(found[:2], found[2:], rtol=1e-12, atol=1e-12)
     for (key, one), two in zip(module.named_parameters(), twin.parameters()):
         torch.testing.assert_close(two.grad, one.grad, rtol=1e-12, atol=1e-12, msg=key)
