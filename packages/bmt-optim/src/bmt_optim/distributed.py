@@ -187,45 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grads = [self._grad(m) for m in present]
         self._materialize()
         entries = [self.state[m.param] for m in present]
-        groups: dict[tuple[int, int, torch.device], list[int]] = {}
-        for n, (matrix, entry) in enumerate(zip(present, entries)):
-            key = (plan.group_of[matrix.index], entry["step"] + 1, matrix.param.device)
-            groups.setdefault(key, []).append(n)
-        together: list[Batch] = []
-        alone: list[Batch] = []
-        before, plan.kept = plan.kept, {}
-        for (number, step, device), members in sorted(
-            groups.items(), key=lambda group: (*group[0][:2], str(group[0][2]))
-        ):
-            locals_ = {n: local_tensor(present[n].param) for n in members}
-            if step == 1:
-                _sync_masters([entries[n] for n in members], locals_.values())
-            if self.param_groups[number].get("maximize") and not self.maximizes:
-                for n, negative in zip(members, torch._foreach_neg([grads[n] for n in members])):
-                    grads[n] = negative
-            divided = [n for n in members if not present[n].undivided]
-            here = [n for n in members if present[n].undivided and present[n].where.numel]
-            portions = _portions(here, [locals_[n].numel() for n in here]) if device.type == "cpu" else [here]
-            for batches, chosen in [(together, divided), *((alone, portion) for portion in portions)]:
-                if not chosen:
-                    continue
-                name = (batches is alone, *(present[n].index for n in chosen))
-                total = sum(locals_[n].numel() for n in chosen)
-                batches.append(
-                    Batch(
-                        [present[n] if batches is together else present[n].alone for n in chosen],
-                        [locals_[n] for n in chosen],
-                        [grads[n] for n in chosen],
-                        [entries[n] for n in chosen],
-                        self.param_groups[number],
-                        step,
-                        float(scale),
-                        grad_factor,
-                        plan.kept.setdefault(name, before.get(name, {})),
-                        plan.cache(total) if device.type == "cpu" and batches is alone else None,
-                    )
-                )
-                self.check_state(batches[-1])
+        together, alone = self._batches(present, grads, entries, float(scale), grad_factor)
 
         def finish(record: Communication) -> None:
             self.communication = record
@@ -234,6 +196,55 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 entry["step"] += 1
 
         return Step([self.rule(batch) for batch in together], finish, [self.rule(batch) for batch in alone])
+
+    def _batches(
+        self,
+        present: Sequence[Matrix],
+        grads: Sequence[Tensor],
+        entries: Sequence[dict[str, Any]],
+        scale: float,
+        grad_factor: Tensor | None,
+    ) -> tuple[list[Batch], list[Batch]]:
+        """Those of matrices that several ranks hold parts of, and those of what this rank holds as a whole."""
+        plan = self._current_plan()
+        before, plan.kept = plan.kept, {}
+        groups: dict[tuple[int, int, torch.device], list[int]] = {}
+        for n, (matrix, entry) in enumerate(zip(present, entries)):
+            key = (plan.group_of[matrix.index], entry["step"] + 1, matrix.param.device)
+            groups.setdefault(key, []).append(n)
+        together: list[Batch] = []
+        alone: list[Batch] = []
+        for (number, step, device), members in sorted(groups.items(), key=lambda item: (*item[0][:2], str(item[0][2]))):
+            group, on_cpu = self.param_groups[number], device.type == "cpu"
+            locals_ = {n: local_tensor(present[n].param) for n in members}
+            given = {n: grads[n] for n in members}
+            if step == 1:
+                _sync_masters([entries[n] for n in members], locals_.values())
+            if group.get("maximize") and not self.maximizes:
+                given = dict(zip(members, torch._foreach_neg(list(given.values()))))
+            divided = [n for n in members if not present[n].undivided]
+            here = [n for n in members if present[n].undivided and present[n].where.numel]
+            portions = _portions(here, [locals_[n].numel() for n in here]) if on_cpu else [here]
+            for batches, chosen in [(together, divided), *((alone, portion) for portion in portions)]:
+                if not chosen:
+                    continue
+                matrices = [present[n] if batches is together else present[n].alone for n in chosen]
+                key_of_kept: tuple[str | int, ...] = (str(device), batches is alone, *(m.index for m in matrices))
+                batch = Batch(
+                    matrices,
+                    [locals_[n] for n in chosen],
+                    [given[n] for n in chosen],
+                    [entries[n] for n in chosen],
+                    group,
+                    step,
+                    scale,
+                    grad_factor,
+                    plan.kept.setdefault(key_of_kept, before.get(key_of_kept, {})),
+                    plan.cache(sum(locals_[n].numel() for n in chosen)) if on_cpu and batches is alone else None,
+                )
+                self.check_state(batch)
+                batches.append(batch)
+        return together, alone
 
     @staticmethod
     def _grad(matrix: Matrix) -> Tensor:
@@ -463,7 +474,7 @@ class _Plan:
         costs = [float(optimizer.cost(slice_of(p).shape, groups[number])) for p, number in params]
         self.matrices = plan_matrices([p for p, _ in params], costs)
         self.presence = Presence(self.matrices)
-        self.kept: dict[tuple[int, ...], dict[str, Any]] = {}
+        self.kept: dict[tuple[str | int, ...], dict[str, Any]] = {}
         """What rules keep for batches, by their matrices. Only that of the last step stays."""
         self._cache: Tensor | None = None
 
