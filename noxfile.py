@@ -312,6 +312,15 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(default=False)
 @summarized
+def torch_tests(session: nox.Session) -> None:
+    """PyTorch's own tests of torch.distributed, over gloo and over the backend "bmt"; two minutes."""
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, "numpy", "expecttest")
+    install_ours(session)
+    session.run("python", "-W", "ignore", "tests/torch_distributed.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False)
+@summarized
 def nccl_rules(session: nox.Session) -> None:
     """Tests on communicators that obey NCCL's rules, on CPU: what would hang or race on GPUs fails.
 
