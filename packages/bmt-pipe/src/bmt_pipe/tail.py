@@ -122,7 +122,8 @@ class Tail:
                 "not get: compute it in the tail, or detach it"
             )
         leaves = [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
-        plain = [leaf for leaf in leaves if all(leaf is not other for other in known)]
+        identities = set(map(id, known))
+        plain = [leaf for leaf in leaves if id(leaf) not in identities]
         if plain and self.context.world_size > 1:
             raise ValueError(
                 f"the tail uses a plain parameter of shape {tuple(plain[0].shape)}, whose gradient nobody reduces; "
