@@ -207,13 +207,10 @@ def exchange_signatures(
 ) -> tuple[bytes, list[Signature]]:
     """Every stage's signature, and a key for calls like this one. A collective of the pipeline.
 
-    Args:
-        known: those of earlier calls by their keys, the same on every rank of a pipeline; gets this call's.
-        mine: this stage's.
-        problem: why it has none.
+    ``known`` has those of earlier calls by their keys, the same on every rank of a pipeline, and gets this call's.
 
     Raises:
-        Exception: this rank's ``problem``.
+        Exception: ``problem``, why this rank has none.
         TypeError: arguments are in containers that cannot be sent.
         StageFailedError: another rank has a problem.
         StageLostError: another rank cannot be reached.
@@ -334,16 +331,7 @@ class Plan:
 
 
 class Arguments:
-    """The arguments of one call.
-
-    Args:
-        context: the ranks.
-        plan: what the call consists of.
-        values: the leaves of this rank's arguments, hidden states included.
-
-    Attributes:
-        values: the leaves of each stage's arguments.
-    """
+    """The arguments of one call: ``values`` are the leaves of each stage's, given this rank's."""
 
     def __init__(self, context: ParallelContext, plan: Plan, values: list[Any]) -> None:
         self.context = context

@@ -23,15 +23,7 @@ from .tail import Tail
 
 
 class Pipeline:
-    """This stage's chunks of layers, and what is remembered from one call to the next.
-
-    Args:
-        chunks: this stage's layers.
-        layers: the layers at each place in the chain of chunks.
-        num_hidden: how many hidden states they take and return.
-        context: the ranks.
-        tail_schedule: the name of the schedule for calls with a tail.
-    """
+    """This stage's ``chunks`` of the ``layers`` at each place in the chain, and what calls remember for later ones."""
 
     def __init__(
         self,

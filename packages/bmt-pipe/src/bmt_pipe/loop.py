@@ -37,14 +37,7 @@ def in_forward_around(layers: nn.Module) -> bool:
 
 
 class LayerLoop:
-    """The layers of all stages, for one loop.
-
-    Args:
-        run: calls the pipeline with hidden states and arguments.
-        own: this stage's first layer.
-        attributes: of every layer of all stages; see :func:`simple_attributes`.
-        num_hidden: how many hidden states the layers take and return.
-    """
+    """The layers of all stages, for one loop; ``run`` calls the pipeline, ``own`` is this stage's first layer."""
 
     def __init__(
         self, run: Callable[..., Any], own: nn.Module, attributes: Sequence[dict[str, Any]], num_hidden: int

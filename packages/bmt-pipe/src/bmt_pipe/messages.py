@@ -128,11 +128,7 @@ _BROKEN = b""  # in place of a form: the sender has failed and sends nothing
 class Post:
     """What this rank sends to and receives from the others, in one pass through a pipeline.
 
-    Args:
-        context: the ranks.
-        forms: of each message, as far as they are known; learning adds to them.
-        learning: whether forms travel ahead of messages.
-        expected: the messages from each other rank, in the order in which it sends them.
+    ``learning``: forms are not known, and travel ahead of messages. ``expected``: what each other rank sends, in order.
     """
 
     def __init__(

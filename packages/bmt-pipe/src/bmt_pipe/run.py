@@ -45,16 +45,7 @@ class _Alive(NamedTuple):
 
 
 class Run:
-    """A call of the pipeline.
-
-    Args:
-        chunks: this stage's layers.
-        context: the ranks.
-        plan: what the call consists of.
-        values: the leaves of this rank's arguments.
-        tail: the loss, where it is computed inside.
-        recorder: told when each action runs.
-    """
+    """A call of the pipeline, with ``values`` as the leaves of this rank's arguments."""
 
     def __init__(
         self,
