@@ -79,9 +79,10 @@ def build(kind: str) -> PreTrainedModel:
             first_k_dense_replace=1, n_group=1, topk_group=1, max_position_embeddings=16, initializer_range=0.2, **ids,
         )  # fmt: skip
         return DeepseekV2ForCausalLM(deepseek)
+    heads = 1 if "one head" in kind else 2
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=20, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.2, **ids,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=20, num_hidden_layers=3, attention_bias=True,
+        num_attention_heads=4, num_key_value_heads=heads, max_position_embeddings=16, initializer_range=0.2, **ids,
     )  # fmt: skip
     return LlamaForCausalLM(config).double()
 
@@ -89,7 +90,7 @@ def build(kind: str) -> PreTrainedModel:
 def plan_of(kind: str, model: PreTrainedModel) -> dict[str, str] | None:
     if kind == "gpt2":
         return GPT2_PLAN
-    if kind in ("llama", "gemma", "mixtral", "llama4", "deepseek"):
+    if kind in ("llama", "llama, one head", "gemma", "mixtral", "llama4", "deepseek"):
         return None  # the model's own
     plan: dict[str, str] = dict(model.tp_plan)
     # The attention takes the length of the sequence from its input, so this is where it is joined.
@@ -113,7 +114,13 @@ def train(model: nn.Module, batches: list[Tensor], replicas: int) -> list[float]
 
 
 @pytest.mark.ranks(4, tp_size=2)
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama in sequence", "gemma", "mixtral", "llama4", "deepseek"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("gpt2", "llama", "llama in sequence", "llama, one head", "llama in sequence, one head", "gemma", "mixtral"),
+        *("llama4", "deepseek"),
+    ],
+)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_trains_as_the_plain_model_does(ctx: Any, kind: str, sharded: bool) -> None:
     plain = build(kind)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import TensorWeakRef
@@ -51,6 +52,7 @@ class Settings:
     gather_output: bool
     split_input: bool
     vocab_size: int
+    shared_heads: int = 0
 
     def weight(self, module: nn.Module) -> Tensor:
         weight: Any = module.weight
@@ -74,6 +76,25 @@ class CutColumnLinear(PieceModule):
             reduce_input_grad=how.in_sequence,
         )
         return gather_along(y, -1, how.comm) if how.gather_output else y
+
+
+class SharedHeadLinear(PieceModule):
+    """A projection that every rank has, to fewer heads than there are ranks: each rank computes the head it needs."""
+
+    tensor_parallel: Settings
+    weight: Any
+    bias: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        how = self.tensor_parallel
+        if how.in_sequence:
+            input = gather_along(input, how.sequence_dim, how.comm, partial_grad=True)
+        elif how.shared is not None:
+            input = how.shared.enter(input, how.comm)
+        length = len(self.weight) // how.shared_heads
+        start = how.comm.rank * how.shared_heads // how.comm.size * length
+        bias = None if self.bias is None else self.bias[start : start + length]
+        return F.linear(input, self.weight[start : start + length], bias)
 
 
 class CutRowLinear(PieceModule):

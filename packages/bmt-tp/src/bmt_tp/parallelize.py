@@ -26,6 +26,9 @@
     replicate                  nothing: every rank has the module as it is
     =========================  =============================================================================
 
+    Where an attention has fewer key/value heads than there are ranks (grouped queries), ``colwise`` leaves their
+    projections whole: each rank computes the head that its queries need, and the gradients are summed.
+
     The parameters of packed experts, (experts, outputs, inputs), are named themselves, as ``colwise``,
     ``packed_colwise`` or ``rowwise``, beside their module, which is ``experts``. Where an expert multiplies from the
     left, (experts, inputs, outputs), they are named the other way round: ``packed_rowwise`` (gate and up), ``colwise``.
@@ -57,6 +60,7 @@ from .cut_modules import (
     GatherOutput,
     ReduceOutput,
     Settings,
+    SharedHeadLinear,
     SharedInput,
     class_with_forward_of,
 )
@@ -77,6 +81,8 @@ DIVIDED_ATTRIBUTES = (
     "all_head_size",
 )
 """What an attention module counts its heads by: divided where its projections are cut."""
+
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 _ALIASES = {
     "colwise_rep": "colwise_gather_output",
@@ -218,6 +224,7 @@ class _Cut:
     parts: int = 1
     parameter: str | None = None  # of packed experts: which of the module's is cut
     last: int = 0  # of mla_kv_a_proj: how many outputs go to the heads
+    shared_heads: int = 0  # of shared_heads: how many heads there are, each for several ranks
 
     @staticmethod
     def of(match: _Match, comm: Communicator, sequence_dim: int, is_gathered: bool) -> _Cut:
@@ -243,6 +250,9 @@ class _Cut:
             )
         if kind in _CUTTING_STYLES and parameter is None:
             _check_uncut(name, module)
+        shared_heads = _shared_heads(module, parent, comm) if kind == "colwise" and not transposed else 0
+        if shared_heads:
+            kind = "shared_heads"
         last = 0
         if kind == "mla_kv_a_proj":
             last = getattr(parent, "qk_rope_head_dim", 0)
@@ -251,7 +261,20 @@ class _Cut:
                     f"{name!r} is a {type(module).__name__} of a {type(parent).__name__}; {style!r} is for a "
                     f"torch.nn.Linear in an attention that has qk_rope_head_dim"
                 )
-        cut = _Cut(name, module, kind, bool(plus), comm, sequence_dim, is_gathered, transposed, parts, parameter, last)
+        cut = _Cut(
+            name,
+            module,
+            kind,
+            bool(plus),
+            comm,
+            sequence_dim,
+            is_gathered,
+            transposed,
+            parts,
+            parameter,
+            last,
+            shared_heads,
+        )
         for param, dim in cut.dims():
             if param.shape[dim] % (comm.size * parts):
                 what = f"{parts} parts over " if parts > 1 else ""
@@ -311,6 +334,11 @@ class _Cut:
             if self.kind == "sequence_end":
                 module.register_forward_hook(GatherOutput(self.comm, self.sequence_dim))
             return
+        if self.kind == "shared_heads":
+            sequence_parallel(module, self.comm)  # each rank finds a part of the gradient
+            module.tensor_parallel = self._settings(shared)  # type: ignore[assignment]
+            module.__class__ = class_with_forward_of(SharedHeadLinear, type(module))
+            return
         form = CutEmbedding if self.kind == "vocab" else CutColumnLinear if self.is_column else CutRowLinear
         module.tensor_parallel = self._settings(shared)  # type: ignore[assignment]
         module.__class__ = class_with_forward_of(form, type(module))
@@ -325,7 +353,20 @@ class _Cut:
             gather_output=self.kind == "colwise_gather_output",
             split_input=self.kind == "rowwise_split_input",
             vocab_size=getattr(self.module, "num_embeddings", 0),
+            shared_heads=self.shared_heads,
         )
+
+
+def _shared_heads(module: nn.Module, attention: nn.Module, comm: Communicator) -> int:
+    """How many heads of keys or values a projection computes, where ranks are more, so that several share each; or 0.
+
+    Such an attention says how many queries share one (``num_key_value_groups``).
+    """
+    head, groups = getattr(attention, "head_dim", None), getattr(attention, "num_key_value_groups", None)
+    if not isinstance(head, int) or not isinstance(groups, int) or groups < 2 or not isinstance(module, nn.Linear):
+        return 0
+    heads, rest = divmod(module.out_features, head)
+    return heads if not rest and heads < comm.size and comm.size % heads == 0 else 0
 
 
 def _check_experts(cuts: list[_Cut]) -> None:
@@ -429,8 +470,18 @@ def _heads(
                 "tensor-parallel ranks"
             )
     found = []
+    shared: dict[nn.Module, int] = {}
+    for cut in cuts:
+        if cut.kind == "shared_heads":
+            shared[model.get_submodule(cut.name.rpartition(".")[0])] = cut.shared_heads
     for parent_name, parent in parents.items():
+        if parent in shared:  # one for each rank
+            groups: Any = parent.num_key_value_groups
+            found.append((parent, "num_key_value_groups", groups * shared[parent] // comm.size))
+            found += [(parent, name, 1) for name in _KEY_VALUE_HEADS if hasattr(parent, name)]
         for attribute in attributes:
+            if parent in shared and attribute in _KEY_VALUE_HEADS:
+                continue
             value = getattr(parent, attribute, None)
             if not isinstance(value, int) or isinstance(value, bool):
                 continue
