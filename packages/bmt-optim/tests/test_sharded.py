@@ -88,22 +88,6 @@ def reference_run(steps, dtype=torch.float32):
     return start, params, optimizer
 
 
-@pytest.mark.ranks(1, 2, 3)
-def test_row_shards_are_trained_as_the_whole(ctx):
-    start, reference, _ = reference_run(12)
-    params = shards(values(), layout(ctx, "rows"))
-    train(AdamOptimizer(params, **OPTIONS), params, range(12))
-    assert update_error(params, reference, start) <= 1e-6
-
-
-@pytest.mark.ranks(2, tp_size=2)
-def test_tensor_parallel_shards_are_trained_as_the_whole(ctx):
-    start, reference, _ = reference_run(12)
-    params = shards(values(), layout(ctx, "tensor parallel"))
-    train(AdamOptimizer(params, **OPTIONS), params, range(12))
-    assert update_error(params, reference, start) <= 1e-6
-
-
 class Mlp(nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()

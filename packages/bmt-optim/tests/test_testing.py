@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_optim import AdamW, Muon
+from bmt_optim import AdamOptimizer, AdamW, Muon
 from bmt_optim.testing import CASES, FRAMEWORKS, Case, Framework, Subject, check, outcomes
 from bmt_optim.testing.__main__ import main
 
 ADAM = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-RIGHT = Subject("AdamW", AdamW, torch.optim.AdamW, ADAM)
+RIGHT = [Subject(made.__name__, made, torch.optim.AdamW, ADAM, tolerance=1e-6) for made in (AdamW, AdamOptimizer)]
 
 
 class ByNorm(torch.optim.SGD):
@@ -34,11 +34,9 @@ class Bare(torch.optim.SGD):
         raise NotImplementedError("no such thing")
 
 
-@pytest.mark.parametrize("framework", ["FSDP2", "ZeRO-3", "rows x tp"])
-def test_adamw_conforms(framework):  # over the others in the nox session "optimizers"
-    if framework not in FRAMEWORKS:
-        pytest.skip("bmt-zero is not installed")
-    found = outcomes(RIGHT, framework, list(CASES))
+@pytest.mark.parametrize(("subject", "framework"), zip(RIGHT, ["FSDP2", "rows x tp"], strict=True))
+def test_what_is_right_passes(subject, framework):  # over the others in the nox session "optimizers"
+    found = outcomes(subject, framework, list(CASES))
     assert set(found) <= {"pass", "-"}
     assert found.count("pass") >= 10
 

@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for case, what in zip(chosen.cases, found):
                 if what not in ("pass", "-"):
                     notes.append(f"- {subject.name}, {name}, {case}: {what}")
+                    print(notes[-1], file=sys.stderr, flush=True)
                     passed &= subject.name.endswith("*")
         lines.append(f"| {subject.name} | " + " | ".join(cells) + " |")
         print(lines[-1], file=sys.stderr, flush=True)
