@@ -213,14 +213,13 @@ class SharedMemoryCollectives:
 
     def _read_reduced(self, out: Tensor, chunks: Sequence[Tensor], op: str, messages: list[Tensor]) -> None:
         mine = chunks[self.rank]
-        before = sum(chunk.numel() for chunk in chunks[: self.rank])
-        parts = []
-        for rank, message in enumerate(messages):
+        parts = messages
+        if self.size > 2:  # of two ranks, each sends just what the other reduces
+            before = sum(chunk.numel() for chunk in chunks[: self.rank])
             # A rank's message lacks its own chunk.
-            begin = before - chunks[rank].numel() if rank < self.rank else before
-            parts.append(message[begin : begin + mine.numel()])
-        same = out.data_ptr() == mine.data_ptr()
-        parts[self.rank] = mine.clone() if same and self.rank > 1 else mine
+            begins = [before - chunk.numel() if rank < self.rank else before for rank, chunk in enumerate(chunks)]
+            parts = [message[begin : begin + mine.numel()] for message, begin in zip(messages, begins, strict=True)]
+        parts[self.rank] = mine.clone() if self.rank > 1 and out.data_ptr() == mine.data_ptr() else mine
         combine(out, parts, op)
 
     def _reduce_all(self, flat: Tensor, op: str) -> _Piece:
