@@ -1,5 +1,8 @@
 """Collectives between CPU ranks: shared memory, messages between all ranks, and gloo's own, in one run.
 
+Shared memory is measured twice: through communicators, and through torch.distributed with the backend "bmt". The last
+column is a copy of as many bytes, on all ranks at once.
+
 The candidates live in the same processes and take turns. A time is that of the slowest rank; reported are medians over
 rounds, and the median of gloo's time relative to each of the others within a round.
 """
@@ -20,24 +23,34 @@ from timing import median_ratio
 import bmt_comm
 from bmt_comm._compat import all_gather_single, reduce_scatter_single
 
-SHARED, MESSAGES, GLOO = "shared memory", "messages", "gloo"
+SHARED, BACKEND, MESSAGES, GLOO, COPY = "shared memory", "backend bmt", "messages", "gloo", "copy"
 
 
 def candidates(
-    ways: dict[str, bmt_comm.Communicator], ranks: int, elements: int
+    ways: dict[str, bmt_comm.Communicator], ours: dist.ProcessGroup, ranks: int, elements: int
 ) -> dict[str, dict[str, Callable[[], object]]]:
     """What to time on ``elements`` fp32 numbers, by collective and candidate."""
     whole, part = torch.ones(elements), torch.ones(elements // ranks)
 
-    def of(call: Callable[[bmt_comm.Communicator], object], gloo: Callable[[], object]) -> dict:
-        return {**{name: lambda comm=comm: call(comm) for name, comm in ways.items()}, GLOO: gloo}
+    copy = torch.ones(elements)
 
+    def of(
+        call: Callable[[bmt_comm.Communicator], object], torchs: Callable[[dist.ProcessGroup | None], object]
+    ) -> dict[str, Callable[[], object]]:
+        found = {name: lambda comm=comm: call(comm) for name, comm in ways.items()}
+        return {**found, BACKEND: lambda: torchs(ours), GLOO: lambda: torchs(None), COPY: lambda: copy.copy_(whole)}
+
+    maximum = dist.ReduceOp.MAX
     return {
-        "all-reduce": of(lambda comm: comm.all_reduce(whole, "max"), lambda: dist.all_reduce(whole, dist.ReduceOp.MAX)),
-        "all-gather": of(lambda comm: comm.all_gather(whole, part), lambda: all_gather_single(whole, part)),
+        "all-reduce": of(
+            lambda comm: comm.all_reduce(whole, "max"), lambda group: dist.all_reduce(whole, maximum, group=group)
+        ),
+        "all-gather": of(
+            lambda comm: comm.all_gather(whole, part), lambda group: all_gather_single(whole, part, group=group)
+        ),
         "reduce-scatter": of(
             lambda comm: comm.reduce_scatter(part, whole, "max"),
-            lambda: reduce_scatter_single(part, whole, dist.ReduceOp.MAX),
+            lambda group: reduce_scatter_single(part, whole, maximum, group=group),
         ),
     }
 
@@ -60,13 +73,14 @@ def measure(arguments: argparse.Namespace) -> None:
     bmt_comm.print_rank(f"{machine()}; {context.world_size} ranks")
     others = bmt_comm.Communicator(dist.new_group(list(range(context.world_size))))
     ways = {SHARED: context.world, MESSAGES: others}
-    titles = ("bytes", SHARED, MESSAGES, GLOO)
+    ours = dist.new_group(backend="bmt")
+    titles = ("bytes", SHARED, BACKEND, MESSAGES, GLOO, COPY)
     for name in ("all-reduce", "all-gather", "reduce-scatter"):
         bmt_comm.print_rank(f"\n{name}, µs\n" + "".join(f"{title:>18s}" for title in titles))
         for size in arguments.bytes:
             elements = -(-size // (4 * context.world_size)) * context.world_size
             repeat = max(1, min(10, (1 << 20) // size))
-            functions = candidates(ways, context.world_size, elements)[name]
+            functions = candidates(ways, ours, context.world_size, elements)[name]
             times: dict[str, list[float]] = {way: [] for way in functions}
             for round_ in range(-2, arguments.rounds):
                 for way, function in functions.items():
@@ -74,7 +88,8 @@ def measure(arguments: argparse.Namespace) -> None:
                     if round_ >= 0:
                         times[way].append(seconds)
             cells = [str(4 * elements)]
-            for way, found in times.items():
+            for way in titles[1:]:
+                found = times[way]
                 ratio = f" ({median_ratio(times[GLOO], found):.1f}x)" if way != GLOO else ""
                 cells.append(f"{statistics.median(found) * 1e6:.0f}{ratio}")
             bmt_comm.print_rank("".join(f"{cell:>18s}" for cell in cells), flush=True)
