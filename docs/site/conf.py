@@ -46,7 +46,6 @@ python_maximum_signature_line_length = 100
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 
-suppress_warnings = ["toc.empty_glob"]  # docs/index.md takes in pages that it does not name
 html_theme = "furo"
 html_title = "bmtrain"
 html_copy_source = False
@@ -56,7 +55,7 @@ html_extra_path = ["extra"]  # the site's first page leads to docs/index.html
 LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s#:]+)(?=[)#])")
 TABLE_EDGE = re.compile(r"^ *=+(?: +=+)+$", re.MULTILINE)
 CODE = re.compile(r"``.*?``|`.*?`_{0,2}", re.DOTALL)
-EMPHASIS = re.compile(r"((?<![\w*])(?:\*\*|\*)(?=[^\s*])[^*]*[^\s*](?:\*\*|\*)(?![\w*]))")
+EMPHASIS = re.compile(r"((?<![\w*])(?:\*\*|\*)(?=[\w\0])[^*]*[\w\0.,:;!?](?:\*\*|\*)(?![\w*]))")
 
 
 def link_to_readmes(app: Sphinx, name: str, source: list[str]) -> None:
