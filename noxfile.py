@@ -49,7 +49,7 @@ BUILD_NEEDS = ["build", "hatchling>=1.26", "scikit-build-core>=1.0", "pybind11>=
 TOOL_NEEDS = ["pytest>=8", "packaging", "tomli; python_version < '3.11'"]
 OUR_NEEDS = ["torch", "zlib-ng"]
 TEST_NEEDS = ["pytest>=8", "pytest-xdist", "hypothesis", "numpy"]
-TEST_NEEDS += ["safetensors", "transformers", "came-pytorch", "matplotlib"]
+TEST_NEEDS += ["safetensors", "transformers", "accelerate", "came-pytorch", "matplotlib"]
 MODEL_NEEDS = ["transformers", "peft"]
 # Packages that work without bmt-kernels, and the tests that run without it. All run beside it: ranks that share memory
 # are faster than ranks that send messages.
