@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmt_kernels as bk
 from bmt_kernels import PowerSum, _native, power_sum, reference
@@ -233,3 +234,27 @@ def test_square_sums_are_those_of_each_tensor(device, dtype):
         torch.testing.assert_close(found, expected, rtol=2e-7 if device.type == "cpu" else 1e-5, atol=0)
     with pytest.raises(TypeError, match="dtype"):
         bk.square_sums([torch.ones(3, dtype=torch.int32, device=device)])
+
+
+def test_square_sums_copy_no_tensor_beside_an_empty_one(use_variant):
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            sizes.append(made.numel() if isinstance(made, torch.Tensor) else 0)
+            return made
+
+    sizes: list[int] = []
+    full = [draw(n, dtype, "cpu", seed=n) for n in (20_000, 17) for dtype in DTYPES]
+    none = torch.empty(0, 3)
+    for variant in _native.runnable_variants()[1:]:
+        with use_variant(variant):
+            expected = bk.square_sums(full)
+            with Sizes():
+                found = bk.square_sums([none.T, *full[:2], none, *full[2:], none.half()])
+                nothing = bk.square_sums([none, none])
+            assert max(sizes) <= len(found)
+        assert torch.equal(found[[1, 2, 4, 5, 6, 7]], expected)
+        assert found[[0, 3, 8]].tolist() == [0.0] * 3
+        assert nothing.tolist() == [0.0, 0.0]
+    with pytest.raises(TypeError, match=r"tensors\[1\] has dtype"):
+        bk.square_sums([full[0], none.int()])

@@ -88,11 +88,16 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
     """
     check_sequence("tensors", tensors)
     device = tensors[0].device
-    rows = None if _library.tracing() or any(not t.numel() for t in tensors) else fast_data_table(tensors, device)
-    if rows is not None and device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
-        sums = torch.empty(len(tensors), dtype=torch.float64)
-        cpu.module.square_sums(cpu.variant, rows, sums.data_ptr(), torch.get_num_threads())
-        return sums.float()
+    cpu = None if _library.tracing() or device.type != "cpu" else _native.cpu_kernels()
+    if cpu is not None:
+        filled = [i for i, t in enumerate(tensors) if t.numel()]  # the table has a row for each of them
+        if len(filled) < len(tensors):
+            check_data(tensors, device)
+        rows = fast_data_table([tensors[i] for i in filled], device)
+        if rows is not None:
+            sums = torch.empty(len(filled), dtype=torch.float64)
+            cpu.module.square_sums(cpu.variant, rows, sums.data_ptr(), torch.get_num_threads())
+            return torch.zeros(len(tensors)).index_copy_(0, torch.tensor(filled, dtype=torch.long), sums.float())
     check_data(tensors, device)
     if device.type == "cpu":
         return torch.stack([t.double().square().sum() for t in tensors]).float()
