@@ -95,10 +95,7 @@ class Pipeline:
         pieces = self._agree_on_pieces(max(1, min(wanted, *(s.batch for s in signatures))))
         if not pieces:
             raise StageFailedError("another data-parallel replica's call of the pipeline has failed; see its error")
-        differentiable = grad and (
-            any(s.trains or any(leaf.requires_grad for leaf in s.leaves) for s in signatures)
-            or (prepared is not None and prepared.may_train)
-        )
+        differentiable = grad and (_train(signatures) or (prepared is not None and prepared.may_train))
         plan = self._plans.get((key, pieces))
         if plan is None or plan.differentiable != differentiable:
             sizes = context.pipe_size, pieces * context.pipe_size, len(self.chunks)
@@ -142,12 +139,18 @@ class Pipeline:
 
     def _loss(self, run: Run, tail: Tail) -> Tensor:
         loss, grads = run.forward_and_backward()
-        if not run.plan.differentiable:
+        if not run.plan.differentiable or not (_train(run.plan.signatures) or tail.grads or tail.plain):
             return loss
         tail.agree_on_use(run.plan.schedule.stage(run.plan.schedule.last))
         wanted = [value for leaf, value in run.arguments.own if leaf.requires_grad]
         grads += tail.plain.values()
+        run.arguments.values = []
         return _Loss.apply(run, tail, self._anchor, loss, grads, *wanted, *tail.plain)
+
+
+def _train(signatures: Sequence[Signature]) -> bool:
+    """Whether layers or arguments of some rank get gradients."""
+    return any(s.trains or any(leaf.requires_grad for leaf in s.leaves) for s in signatures)
 
 
 class _Outputs(torch.autograd.Function):
@@ -204,7 +207,7 @@ class _Loss(torch.autograd.Function):
         ctx.run.scale_gradients(factor)
         ctx.tail.reduce(factor)
         scaled = [None if g is None else g * factor for g in ctx.grads]
-        ctx.grads = None
+        ctx.run = ctx.tail = ctx.grads = None  # the loss may live on
         return None, None, None, None, None, *scaled
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from .routes import Pass
 from .schedule import Action, Kind
 from .split_backward import SplitBackward
 from .tail import Tail
+
+_Result = TypeVar("_Result")
 
 
 class _Alive(NamedTuple):
@@ -91,18 +93,22 @@ class Run:
         for group in self._groups:
             group.hold()
         self._pass = Pass(self.plan.schedule, True, False, taps=self.plan.taps)
-        results = self._run_pass()
+
+        def joined(results: dict[Message, list[Tensor]]) -> tuple[list[Any], list[Any]]:
+            own: list[list[Any]] = []
+            stacks: list[list[Tensor]] = []
+            for i in self._pass.own(self.stage):
+                found = [Message("output", i, place) for place in self._pass.outputs]
+                outputs = [self.plan.forms[message].fill(results[message]) for message in found]
+                own.append(tree_leaves(outputs[-1][1]))
+                layers = [inputs for of_place, _ in outputs for inputs in of_place]
+                stacks.append([torch.stack(inputs) for inputs in zip(*layers, strict=True)])
+            return [_joined(of_leaf, 0) for of_leaf in zip(*own)], [_joined(taps, 1) for taps in zip(*stacks)]
+
+        outputs = self._run_pass(joined)
         if not self.plan.differentiable:
             self._release()
-        own: list[list[Any]] = []
-        stacks: list[list[Tensor]] = []
-        for i in self._pass.own(self.stage):
-            found = [Message("output", i, place) for place in self._pass.outputs]
-            outputs = [self.plan.forms[message].fill(results[message]) for message in found]
-            own.append(tree_leaves(outputs[-1][1]))
-            layers = [inputs for of_place, _ in outputs for inputs in of_place]
-            stacks.append([torch.stack(inputs) for inputs in zip(*layers, strict=True)])
-        return [_joined(of_leaf, 0) for of_leaf in zip(*own)], [_joined(taps, 1) for taps in zip(*stacks)]
+        return outputs
 
     def filled(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The hidden states with these leaves, in the containers that the last layer has returned."""
@@ -135,11 +141,11 @@ class Run:
                 self._step.finish_reductions()  # those whose end would need all stages
                 with connected():
                     self.recording.exchange_grads_of_losses(self.context)
-                grads = self.plan.input_grads
-                self._pass = Pass(self.plan.schedule, False, True, taps=self.plan.taps, input_grads=grads)
-                results = self._run_pass(made)
+                wanted = self.plan.input_grads
+                self._pass = Pass(self.plan.schedule, False, True, taps=self.plan.taps, input_grads=wanted)
+                grads = self._run_pass(self._input_grads, made)
                 self._release()
-                return self.arguments.exchange_grads(self._input_grads(results))
+                return self.arguments.exchange_grads(grads)
         finally:
             self._inputs, self.arguments.values = {}, []
 
@@ -157,15 +163,22 @@ class Run:
             group.hold()
         self._pass = Pass(self.plan.schedule, True, backward, tail=True, input_grads=self.plan.input_grads)
         self.tail.prepare(self.stage == self.plan.schedule.stage(self.plan.schedule.last))
+
+        def of_pass(results: dict[Message, list[Tensor]]) -> tuple[Tensor, Any]:
+            [losses] = results[Message("loss", self.stage, self.plan.schedule.last)]
+            return losses.sum(), self._input_grads(results) if backward else None
+
         with self.tail.closing():
-            results = self._run_pass()
+            loss, grads = self._run_pass(of_pass)
         self._release()
-        [losses] = results[Message("loss", self.stage, self.plan.schedule.last)]
-        grads = self.arguments.exchange_grads(self._input_grads(results)) if backward else []
-        return losses.sum(), grads
+        return loss, self.arguments.exchange_grads(grads) if backward else []
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Add the gradients of :meth:`forward_and_backward`, times ``factor`` (0-dim), to those of parameters."""
+        """Add the gradients of :meth:`forward_and_backward`, times ``factor`` (0-dim), to those of parameters.
+
+        In the backward pass of whoever called, which all stages begin together, also those without gradients.
+        """
+        self._step.begin_pass()
         for entry in {id(entry): entry for mark in self._marks.values() for entry in mark}.values():
             entry.rescale(factor)
         for group in self._groups:
@@ -174,10 +187,12 @@ class Run:
                     self._arrived[reducer].total.mul_(factor)
                     group.add_reduced(reducer, self._arrived.pop(reducer))
 
-    def _run_pass(self, made: Callable[[Message], Any] | None = None) -> dict[Message, list[Tensor]]:
+    def _run_pass(
+        self, finish: Callable[[dict[Message, list[Tensor]]], _Result], made: Callable[[Message], Any] | None = None
+    ) -> _Result:
         """This stage's part of ``self._pass``. ``made`` gives what it sends before its actions and after them.
 
-        Returns what has come to this stage of its own micro-batches.
+        Returns what ``finish`` makes of what has come to this stage of its own micro-batches.
         """
         what, made = self._pass, made or self._made
         learning = what.forward and not self.plan.learned
@@ -189,8 +204,7 @@ class Run:
                 self._do(action)
             for peer, message in what.after(self.stage):
                 self._post.send(peer, message, made(message))
-            results = {message: self._post.take(peer, message) for peer, message in what.results(self.stage)}
-        return results
+            return finish({message: self._post.take(peer, message) for peer, message in what.results(self.stage)})
 
     @contextlib.contextmanager
     def _all_stages(self) -> Iterator[None]:

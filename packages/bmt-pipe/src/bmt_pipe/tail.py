@@ -110,7 +110,7 @@ class Tail:
             if grad is not None:
                 grads: dict[Any, Any] = self.grads if param in self.grads else self.plain
                 before = grads.get(param)
-                grads[param] = grad if before is None else before.add_(grad)
+                grads[param] = grad if before is None else before + grad  # others may have the same tensor
         return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]
 
     def _plain_leaves(self, loss: Tensor, known: list[Tensor], first: int) -> list[Tensor]:
@@ -170,7 +170,7 @@ class Tail:
         """Reduce the gradients of sharded parameters, times ``factor``, in the backward pass that is running."""
         for param, grad in self.grads.items():
             if grad is not None:
-                param.handle.reduce(grad.mul_(factor))
+                param.handle.reduce(grad * factor)
         self.grads = {}
 
 

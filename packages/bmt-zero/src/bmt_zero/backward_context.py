@@ -134,6 +134,10 @@ class StepContext:
 
     def enter(self, group: ParameterGroup) -> None:
         """``group`` takes part in the backward pass that is running."""
+        self.begin_pass()[group] = None
+
+    def begin_pass(self) -> dict[ParameterGroup, None]:
+        """The groups that take part in the backward pass that is running, which begins with the first call of this."""
         task = current_backward()
         assert task is not None
         if task not in self._passes:
@@ -143,7 +147,7 @@ class StepContext:
             engine.queue_callback(lambda: self._finish(task))
             if not self._nested:
                 self.sequences.compare()
-        self._passes[task][group] = None
+        return self._passes[task]
 
     @not_compiled
     def _finish(self, task: int) -> None:

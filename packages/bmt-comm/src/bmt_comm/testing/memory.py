@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import TracebackType
 
@@ -10,9 +9,9 @@ from types import TracebackType
 class MemoryGrowth:
     """The most host memory that a process holds while a block of code runs, beyond what it held before.
 
-    Anonymous and shared memory count. Pages of mapped files do not: the kernel drops and reads those of libraries as
-    it likes, so the process's resident size as a whole can grow by hundreds of MiB that the code has not asked for.
-    Memory is read every half millisecond by a thread; what lives for less can be missed. Linux only.
+    What the process has mapped of files at the end, and had not before, does not count: the kernel drops and reads the
+    pages of libraries as it likes, so the resident size can grow by hundreds of MiB that the code has not asked for.
+    Linux only.
 
     Example:
         >>> with MemoryGrowth() as memory:
@@ -24,28 +23,29 @@ class MemoryGrowth:
     "Bytes."
 
     def __enter__(self) -> MemoryGrowth:
-        self._before, self.peak = held(), 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is measured anew
+        self._before = _sizes()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._look()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.0005):
-            self._look()
-
-    def _look(self) -> None:
-        self.peak = max(self.peak, held() - self._before)
+        after = _sizes()
+        of_files = max(0, after["RssFile"] - self._before["RssFile"])
+        self.peak = after["VmHWM"] - self._before["VmRSS"] - of_files
 
 
 def held() -> int:
     """Bytes of anonymous and shared memory of this process that are resident."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
+    sizes = _sizes()
+    return sizes["RssAnon"] + sizes["RssShmem"]
+
+
+def _sizes() -> dict[str, int]:
+    """Bytes, by the names that Linux has for them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {
+        name: int(value.split()[0]) * 1024
+        for name, _, value in (line.partition(":") for line in lines)
+        if name.startswith(("Vm", "Rss"))
+    }
