@@ -11,7 +11,8 @@ import textwrap
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from bmt_comm import ParallelContext
 from bmt_pipe import PipelineTransformerBlockList
-from bmt_pipe.messages import StageFailedError
+from bmt_pipe.messages import Form, Forms, Message, Post, StageFailedError, StageLostError, TensorForm
 
 
 class Boom(Exception):
@@ -247,6 +248,86 @@ def test_a_bad_call_of_one_replica(ctx: ParallelContext) -> None:
         with pytest.raises((ValueError, StageFailedError), match=r"failed|must be a tensor"):
             layers(None if ctx.rank == 1 else x)
     layers(x).sum().backward()
+
+
+class _OnlyElsewhere:
+    """Rank 1 cannot make one: from a pickle, or as a copy."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.how == "pickle" and torch.distributed.get_rank() == 1:
+            raise Boom("not from a pickle")
+
+    def __deepcopy__(self, memo: Any) -> _OnlyElsewhere:
+        if self.how == "copy" and torch.distributed.get_rank() == 1:
+            raise Boom("not as a copy")
+        return self
+
+
+class Ignoring(Layer):
+    """Takes an argument that it does not use."""
+
+    def forward(self, x: Tensor, argument: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class Marked(NamedTuple):
+    x: Tensor
+    y: Tensor
+    mark: Any
+
+
+class Marking(Layer):
+    """Returns an object beside tensors."""
+
+    mark: Any = None
+
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        x = x.x if isinstance(x, Marked) else x
+        return [Marked(super().forward(x), x.mean((1, 2)), Marking.mark)]
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=20)
+@pytest.mark.parametrize("mark", ["cannot be sent", "cannot be received", "sparse"])
+def test_an_output_that_cannot_arrive(ctx: ParallelContext, mark: str) -> None:
+    layers = PipelineTransformerBlockList([Marking().to(DTYPE) for _ in range(2)])
+    x = hidden(ctx, 4)
+    marks = {
+        "cannot be sent": (lambda: None, 0, "lambda"),
+        "cannot be received": (_OnlyElsewhere("pickle"), 1, "not from a pickle"),
+        "sparse": (torch.eye(2).to_sparse(), 0, "sparse"),
+    }
+    Marking.mark, rank, match = marks[mark]
+    with pytest.raises(Exception, match=match) as raised:
+        layers(x)
+    assert isinstance(raised.value, StageFailedError) == (ctx.rank != rank)
+    Marking.mark = "fine"
+    for _ in range(2):
+        assert layers(x).mark == "fine"
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=20)
+@pytest.mark.parametrize("how", ["pickle", "copy"])
+def test_an_argument_that_one_rank_cannot_make(ctx: ParallelContext, how: str) -> None:
+    twins = Twins(ctx, Ignoring, 4)
+    x = hidden(ctx, 4)
+    for _ in range(2):
+        fails(ctx, 1, Boom, f"not .* {how}", lambda: twins.piped(x, _OnlyElsewhere(how)))
+    twins.check("after it", [x], lambda layers, x: layers(x, _OnlyElsewhere("fine")))
+
+
+def test_a_lost_stage_is_named_also_by_those_that_have_failed() -> None:
+    """What is still to come from a stage that is gone may be for any place in the chain of chunks."""
+    lost = mock.Mock(**{"wait.side_effect": RuntimeError("closed")})
+    channel = mock.Mock(ranks=(10, 20), **{"recv.return_value": lost})
+    context = mock.Mock(pipe=mock.Mock(rank=0, ranks=(10, 20)), pipe_channels={(1, 0): channel}, device="cpu")
+    message = Message("hidden", 0, 3)
+    forms = Forms({message: Form.of([TensorForm((2,), DTYPE)])})
+    with pytest.raises(StageLostError, match=r"stage 1 \(rank 20\) is lost: closed"):
+        Post(context, forms, False, {1: [message]}).drain()
 
 
 SCRIPT = """

@@ -125,6 +125,15 @@ class Forms(dict[Message, Form]):
 _BROKEN = b""  # in place of a form: the sender has failed and sends nothing
 
 
+class _Arriving(NamedTuple):
+    """A message whose tensors are on their way from ``peer``; ``form`` is pickled, and empty where it is known."""
+
+    peer: int
+    form: bytes
+    tensors: list[Tensor]
+    works: list[Work]
+
+
 class Post:
     """What this rank sends to and receives from the others, in one pass through a pipeline.
 
@@ -140,7 +149,7 @@ class Post:
         self.sent: set[Message] = set()
         self._rank = context.pipe.rank
         self._expected = {peer: deque(messages) for peer, messages in expected.items()}
-        self._posted: dict[Message, tuple[list[Tensor], list[Work]] | None] = {}
+        self._posted: dict[Message, _Arriving | None] = {}
         self._kept: dict[Message, list[Tensor]] = {}  # to this rank itself
         self._leaving: deque[tuple[Work, Tensor]] = deque()
 
@@ -148,9 +157,16 @@ class Post:
         """Send nested containers, whose tensors must stay as they are.
 
         Raises:
+            ValueError: a tensor is sparse or on another device.
             RuntimeError: they are not what the same message was at an earlier call with the same arguments.
         """
         form, tensors = take_apart(tree)
+        for x in tensors:
+            if x.layout is not torch.strided or x.device != self.context.device:
+                raise ValueError(
+                    f"a tensor for the next stage has layout {x.layout} and is on {x.device}; only dense tensors on "
+                    f"{self.context.device} go through a pipeline"
+                )
         if self.learning:
             self.forms[message] = form
         elif self.forms[message] != form:
@@ -158,12 +174,16 @@ class Post:
                 f"a chunk returned {form.leaves}, and {self.forms[message].leaves} at an earlier call with arguments "
                 f"of the same shapes; shapes must follow from those of the arguments"
             )
-        self.sent.add(message)
         if peer == self._rank:
+            self.sent.add(message)
             self._kept[message] = [tensor.detach() for tensor in tensors]
             return
+        # The receiver can make room for the tensors without the pickle of the form, which it may fail to load.
+        data = pickle.dumps((form.tensors, pickle.dumps(form))) if self.learning else b""
+        tensors = [tensor.detach().contiguous() for tensor in tensors]
+        self.sent.add(message)  # after all that can fail: send_broken() takes the place of what is not sent
         if self.learning:
-            self._send_bytes(peer, pickle.dumps(form))
+            self._send_bytes(peer, data)
         with named_range("send", message):
             self._send_tensors(peer, tensors)
 
@@ -178,6 +198,7 @@ class Post:
         """The tensors of a message from ``peer``.
 
         Raises:
+            Exception: what an object's own code raises when this rank loads it.
             StageFailedError: there will never be any.
             StageLostError: ``peer`` cannot be reached.
         """
@@ -192,20 +213,21 @@ class Post:
             self._post_next(peer)  # its data may come while this rank computes
         if arrived is None:
             raise StageFailedError(f"stage {peer} has failed")
-        tensors, works = arrived
         with named_range("recv", message):
-            for work in works:
+            for work in arrived.works:
                 self._wait(work, peer)
-        return tensors
+        if arrived.form:
+            self.forms[message] = pickle.loads(arrived.form)  # from a rank of this job
+        return arrived.tensors
 
     def drain(self) -> None:
         """Receive what is still to come and is not wanted any more."""
         for peer, expected in self._expected.items():
             while expected:
                 self._post_next(peer)
-        for message, arrived in list(self._posted.items()):
-            for work in arrived[1] if arrived is not None else ():
-                self._wait(work, message.place)
+        for arrived in filter(None, self._posted.values()):
+            for work in arrived.works:
+                self._wait(work, arrived.peer)
         self._posted.clear()
         self._kept.clear()
 
@@ -230,11 +252,10 @@ class Post:
     def _send_tensors(self, peer: int, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if tensor.numel():
-                data = tensor.detach().contiguous()
                 comm, way = self._way(self._rank, peer)
-                work = comm.send(data, **way)
+                work = comm.send(tensor, **way)
                 if comm.in_order:
-                    self._leaving.append((work, data))
+                    self._leaving.append((work, tensor))
                 else:
                     _hold(work)
         while self._leaving and self._leaving[0][0].is_completed():
@@ -259,19 +280,22 @@ class Post:
     def _post_next(self, peer: int) -> None:
         """Post the receive of the next message from ``peer``."""
         message = self._expected[peer].popleft()
+        packed = b""
         if self.learning:
             data = self._receive_bytes(peer)
             if data == _BROKEN:
                 self._posted[message] = None
                 return
-            self.forms[message] = pickle.loads(data)  # from a rank of this job
+            forms, packed = pickle.loads(data)  # from a rank of this job
+        else:
+            forms = self.forms[message].tensors
         tensors, works = [], []
-        for form in self.forms[message].tensors:
+        for form in forms:
             tensors.append(torch.empty(form.shape, dtype=form.dtype, device=self.context.device))
             if tensors[-1].numel():
                 comm, way = self._way(peer, self._rank)
                 works.append(comm.recv(tensors[-1], **way))
-        self._posted[message] = tensors, works
+        self._posted[message] = _Arriving(peer, packed, tensors, works)
 
     def _wait(self, work: Work, peer: int) -> None:
         try:
