@@ -31,6 +31,10 @@ class _OwnValue:
     """An argument that cannot be sent; every stage uses its own in its place."""
 
 
+class _NotCopied:
+    """In place of another stage's argument until a micro-batch needs it."""
+
+
 @dataclass(frozen=True)
 class Leaf:
     """A tensor or another value among the arguments of a call.
@@ -210,7 +214,7 @@ def exchange_signatures(
     ``known`` has those of earlier calls by their keys, the same on every rank of a pipeline, and gets this call's.
 
     Raises:
-        Exception: ``problem``, why this rank has none.
+        Exception: ``problem``, why this rank has none; what an object's own code raises when this rank loads it.
         TypeError: arguments are in containers that cannot be sent.
         StageFailedError: another rank has a problem.
         StageLostError: another rank cannot be reached.
@@ -231,14 +235,21 @@ def exchange_signatures(
         raise_first(context, problem)
     key = everyone.numpy().tobytes()
     if key not in known:
-        with agreement_time(), connected():
-            signatures = [pickle.loads(data) for data in comm.all_gather_object(packed)]  # from ranks of this job
-        for stage, other in enumerate(signatures):
-            if not other.agrees(signatures[0]):
-                raise RuntimeError(
-                    f"stages call the pipeline in different ways: stage 0 with {signatures[0]}, stage {stage} with "
-                    f"{other}"
-                )
+        signatures: list[Signature] = []
+        with agreement_time():
+            with connected():
+                packs = comm.all_gather_object(packed)
+            try:
+                signatures = [pickle.loads(data) for data in packs]  # from ranks of this job
+                for stage, other in enumerate(signatures):
+                    if not other.agrees(signatures[0]):
+                        raise RuntimeError(
+                            f"stages call the pipeline in different ways: stage 0 with {signatures[0]}, stage {stage} "
+                            f"with {other}"
+                        )
+            except Exception as error:  # other ranks may have none
+                problem = error
+            raise_first(context, problem)
         remember(known, key, signatures)
     return key, known[key]
 
@@ -363,8 +374,8 @@ class Arguments:
                 if self.stage in readers and leaf.is_tensor:
                     value = leaf.empty(self.context.device)
                     recvs.append((value, origin))
-                elif self.stage in readers:  # layers may change it
-                    value = self.values[self.stage][n] if leaf.value is _OwnValue else copy.deepcopy(leaf.value)
+                elif self.stage in readers:
+                    value = self.values[self.stage][n] if leaf.value is _OwnValue else _NotCopied
                 self.values[origin].append(value)
         self._swap(sends, recvs)
 
@@ -373,7 +384,12 @@ class Arguments:
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
         """A micro-batch's arguments and those of the tail. ``leaves`` gets those whose gradients are wanted."""
         signature, rows = self.plan.signature(micro_batch), self.plan.rows(micro_batch)
-        values = list(self.values[self.plan.origin(micro_batch)])
+        of_origin = self.values[self.plan.origin(micro_batch)]
+        for n, leaf in enumerate(signature.leaves):
+            if of_origin[n] is _NotCopied:
+                # Layers may change it. Here and not in exchange(): all stages hear of what an object's own code raises.
+                of_origin[n] = copy.deepcopy(leaf.value)
+        values = list(of_origin)
         for n, leaf in enumerate(signature.leaves):
             if n in signature.hidden or not leaf.is_tensor or values[n] is None:  # None: the tail runs elsewhere
                 continue
