@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import bmt_tp
 import bmtrain as bmt
 from bmtrain.command import main
-from bmtrain.planning import DEVICES, Job, PlannedModel, Settings, estimate, load_model, trace
+from bmtrain.planning import DEVICES, Choices, Job, PlannedModel, Settings, estimate, load_model, search, trace
 from bmtrain.planning.gpt import GPT, GPTSizes
 from bmtrain.planning.models import ids_and_labels
 
@@ -155,6 +156,78 @@ def test_layers_beyond_those_traced_add_what_they_would(monkeypatch):
         assert few.peak.total == every.peak.total
         assert few.sent == pytest.approx(every.sent, rel=1e-4)  # bytes of collectives are rounded down
         assert few.seconds == pytest.approx(every.seconds)
+
+
+def gpt() -> PlannedModel:
+    with torch.device("meta"):
+        return PlannedModel("gpt", GPT(SIZES, tied=False), SIZES.sequence, ids_and_labels)
+
+
+def test_micro_batches_of_a_pipeline_gather_only_the_layers_again():
+    model, batch = gpt(), 8
+
+    def sent(ranks: int, micro_batches: int) -> float:
+        job = Job(ranks, 1e9, batch, SIZES.sequence, torch.bfloat16, DEVICES["a100"])
+        return estimate(model, job, Settings(zero=3, pipe=2, micro_batches=micro_batches)).sent["data"]
+
+    assert sent(2, 2) == sent(2, 8) > 0  # a stage is one rank: only embedding and head are sharded
+    # Forward, recomputation and reduction of a layer each send half of 2 bytes for each parameter. The last of the 3
+    # layers is not gathered again.
+    assert sent(4, 8) - sent(4, 2) == pytest.approx(6 * (3 * 3 - 1) * model.layer_parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_backward_passes_that_accumulate_send_nothing_beyond_the_first_gather(zero):
+    job = Job(8, 1e9, 12, SIZES.sequence, torch.bfloat16, DEVICES["a100"])
+    model = gpt()
+    two, three, four = (estimate(model, job, Settings(zero=zero, micro_batches=n)).sent["data"] for n in (2, 3, 4))
+    assert two == pytest.approx(three, rel=1e-3)  # flags of a few bytes apart
+    assert three == pytest.approx(four, rel=1e-3)
+
+
+def test_micro_batches_divide_the_batch():
+    job = Job(4, 1e9, 6, SIZES.sequence, torch.bfloat16, DEVICES["cpu"])
+    with pytest.raises(ValueError, match="micro_batches=4 does not divide a batch of 6 sequences"):
+        estimate(gpt(), job, Settings(micro_batches=4))
+    found = search(gpt(), job, Choices(tp=[1], pipe=[1, 2], micro_batches=[8, 3, 2]))
+    assert {each.settings.pipe: each.settings.micro_batches for each in found} == {1: 2, 2: 2}
+    proposed = search(gpt(), dataclasses.replace(job, device_memory=7e5), Choices(tp=[1], pipe=[1, 2]))
+    assert {each.settings.pipe for each in proposed} == {1, 2}
+
+
+def test_sequences_are_no_longer_than_the_positions_of_the_model():
+    job = Job(4, 80e9, 1, 2048, torch.bfloat16, DEVICES["a100"])
+    with pytest.raises(ValueError, match="2048 tokens are more than the 1024 positions of gpt2"):
+        estimate(load_model("gpt2"), job, Settings())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--micro-batches 2 0", "--micro-batches 0 must be positive"),
+        ("--tp 0", "--tp 0 must be positive"),
+        ("--pipe -2", "--pipe -2 must be positive"),
+        ("--flops 0", "--flops 0.0 must be positive"),
+        ("--network 0", "--network 0.0 must be positive"),
+        ("--node-link 0", "--node-link 0.0 must be positive"),
+        ("--tp 3 --pipe 1", "no product of tp and pipe divides the number of devices"),
+        ("--pipe 2 --micro-batches 3", "micro_batches=3 is no multiple of the 2 stages"),
+        ("--sequence 4096", "4096 tokens are more than the 128 positions of small-cpu"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, arguments, message):
+    assert main(["plan", "small-cpu", "--gpus", "4", "--gpu-memory", "1GB", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_function_that_fails_is_named(capsys):
+    assert main(["plan", "torch.nn:Linear", "--gpus", "4", "--gpu-memory", "1GB"]) == 2
+    assert "MODEL 'torch.nn:Linear': the call failed: TypeError: " in capsys.readouterr().err
+
+
+def test_a_model_far_too_large_is_reported_as_not_fitting(capsys):
+    assert main(["plan", "small-cpu", "--gpus", "1", "--gpu-memory", "10kB"]) == 1
+    assert "Nothing fits" in capsys.readouterr().out
 
 
 def test_the_command_prints_settings_that_fit(capsys, tmp_path):

@@ -83,10 +83,12 @@ def _run(options: argparse.Namespace) -> int:
     from . import planning
     from .planning import report
 
-    for name in ("gpus", "gpu_memory", "batch_size", "sequence", "node_size", "show"):
+    sizes = ("gpus", "gpu_memory", "batch_size", "sequence", "node_size", "show")
+    for name in (*sizes, "tp", "pipe", "micro_batches", "flops", "node_link", "network"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be positive")
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and not each > 0:
+                raise ValueError(f"--{name.replace('_', '-')} {each} must be positive")
     model = planning.load_model(options.model, materialize_scores=options.scores)
     device = planning.measured() if options.device == "measure" else planning.DEVICES[options.device]
     given: dict[str, Any] = {}

@@ -52,8 +52,10 @@ def estimate(model: PlannedModel, job: Job, settings: Settings) -> Estimate:
     """What a rank needs.
 
     Raises:
-        ValueError: the sizes do not divide the ranks, layers or heads.
+        ValueError: the sizes do not divide the ranks, layers, heads or the batch, or the sequence is too long.
     """
+    if model.positions is not None and job.sequence > model.positions:
+        raise ValueError(f"{job.sequence} tokens are more than the {model.positions} positions of {model.name}")
     whole = _pipelined(model, job, settings) if settings.pipe > 1 else _single_stage(model, job, settings)
     peaks, sent, compute, bubble, shards = whole
     device_state, host_state = settings.state_bytes(job)
@@ -84,7 +86,8 @@ _Parts = tuple[dict[str, Memory], dict[str, float], float, float, float]
 def _single_stage(model: PlannedModel, job: Job, settings: Settings) -> _Parts:
     trace = trace_step(model, job, settings, settings.micro_batch(job))
     compute = sum(trace.seconds.values()) * settings.micro_batches
-    return trace.peaks, trace.traffic, compute, 0.0, trace.shards
+    sent = {"data": trace.traffic["stage"] + trace.traffic["data"], "tensor": trace.traffic["tensor"]}
+    return trace.peaks, sent, compute, 0.0, trace.shards
 
 
 def _pipelined(model: PlannedModel, job: Job, settings: Settings) -> _Parts:
@@ -112,13 +115,14 @@ def _pipelined(model: PlannedModel, job: Job, settings: Settings) -> _Parts:
     # A layer's gradients are reduced while the next micro-batch is computed.
     in_flight = model.layer_parameters * job.dtype.itemsize / settings.tp
     peaks = _pipeline_peaks(inside, outside, settings, plan, in_flight)
-    parts = ("data", "tensor")
-    sent = {name: inside.traffic[name] for name in parts}
     boundary = _saved(inside, EMBEDDING)
     crossings = 2 * settings.interleave * settings.micro_batches
-    sent["pipe"] = crossings * boundary
-    sent["data"] *= settings.micro_batches if settings.zero == 3 else 1
-    sent["tensor"] *= settings.micro_batches
+    gathers = settings.micro_batches if settings.zero == 3 else 1
+    sent = {
+        "data": inside.traffic["stage"] * gathers + inside.traffic["data"],
+        "tensor": inside.traffic["tensor"] * settings.micro_batches,
+        "pipe": crossings * boundary,
+    }
     in_pipe = (forward + again + backward) * settings.micro_batches / (1 - plan.bubble)
     around = sum(outside.seconds[name] for name in (EMBEDDING, HEAD, EMBEDDING_BACKWARD))
     return peaks, sent, in_pipe + around, plan.bubble, inside.shards

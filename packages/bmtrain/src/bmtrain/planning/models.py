@@ -36,6 +36,7 @@ class PlannedModel:
         uniform: whether all layers are equal and in one container.
         layer_parameters: how many numbers of the largest layer are trained.
         tp_plan: how the model is divided over tensor-parallel ranks.
+        positions: tokens of the longest sequence that the model takes, where that is known.
     """
 
     name: str
@@ -48,6 +49,7 @@ class PlannedModel:
     uniform: bool = False
     layer_parameters: int = 0
     tp_plan: dict[str, str] | None = None
+    positions: int | None = None
 
     def __post_init__(self) -> None:
         self.parameters = sum(p.numel() for p in self.module.parameters())
@@ -98,14 +100,14 @@ def load_model(name: str, materialize_scores: bool = False) -> PlannedModel:
     """The model that ``name`` stands for; see ``bmtrain plan --help``.
 
     Raises:
-        ValueError: nothing is called so, or it gives no model.
+        ValueError: nothing is called so, or it fails or gives no model.
         ImportError: a Hugging Face configuration needs ``transformers``, or a module cannot be imported.
     """
     if name in PRESETS:
         sizes = PRESETS[name]
         with torch.device("meta"):
             module: nn.Module = GPT(sizes, materialize_scores=materialize_scores)
-        return PlannedModel(name, module, sizes.sequence, ids_and_labels)
+        return PlannedModel(name, module, sizes.sequence, ids_and_labels, positions=sizes.sequence)
     if Path(name).exists():
         return _hugging_face(name, materialize_scores)
     module_name, colon, function = name.partition(":")
@@ -123,7 +125,10 @@ def load_model(name: str, materialize_scores: bool = False) -> PlannedModel:
     if build is None:
         raise ValueError(f"MODEL {name!r}: the module has no {function!r}")
     with torch.device("meta"):
-        made = build()
+        try:
+            made = build()
+        except Exception as error:
+            raise ValueError(f"MODEL {name!r}: the call failed: {type(error).__name__}: {error}") from error
     module, batch = made if isinstance(made, tuple) else (made, _ids)
     if not isinstance(module, nn.Module):
         raise ValueError(f"MODEL {name!r} returned a {type(module).__name__}, not a module")
@@ -143,8 +148,8 @@ def _hugging_face(path: str, materialize_scores: bool) -> PlannedModel:
         else:
             module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     module.config.use_cache = False
-    sequence = min(getattr(config, "max_position_embeddings", 1024) or 1024, 4096)
-    return PlannedModel(path, module, sequence, ids_and_labels)
+    positions = getattr(config, "max_position_embeddings", None) or None
+    return PlannedModel(path, module, min(positions or 1024, 4096), ids_and_labels, positions=positions)
 
 
 def _ids(batch: int, sequence: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -42,8 +42,11 @@ def search(model: PlannedModel, job: Job, choices: Choices = Choices()) -> list[
     """
     found: list[Estimate] = []
     *lower, highest = sorted(set(choices.zero))
-    problem = None
-    for settings in _layouts(model, job, choices, highest):
+    problem: object = "no product of tp and pipe divides the number of devices"
+    layouts = list(_layouts(model, job, choices, highest))
+    is_chosen = choices.tp is not None and choices.pipe is not None
+    possible = [each for each in layouts if is_chosen or _least(model, job, each) <= job.device_memory]
+    for settings in possible or layouts:
         try:
             best = _largest_micro_batch(model, job, settings, choices.micro_batches)
         except ValueError as error:
@@ -63,7 +66,10 @@ def _largest_micro_batch(model: PlannedModel, job: Job, settings: Settings, coun
 
     Memory grows linearly with the micro-batch, so two estimates tell which number to try.
     """
-    candidates = counts or _micro_batches(job, settings)
+    candidates = _micro_batches(job, settings)
+    if counts:
+        given = sorted(set(counts))
+        candidates = [n for n in given if not settings.sequences(job) % n and not n % settings.pipe] or given
     few = estimate(model, job, dataclasses.replace(settings, micro_batches=candidates[0]))
     if few.fits(job) or len(candidates) == 1:
         return few
@@ -92,10 +98,7 @@ def _layouts(model: PlannedModel, job: Job, choices: Choices, zero: int) -> Iter
                 if pipe > 1 and not checkpoint and len(choices.checkpoint) > 1:
                     continue  # stages are computed again in any case
                 for optimizer in choices.optimizers:
-                    settings = Settings(zero, tp, pipe, 1, "recompute", 1, checkpoint, optimizer)
-                    is_chosen = choices.tp is not None and choices.pipe is not None
-                    if is_chosen or _least(model, job, settings) <= job.device_memory:
-                        yield settings
+                    yield Settings(zero, tp, pipe, 1, "recompute", 1, checkpoint, optimizer)
 
 
 def _least(model: PlannedModel, job: Job, settings: Settings) -> float:
@@ -111,8 +114,7 @@ def _least(model: PlannedModel, job: Job, settings: Settings) -> float:
 
 def _micro_batches(job: Job, settings: Settings) -> list[int]:
     """Numbers of micro-batches, from few large ones to many small ones."""
-    if settings.pipe > 1:
-        sequences, pipe = job.batch * settings.tp * settings.pipe, settings.pipe
-        return [n for n in (4 * pipe, 8 * pipe, 16 * pipe) if n <= sequences] or [pipe]
-    sequences = job.batch * settings.tp
-    return [n for n in (1, 2, 4, 8, 16, 32, 64) if n < sequences] + [sequences]
+    sequences, pipe = settings.sequences(job), settings.pipe
+    if pipe > 1:
+        return [n for n in (4 * pipe, 8 * pipe, 16 * pipe) if sequences % n == 0] or sorted({pipe, sequences})
+    return [n for n in range(1, 65) if n < sequences and sequences % n == 0] + [sequences]

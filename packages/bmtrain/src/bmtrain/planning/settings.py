@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -89,8 +88,19 @@ class Settings:
         return 1 if self.pipe > 1 else self.micro_batches
 
     def micro_batch(self, job: Job) -> int:
-        """Sequences of one micro-batch: of all tensor-parallel ranks, and of all stages, together."""
-        return math.ceil(job.batch * self.tp * self.pipe / self.micro_batches)
+        """Sequences of one micro-batch: of all tensor-parallel ranks, and of all stages, together.
+
+        Raises:
+            ValueError: micro-batches do not divide the batch.
+        """
+        sequences = self.sequences(job)
+        if self.micro_batches < 1 or sequences % self.micro_batches:
+            raise ValueError(f"micro_batches={self.micro_batches} does not divide a batch of {sequences} sequences")
+        return sequences // self.micro_batches
+
+    def sequences(self, job: Job) -> int:
+        """Sequences of all micro-batches of a step together."""
+        return job.batch * self.tp * self.pipe
 
     def state_bytes(self, job: Job) -> tuple[float, float]:
         """Bytes of optimizer state for each element of the shards: on the device and on the host."""

@@ -40,7 +40,8 @@ class Trace:
         peaks, ends: of the phases of the step: the most memory, and the memory when they end.
         seconds: of computation of one micro-batch, in all phases.
         flops: floating-point operations of one micro-batch.
-        traffic: bytes that the rank sends in a step, by the communicator: "data" or "tensor".
+        traffic: bytes that the rank sends in a step, by the communicator: "tensor"; "stage", for the layers of a
+            pipeline; or "data", for all other parameters.
         shards: elements of trained parameters that this rank holds.
         shapes: of those elements, how many are in half precision.
     """
@@ -170,7 +171,8 @@ def _run_step(
 ) -> dict[str, float]:
     """Run the micro-batches of a step that differ from each other; the bytes that the rank sends in all of them."""
     comms = {
-        "data": (context.zero, context.tp_zero, context.outer_zero, context.outer_tp_zero),
+        "stage": (context.zero, context.tp_zero),
+        "data": (context.outer_zero, context.outer_tp_zero),
         "tensor": (context.tp,),
     }
 
@@ -180,7 +182,8 @@ def _run_step(
     total = dict.fromkeys(comms, 0.0)
     count = settings.accumulation
     # From level 2 on, no micro-batch differs from another. Below, the first gathers, and the last reduces.
-    parts = [(True, 1), (True, count - 2), (False, 1)][-min(count, 3) :] if settings.zero <= 1 else [(False, count)]
+    differing = {1: [(False, 1)], 2: [(True, 1), (False, 1)]}.get(count, [(True, 1), (True, count - 2), (False, 1)])
+    parts = differing if settings.zero <= 1 else [(False, count)]
     for accumulates, times in parts:
         before = sent()
         with no_sync(module) if accumulates else contextlib.nullcontext():
