@@ -102,6 +102,24 @@ def test_activations_go_from_stage_to_stage_alone(ctx: ParallelContext, interlea
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
+def test_gradients_of_layers_inputs_are_sent_only_where_a_rank_has_some(ctx: ParallelContext) -> None:
+    layers = pipeline()
+    x = batch()
+
+    def backward(uses_inputs: bool | None) -> int:
+        """Bytes sent; ``uses_inputs``: of layers, by the loss. None: they were not returned."""
+        y, *inputs = (layers(x),) if uses_inputs is None else layers(x, return_hidden_states=True)
+        loss = loss_of(inputs[0]) if uses_inputs else loss_of(y)
+        start = sent(ctx)
+        loss.backward()
+        return between(start, sent(ctx))[0]
+
+    assert backward(False) == backward(None)
+    to_the_other = LAYERS // 2 * BATCH_BYTES
+    assert backward(ctx.pipe_rank == 1) == backward(None) + to_the_other  # zeros, where the other rank has some
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
 @pytest.mark.parametrize("interleave", [1, 2, 4])
 def test_a_stage_keeps_inputs_and_one_chunks_activations(ctx: ParallelContext, interleave: int) -> None:
     layers = pipeline(interleave=interleave)

@@ -70,12 +70,12 @@ def wanted(what: Pass) -> list[Sent]:
             found.append(Sent(origin, 0, Message("input", i, 0)))
             found += [Sent(at[k - 1], at[k], Message("hidden", i, k)) for k in range(1, places)]
             if not what.tail:
-                wants = range(places) if what.taps else [last]
-                found += [Sent(at[k], origin, Message("output", i, k)) for k in wants]
+                found += [Sent(at[k], origin, Message("layers", i, k)) for k in range(places) if what.taps]
+                found.append(Sent(at[last], origin, Message("hidden", i, places)))
         if what.backward:
             if not what.tail:
-                wants = range(places) if what.taps else [last]
-                found += [Sent(origin, at[k], Message("output_grad", i, k)) for k in wants]
+                found += [Sent(origin, at[k], Message("layers_grad", i, k)) for k in range(places) if what.taps]
+                found.append(Sent(origin, at[last], Message("hidden_grad", i, places)))
             found += [Sent(at[k], at[k - 1], Message("hidden_grad", i, k)) for k in range(1, places)]
             if what.input_grads[origin]:
                 found.append(Sent(0, origin, Message("input_grad", i, 0)))
@@ -100,18 +100,19 @@ def steps(what: Pass, stage: int) -> Iterator[Step]:
                 else Step(False, origin, Message("input", i, 0))
             )
         if action.kind in (Kind.BACKWARD, Kind.INPUT):
-            if what.taps or (place == last and not what.tail):
-                yield Step(False, origin, Message("output_grad", i, place))
-            if place < last:
-                yield Step(False, at(place + 1), Message("hidden_grad", i, place + 1))
+            if what.taps:
+                yield Step(False, origin, Message("layers_grad", i, place))
+            if place < last or not what.tail:
+                yield Step(False, at(place + 1) if place < last else origin, Message("hidden_grad", i, place + 1))
         yield from (Step(True, *route) for route in what.during(stage, action))
     yield from (Step(True, *route) for route in what.after(stage))
     if what.forward and what.tail:
         yield Step(False, at(last), Message("loss", stage, last))
     elif what.forward:
         for i in own:
-            places = range(last + 1) if what.taps else [last]
-            yield from (Step(False, at(k), Message("output", i, k)) for k in places)
+            places = range(last + 1) if what.taps else []
+            yield from (Step(False, at(k), Message("layers", i, k)) for k in places)
+            yield Step(False, at(last), Message("hidden", i, last + 1))
     if what.backward and what.input_grads[stage]:
         yield from (Step(False, 0, Message("input_grad", i, 0)) for i in own)
 

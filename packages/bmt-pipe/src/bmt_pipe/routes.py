@@ -8,9 +8,10 @@
     ===========  ==========================================  ===============================================
     input        hidden states at place 0                    the origin, stage 0
     hidden       hidden states at a later place              the stage of the place before, that of the place
-    output       what the origin wants of a place: what      the stage of the place, the origin
-                 went into each layer; hidden states
-                 behind the last place
+                 hidden states behind the last place,        the stage of the last place, the origin
+                 unless there is a tail
+    layers       what went into each layer at a place,       the stage of the place, the origin
+                 if that is wanted
     loss         the tail's losses of an origin's            the last stage, the origin
                  micro-batches (``micro_batch``: origin)
     *_grad       the gradient of each of these               the other way round
@@ -37,7 +38,7 @@ class Pass(NamedTuple):
         schedule: the actions of all stages.
         forward, backward: whether actions of this kind are part of it.
         tail: whether the loss is computed inside of the pipeline.
-        taps: whether layers' inputs are among the outputs.
+        taps: whether layers' inputs, or their gradients, are sent.
         input_grads: for each origin, whether it wants the gradient of its input.
     """
 
@@ -52,11 +53,12 @@ class Pass(NamedTuple):
         """The micro-batches of an origin."""
         return range(stage, self.schedule.micro_batches, self.schedule.stages)
 
-    @property
-    def outputs(self) -> range:
-        """The places with an output."""
-        last = self.schedule.last
-        return range(last + 1, last + 1) if self.tail else range(0 if self.taps else last, last + 1)
+    def outputs(self, micro_batch: int, place: int) -> list[Message]:
+        """What the origin of a micro-batch gets of a place, in forward."""
+        messages = [Message("layers", micro_batch, place)] if self.taps else []
+        if place == self.schedule.last and not self.tail:
+            messages.append(Message("hidden", micro_batch, place + 1))
+        return messages
 
     def actions(self, stage: int) -> list[Action]:
         """What a stage does, in order."""
@@ -67,8 +69,8 @@ class Pass(NamedTuple):
         """What a stage sends before its actions."""
         if self.forward:
             return [(0, Message("input", i, 0)) for i in self.own(stage)]
-        places = reversed(self.outputs)
-        return [(self.schedule.stage(k), Message("output_grad", i, k)) for k in places for i in self.own(stage)]
+        places = reversed(range(self.schedule.last + 1))
+        return [(self.schedule.stage(k), _grad(m)) for k in places for i in self.own(stage) for m in self.outputs(i, k)]
 
     def takes(self, stage: int, action: Action) -> list[Route]:
         """What a stage receives for an action."""
@@ -78,8 +80,7 @@ class Pass(NamedTuple):
         if action.kind is Kind.FORWARD:
             routes = [(at(place - 1), Message("hidden", i, place)) if place else (origin, Message("input", i, 0))]
         elif action.kind in BACKWARDS:
-            if place in self.outputs:
-                routes.append((origin, Message("output_grad", i, place)))
+            routes = [(origin, _grad(message)) for message in self.outputs(i, place)]
             if place < self.schedule.last:
                 routes.append((at(place + 1), Message("hidden_grad", i, place + 1)))
         return routes
@@ -92,8 +93,7 @@ class Pass(NamedTuple):
         if action.kind is Kind.FORWARD:
             if place < self.schedule.last:
                 routes.append((at(place + 1), Message("hidden", i, place + 1)))
-            if place in self.outputs:
-                routes.append((origin, Message("output", i, place)))
+            routes += [(origin, message) for message in self.outputs(i, place)]
         elif action.kind in BACKWARDS:
             if place:
                 routes.append((at(place - 1), Message("hidden_grad", i, place)))
@@ -112,7 +112,8 @@ class Pass(NamedTuple):
         """What a stage receives in the end, of its own micro-batches."""
         routes: list[Route] = []
         if self.forward:
-            routes += [(self.schedule.stage(k), Message("output", i, k)) for i in self.own(stage) for k in self.outputs]
+            places = range(self.schedule.last + 1)
+            routes += [(self.schedule.stage(k), m) for i in self.own(stage) for k in places for m in self.outputs(i, k)]
         if self.forward and self.tail:
             routes.append((self.schedule.stage(self.schedule.last), Message("loss", stage, self.schedule.last)))
         if self.backward and self.input_grads[stage]:
@@ -128,3 +129,7 @@ class Pass(NamedTuple):
         """From each other stage, what it sends to ``stage``, in order."""
         others = [peer for peer in range(self.schedule.stages) if peer != stage]
         return {peer: [message for target, message in self.routes(peer) if target == stage] for peer in others}
+
+
+def _grad(message: Message) -> Message:
+    return message._replace(kind=f"{message.kind}_grad")

@@ -98,10 +98,10 @@ class Run:
             own: list[list[Any]] = []
             stacks: list[list[Tensor]] = []
             for i in self._pass.own(self.stage):
-                found = [Message("output", i, place) for place in self._pass.outputs]
-                outputs = [self.plan.forms[message].fill(results[message]) for message in found]
-                own.append(tree_leaves(outputs[-1][1]))
-                layers = [inputs for of_place, _ in outputs for inputs in of_place]
+                outputs = [message for _, message in self._pass.results(self.stage) if message.micro_batch == i]
+                *places, hidden = [self.plan.forms[message].fill(results[message]) for message in outputs]
+                own.append(tree_leaves(hidden))
+                layers = [inputs for of_place in places for inputs in of_place]
                 stacks.append([torch.stack(inputs) for inputs in zip(*layers, strict=True)])
             return [_joined(of_leaf, 0) for of_leaf in zip(*own)], [_joined(taps, 1) for taps in zip(*stacks)]
 
@@ -112,8 +112,8 @@ class Run:
 
     def filled(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The hidden states with these leaves, in the containers that the last layer has returned."""
-        form = self.plan.forms[Message("output", self.stage, self.plan.schedule.last)]
-        return tree_unflatten(leaves, tree_structure(form.tree[1]))
+        form = self.plan.forms[Message("hidden", self.stage, self.plan.schedule.last + 1)]
+        return tree_unflatten(leaves, tree_structure(form.tree))
 
     def backward(
         self,
@@ -142,7 +142,8 @@ class Run:
                 with connected():
                     self.recording.exchange_grads_of_losses(self.context)
                 wanted = self.plan.input_grads
-                self._pass = Pass(self.plan.schedule, False, True, taps=self.plan.taps, input_grads=wanted)
+                taps = self.plan.taps and self._on_any_stage(any(grad is not None for grad in tap_grads))
+                self._pass = Pass(self.plan.schedule, False, True, taps=taps, input_grads=wanted)
                 grads = self._run_pass(self._input_grads, made)
                 self._release()
                 return self.arguments.exchange_grads(grads)
@@ -330,11 +331,10 @@ class Run:
                     "a layer writes into its input, which is needed to compute it again in backward; let the layer "
                     "make a new tensor instead"
                 )
-            last = place == self.plan.schedule.last
-            if self.tail is not None and last:
+            if self.tail is not None and place == self.plan.schedule.last:
                 tail_args = self.arguments.of(i)[2]
                 self._tail_grads[i] = self.tail.run(i, self.plan.weight(i), hidden, tail_args)
-        return {"hidden": hidden, "output": (taps, hidden if last else None)}
+        return {"hidden": hidden, "layers": taps}
 
     def _recompute(self, action: Action, place: int, _: list[Tensor]) -> Mapping[str, Any]:
         key = action.micro_batch, place
@@ -358,7 +358,7 @@ class Run:
             self._compute_again(action, place, self._inputs.pop(key), self.chunks[action.chunk])
         retain = self._retains and not self._keeps_input_alone(action.chunk)  # others are computed again
         alive = self._alive[key] if retain else self._alive.pop(key)
-        edges, grads = list(alive.outputs), list(grads)
+        edges, grads = alive.outputs[len(alive.outputs) - len(grads) :], list(grads)  # of layers' inputs: all or none
         for entry in self._marks[key]:
             if entry.grad_of_loss is not None and entry.tensor.requires_grad:
                 edges.append(get_gradient_edge(entry.tensor))
@@ -435,12 +435,19 @@ class Run:
 
     def _output_grad(self, message: Message, outputs: list[Tensor | None], taps: list[Tensor | None]) -> list[Tensor]:
         rows = self.plan.rows(message.micro_batch)
-        layers = self.plan.layers[message.place] if taps else []
-        found = [None if g is None else g[layer, rows] for layer in layers for g in taps]
-        if message.place == self.plan.schedule.last:
-            found += [None if g is None else g[rows] for g in outputs]
+        if message.kind == "hidden_grad":
+            found = [None if g is None else g[rows] for g in outputs]
+        else:
+            found = [None if g is None else g[layer, rows] for layer in self.plan.layers[message.place] for g in taps]
         forms, device = self.plan.forms[message].tensors, self.context.device
         return [form.zeros(device) if g is None else g.contiguous() for form, g in zip(forms, found, strict=True)]
+
+    def _on_any_stage(self, flag: bool) -> bool:
+        """Whether any stage of the pipeline has a true ``flag``. A collective."""
+        result = torch.tensor([int(flag)])
+        with connected():
+            self.context.pipe_host.all_reduce(result, "max")
+        return bool(result)
 
     def _input_grads(self, results: Mapping[Message, list[Tensor]]) -> list[Tensor | None]:
         """The gradients of the leaves of this rank's hidden states that want one."""
