@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -186,14 +187,9 @@ def clean_up(directory: Path) -> None:
             continue
         original = directory / step_name(int(match[1]))
         if match[2] == "old" and not original.exists():
-            try:
+            with contextlib.suppress(DamagedError):
                 read_manifest(directory / name)
                 os.rename(directory / name, original)
-                continue
-            except DamagedError:
-                pass  # it is of no use to anybody
-            except OSError as error:
-                _log.warning("%s stays where it is, for it cannot be read now: %s", directory / name, error)
                 continue
         _log.info("removing %s, which a run that died has left", directory / name)
         shutil.rmtree(directory / name, ignore_errors=True)
