@@ -48,7 +48,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--zero", type=int, nargs="+", choices=range(4), default=[2, 3], help="levels to try (2 3)")
     parser.add_argument("--tp", type=int, nargs="+", metavar="N", help="numbers of tensor-parallel ranks to try")
     parser.add_argument("--pipe", type=int, nargs="+", metavar="N", help="numbers of pipeline stages to try")
-    parser.add_argument("--micro-batches", type=int, nargs="+", metavar="M", help="numbers of micro-batches to try")
+    parser.add_argument(
+        "--micro-batches", type=int, nargs="+", metavar="M",
+        help="numbers of micro-batches to try, where they divide the batch",
+    )  # fmt: skip
     parser.add_argument("--checkpointing", choices=("both", "yes", "no"), default="both", help="recompute activations")
     parser.add_argument(
         "--optimizer",
