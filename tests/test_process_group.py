@@ -5,8 +5,10 @@ import copy
 import datetime
 import itertools
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bmt_comm
+import bmt_comm.progress
 import bmt_comm.shared_memory
 from bmt_comm._compat import all_gather_single, reduce_scatter_single
 
@@ -195,6 +198,7 @@ def test_tensors_of_any_strides_and_kind():
         else:
             assert dist.recv(message, tag=5) == 0  # from any
         dist.barrier()
+        ours.monitored_barrier(datetime.timedelta(seconds=20))
         alone = dist.new_group([rank], use_local_synchronization=True)
         dist.all_reduce(message, group=alone)
         with dist._coalescing_manager(group=ours, async_ops=True) as manager:
@@ -332,6 +336,135 @@ def test_no_rank_waits_longer_than_the_timeout():
             with pytest.raises(RuntimeError, match=r"for 0\.3 seconds"):
                 dist.all_reduce(x, group=late, async_op=True).wait(datetime.timedelta(seconds=0.3))
         dist.barrier()
+
+
+class Alarm(Exception):
+    pass
+
+
+def raise_alarm(*_):
+    raise Alarm
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+@pytest.mark.parametrize("numel", [4, 300_000])
+@pytest.mark.parametrize("kind", ["time-out", "signal"])
+def test_after_a_failed_collective_all_later_ones_fail_on_every_rank(numel, kind):
+    with job() as (_, gloo):
+        rank = dist.get_rank()
+        group = dist.new_group(timeout=datetime.timedelta(seconds=0.5 if kind == "time-out" else 30))
+        start = time.monotonic()
+        x = torch.full((numel,), 1.0 + rank)
+        if rank == 0:
+            signal.signal(signal.SIGALRM, raise_alarm)
+            if kind == "signal":
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(Alarm if kind == "signal" else RuntimeError):
+                dist.all_reduce(x, group=group)
+            dist.barrier(gloo)
+            x.fill_(10.0)
+        else:
+            dist.barrier(gloo)
+            with contextlib.suppress(RuntimeError):  # the other's message may be there
+                dist.all_reduce(x, group=group)
+                assert x[-1].item() == 3.0
+            x.fill_(20.0)
+            late = dist.all_reduce(x, group=group, async_op=True)
+        dist.barrier(gloo)
+        match = "rank 0 has ended or closed its memory" if rank else "interrupted in its middle|for 0.5 seconds"
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=match):
+                late.wait() if rank else dist.all_reduce(x, group=group)
+        with pytest.raises(RuntimeError, match=match):
+            dist.barrier(group)
+        assert time.monotonic() - start < 20
+        dist.barrier(gloo)
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+def test_a_wait_has_its_limit_though_the_thread_runs_the_collective():
+    with job() as (ours, gloo):
+        start = time.monotonic()
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            work.is_completed()
+            while not ours._progress._running.locked():
+                time.sleep(1e-3)
+            with pytest.raises(RuntimeError, match=r"limit of 0\.3 seconds"):
+                work.wait(datetime.timedelta(seconds=0.3))
+        assert time.monotonic() - start < 15
+        dist.barrier(gloo)
+
+
+@pytest.mark.ranks(2, 3, init=False)
+def test_list_collectives_with_outputs_of_any_strides():
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+
+        def x(sender, receiver=0):
+            return torch.arange(6.0).view(2, 3) + 10 * sender + 100 * receiver
+
+        def empty(count=size):
+            return [torch.full((3, 2), -1.0).t() for _ in range(count)]
+
+        for root in range(size):
+            outs = empty() if rank == root else None
+            dist.gather(x(rank), outs, root)
+            if rank == root:
+                assert [out.tolist() for out in outs] == [x(r).tolist() for r in range(size)]
+            (out,) = empty(1)
+            dist.scatter(out, [x(root, r) for r in range(size)] if rank == root else None, root)
+            assert out.tolist() == x(root, rank).tolist()
+            (out,) = empty(1)
+            out.copy_(x(rank))
+            dist.broadcast(out, root)
+            assert out.tolist() == x(root).tolist()
+            out.copy_(x(rank))
+            dist.reduce(out, root)
+            assert out.tolist() == (sum(x(r) for r in range(size)) if rank == root else x(rank)).tolist()
+        outs = empty()
+        dist.all_gather(outs, x(rank))
+        assert [out.tolist() for out in outs] == [x(r).tolist() for r in range(size)]
+        outs = empty()
+        dist.all_to_all(outs, [x(rank, r) for r in range(size)])
+        assert [out.tolist() for out in outs] == [x(r, rank).tolist() for r in range(size)]
+        (out,) = empty(1)
+        dist.reduce_scatter(out, [x(rank, r) for r in range(size)])
+        assert out.tolist() == sum(x(r, rank) for r in range(size)).tolist()
+
+
+@pytest.mark.ranks(2, init=False, timeout=30)
+def test_expanded_tensors_are_refused_before_anything_is_sent():
+    with job():
+        expanded = torch.ones(1).expand(3)
+        for call in (dist.all_reduce, lambda x: dist.broadcast(x, 1 - dist.get_rank())):
+            with pytest.raises(ValueError, match="share memory"):
+                call(expanded)
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert x.tolist() == [2.0] * 3
+
+
+def test_a_group_has_one_thread_whoever_asks_for_it():
+    both, made = threading.Barrier(2), []
+
+    class Thread(threading.Thread):
+        def __init__(self, **options):
+            super().__init__(**options)
+            made.append(self)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)  # until another one has been made, too
+
+    progress = bmt_comm.progress.Progress(None)
+    callers = [threading.Thread(target=progress._need_thread) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_comm.progress.threading, "Thread", Thread)
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+    progress.stop()
+    assert len(made) == 1
 
 
 @pytest.mark.ranks(2, init=False)

@@ -252,6 +252,7 @@ def test_wrong_calls_are_refused_on_every_rank_before_anything_is_sent(ctx, devi
         (lambda: comm.reduce_scatter(x, x), ValueError, "reduce_scatter: src has 8 elements; 2 ranks × 8"),
         (lambda: comm.all_gather(out, x.double()), ValueError, "out is torch.float32 and src is torch.float64"),
         (lambda: comm.reduce_scatter(x.double(), out), ValueError, "must have the same dtype"),
+        (lambda: comm.all_reduce(x.int(), "band"), ValueError, "op='band' is not a reduction; choose one of sum"),
         (lambda: comm.all_reduce(x, "mean"), ValueError, "op='mean' is not a reduction; choose one of sum"),
         (lambda: comm.reduce_scatter(x, out, "SUM"), ValueError, "op='SUM'"),
         (lambda: comm.all_reduce(x.cfloat(), "max"), TypeError, "op='max' is not defined for torch.complex64"),

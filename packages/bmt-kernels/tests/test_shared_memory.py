@@ -383,6 +383,24 @@ def test_what_is_sent_just_before_the_end_counts(monkeypatch):
     assert a.receive([4, 4], torch.float32)[1].tolist() == [1.0]
 
 
+def test_one_that_has_gone_after_another_operation_is_told_by_that(monkeypatch):
+    a, b = connected(2)
+    a.send([torch.empty(0)], 1, b"mine")
+    a.receive([0, 0], torch.float32, 1, b"mine")
+    a.release()
+    is_gone = shared_memory._Memory.is_gone
+
+    def send_and_go(memory):
+        if not b._sent:
+            b.send([torch.empty(0)], 1, b"theirs")
+            b.abandon()
+        return is_gone(memory)
+
+    monkeypatch.setattr(shared_memory._Memory, "is_gone", send_and_go)
+    with pytest.raises(RuntimeError, match="ranks call different operations"):
+        a.receive([0, 4], torch.float32, 2, b"next")
+
+
 def test_a_fork_that_ends_is_not_the_process():
     a, b = connected(2)
     child = os.fork()

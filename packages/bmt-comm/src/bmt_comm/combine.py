@@ -25,7 +25,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
 
 def check_op(op: str, tensor: Tensor) -> None:
     """Raise unless ``op`` is a reduction, and defined for tensors like this one."""
-    if op not in _COMBINE:
+    if op not in REDUCE_OPS and op != TREE_SUM:
         raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCE_OPS)}")
     dtype = tensor.dtype
     undefined = (op in ("max", "min") and dtype.is_complex) or (op == "avg" and dtype == torch.bool)

@@ -89,7 +89,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
                 )
                 group._set_default_backend(kind)
                 group._register_backend(torch.device(device), kind, backend)
-        self._progress = Progress()
+        self._progress = Progress(weakref.proxy(self))
         self._done = CollectiveWork(self._progress, lambda: DONE, [])  # stands for each that a call has waited for
         self._done.run()
         self._done.conclude()
@@ -132,6 +132,19 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         if shared is not None:
             shared.stop(why)
         self._progress.stop()
+
+    # --- what its progress asks of it -------------------------------------------------------------
+
+    def give_up(self, error: BaseException) -> None:
+        """A collective has failed: all later ones through shared memory raise an error that tells of the first."""
+        shared = self._shared
+        if shared is not None:
+            shared.give_up(error)
+
+    def stop_waits(self, why: str) -> None:
+        shared = self._shared
+        if shared is not None:
+            shared.stop(why)
 
     # --- collectives ------------------------------------------------------------------------------
 
@@ -226,7 +239,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         (mine,) = call.ins(inputs)
         flats = call.outs(chunks)
         if root == self._rank:
-            call.copies.append((flats[root], mine))
+            call.copies.insert(0, (flats[root], mine))  # before what goes on from there
         call.add("gather to", root, mine, "gather", flats, mine, root)
         return call.post()
 
@@ -243,7 +256,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         (mine,) = call.outs(outputs)
         flats = call.ins(chunks)
         if root == self._rank:
-            call.copies.append((mine, flats[root]))
+            call.copies.insert(0, (mine, flats[root]))
         call.add("scatter from", root, mine, "scatter", mine, flats, root)
         return call.post()
 
@@ -401,6 +414,11 @@ class _Call:
         self._in_inference |= tensor.is_inference()
         if data.is_contiguous():
             return data.view(-1)
+        if any(stride == 0 and length > 1 for length, stride in zip(data.shape, data.stride(), strict=True)):
+            raise ValueError(
+                f"a collective cannot write to a tensor of shape {tuple(data.shape)} and strides {data.stride()}, "
+                "whose elements share memory; pass tensor.contiguous()"
+            )
         dense = data.contiguous() if read else torch.empty(data.shape, dtype=data.dtype, device="cpu")
         self.copies.append((data, dense))
         return dense.view(-1)

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from .work import Work
 
 _GRACE = 5e-3  # seconds that the thread leaves to those that wait by themselves
 _NO_LIMIT = datetime.timedelta(0)
+_FOR_EVER = threading.TIMEOUT_MAX
 
 
 class CollectiveWork(dist.Work):
@@ -105,23 +106,31 @@ class CollectiveWork(dist.Work):
             begin, self._begin = self._begin, None
             try:
                 self._begun = begin()
-            except Exception as error:
-                self._error = error
+            except BaseException as error:
+                self._fail(error)
 
     def run(self) -> None:
-        """Wait for it. It is done after that, unless the wait is interrupted."""
-        self.begin()
-        if self._error is None:
-            try:
-                if self._in_inference:
-                    with torch.inference_mode():
-                        self._complete()
-                else:
+        """Wait for it. It is done after that, also if the wait is interrupted."""
+        try:
+            self.begin()
+            if self._error is None and self._in_inference:
+                with torch.inference_mode():
                     self._complete()
-            except Exception as error:
-                self._error = error
-        self._begun = self._finish = None  # and what they hold
-        self.done = True
+            elif self._error is None:
+                self._complete()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._begun = self._finish = None  # and what they hold
+            self.done = True
+
+    def _fail(self, error: BaseException) -> None:
+        self._progress.owner.give_up(error)
+        if isinstance(error, Exception):
+            self._error = error
+            return
+        self._error = RuntimeError(f"a collective was interrupted in its middle ({type(error).__name__})")
+        raise error
 
     def _complete(self) -> None:
         assert self._begun is not None
@@ -143,16 +152,30 @@ class CollectiveWork(dist.Work):
             future.set_exception(self._error)
 
 
+class Owner(Protocol):
+    """A process group, to its progress."""
+
+    def give_up(self, error: BaseException) -> None:
+        """A collective has failed, so no later one may succeed."""
+        ...
+
+    def stop_waits(self, why: str) -> None:
+        """Let the wait in progress, in another thread, fail soon."""
+        ...
+
+
 class Progress:
     """Runs the collectives of one process group.
 
     Attributes:
         limit: seconds that the wait in progress may take; 0: as long as the group says.
+        owner: the process group.
         posting: a lock for a moment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Owner) -> None:
         self.limit = 0.0
+        self.owner = owner
         self.posting = threading.Lock()
         self._running = threading.Lock()
         self._queue: deque[CollectiveWork] = deque()
@@ -183,8 +206,12 @@ class Progress:
                 if self._queue:
                     continue
                 self.limit = limit
-                begin().wait()
-                finish()
+                try:
+                    begin().wait()
+                    finish()
+                except BaseException as error:
+                    self.owner.give_up(error)
+                    raise
                 return
 
     def leave(self, work: CollectiveWork) -> CollectiveWork:
@@ -205,14 +232,19 @@ class Progress:
 
     def run_until(self, work: CollectiveWork, limit: float = 0.0) -> None:
         """Run everything up to ``work``, or wait for another thread that does."""
+        deadline = time.monotonic() + limit
         while not work.done:
-            self._run_first(work.number, limit)
+            seconds = max(0.0, deadline - time.monotonic()) if limit else _FOR_EVER
+            if not self._run_first(work.number, limit, seconds):
+                self.owner.stop_waits(f"a wait for a collective has reached its limit of {limit:g} seconds")
+                limit = 0.0  # the other thread needs a moment to end its wait
 
     def stop(self) -> None:
         """End the thread, when what it waits for has been made to end."""
-        self._stopped = True
+        with self.posting:
+            self._stopped = True
+            thread, self._thread = self._thread, None
         self._news.set()
-        thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -228,25 +260,41 @@ class Progress:
         while self._to_begin:
             self._to_begin.popleft().begin()
 
-    def _run_first(self, last: int, limit: float = 0.0) -> None:
-        """Run the first collective in the queue, if it is not later than number ``last``."""
-        with self._running:
+    def _run_first(self, last: int, limit: float = 0.0, seconds: float = _FOR_EVER) -> bool:
+        """Run the first collective in the queue, if it is not later than number ``last``.
+
+        Returns:
+            Whether no other thread has been running one for ``seconds``.
+        """
+        if not self._running.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            return False
+        work = None
+        try:
             self._begin_in_order()
             if not self._queue or self._queue[0].number > last:
-                return
+                return True
             work = self._queue[0]
             self.limit = limit or work.limit
-            work.run()
-            self._queue.popleft()
-        work.conclude()
+            try:
+                work.run()
+            finally:
+                self._queue.popleft()
+        finally:
+            self._running.release()
+            if work is not None:
+                work.conclude()
         if self._to_begin:
             self._begin_all()
+        return True
 
     def _need_thread(self) -> None:
-        if self._thread is None and not self._stopped:
-            self._thread = threading.Thread(target=_run_in_thread, args=(weakref.ref(self),), daemon=True)
-            self._thread.name = "bmt_progress"
-            self._thread.start()
+        if self._thread is not None:
+            return
+        with self.posting:
+            if self._thread is None and not self._stopped:
+                self._thread = threading.Thread(target=_run_in_thread, args=(weakref.ref(self),), daemon=True)
+                self._thread.name = "bmt_progress"
+                self._thread.start()
 
     def _next(self) -> float | None:
         """Run what is to be run in the thread; returns seconds until it may have to do something; None: for ever."""

@@ -85,7 +85,7 @@ class _Piece:
 
 
 class InterruptedCollectiveError(RuntimeError):
-    """An exception has left a collective half done."""
+    """An exception has left an earlier collective half done."""
 
 
 class SharedMemoryCollectives:
@@ -100,21 +100,22 @@ class SharedMemoryCollectives:
     def __init__(self, whole: Exchange, pieces: Exchange, direct: DirectExchange) -> None:
         self.rank, self.size = direct.rank, direct.size
         self.direct = direct
-        self._whole, self._pieces = _Lane(whole), _Lane(pieces)
+        self._order = _Order()
+        self._whole, self._pieces = _Lane(whole, self._order), _Lane(pieces, self._order)
 
     def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
         if mine.nbytes > _LARGEST_BYTES:
-            return self.direct.all_gather(chunks, mine, operation)
+            return self._by_messages().all_gather(chunks, mine, operation)
         return self._whole.start([self._gather(chunks, mine)], operation)
 
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
         if chunks[0].nbytes * (self.size - 1) > _LARGEST_BYTES:
-            return self.direct.reduce_scatter(out, chunks, op, operation)
+            return self._by_messages().reduce_scatter(out, chunks, op, operation)
         return self._whole.start([self._reduce(out, chunks, op)], operation)
 
     def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
         if flat.nbytes > _LARGEST_BYTES:
-            return self.direct.broadcast(flat, root, operation)
+            return self._by_messages().broadcast(flat, root, operation)
         nothing = flat[:0]
         chunks = [flat if r == root else nothing for r in range(self.size)]
         return self._whole.start([self._gather(chunks, chunks[self.rank])], operation)
@@ -190,6 +191,14 @@ class SharedMemoryCollectives:
         for lane in (self._whole, self._pieces):
             lane.stop(why)
 
+    def give_up(self, error: BaseException) -> None:
+        """After ``error``, no rank's collective passes for done that needs one of this rank's which is not."""
+        self._order.give_up(error)
+
+    def _by_messages(self) -> DirectExchange:
+        self._order.check()
+        return self.direct
+
     # --- pieces -----------------------------------------------------------------------------------
 
     def _gather(self, chunks: Sequence[Tensor], mine: Tensor, needs: int = 0) -> _Piece:
@@ -252,74 +261,94 @@ def _cut_up(chunks: Sequence[Tensor], together: int) -> list[list[Tensor]]:
     return [[chunk[begin : begin + step] for chunk in chunks] for begin in range(0, longest, step)]
 
 
+class _Order:
+    """Of the pieces of some lanes, which ends with the first exception that leaves one of them.
+
+    The caller may catch it, and use the tensors for something else. Going on would read what the others have sent for
+    the old collective into them, and send the others the new contents for it: ranks would get different results.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: list[tuple[Exchange, tuple[deque[_Piece], ...]]] = []
+        self._end: tuple[type[RuntimeError], str] | None = None
+
+    def add(self, exchange: Exchange, *queues: deque[_Piece]) -> None:
+        self._lanes.append((exchange, queues))
+
+    def check(self) -> None:
+        """Raise if it has ended."""
+        if self._end is not None:
+            kind, text = self._end
+            raise kind(text)
+
+    def give_up(self, error: BaseException) -> None:
+        if self._end is None:
+            # Not the exception itself, which holds what the functions have held that it has left.
+            kind = RuntimeError if type(error) is RuntimeError else InterruptedCollectiveError
+            told = f"{type(error).__name__}: {error}".removesuffix(": ")
+            text = "a collective was interrupted in its middle: its result is lost, and so is the order of later ones"
+            self._end = kind, f"{text} ({told})"
+        for exchange, queues in self._lanes:
+            exchange.abandon()  # the others do not wait for what this process, which may live on, does not send
+            for queue in queues:
+                queue.clear()
+
+
 class _Lane:
     """An exchange, and the pieces that are to go through it, in the order of the calls."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: Exchange, order: _Order) -> None:
+        self._exchange, self._order = exchange, order
         self._unsent: deque[_Piece] = deque()
         self._unread: deque[_Piece] = deque()
         self._started = self._read = 0  # pieces
-        self._in_step = False
+        order.add(exchange, self._unsent, self._unread)
 
     def start(self, pieces: Iterable[_Piece], operation: Operation) -> Work:
         """Begin a collective."""
+        self._order.check()
         before = self._started
-        for piece in pieces:
-            piece.number, piece.name = operation.number, operation.name
-            if piece.needs:
-                piece.needs += before
-            self._unsent.append(piece)
-            self._unread.append(piece)
-            self._started += 1
-        self._send_ahead()
+        try:
+            for piece in pieces:
+                piece.number, piece.name = operation.number, operation.name
+                if piece.needs:
+                    piece.needs += before
+                self._unsent.append(piece)
+                self._unread.append(piece)
+                self._started += 1
+            self._send_ahead()
+        except BaseException as error:
+            self._order.give_up(error)
+            raise
         return Pending([], partial(self._complete, self._started), None)
 
     def stop(self, why: str) -> None:
         self._exchange.stop(why)
 
     def _complete(self, last: int) -> None:
-        while self._read < last:
-            piece = self._unread[0]
-            if self._unsent and self._unsent[0] is piece:
-                self._exchange.wait_for_room(piece.sent_bytes)
-            self._send_ahead()
-            messages = self._exchange.receive(piece.sizes, piece.dtype, piece.number, piece.name)
-            self._begin_step()
-            try:
-                piece.read(messages)
+        if self._read >= last:
+            return
+        self._order.check()
+        try:
+            while self._read < last:
+                piece = self._unread[0]
+                if self._unsent and self._unsent[0] is piece:
+                    self._exchange.wait_for_room(piece.sent_bytes)
+                self._send_ahead()
+                piece.read(self._exchange.receive(piece.sizes, piece.dtype, piece.number, piece.name))
                 self._exchange.release()
                 self._unread.popleft()
                 self._read += 1
-                self._in_step = False
-            except BaseException:
-                self._exchange.abandon()  # this process may live on
-                raise
+        except BaseException as error:
+            self._order.give_up(error)
+            raise
 
     def _send_ahead(self) -> None:
         while self._unsent:
             piece = self._unsent[0]
-            if piece.needs > self._read:
+            if piece.needs > self._read or not self._exchange.try_send(piece.parts, piece.number, piece.name):
                 return
-            self._begin_step()
-            try:
-                sent = self._exchange.try_send(piece.parts, piece.number, piece.name)
-                if sent:
-                    self._unsent.popleft()
-                self._in_step = False
-            except BaseException:
-                self._exchange.abandon()
-                raise
-            if not sent:
-                return
-
-    def _begin_step(self) -> None:
-        """What follows has to be done once and as a whole."""
-        if self._in_step:
-            raise InterruptedCollectiveError(
-                "a collective was interrupted in its middle: its result is lost, and so is the order"
-            )
-        self._in_step = True
+            self._unsent.popleft()
 
 
 _OBSTACLES = (

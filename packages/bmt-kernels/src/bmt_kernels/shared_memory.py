@@ -314,12 +314,13 @@ class SharedMemoryExchange:
         deadline = time.monotonic() + (0.0 if rank in self._late else timeout)
         while not self._reached(rank, counter, number, sleep=0.0 if rank in self._late else _SLEEP):
             # What it has done before it went still counts.
-            if self._memories[rank].is_gone() and not self._reached(rank, counter, number):
+            gone = self._memories[rank].is_gone()
+            if rank in self._uncompared:
+                self._compare_late(rank)  # it may have found that it is elsewhere, and wait for nothing
+            if gone and not self._reached(rank, counter, number):
                 raise RuntimeError(f"{self.names[rank]} has ended or closed its memory, and a message of it is missing")
             if self._stopped:
                 raise RuntimeError(self._stopped)
-            if rank in self._uncompared:
-                self._compare_late(rank)  # it may have found that it is elsewhere, and wait for nothing
             if time.monotonic() > deadline:
                 self._late.add(rank)
                 raise RuntimeError(f"{self.names[rank]} has not sent or received a message for {timeout:g} seconds")
