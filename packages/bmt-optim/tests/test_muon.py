@@ -41,7 +41,7 @@ def check(ctx, **options):
     train(optimizer, params, range(10), gradients)
     assert update_error(params, reference(range(10), start, **options)[0], start) <= 1e-5
     made = optimizer.communication
-    assert made.rounds == 2
+    assert made.rounds == (0 if ctx.world_size == 1 else 2)  # one rank asks nobody
     # An exchange for each round and each communicator that cuts something (of tp only where the owners are).
     if ctx.tp_size == 1:
         assert made.collectives == (2 if ctx.world_size > 1 else 0)
