@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from bmt_comm import ParallelContext
 from bmt_pipe import PipelineTransformerBlockList
+from bmt_pipe.arguments import Leaf
 from bmt_pipe.messages import Form, Forms, Message, Post, StageFailedError, StageLostError, TensorForm
 
 
@@ -248,6 +249,29 @@ def test_a_bad_call_of_one_replica(ctx: ParallelContext) -> None:
         with pytest.raises((ValueError, StageFailedError), match=r"failed|must be a tensor"):
             layers(None if ctx.rank == 1 else x)
     layers(x).sum().backward()
+
+
+@pytest.mark.ranks(3, pipe_size=3, num_micro_batches=3, timeout=30)
+def test_a_rank_has_no_memory_for_arguments_or_their_gradients(ctx: ParallelContext) -> None:
+    """Others wait neither for what it sends nor for what it receives."""
+    twins = Twins(ctx, Layer, 3)
+    inputs = [hidden(ctx, 3), random(ctx.rank, 3, 3), random(ctx.rank, WIDTH, grad=True)]
+
+    def full(rank: int, owner: Any, name: str) -> contextlib.AbstractContextManager[object]:
+        error = torch.OutOfMemoryError(f"no room for {name}")
+        return mock.patch.object(owner, name, side_effect=error) if ctx.rank == rank else contextlib.nullcontext()
+
+    for rank in (0, 2):
+        with full(rank, Leaf, "empty"):
+            fails(ctx, rank, torch.OutOfMemoryError, "no room for empty", lambda: twins.piped(*inputs))
+        with full(rank, Leaf, "empty"):
+            fails(ctx, rank, torch.OutOfMemoryError, "no room", lambda: twins.piped(*inputs, tail=Tensor.sum))
+        loss = twins.piped(*inputs).sum()
+        with full(rank, torch, "empty_like"):
+            fails(ctx, rank, torch.OutOfMemoryError, "no room for empty_like", loss.backward)
+        twins.piped.zero_grad()
+        inputs[2].grad = None
+    twins.check("after it", inputs, lambda layers, *tensors: layers(*tensors))
 
 
 class _OnlyElsewhere:

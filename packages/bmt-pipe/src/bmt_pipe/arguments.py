@@ -10,9 +10,9 @@ import functools
 import hashlib
 import io
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -279,6 +279,15 @@ def raise_first(context: ParallelContext, problem: BaseException | None) -> None
         raise problem
 
 
+def any_failed(context: ParallelContext, problem: BaseException | None) -> bool:
+    """Whether any rank of the pipeline has a problem. A collective of one byte."""
+    comm = context.pipe_host
+    failed = torch.zeros(comm.size, dtype=torch.uint8)
+    with connected():
+        comm.all_gather(failed, torch.tensor([problem is not None], dtype=torch.uint8))
+    return bool(failed.any())
+
+
 @dataclass
 class Plan:
     """What is the same in every call with arguments of the same kind.
@@ -341,6 +350,13 @@ class Plan:
 # --- moving them ----------------------------------------------------------------------------------
 
 
+class _Swap(NamedTuple):
+    """What a stage sends and receives: tensors and peers."""
+
+    sends: list[tuple[Tensor, int]]
+    recvs: list[tuple[Tensor, int]]
+
+
 class Arguments:
     """The arguments of one call: ``values`` are the leaves of each stage's, given this rank's."""
 
@@ -359,8 +375,14 @@ class Arguments:
 
     def exchange(self) -> None:
         """Get every stage's arguments, other than hidden states, for its micro-batches. A collective."""
-        sends: list[tuple[Tensor, int]] = []
-        recvs: list[tuple[Tensor, int]] = []
+        if any(leaf.is_tensor for s in self.plan.signatures for leaf in s.leaves[len(s.hidden) :]):
+            self._swap(self._make_room)
+        else:
+            self._make_room()
+
+    def _make_room(self) -> _Swap:
+        """What :meth:`exchange` sends and receives."""
+        swap = _Swap([], [])
         last, everyone = self.plan.schedule.stage(self.plan.schedule.last), list(range(self.context.pipe.size))
         for origin, signature in enumerate(self.plan.signatures):
             for n, leaf in enumerate(signature.leaves):
@@ -368,16 +390,16 @@ class Arguments:
                 if origin == self.stage:
                     if leaf.is_tensor:
                         data = self.values[origin][n].detach().contiguous()
-                        sends += [(data, stage) for stage in readers if stage != origin]
+                        swap.sends.extend((data, stage) for stage in readers if stage != origin)
                     continue
                 value: Any = None
                 if self.stage in readers and leaf.is_tensor:
                     value = leaf.empty(self.context.device)
-                    recvs.append((value, origin))
+                    swap.recvs.append((value, origin))
                 elif self.stage in readers:
                     value = self.values[self.stage][n] if leaf.value is _OwnValue else _NotCopied
                 self.values[origin].append(value)
-        self._swap(sends, recvs)
+        return swap
 
     def of(
         self, micro_batch: int, leaves: dict[int, Tensor] | None = None
@@ -415,30 +437,47 @@ class Arguments:
 
         A collective.
         """
-        sends: list[tuple[Tensor, int]] = []
-        recvs: list[tuple[Tensor, int]] = []
+        if not any(leaf.requires_grad for s in self.plan.signatures for leaf in s.leaves[len(s.hidden) :]):
+            return hidden
         parts: list[list[Tensor]] = []  # of this rank's leaves: of each stage
-        for origin, signature in enumerate(self.plan.signatures):
-            for n, leaf in enumerate(signature.leaves):
-                if n in signature.hidden or not leaf.requires_grad:
-                    continue
-                grad = self._grads.pop((origin, n), None)
-                if grad is None:
-                    grad = torch.zeros_like(leaf.empty(self.context.device))
-                if origin != self.stage:
-                    sends.append((grad, origin))
-                    continue
-                parts.append([grad if s == origin else torch.empty_like(grad) for s in range(self.context.pipe.size)])
-                recvs += [(part, s) for s, part in enumerate(parts[-1]) if s != origin]
-        self._swap(sends, recvs)
+        grads, self._grads = self._grads, {}
+
+        def make_room() -> _Swap:
+            swap = _Swap([], [])
+            for origin, signature in enumerate(self.plan.signatures):
+                for n, leaf in enumerate(signature.leaves):
+                    if n in signature.hidden or not leaf.requires_grad:
+                        continue
+                    grad = grads.pop((origin, n), None)
+                    if grad is None:
+                        grad = torch.zeros_like(leaf.empty(self.context.device))
+                    if origin != self.stage:
+                        swap.sends.append((grad, origin))
+                        continue
+                    stages = range(self.context.pipe.size)
+                    parts.append([grad if stage == origin else torch.empty_like(grad) for stage in stages])
+                    swap.recvs.extend((part, stage) for stage, part in enumerate(parts[-1]) if stage != origin)
+            return swap
+
+        self._swap(make_room)
         return [*hidden, *(torch.stack(of_stages).sum(0) for of_stages in parts)]
 
-    def _swap(self, sends: list[tuple[Tensor, int]], recvs: list[tuple[Tensor, int]]) -> None:
-        """Send and receive tensors, each with its peer; those in host memory go their own way."""
+    def _swap(self, make_room: Callable[[], _Swap]) -> None:
+        """Send and receive tensors, each with its peer; those in host memory go their own way.
+
+        Nothing is sent until all stages have memory for it: one that raises alone would leave the others waiting.
+        """
+        swap, problem = _Swap([], []), None
+        try:
+            swap = make_room()
+        except Exception as error:  # whatever it is, the other stages are to know
+            problem = error
+        if any_failed(self.context, problem):
+            raise_first(self.context, problem)
         with connected():
             for on_host, comm in enumerate((self.context.pipe, self.context.pipe_host)):
                 mine, theirs = (
                     [(tensor, peer) for tensor, peer in some if tensor.numel() and tensor.is_cpu == bool(on_host)]
-                    for some in (sends, recvs)
+                    for some in swap
                 )
                 comm.send_recv(mine, theirs)

@@ -3,7 +3,8 @@
 [Note: failures]
     A stage that raises still sends something in place of each message that the others wait for, and receives what
     they send. At the end of each pass all stages tell each other how it went, and then all of them raise. So an
-    exception leaves no stage waiting, and no message on its way. Ranks that wait for the failed one in another
+    exception leaves no stage waiting, and no message on its way. Before arguments and their gradients move, all stages
+    make room for them, and tell each other that they could. Ranks that wait for the failed one in another
     collective, of its ZeRO or tensor-parallel group, are stopped when its process ends (``bmt_comm.watch``).
 """
 
@@ -24,7 +25,7 @@ from bmt_zero.gradient_reducer import GradientReducer, ReducedGradient
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
 from bmt_zero.shard import group_of
 
-from .arguments import Arguments, Plan, raise_first
+from .arguments import Arguments, Plan, any_failed, raise_first
 from .chunk import AmbientState, checkpoints, not_checkpointed, run_layers
 from .messages import Form, Message, Post, StageLostError, connected, take_apart
 from .recording import Recorder
@@ -222,12 +223,9 @@ class Run:
                 if message not in self._post.sent:
                     self._post.send_broken(peer, message)
             self._post.drain()
-        comm = self.context.pipe_host
-        failed = torch.zeros(comm.size, dtype=torch.uint8)
-        with connected():
-            comm.all_gather(failed, torch.tensor([problem is not None], dtype=torch.uint8))
+        failed = any_failed(self.context, problem)
         self._post.close()  # also what others have received only to be rid of it
-        if bool(failed.any()):
+        if failed:
             self._release()
             raise_first(self.context, problem)
         self.plan.learned = True
