@@ -114,7 +114,7 @@ def test_scores_are_never_gathered_and_those_of_a_fused_head_never_exist(ctx):
         vocab_parallel_cross_entropy(scores, target).backward()
     assert largest.numel <= scores.numel()
     sent = {op: count.calls - calls.get(op, 0) for op, count in ctx.tp.traffic.items()}
-    assert sent == {"all_gather": 1}
+    assert {op: number for op, number in sent.items() if number} == {"all_gather": 1}
     with Largest() as largest:
         vocab_parallel_linear_cross_entropy(leaf(hidden), leaf(torch.randn(VOCAB // 2, HIDDEN)), target).backward()
     assert largest.numel < scores.numel() / 2
