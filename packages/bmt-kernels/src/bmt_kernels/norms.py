@@ -97,6 +97,8 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
         if rows is not None:
             sums = torch.empty(len(filled), dtype=torch.float64)
             cpu.module.square_sums(cpu.variant, rows, sums.data_ptr(), torch.get_num_threads())
+            if len(filled) == len(tensors):
+                return sums.float()
             return torch.zeros(len(tensors)).index_copy_(0, torch.tensor(filled, dtype=torch.long), sums.float())
     check_data(tensors, device)
     if device.type == "cpu":

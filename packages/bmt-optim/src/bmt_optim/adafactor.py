@@ -108,20 +108,21 @@ class DistributedAdafactor(DistributedOptimizer):
         squares = bmt_kernels.square_sums(batch.pick(batch.weights, parts.order)) if scaled else ()
         *sums, squares = yield [*average.requests(), Sum(squares, parts.matrices if scaled else [])]
         average.update(sums, self._beta2(batch))
-        rates = torch.full((len(parts.order),), self._rate(batch), device=batch.device)
         if scaled:
             found = parts.root_mean_squares(squares)
             torch._foreach_copy_(sizes, found.unbind())
-            rates = rates * found.clamp(min=options["eps"][1])
+            rates = found.clamp_(min=options["eps"][1]).mul_(self._rate(batch))
+        else:
+            rates = torch.full((len(parts.order),), self._rate(batch), device=batch.device)
         totals = torch.empty(len(parts.grads), device=batch.device)
         bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
         (squares,) = yield [Sum(parts.per_matrix(totals), parts.matrices)]
-        clips = (parts.root_mean_squares(squares) / options["clip_threshold"]).clamp(min=1)
+        clips = parts.root_mean_squares(squares).div_(options["clip_threshold"]).clamp_(min=1)
         parts.update_weights(
             parts.grads,
             average,
             parts.per_entry(rates / clips),
-            parts.per_entry(1 - decay * rates) if decay else None,
+            parts.per_entry(torch.rsub(rates, 1, alpha=decay)) if decay else None,
             exp_avgs,
             beta1=float(beta1 or 0),
             **parts.scaling,

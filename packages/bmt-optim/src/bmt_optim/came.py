@@ -82,7 +82,7 @@ class DistributedCAME(DistributedOptimizer):
         totals = torch.empty(len(parts.grads), device=batch.device)
         bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
         (squares,) = yield [Sum(parts.per_matrix(totals), parts.matrices)]
-        clips = parts.per_entry((parts.root_mean_squares(squares) / options["clip_threshold"]).clamp(min=1))
+        clips = parts.per_entry(parts.root_mean_squares(squares).div_(options["clip_threshold"]).clamp_(min=1))
         exp_avgs, instability = parts.state("exp_avg"), parts.average("exp_avg_res", of_vectors=False)
         bmt_kernels.factored_residual_square_sums(
             parts.grads,

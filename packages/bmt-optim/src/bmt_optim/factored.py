@@ -156,7 +156,7 @@ class Parts:
 
     def root_mean_squares(self, sums: Tensor) -> Tensor:
         """From the sum of squares of each whole tensor: fp32, of shape (matrices,), as what is returned."""
-        return (sums * self.plan.inverse_counts).sqrt()
+        return (sums * self.plan.inverse_counts).sqrt_()
 
     def update_weights(
         self,

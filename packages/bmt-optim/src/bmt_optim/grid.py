@@ -49,11 +49,14 @@ def answer_to(request: Request) -> Answer:
 
 def _check(request: Request) -> None:
     sizes = request.sizes if isinstance(request, Sum) else None
-    if sizes is not None and (
-        not isinstance(request.values, Tensor) or request.values.shape != (sum(sizes),) or min(sizes, default=0) < 0
-    ):
+    values = request.values
+    if sizes is None:
+        count = len(values)
+    elif isinstance(values, Tensor) and values.shape == (sum(sizes),) and min(sizes, default=0) >= 0:
+        count = len(sizes)
+    else:
         raise ValueError(f"{type(request).__name__} has sizes for {sum(sizes)} elements, and values are no such vector")
-    lengths = [len(request.values if sizes is None else sizes), len(request.matrices)]
+    lengths = [count, len(request.matrices)]
     if isinstance(request, Share):
         lengths.append(len(request.shapes))
     if len(set(lengths)) > 1:
