@@ -8,9 +8,10 @@ import torch
 import bmt_kernels as bk
 from bmt_kernels import _native
 
-# The last two dimensions of what all ranks have: rows of which this rank has some, and columns, which it has all.
-HEIGHTS, WIDTHS = [50, 9, 4, 1], [7, 5, 3, 640]
-HERE = [(33, 7), (2, 3, 4, 5), (0, 3), (1, 640)]
+# The last two dimensions of what all ranks have: rows of which this rank has some, and columns, which it has all. There
+# are more than a launch on a GPU takes.
+HEIGHTS, WIDTHS = [50, 9, 4, 1] * 12, [7, 5, 3, 640] * 12
+HERE = [(33, 7), (2, 3, 4, 5), (0, 3), (1, 640)] * 12
 VECTOR = 11  # of an average without rows
 DECAY = 0.9
 
@@ -221,12 +222,12 @@ def test_memory_that_is_shared_is_refused(way):
         bk.factored_totals([torch.ones(3)], torch.ones(3), one, one)
 
 
-def test_the_compiled_way_is_taken(monkeypatch):
-    if _native.cpu_kernels() is None:
+def test_the_compiled_way_is_taken(monkeypatch, device):
+    if _native.cpu_kernels() is None and _native.cuda_kernels(device) is None:
         pytest.skip("the compiled module is not here, or not asked for")
     for name in ("_move", "_totals"):
         monkeypatch.setitem(bk.factored_averages.__globals__, name, None)
-    arguments = good_call()
+    arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), good_call())
     bk.factored_totals(*(arguments[name] for name in ("row_averages", "row_sums", "totals", "before")))
     assert arguments["totals"].tolist() == arguments["before"].tolist() == [3.0]
     bk.factored_averages(**arguments)

@@ -92,8 +92,11 @@ class Batcher {
  public:
   explicit Batcher(Launch launch) : launch_(launch) { clear(); }
 
-  cudaError_t add(const Row& row, bool aligned) {
-    const auto blocks = static_cast<uint64_t>((row.numel + kChunk - 1) / kChunk);
+  cudaError_t add(const Row& row, bool aligned) { return add(row, aligned, (row.numel + kChunk - 1) / kChunk); }
+
+  // With a number of thread blocks of its own.
+  cudaError_t add(const Row& row, bool aligned, int64_t blocks_of_row) {
+    const auto blocks = static_cast<uint64_t>(blocks_of_row);
     if (batch_.count == kMaxRows<Row> || blocks_ + blocks > 0x7fffffffull) {
       const cudaError_t error = flush();
       if (error != cudaSuccess) return error;

@@ -43,6 +43,7 @@ void bind_adam(pybind11::module_& m);
 void bind_adam8bit(pybind11::module_& m);
 void bind_cross_entropy(pybind11::module_& m);
 void bind_factored(pybind11::module_& m);
+void bind_factored_averages(pybind11::module_& m);
 void bind_lamb(pybind11::module_& m);
 void bind_norms(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);

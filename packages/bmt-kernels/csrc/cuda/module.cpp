@@ -28,6 +28,7 @@ PYBIND11_MODULE(BMT_CUDA_MODULE, m) {
   bind_adam8bit(m);
   bind_cross_entropy(m);
   bind_factored(m);
+  bind_factored_averages(m);
   bind_lamb(m);
   bind_norms(m);
   bind_overflow(m);

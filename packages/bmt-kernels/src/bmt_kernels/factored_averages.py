@@ -32,7 +32,7 @@ def factored_totals(row_averages: Sequence[Tensor], row_sums: Tensor, totals: Te
         ValueError: tensors do not fit each other, are not contiguous, or overlap what is written.
     """
     device = _device("row_averages", row_averages, totals)
-    if _done("factored_totals", device, row_averages, row_sums, totals, before):
+    if _launched("totals", device, (row_averages, row_sums, totals, before)):
         increment_version([totals, before])
         return
     _check_list("row_averages", row_averages, device)
@@ -99,8 +99,8 @@ def factored_averages(
         if min(counts, default=1) < 1:
             raise ValueError(f"{name} has the entry {min(counts)}; it must be at least 1")
     device = _device("col_averages", col_averages, col_factors)
-    given = (row_averages, col_averages, row_sums, col_sums, totals, before, heights, widths, decay)
-    if not _done("factored_averages", device, *given, row_factors, col_factors):
+    given = (row_averages, col_averages, row_sums, col_sums, totals, before, heights, widths, row_factors, col_factors)
+    if not _launched("averages", device, given, decay):
         _check_list("row_averages", row_averages, device)
         _check_list("col_averages", col_averages, device)
         for name, counts, averages in (("heights", heights, col_averages), ("widths", widths, row_averages)):
@@ -148,12 +148,23 @@ def _device(name: str, averages: Sequence[Tensor], vector: Tensor) -> torch.devi
     return averages[0].device if len(averages) else vector.device
 
 
-def _done(operation: str, device: torch.device, *arguments: object) -> bool:
-    """Whether the compiled operation has done it; it declines what is unusual, or wrong."""
-    if device.type != "cpu" or tracing() or (cpu := _native.cpu_kernels()) is None:
+def _launched(operation: str, device: torch.device, arguments: Sequence[object], *numbers: float) -> bool:
+    """Whether a kernel does it; none does where the compiled module declines to pack what is unusual, or wrong."""
+    code = _DLPACK_DEVICES.get(device.type)
+    if tracing() or _native.cpu_module is None or code is None:
         return False
-    done: bool = getattr(cpu.module, operation)(*arguments, device, _DLPACK_DEVICES["cpu"], device.index or 0)
-    return done
+    cpu = _native.cpu_kernels() if device.type == "cpu" else None
+    cuda = None if cpu is not None else _native.cuda_kernels(device)
+    if cpu is None and cuda is None:
+        return False
+    table = getattr(_native.cpu_module, f"pack_{operation}")(*arguments, device, code, device.index or 0)
+    if table is None:
+        return False
+    if cpu is not None:
+        getattr(cpu.module, f"factored_{operation}")(table, *numbers)
+    elif cuda is not None:
+        getattr(cuda.module, f"factored_{operation}")(cuda.device, cuda.stream, table, *numbers)
+    return True
 
 
 def _check_list(name: str, averages: Sequence[Tensor], device: torch.device) -> None:
