@@ -23,8 +23,11 @@ from torch import Tensor
 import bmt_kernels
 from bmt_comm import StateRecord, dtensor_like, is_dtensor, slice_of
 
+from . import engine
 from .adam_runs import HALF, MOMENTS, GroupPlan, Home, Launch
+from .exchange import Communication
 from .options import check_conventions, declared
+from .requests import Rule
 from .runs import on_local_tensors, zero_grads
 from .state_dict import gather_state, match_groups, state_value, step_record, whole_number
 from .upstream_state import from_upstream, is_upstream
@@ -60,6 +63,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         ValueError: a setting out of range.
     """
 
+    takes_found_inf = True
+    """Whether a step with ``found_inf`` changes nothing where that is not zero, without the host's knowing it."""
     _home = Home()
 
     def __init__(
@@ -90,7 +95,6 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     # --- stepping ---------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, scale: float = 1) -> Any:
         """Update every parameter that has a gradient.
 
@@ -108,24 +112,20 @@ class AdamOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        engine.run([self.begin_step(scale)])
+        return loss
+
+    step._wrapped_by_lr_sched = step.runs_begin_step = True  # type: ignore[attr-defined]  # see DistributedOptimizer.step
+
+    @on_local_tensors
+    def begin_step(
+        self, scale: float = 1, grad_factor: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> engine.Step:
+        """The part of a step before anything changes (see :meth:`DistributedOptimizer.begin_step`)."""
         if not 0 < scale < math.inf:
             raise ValueError(f"scale={scale!r} must be positive and finite")
         for group in self.param_groups:
             _check_options(group)
-        calls = self._calls(scale)
-        self._launch(calls)
-        for launch, options in calls:
-            for entry in launch.entries:
-                entry["step"] = options["step"]
-            for copied, param in launch.copies:
-                param.copy_(copied)
-            if launch.in_runs:  # the flat views need not share the parameters' version counters
-                torch.autograd.graph.increment_version(launch.in_runs)
-        return loss
-
-    @on_local_tensors
-    def _calls(self, scale: float) -> list[Call]:
-        """The kernel calls of a step."""
         calls: list[Call] = []
         for group, plan in zip(self.param_groups, self._current_plans()):
             launches: dict[Any, Launch] = {}
@@ -134,9 +134,25 @@ class AdamOptimizer(torch.optim.Optimizer):
             for (step, *_), launch in launches.items():
                 options = {name: group[name] for name in ("betas", "eps", "weight_decay", "hold_steps")}
                 options.update(lr=float(group["lr"]), maximize=bool(group.get("maximize")), step=step)
-                options.update(grad_scale=float(scale))
+                options.update(grad_scale=float(scale), grad_factor=grad_factor, found_inf=found_inf)
                 calls.append((launch, options))
-        return calls
+        stepped = [(entry, options["step"]) for launch, options in calls for entry in launch.entries]
+
+        def finish(_: Communication) -> None:
+            self._opt_called = True
+            for entry, step in stepped:
+                entry["step"] = step
+
+        return engine.Step([], finish, [self._rule(calls)])
+
+    def _rule(self, calls: Sequence[Call]) -> Rule:
+        yield []
+        self._launch(calls)
+        for launch, _ in calls:
+            for copied, param in launch.copies:
+                param.copy_(copied)
+            if launch.in_runs:  # the flat views need not share the parameters' version counters
+                torch.autograd.graph.increment_version(launch.in_runs)
 
     def _launch(self, calls: Sequence[Call]) -> None:
         for launch, options in calls:

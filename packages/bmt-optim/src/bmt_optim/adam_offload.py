@@ -67,6 +67,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         super().__init__(params, lr, betas, eps, weight_decay, hold_steps, **conventions)
 
     def _start_afresh(self) -> None:
+        self.takes_found_inf = self.compute == "device"  # the host waits for gradients anyway
         self._home = Home(on_host=True, pinned=self.compute == "device")
         self._pipelines: dict[torch.device, OffloadPipeline] = {}
 
@@ -116,9 +117,14 @@ class AdamOffloadOptimizer(AdamOptimizer):
         direct: list[Call] = []
         batches: dict[torch.device, list[tuple[list[OffloadRow], Any]]] = {}
         deltas: list[tuple[Launch, Tensor]] = []
+        skipped: Tensor | None = None
         for launch, options in calls:
+            place = self._place(launch.device)
+            if (factor := options["grad_factor"]) is not None:
+                options = {**options, "grad_factor": factor.to(place)}
+            skipped = options["found_inf"]
             if self.record_delta:
-                sums = torch.zeros(2, dtype=torch.float64, device=self._place(launch.device))
+                sums = torch.zeros(2, dtype=torch.float64, device=place)
                 deltas.append((launch, sums))
                 options = {**options, "delta_stats": sums}
             if self._is_offloaded(launch.device):
@@ -129,7 +135,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for device, found in batches.items():
             self._pipeline(device).run(found)
         if self.record_delta:
-            self._delta = self._total(deltas)
+            total = self._total(deltas)
+            if skipped is not None:
+                before = torch.zeros_like(total) if self._delta is None else self._delta
+                total = torch.where(skipped.to(total.device) > 0, before, total)
+            self._delta = total
 
     def _is_offloaded(self, device: torch.device) -> bool:
         """Whether parameters on ``device`` and their state are apart."""

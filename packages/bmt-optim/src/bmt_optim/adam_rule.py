@@ -40,6 +40,7 @@ class Adam(DistributedOptimizer):
 
     sums_over_ranks = False
     maximizes = True
+    takes_found_inf = True
     _is_decoupled = False  # whatever a state dict that was loaded says
 
     def __init__(
@@ -83,6 +84,7 @@ class Adam(DistributedOptimizer):
                 masters=masters,
                 grad_scale=batch.grad_scale,
                 grad_factor=batch.grad_factor,
+                found_inf=batch.found_inf,
             )
 
 

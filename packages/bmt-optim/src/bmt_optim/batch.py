@@ -31,6 +31,8 @@ class Batch:
         grad_scale: what the gradients have been multiplied by.
         grad_factor: what they are to be multiplied by besides, such as a clip coefficient: 0-dim fp32 on the
             device; or ``None``.
+        found_inf: of an optimizer that ``takes_found_inf``: nothing may change if it is not zero. 0-dim fp32 on the
+            device; or ``None``.
         weights: the weights to compute with, contiguous: fp32 masters, or the parameters themselves. Read them
             here; write them through :meth:`writable`.
         kept: what a rule keeps for later steps of a batch of the same matrices, none of it of a gradient.
@@ -46,6 +48,7 @@ class Batch:
         step: int,
         grad_scale: float,
         grad_factor: Tensor | None,
+        found_inf: Tensor | None,
         kept: dict[str, Any],
         cache: Tensor | None,
     ) -> None:
@@ -55,6 +58,7 @@ class Batch:
         self.grads = grads
         self.grad_scale = grad_scale
         self.grad_factor = grad_factor
+        self.found_inf = found_inf
         self.states = states
         self.kept = kept
         self._cache = cache

@@ -88,6 +88,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         mine = {"stochastic_rounding": self.stochastic_rounding, "communication": self.communication, "_plan": None}
         return {**super().__getstate__(), **mine}
 
+    takes_found_inf = False
+    """Whether the rule heeds ``batch.found_inf``, so that the host need not know of an overflow before a step."""
+
     # --- what a subclass defines ------------------------------------------------------------------
 
     def rule(self, batch: Batch) -> Rule:
@@ -160,12 +163,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         run([self.begin_step(scale)])
         return loss
 
-    # torch's schedulers look for this mark, and for the one that _finish makes, and else warn that they are stepped
-    # before the optimizer: an OptimManager steps optimizers without a call of step.
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    # torch's schedulers look for the first mark, and for the one that ``finish`` makes, and else warn that they are
+    # stepped before the optimizer: an OptimManager steps optimizers without a call of step.
+    step._wrapped_by_lr_sched = step.runs_begin_step = True  # type: ignore[attr-defined]
 
     @on_local_tensors
-    def begin_step(self, scale: float = 1, grad_factor: Tensor | None = None) -> Step:
+    def begin_step(self, scale: float = 1, grad_factor: Tensor | None = None, found_inf: Tensor | None = None) -> Step:
         """The first part of a step, up to what is to be communicated first. No state and no weight changes.
 
         It ends with :func:`bmt_optim.engine.run`, which takes steps of several optimizers, or with
@@ -174,6 +177,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Args:
             scale: as for :meth:`step`.
             grad_factor: what the gradients are multiplied by besides: a 0-dim fp32 tensor on their device.
+            found_inf: as ``grad_factor``. If it is not zero, nothing changes but the number of the step. Only for
+                those that ``takes_found_inf``.
 
         Raises:
             What :meth:`step` raises.
@@ -187,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grads = [self._grad(m) for m in present]
         self._materialize()
         entries = [self.state[m.param] for m in present]
-        together, alone = self._batches(present, grads, entries, float(scale), grad_factor)
+        together, alone = self._batches(present, grads, entries, float(scale), grad_factor, found_inf)
 
         def finish(record: Communication) -> None:
             self.communication = record
@@ -204,6 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         entries: Sequence[dict[str, Any]],
         scale: float,
         grad_factor: Tensor | None,
+        found_inf: Tensor | None,
     ) -> tuple[list[Batch], list[Batch]]:
         """Those of matrices that several ranks hold parts of, and those of what this rank holds as a whole."""
         plan = self._current_plan()
@@ -239,6 +245,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     step,
                     scale,
                     grad_factor,
+                    found_inf,
                     plan.kept.setdefault(key_of_kept, before.get(key_of_kept, {})),
                     plan.cache(sum(locals_[n].numel() for n in chosen)) if on_cpu and batches is alone else None,
                 )
@@ -426,15 +433,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def steps_with_others(optimizer: Any) -> bool:
-    """Whether a step of ``optimizer`` is what :meth:`DistributedOptimizer.begin_step` begins and nothing else."""
-    if not isinstance(optimizer, DistributedOptimizer):
-        return False
+    """Whether a step of ``optimizer`` is what its ``begin_step`` begins and nothing else."""
     step = inspect.unwrap(optimizer.step)
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return getattr(step, "__func__", step) is inspect.unwrap(DistributedOptimizer.step) and not any(hooks)
+    return hasattr(getattr(step, "__func__", step), "runs_begin_step") and not any(hooks)
 
 
-def begin_steps(optimizers: Iterable[DistributedOptimizer], scale: float = 1) -> list[Step]:
+def begin_steps(optimizers: Iterable[Any], *arguments: Any) -> list[Step]:
     """``begin_step`` of each.
 
     Raises:
@@ -443,7 +448,7 @@ def begin_steps(optimizers: Iterable[DistributedOptimizer], scale: float = 1) ->
     steps: list[Step] = []
     try:
         for optimizer in optimizers:
-            steps.append(optimizer.begin_step(scale))
+            steps.append(optimizer.begin_step(*arguments))
     except BaseException:
         for step in steps:
             step.abandon()

@@ -65,9 +65,27 @@ class Step:
         self.alone.clear()
 
 
-@torch.no_grad()
 def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | None = None) -> bool:
-    """Take steps to their end together, or abandon them all.
+    """Take steps to their end together and count them, or abandon them all.
+
+    Arguments are those of :func:`advance`.
+
+    Returns:
+        Whether the steps were taken.
+    """
+    record = advance(steps, flag, comm)
+    if record is None:
+        return False
+    for step in steps:
+        step.finish(record)
+    return True
+
+
+@torch.no_grad()
+def advance(
+    steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | None = None
+) -> Communication | None:
+    """Take steps to their end together, or abandon them all. Their ``finish`` is still to be called.
 
     A collective over the ranks that share parameters, and over ``comm``; all of them must bring the same steps in
     the same order.
@@ -80,7 +98,7 @@ def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | 
         comm: the ranks that abandon their steps together; ``None``: this one.
 
     Returns:
-        Whether the steps were taken.
+        What was communicated; ``None`` if the steps were abandoned.
     """
     record = Communication()
     waiting = [pair for step in steps for pair in step.waiting]
@@ -107,7 +125,7 @@ def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | 
             if bool(total > 0):
                 for step in steps:
                     step.abandon()
-                return False
+                return None
             flag = None
         still = []
         for (rule, _), found in zip(waiting, answers):
@@ -119,8 +137,7 @@ def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | 
             pass
     for step in steps:
         step.waiting = []
-        step.finish(record)
-    return True
+    return record
 
 
 def _first_requests(rule: Rule) -> Sequence[Request]:

@@ -34,6 +34,22 @@ def local_grads(params: Sequence[Tensor]) -> list[Tensor]:
     return merge_adjacent(grad.detach() for grad in grads if grad is not None)
 
 
+class HostCopy:
+    """A number on its way to the host, which waits for it when it is read."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if number.is_cuda:
+            number = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
+            self._arrived = torch.cuda.current_stream().record_event()
+        self._number = number
+
+    def read(self) -> float:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._number.item()
+
+
 def overflow_here(grads: Sequence[Tensor], context: ParallelContext, flags: Sequence[Tensor] = ()) -> Tensor:
     """1 if this rank has an inf or a NaN among ``grads``, or a 1 among ``flags``, else 0.
 

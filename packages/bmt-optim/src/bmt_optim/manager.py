@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from bmt_comm import (
 from .adam import AdamOptimizer
 from .convert import distributed_where_needed
 from .distributed import begin_steps, steps_with_others
-from .engine import run
-from .gradients import global_norm, local_grads, overflow_here, scale_grads
+from .engine import Step, advance, run
+from .exchange import Communication
+from .gradients import HostCopy, global_norm, local_grads, overflow_here, scale_grads
 from .state_dict import match_groups
 from .upstream_state import from_upstream, is_upstream
 
@@ -48,8 +49,10 @@ class OptimManager:
     gradients by it itself; for any other the gradients are divided in place just before its step, which
     loses small values where they are fp16.
 
-    The host waits for the device in one place: with a loss scale, :meth:`step` reads one overflow flag. It is one
-    number, and rides in the first round of those optimizers that are a :class:`DistributedOptimizer`, which step
+    The host waits for the device in one place: with a loss scale, :meth:`step` reads one overflow flag. Where all
+    optimizers are Adams of ours, their kernels read it on the device, and the host when they have been queued: the
+    device does not wait for the host. With ``reads_late`` the host reads it at the next :meth:`backward` at the latest.
+    Otherwise it rides in the first round of those optimizers that are a :class:`DistributedOptimizer`, which step
     together: where the round goes over all ranks, the flag costs no collective of its own. The gradient norm does
     not ride there, for what optimizers communicate depends on gradients that have been clipped; but it tells of
     overflow, too, so that gradients which :meth:`clip_grad_norm` has seen are not looked at again.
@@ -64,10 +67,16 @@ class OptimManager:
         skip_non_finite: whether all ranks skip a step if a gradient on any rank is inf or NaN; by default if there is
             a loss scale. Without a loss scale, this costs what the overflow check costs.
         max_skipped_steps: as many steps in a row are skipped; :meth:`step` raises at the next one.
+        reads_late: :meth:`step` does not wait for the overflow flag where kernels read it on the device. Schedulers are
+            then stepped, and steps counted or skipped, when :meth:`settle` is called: by ``backward``, ``scale_loss``,
+            ``clip_grad_norm``, ``step``, the methods that save and load state, and whoever reads ``loss_scale`` or
+            ``optimizers``; or by the script, before it reads a learning rate, or saves a scheduler by itself. A step
+            that is skipped leaves its gradients to ``zero_grad``.
         context: the ranks that step together; by default the process-wide context.
 
     Attributes:
         loss_scale: the loss scale now; 1 without one.
+        grad_norm: what the last :meth:`clip_grad_norm`, or ``step(max_norm=...)``, found; ``None`` before.
         steps_since_last_scale: good steps since it last changed.
         skipped_steps: how many steps were skipped in a row, up to now.
 
@@ -87,6 +96,7 @@ class OptimManager:
         *,
         skip_non_finite: bool | None = None,
         max_skipped_steps: int = 100,
+        reads_late: bool = False,
         context: ParallelContext | None = None,
     ) -> None:
         self.context = current_context() if context is None else context
@@ -113,7 +123,7 @@ class OptimManager:
         if max_skipped_steps < 0:
             raise ValueError(f"max_skipped_steps={max_skipped_steps!r} must not be negative")
         self.loss_scale_enabled = loss_scale is not None
-        self.loss_scale: float = 1 if loss_scale is None else loss_scale
+        self._loss_scale: float = 1 if loss_scale is None else loss_scale
         self.loss_scale_factor = loss_scale_factor
         self.loss_scale_steps = loss_scale_steps
         self.min_loss_scale = min_loss_scale
@@ -124,8 +134,11 @@ class OptimManager:
         self.skip_non_finite = bool(skip_non_finite)
         self.max_skipped_steps = max_skipped_steps
         self.skipped_steps = 0
+        self.reads_late = reads_late
+        self.grad_norm: Tensor | None = None
+        self._pending: tuple[HostCopy, list[Step], Communication] | None = None  # a step, and whether it overflowed
         self._rejected = ""
-        self.optimizers: list[Any] = []  # torch.optim.Optimizer, some of whose methods take more than torch's
+        self._optimizers: list[Any] = []  # torch.optim.Optimizer, some of whose methods take more than torch's
         self.lr_schedulers: list[Any] = []
         self._unscale_themselves: list[bool] = []
         # For each norm of the gradients at hand 1 where it is not finite, though perhaps every element is; and the
@@ -177,12 +190,12 @@ class OptimManager:
     def zero_grad(self) -> None:
         """Fill every gradient with zeros."""
         self._forget_norms()
-        for optimizer in self.optimizers:
+        for optimizer in self._optimizers:  # a step that is not settled may stay so
             optimizer.zero_grad(set_to_none=False)
         note_scale(self._params(), None)
 
     def _params(self) -> list[Tensor]:
-        return _parameters(group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return _parameters(group for optimizer in self._optimizers for group in optimizer.param_groups)
 
     @torch.no_grad()
     def clip_grad_norm(
@@ -212,20 +225,28 @@ class OptimManager:
         Raises:
             ValueError: ``norm_type`` is not positive, or ``max_norm`` is negative.
         """
+        factor, grads = self._clip_factor(_parameters(param_groups), max_norm, norm_type, eps)
+        scale_grads(grads, factor)
+        assert self.grad_norm is not None
+        return self.grad_norm
+
+    def _clip_factor(
+        self, params: Sequence[Tensor], max_norm: float, norm_type: float | str, eps: float = 1e-6
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What clips the gradients of ``params``, 0-dim fp32, and this rank's gradients in flat tensors."""
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type!r} is not a norm; choose a number above 0 or inf")
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm!r} must not be negative")
-        params = _parameters(param_groups)
         scaled, grads = global_norm(params, norm_type, self.context)
         norm = scaled / self.loss_scale
         factor = torch.where(torch.isfinite(norm), (max_norm / (norm + eps)).clamp(max=1), 1)
-        scale_grads(grads, factor.float())
         if self._checks:
             self._bad_norms.append((~torch.isfinite(scaled)).float())
             self._in_norms.update(params)
-        return norm.float()
+        self.grad_norm = norm.float()
+        return factor.float(), grads
 
     def reject_step(self, reason: str) -> None:
         """Let all ranks skip the next step, though perhaps only this rank calls this: for a loss that is a spike, say.
@@ -259,32 +280,97 @@ class OptimManager:
         if self.context.pipe_size > 1:
             check_agreement(self.context.zero, "the optimizers", options)
 
-    def step(self) -> bool:
+    @torch.no_grad()
+    def step(self, max_norm: float | None = None, norm_type: float | str = 2) -> bool | None:
         """Step every optimizer and its scheduler; or, if a gradient overflowed anywhere, none of them.
 
         With a loss scale or ``skip_non_finite``, an inf or NaN in any gradient on any rank, or a rank that has called
         :meth:`reject_step`, makes all ranks skip the step, fill the gradients with zeros and divide the loss scale.
 
+        Args:
+            max_norm: clip the gradients of all optimizers, as :meth:`clip_grad_norm` does, which this saves a pass over
+                them: optimizers of ours clip as they read, and the gradients stay as they are. The norm is
+                ``grad_norm``.
+            norm_type: as in :meth:`clip_grad_norm`.
+
         Returns:
-            Whether the step was taken; the same on all ranks.
+            Whether the step was taken; the same on all ranks. With ``reads_late``, ``None`` where that is not known
+            yet.
 
         Raises:
             RuntimeError: more than ``max_skipped_steps`` steps were skipped in a row.
+            ValueError: see :meth:`clip_grad_norm`.
         """
         note_place("the optimizer step")
+        self.settle()
         if not self._compared:
             self._compared = True
             self._check_settings()
         note_step()
-        together = [optimizer for optimizer in self.optimizers if steps_with_others(optimizer)]
+        factor = None if max_norm is None else self._clip_factor(self._params(), max_norm, norm_type)[0]
+        together = [optimizer for optimizer in self._optimizers if steps_with_others(optimizer)]
         flag = self._overflow() if self._checks else None
-        if not run(begin_steps(together, self.loss_scale), flag, self.context.world):
+        if flag is not None and self._is_read_on_device(flag):
+            self.context.world.all_reduce(flag)
+            steps = begin_steps(together, self.loss_scale, factor, flag)
+            copy = HostCopy(flag)
+            record = advance(steps)
+            assert record is not None
+            self._pending = copy, steps, record
+            return None if self.reads_late else self.settle()
+        if not run(begin_steps(together, self.loss_scale, factor), flag, self.context.world):
             self._skip()
             return False
-        self.skipped_steps = 0
-        for optimizer, scheduler, unscales in zip(self.optimizers, self.lr_schedulers, self._unscale_themselves):
+        for optimizer, unscales in zip(self.optimizers, self._unscale_themselves):
             if not any(optimizer is each for each in together):
-                self._step_alone(optimizer, unscales)
+                self._step_alone(optimizer, unscales, factor)
+        self._count()
+        return True
+
+    def settle(self) -> bool:
+        """Wait until it is known whether the last step was taken, and count or skip it. Whether it was taken.
+
+        Raises:
+            RuntimeError: more than ``max_skipped_steps`` steps were skipped in a row.
+        """
+        if self._pending is not None:
+            (copy, steps, record), self._pending = self._pending, None
+            if copy.read() > 0:
+                self._skip()  # with reads_late, gradients may be those of the next step by now
+            else:
+                for step in steps:
+                    step.finish(record)
+                self._count()
+        return self.skipped_steps == 0
+
+    @property
+    def optimizers(self) -> list[Any]:
+        self.settle()
+        return self._optimizers
+
+    @property
+    def loss_scale(self) -> float:
+        self.settle()
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.settle()
+        self._loss_scale = value
+
+    def _is_read_on_device(self, flag: Tensor) -> bool:
+        """Whether kernels can read the overflow flag."""
+        return all(
+            steps_with_others(optimizer)
+            and optimizer.takes_found_inf
+            and all(p.device == flag.device for group in optimizer.param_groups for p in group["params"])
+            for optimizer in self.optimizers
+        )
+
+    def _count(self) -> None:
+        """What follows a step that was taken."""
+        self.skipped_steps = 0
+        for scheduler in self.lr_schedulers:
             if scheduler is not None:
                 scheduler.step()
         if self.loss_scale_enabled:
@@ -292,14 +378,15 @@ class OptimManager:
             if self.steps_since_last_scale >= self.loss_scale_steps and self.loss_scale < self.max_loss_scale:
                 self.loss_scale = min(self.loss_scale * self.loss_scale_factor, self.max_loss_scale)
                 self.steps_since_last_scale = 0
-        return True
 
     @property
     def _checks(self) -> bool:
         """Whether ranks agree on each step before they take it."""
         return self.loss_scale_enabled or self.skip_non_finite
 
-    def _step_alone(self, optimizer: Any, unscales: bool) -> None:
+    def _step_alone(self, optimizer: Any, unscales: bool, factor: Tensor | None) -> None:
+        if factor is not None:
+            scale_grads(local_grads(_parameters(optimizer.param_groups)), factor)
         if unscales:
             optimizer.step(scale=self.loss_scale)
             return
@@ -322,7 +409,8 @@ class OptimManager:
 
     def _skip(self) -> None:
         """Prepare the next step in place of the one that is not taken."""
-        self.zero_grad()
+        if not self.reads_late:
+            self.zero_grad()
         self.skipped_steps += 1
         self.steps_since_last_scale = 0
         outcome = "step skipped"
@@ -351,6 +439,7 @@ class OptimManager:
             gather_opt: whether optimizers that can (ours) give their unsharded state, on rank 0 (of each
                 pipeline stage, for what that has); a collective.
         """
+        self.settle()
         return {
             "optimizers": [
                 optimizer.state_dict(gather=gather_opt) if gathers(optimizer) else optimizer.state_dict()
@@ -361,6 +450,7 @@ class OptimManager:
 
     def trainer_state(self) -> dict[str, Any]:
         """The state without that of the optimizers: of the schedulers and of the loss scale; the same on every rank."""
+        self.settle()
         return {
             "lr_schedulers": [
                 None if scheduler is None else scheduler.state_dict() for scheduler in self.lr_schedulers
@@ -393,6 +483,7 @@ class OptimManager:
 
     def load_trainer_state(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`trainer_state` returned."""
+        self.settle()
         for scheduler, values in zip(self.lr_schedulers, state["lr_schedulers"]):
             if scheduler is not None:
                 scheduler.load_state_dict(values)

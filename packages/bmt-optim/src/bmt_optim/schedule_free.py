@@ -82,7 +82,7 @@ class ScheduleFreeAdamW(DistributedOptimizer):
             "lr_max": per_matrix(),
         }
 
-    def begin_step(self, scale: float = 1, grad_factor: Tensor | None = None) -> Step:
+    def begin_step(self, *arguments: Any, **named: Any) -> Step:
         """As :meth:`DistributedOptimizer.begin_step`.
 
         Raises:
@@ -90,7 +90,7 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         """
         if self._evaluates:
             raise RuntimeError("a step of ScheduleFreeAdamW within evaluating(): the parameters are averages there")
-        return super().begin_step(scale, grad_factor)
+        return super().begin_step(*arguments, **named)
 
     def rule(self, batch: Batch) -> Rule:
         yield []
