@@ -523,14 +523,16 @@ def test_a_gradient_that_would_be_lost_is_refused(ctx: ParallelContext) -> None:
     # The tail's: of parameters that nobody reduces, of tensors of others, of what is hidden in an object.
     layers = Twins(ctx, Layer, 4).piped
     plain, sharded = nn.Linear(WIDTH, WIDTH).to(DTYPE), BMTrainModelWrapper(nn.Linear(WIDTH, WIDTH).to(DTYPE))
-    outside, holder = random(1, WIDTH, grad=True) * 2, Holder(sharded)
+    outside = random(1, WIDTH, grad=True) * 2
     cases = [
         (lambda x: plain(x).sum(), ValueError, "plain parameter"),
         (lambda x: (x * outside).sum(), ValueError, "computed outside of it"),
-        (lambda x: holder.tensor(x).sum(), RuntimeError, "in the tail of a pipeline, .*: pass the module that owns it"),
+        (lambda x: sharded(x).sum(), RuntimeError, "in the tail of a pipeline, .*: pass the module that owns it"),
     ]
     for tail, error, match in cases:
         with pytest.raises(error if ctx.rank == 1 else StageFailedError, match=match):
             layers(hidden(ctx, 2), tail=tail)
-    layers(hidden(ctx, 2), tail=lambda x: sharded(x).sum()).backward()
+    with pytest.raises(RuntimeError, match="different ways"):  # one stage would gather, and the other not
+        layers(hidden(ctx, 2), tail=lambda x: sharded(x).sum(), tail_modules=[sharded][: 1 - ctx.rank])
+    layers(hidden(ctx, 2), tail=lambda x: sharded(x).sum(), tail_modules=[sharded]).backward()
     assert all(param.grad is not None for param in sharded.parameters())

@@ -126,7 +126,7 @@ def test_the_tail_fails(ctx: ParallelContext, schedule: str) -> None:
         return model.loss(x, ids)
 
     def run(tail: Callable[..., Any]) -> Tensor:
-        return model.layers(model.embedding(ids), mask, tail=tail, tail_args=(ids,))
+        return model.layers(model.embedding(ids), mask, tail=tail, tail_args=(ids,), tail_modules=[model])
 
     def check() -> None:
         model.zero_grad()

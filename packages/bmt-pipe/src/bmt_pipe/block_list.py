@@ -124,6 +124,7 @@ class PipelineTransformerBlockList(StagedState):
         return_hidden_states: bool = False,
         tail: Callable[..., Tensor] | None = None,
         tail_args: tuple[Any, ...] = (),
+        tail_modules: Sequence[nn.Module] = (),
         **kwargs: Any,
     ) -> Any:
         r"""Run all layers, of all stages, on this rank's batch and those of the other stages.
@@ -140,9 +141,11 @@ class PipelineTransformerBlockList(StagedState):
                 the batch.
             return_hidden_states: whether to return what went into every layer, too.
             tail: computes the loss (0-dim) of a micro-batch from the last layer's hidden states and ``tail_args``:
-                a module, or a function that refers to the modules it uses. It runs on the last stage, whose copies
-                of anything else it refers to it sees.
+                a module, a method of one, or a function. It runs on the last stage, and sees that stage's copy of
+                whatever else it refers to.
             tail_args: its further arguments, of this rank's batch, those of the batch in micro-batches.
+            tail_modules: further modules whose sharded parameters it uses; those of the module that it is, or is a
+                method of, need not be named.
 
         Returns:
             The last layer's hidden states (a tuple where there are several); with ``return_hidden_states`` a tuple of
@@ -155,7 +158,7 @@ class PipelineTransformerBlockList(StagedState):
             StageLostError: another stage cannot be reached any more.
         """
         hidden, args = hidden_and_args[: self.num_hidden], hidden_and_args[self.num_hidden :]
-        found = self._pipeline(hidden, args, kwargs, batch_related, return_hidden_states, tail, tail_args)
+        found = self._pipeline(hidden, args, kwargs, batch_related, return_hidden_states, tail, tail_args, tail_modules)
         if tail is not None or return_hidden_states or self.num_hidden > 1:
             return found
         return found[0]

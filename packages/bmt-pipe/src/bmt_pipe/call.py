@@ -54,6 +54,7 @@ class Pipeline:
         return_hidden_states: bool,
         tail: Callable[..., Tensor] | None,
         tail_args: tuple[Any, ...],
+        tail_modules: Sequence[nn.Module],
     ) -> tuple[Any, ...] | Tensor:
         """The hidden states behind the last layer, and those of :class:`TransformerBlockList` where they are wanted;
         or the loss."""
@@ -68,8 +69,10 @@ class Pipeline:
                 raise ValueError(f"{len(hidden)} hidden states were passed, and num_hidden={self.num_hidden}")
             if tail is not None and return_hidden_states:
                 raise ValueError("return_hidden_states and tail cannot be combined: a tail returns the loss alone")
-            if tail is None and tail_args:
-                raise ValueError("tail_args were given without a tail")
+            if tail is None and (tail_args or tail_modules):
+                raise ValueError(f"{'tail_args' if tail_args else 'tail_modules'} were given without a tail")
+            if tail is not None:
+                prepared = Tail(tail, tail_modules, context, self._factor, grad)
             signature, values = sign(
                 hidden,
                 args,
@@ -79,10 +82,8 @@ class Pipeline:
                 device=context.device,
                 grad=grad,
                 trains=any(p.requires_grad for each in self.chunks for block in each for p in group_of(block).params),
-                options=(return_hidden_states, tail is not None, len(self.layers), self.tail_schedule),
+                options=(return_hidden_states, prepared and prepared.shapes, len(self.layers), self.tail_schedule),
             )
-            if tail is not None:
-                prepared = Tail(tail, context, self._factor, grad)
         except Exception as error:  # whatever it is, the other ranks are to know
             problem = error
         try:

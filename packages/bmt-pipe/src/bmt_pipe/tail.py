@@ -2,17 +2,16 @@
 
 [Note: the tail's parameters]
     Sharded parameters outside of the list are spread over all ranks, and gathering one takes all of them, but only the
-    last stage runs the tail, at times of its own. So those of the modules that the tail is, is a method of or refers to
-    are gathered before the schedule begins, and their gradients are reduced after it, in the backward pass of whoever
-    called. Others raise an error when the tail needs them. Plain parameters are the leaves that autograd finds.
+    last stage runs the tail, at times of its own. So those of the module that the tail is, or is a method of, and of
+    the modules named beside it are gathered before the schedule begins, and their gradients are reduced after it, in
+    the backward pass of whoever called. Others raise an error when the tail needs them. Plain parameters are the
+    leaves that autograd finds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,26 +34,36 @@ class Tail:
 
     Args:
         function: computes the loss of a micro-batch, 0-dim, from the hidden states and further arguments.
+        modules: whose sharded parameters it uses, besides those of the module that it is, or is a method of.
         context: the ranks.
         factor: the gradient of the loss that is expected (0-dim, fp64), relative to the loss scale; :meth:`note` writes
             what came.
         grad: whether to differentiate.
 
     Attributes:
+        shapes: of its sharded parameters, which all ranks gather.
         scale: the gradient of the loss that is expected; all gradients are computed for it.
         losses: of each micro-batch, times its share of the batch.
         grads: of sharded parameters that require them; None for those that were not used.
         plain: plain parameters that were used, and their gradients; there are some where there is one rank.
     """
 
-    def __init__(self, function: Callable[..., Tensor], context: ParallelContext, factor: Tensor, grad: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        modules: Sequence[nn.Module],
+        context: ParallelContext,
+        factor: Tensor,
+        grad: bool,
+    ) -> None:
         self.function = function
         self.context = context
         self.grad = grad
         self._last_factor, self._factor, self._loss_scale = factor, factor.clone(), expected_scale()
         self.scale = self._factor * self._loss_scale
         self.losses: dict[int, Tensor] = {}
-        self._sharded = _sharded_parameters(function, context)
+        self._sharded = _sharded_parameters(function, modules, context)
+        self.shapes = [param.bmt_slice.shape for param in self._sharded]
         self.grads: dict[ShardedParameter, Tensor | None]
         self.grads = {param: None for param in self._sharded if grad and param.requires_grad}
         self.plain: dict[Tensor, Tensor] = {}
@@ -136,8 +145,8 @@ class Tail:
         """Within, modules compute with what :meth:`prepare` has gathered, and gather nothing."""
         step = step_context(self.context)
         step.forbidden = (
-            "in the tail of a pipeline, which only the last stage runs: pass the module that owns it as the tail, or a "
-            "function that refers to it, and keep it outside of Blocks"
+            "in the tail of a pipeline, which only the last stage runs: pass the module that owns it as the tail, or "
+            "in tail_modules, and keep it outside of Blocks"
         )
         try:
             with replaced_parameters(self._leaves):
@@ -180,29 +189,15 @@ def _sequence_number() -> int:
         return 1 + int(torch.zeros((), requires_grad=True).view(()).grad_fn._sequence_nr())  # type: ignore[union-attr]
 
 
-def _sharded_parameters(function: Callable[..., Any], context: ParallelContext) -> list[ShardedParameter]:
-    """The sharded parameters outside of Blocks, of what a function refers to."""
+def _sharded_parameters(
+    function: Callable[..., Any], modules: Sequence[nn.Module], context: ParallelContext
+) -> list[ShardedParameter]:
+    """The sharded parameters outside of Blocks, of ``modules`` and of what the tail is, or is a method of."""
+    owner = getattr(function, "__self__", function)
     found: dict[ShardedParameter, None] = {}
-    for owner in _references(function):
-        params = [owner] if isinstance(owner, nn.Parameter) else parameters_in_forward(owner, step_context(context))
-        blocks = [m for m in ([] if isinstance(owner, nn.Parameter) else owner.modules()) if isinstance(m, Block)]
+    for module in [owner, *modules] if isinstance(owner, nn.Module) else modules:
+        blocks = [m for m in module.modules() if isinstance(m, Block)]
         inside = {id(param) for block in blocks for param in group_of(block).params}
+        params = parameters_in_forward(module, step_context(context))
         found.update((p, None) for p in params if isinstance(p, ShardedParameter) and id(p) not in inside)
     return list(found)
-
-
-def _references(value: Any, depth: int = 3) -> Iterator[nn.Module | nn.Parameter]:
-    """The modules and parameters that a function is, is a method of, or has in its closure, globals and arguments."""
-    if isinstance(value, (nn.Module, nn.Parameter)):
-        yield value
-        return
-    values: tuple[Any, ...] = ()
-    if isinstance(value, functools.partial):
-        values = (value.func, *value.args, *value.keywords.values())
-    elif inspect.ismethod(value):
-        values = (value.__self__, value.__func__)
-    elif inspect.isfunction(value):
-        variables = inspect.getclosurevars(value)
-        values = (*variables.nonlocals.values(), *variables.globals.values(), *(value.__defaults__ or ()))
-    for each in values if depth else ():
-        yield from _references(each, depth - 1)
