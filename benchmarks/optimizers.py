@@ -10,7 +10,7 @@ more. Reported are, for each of them,
 - floating-point operations of the matrix products on the rank that has most, relative to the mean of the ranks.
 
 GaLore projects all matrices, to --rank dimensions. The steps in which it renews the projections have lines of their
-own. 8-bit Adam is GaLore's optimizer without a projection. Muon has the layers' matrices, and fused Adam the rest.
+own. 8-bit Adam is AdamW8bit. Muon has the layers' matrices, and fused Adam the rest.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from bmt_optim import (
     Adafactor,
     AdamOptimizer,
     AdamW,
+    AdamW8bit,
     DistributedOptimizer,
     GaLoreAdamW,
     Lamb,
@@ -115,7 +116,7 @@ def make_candidates(model: nn.Module, rank: int) -> list[Candidate]:
     return [
         Candidate(BASELINE, [AdamOptimizer(params, lr=LR, weight_decay=DECAY)]),
         Candidate("Adam on the engine", [AdamW(params, lr=LR, weight_decay=DECAY)]),
-        Candidate("8-bit Adam", [GaLoreAdamW(params, lr=LR, weight_decay=DECAY, nbits=8)]),
+        Candidate("8-bit Adam", [AdamW8bit(params, lr=LR, weight_decay=DECAY)]),
         Candidate("LAMB", [Lamb(params, lr=LR, weight_decay=DECAY)]),
         Candidate("Adafactor", [Adafactor(params, lr=LR, weight_decay=DECAY, relative_step=False)]),
         Candidate("CAME", [CAME(params, lr=LR, weight_decay=DECAY)]),

@@ -72,3 +72,13 @@ def check_bytes(ctx, make_layout):
         assert entry.keys() == state[index].keys()
         assert all(torch.equal(value, state[index][key]) for key, value in entry.items())
     assert update_error(params, [p.detach() for p in whole], tensors(SHAPES)) <= 1e-6
+
+
+@pytest.mark.ranks(2)
+def test_ranks_agree_on_the_blocks_at_the_ends_of_their_parts_only(ctx):
+    shape = (101, 300)  # 119 blocks
+    params = shards(tensors([shape]), layout(ctx, [shape]))
+    optimizer = AdamW8bit(params, **OPTIONS)
+    train(optimizer, params, range(1), lambda step: tensors([shape], step))
+    assert (optimizer.communication.rounds, optimizer.communication.collectives) == (1, 1)
+    assert optimizer.communication.bytes <= 2 * 4 * 8  # both moments' of four blocks, there and back

@@ -143,6 +143,11 @@ def maxima_here(values: Tensor, part: Slice) -> Tensor:
     span = span_of(part)
     blocks = values.new_zeros(span.last - span.first, BLOCK)
     _put(blocks, values, span, part)
+    return finite_maximum(blocks)
+
+
+def finite_maximum(blocks: Tensor) -> Tensor:
+    """The largest magnitude of each row; NaN if one is not finite."""
     largest = blocks.abs().amax(dim=1)
     return torch.where(largest.isfinite(), largest, torch.nan)
 

@@ -25,22 +25,29 @@ def plain_rule(batch: Batch, moments: Moments) -> Rule:
         (squares,) = yield [Sum(squares, batch.matrices)]
         factors = _factors(batch, squares)
 
+    # 8-bit moments take no factor; and there is one copy of a gradient, or of a state in host memory, at a time.
+    one_by_one = factors is not None or options["is_paged"] or (batch.grad_factor is not None and options["nbits"] == 8)
+    scaled: dict[str, Any] = {} if one_by_one else {"grad_scale": batch.grad_scale, "grad_factor": batch.grad_factor}
+
     def grad(i: int) -> Tensor:
+        if not one_by_one:
+            return batch.grads[i]
         return batch.fp32_grad(i) if factors is None else batch.fp32_grad(i) * factors[i]
 
     shared = moments.shared
-    (maxima,) = yield [Max([moments.maxima_ahead(i, grad(i)) for i in shared], batch.pick(batch.matrices, shared))]
-    moments.agree(shared, maxima)
-    one_by_one = factors is not None or options["is_paged"] or (batch.grad_factor is not None and options["nbits"] == 8)
-    for indices, weights in batch.writable():
-        if one_by_one:  # so that there is one copy of a gradient, or of a state, at a time
-            for i, weight in zip(indices, weights):
-                moments.step([i], [weight], [grad(i)], lr)
+    matrices = batch.pick(batch.matrices, list(shared.parts))
+    (maxima,) = yield [Max(moments.maxima_ahead(grad, **scaled), matrices, sizes=shared.sizes)]
+    moments.agree(maxima)
+    # The kernels decay first: p·kept - lr·kept·u is (p - lr·u)·kept.
+    kept = 1 - lr * options["weight_decay"]
+    rates = {"lr": lr * kept, "weight_decay": options["weight_decay"] / kept}
+    for indices, params, masters in batch.for_kernels():
+        if one_by_one:
+            for n, i in enumerate(indices):
+                master = None if masters is None else masters[n : n + 1]
+                moments.step([i], [params[n]], [grad(i)], **rates, masters=master)
         else:
-            grads = batch.pick(batch.grads, indices)
-            moments.step(indices, weights, grads, lr, batch.grad_scale, batch.grad_factor)
-        if options["weight_decay"]:
-            torch._foreach_mul_(weights, 1 - lr * options["weight_decay"])
+            moments.step(indices, params, [grad(i) for i in indices], **rates, masters=masters, **scaled)
 
 
 def projected_rule(batch: Batch, moments: Moments) -> Rule:
@@ -72,9 +79,9 @@ class _Projected:
             squares = yield from self._reduced(Sum, {i: r.square().sum() for i, r in self.lows.items()}, KEPT)
             factors = _factors(batch, [squares[i] for i in range(len(batch))])
             self.lows = {i: r * factors[i] for i, r in self.lows.items()}
-        ahead = {i: self.moments.maxima_ahead(i, self._low(i)) for i in self.moments.shared}
-        maxima = yield from self._reduced(Max, ahead, KEPT)
-        self.moments.agree(list(maxima), list(maxima.values()))
+        shared, ahead = self.moments.shared, self.moments.maxima_ahead(lambda i: self._low(i).contiguous())
+        maxima = yield from self._reduced(Max, {i: shared.of(ahead, i) for i in shared.parts}, KEPT)
+        self.moments.agree(torch.cat([m.reshape(-1) for m in maxima.values()]) if maxima else ahead)
         for indices, weights in batch.writable():
             for i, weight in zip(indices, weights):
                 self._step(i, weight)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ import bmt_kernels
 from bmt_comm import Slice
 
 from .batch import Batch
-from .blockwise import block_count, dequantise, maxima_here, maxima_of, quantise, shares_blocks, span_of
+from .block_edges import SharedBlocks
+from .blockwise import dequantise, finite_maximum, maxima_here, maxima_of, quantise, shares_blocks, span_of
 from .state_layout import StateTensor
 
 MOMENTS = (("exp_avg", "absmax_avg", True), ("exp_avg_sq", "absmax_avg_sq", False))
@@ -58,7 +60,13 @@ class Moments:
         self._states = batch.states
         self._device = batch.device
         self._parts = parts
-        self._maxima: dict[int, Tensor] = {}
+        cut = {i: part for i, part in parts.items() if shares_blocks(part)}
+        if "shared blocks" not in batch.kept or batch.kept["shared blocks"].parts != cut:
+            batch.kept["shared blocks"] = SharedBlocks(cut, batch.matrices, batch.device)
+        self.shared: SharedBlocks = batch.kept["shared blocks"]
+        self._maxima: Tensor | None = None
+        self._edges: list[Tensor] = []
+        """The new moments of the edges, and then their codes: (edges, 256)."""
         options = batch.options
         step = batch.step if options["correct_bias"] else _SETTLED
         self._settings = {
@@ -69,29 +77,53 @@ class Moments:
             "step": step,
         }
 
-    @property
-    def shared(self) -> list[int]:
-        """The matrices whose blocks' maxima ranks have to agree on before :meth:`step`."""
-        return [i for i, part in self._parts.items() if shares_blocks(part)]
+    def maxima_ahead(
+        self, grad: Callable[[int], Tensor], grad_scale: float = 1.0, grad_factor: Tensor | None = None
+    ) -> Tensor:
+        """The maxima that :meth:`step` will give to the ``shared`` blocks; 0 where this rank has nothing.
 
-    def maxima_ahead(self, i: int, grad: Tensor) -> Tensor:
-        """The maxima that a step by ``grad`` (fp32) will give: of all blocks, 0 where this rank has nothing.
+        No state changes.
 
-        fp32, of shape (2, blocks). Nothing changes.
+        Args:
+            grad: gives the gradient of a matrix, as for :meth:`step`.
+            grad_scale, grad_factor: as for :meth:`step`.
         """
-        found = torch.zeros(2, block_count(self._parts[i].shape), device=self._device)
-        span = span_of(self._parts[i])
-        with self._near([i], store=False) as (state,):
-            moments = self._dequantised(i, state)
-            held = {**self._settings, "hold_steps": self._settings["step"]}
-            bmt_kernels.adam_step([torch.zeros_like(grad)], [grad], moments[:1], moments[1:], lr=0.0, **held)
-        for row, moment in zip(found, moments):
-            row[span.first : span.last] = maxima_here(moment, self._parts[i])
+        shared = self.shared
+        found = shared.zeros()
+
+        def advance(moments: Sequence[Tensor], grads: Tensor) -> None:
+            settings = {**self._settings, "lr": 0.0, "hold_steps": self._settings["step"], "grad_scale": grad_scale}
+            lists = [[torch.zeros_like(grads, dtype=torch.float32)], [grads], *([moment] for moment in moments)]
+            bmt_kernels.adam_step(*lists, **settings, grad_factor=grad_factor)
+
+        if shared.edges:
+            self._edges = []
+            for key, maxima, signed in MOMENTS:
+                codes = shared.rows(functools.partial(self._state, key), torch.uint8)
+                largest = shared.maxima(functools.partial(self._state, maxima)).to(self._device)
+                self._edges.append(bmt_kernels.dequantize_blockwise(codes, largest, signed=signed))
+            advance(self._edges, shared.rows(grad, torch.float32))
+            magnitudes = [torch.where(shared.held, moment.abs(), 0) for moment in self._edges]
+            found[shared.places] = torch.stack([finite_maximum(rows) for rows in magnitudes])
+        for i, part in shared.parts.items():
+            if i in shared.edges:
+                continue
+            with self._near([i], store=False) as (state,):
+                moments = self._dequantised(i, state)
+                advance(moments, grad(i))
+                span = span_of(part)
+                for row, moment in zip(shared.of(found, i), moments):
+                    row[span.first : span.last] = maxima_here(moment, part)
         return found
 
-    def agree(self, indices: Sequence[int], maxima: Sequence[Tensor]) -> None:
+    def agree(self, maxima: Tensor) -> None:
         """Take over the :meth:`maxima_ahead` of all ranks."""
-        self._maxima = dict(zip(indices, maxima))
+        self._maxima = maxima
+        if self.shared.edges:
+            for n, (_, _, signed) in enumerate(MOMENTS):
+                # So the kernel finds the maximum of the whole block.
+                rows = torch.where(self.shared.held, self._edges[n], maxima[self.shared.places[n]][:, None])
+                self._edges[n], _ = bmt_kernels.quantize_blockwise(rows, signed=signed)
 
     def step(
         self,
@@ -99,54 +131,76 @@ class Moments:
         targets: Sequence[Tensor],
         grads: Sequence[Tensor],
         lr: float,
+        weight_decay: float = 0.0,
+        masters: Sequence[Tensor | None] | None = None,
         grad_scale: float = 1.0,
         grad_factor: Tensor | None = None,
     ) -> None:
-        """A step of Adam, without decay.
+        """A step of Adam with decoupled decay, which comes first.
 
         Args:
             indices: which matrices.
-            targets: what moves against the gradient, fp32. Written.
+            targets: what moves against the gradient; fp32 unless it has a master. Written.
             grads: of the same shapes.
-            lr: the rate.
+            lr, weight_decay: as in AdamW.
+            masters: fp32 copies of targets in half precision, as :meth:`Batch.for_kernels` gives them.
             grad_scale, grad_factor: as in a :class:`Batch`; with a factor all moments must be in fp32.
         """
-        scaled = {**self._settings, "lr": lr, "grad_scale": grad_scale}
+        scaled = {**self._settings, "lr": lr, "weight_decay": weight_decay, "grad_scale": grad_scale}
         plain = [n for n, i in enumerate(indices) if i not in self._parts]
-        fused = [n for n, i in enumerate(indices) if i in self._parts and self._is_fused(i)]
+        fused = [n for n, i in enumerate(indices) if i in self._parts and span_of(self._parts[i]).dim is None]
         rest = sorted(set(range(len(indices))) - {*plain, *fused})
         assert grad_factor is None or not (fused or rest)
+
+        def chosen(members: Sequence[int]) -> tuple[list[list[Tensor]], list[Tensor | None] | None]:
+            found = None if masters is None else [masters[n] for n in members]
+            return [[targets[n] for n in members], [grads[n] for n in members]], found
+
         with self._near(indices) as states:
             for members, eight in ((plain, False), (fused, True)):
                 if not members:
                     continue
-                lists = [[targets[n] for n in members], [grads[n] for n in members]]
+                lists, copied = chosen(members)
                 keys = [key for key, _, _ in MOMENTS] + ([key for _, key, _ in MOMENTS] if eight else [])
                 lists += [[states[n][key] for n in members] for key in keys]
                 if eight:
                     offsets = [span_of(self._parts[indices[n]]).offset for n in members]
-                    bmt_kernels.adam8bit_step(*lists, **scaled, block_offsets=offsets)
+                    bmt_kernels.adam8bit_step(*lists, **scaled, masters=copied, block_offsets=offsets)
                 else:
-                    bmt_kernels.adam_step(*lists, **scaled, grad_factor=grad_factor)
+                    bmt_kernels.adam_step(*lists, **scaled, masters=copied, grad_factor=grad_factor)
+            self._correct_edges({indices[n]: states[n] for n in fused})
             for n in rest:
-                self._step_apart(indices[n], states[n], targets[n], grads[n], scaled)
+                lists, copied = chosen([n])
+                moments = self._dequantised(indices[n], states[n])
+                bmt_kernels.adam_step(*lists, *([moment] for moment in moments), **scaled, masters=copied)
+                self._store(indices[n], states[n], moments)
 
-    def _is_fused(self, i: int) -> bool:
-        """Whether the kernel that reads and writes codes sees whole blocks."""
-        return span_of(self._parts[i]).dim is None and not shares_blocks(self._parts[i])
+    def _correct_edges(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Put the codes by the maxima of all ranks in the place of those that the kernel made by this rank's."""
+        if self._maxima is None or not self._edges:
+            return
+        for n, (key, maxima, _) in enumerate(MOMENTS):
+            views, numbers = iter(self.shared.views(self._edges[n])), iter(self._maxima[self.shared.places[n]].split(1))
+            for i, edges in self.shared.edges.items():
+                state = states.get(i)
+                for edge, codes, number in zip(edges, views, numbers):
+                    if state is not None:
+                        state[key].view(-1)[edge.start : edge.stop].copy_(codes)
+                        state[maxima][edge.block : edge.block + 1].copy_(number)
 
-    def _step_apart(
-        self, i: int, state: Mapping[str, Tensor], target: Tensor, grad: Tensor, settings: Mapping[str, Any]
-    ) -> None:
+    def _store(self, i: int, state: Mapping[str, Tensor], moments: Sequence[Tensor]) -> None:
         part = self._parts[i]
-        moments = self._dequantised(i, state)
-        bmt_kernels.adam_step([target], [grad], moments[:1], moments[1:], **settings)
         span = span_of(part)
         for n, (key, maxima, signed) in enumerate(MOMENTS):
-            whole = self._maxima.get(i)
-            found = maxima_here(moments[n], part) if whole is None else whole[n, span.first : span.last]
+            if self._maxima is not None and i in self.shared.parts:
+                found = self.shared.of(self._maxima, i)[n, span.first : span.last]
+            else:
+                found = maxima_here(moments[n], part)
             state[maxima].copy_(found)
             state[key].copy_(quantise(moments[n], found, part, signed))
+
+    def _state(self, key: str, i: int) -> Tensor:
+        return self._states[i][key]
 
     def _dequantised(self, i: int, state: Mapping[str, Tensor]) -> list[Tensor]:
         return [dequantise(state[key], state[maxima], self._parts[i], signed) for key, maxima, signed in MOMENTS]

@@ -1,0 +1,116 @@
+"""The blocks at the ends of parts in 8 bits, of which other ranks may hold elements: all of a batch together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bmt_comm import Slice
+
+from .blockwise import BLOCK, block_count, span_of
+from .matrix import Matrix
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The elements of a part in its first or last block.
+
+    Attributes:
+        start, stop: of the elements, among the part's.
+        offset: of the first of them in the block.
+        block: among the part's.
+    """
+
+    start: int
+    stop: int
+    offset: int
+    block: int
+
+
+class SharedBlocks:
+    """The blocks on whose maxima ranks agree, of some matrices that they cut, and the edges of this rank's parts.
+
+    The maxima of all of them make one vector, in which each matrix has ``sizes[n]`` numbers: those of the first
+    moment's blocks and those of the second's. They are the blocks at the ends of parts; or all of a matrix's, where
+    parts are scattered, and where it is cut over tensor-parallel ranks, whose rows this rank does not know.
+
+    Args:
+        parts: of the moments, by the matrix.
+        matrices: of the batch.
+        device: of the vectors.
+
+    Attributes:
+        edges: of the parts whose elements are consecutive.
+        places: of the edges' maxima in the vector, for each moment: (2, edges).
+        held: which elements of the edges' blocks this rank has: (edges, 256).
+    """
+
+    def __init__(self, parts: Mapping[int, Slice], matrices: Sequence[Matrix], device: torch.device) -> None:
+        self.parts = dict(parts)
+        blocks = {i: _blocks(part, matrices[i]) for i, part in parts.items()}
+        self.sizes = [2 * len(found) for found in blocks.values()]
+        stops = list(itertools.accumulate(self.sizes))
+        self._spans = {i: (stop - size, stop) for i, size, stop in zip(parts, self.sizes, stops)}
+        self.edges = {i: _edges(part) for i, part in parts.items() if span_of(part).dim is None}
+        first, second = [], []
+        for i, edges in self.edges.items():
+            places = [self._spans[i][0] + blocks[i].index(span_of(parts[i]).first + edge.block) for edge in edges]
+            first += places
+            second += [place + len(blocks[i]) for place in places]
+        self.places = torch.tensor([first, second], dtype=torch.int64, device=device)
+        self.held = torch.zeros(len(first), BLOCK, dtype=torch.bool, device=device)
+        for view in self.views(self.held):
+            view.fill_(True)
+
+    def zeros(self) -> Tensor:
+        """The vector of maxima."""
+        return torch.zeros(sum(self.sizes), device=self.held.device)
+
+    def of(self, vector: Tensor, i: int) -> Tensor:
+        """The view of one matrix's maxima in the vector: (2, blocks)."""
+        start, stop = self._spans[i]
+        return vector[start:stop].view(2, -1)
+
+    def views(self, rows: Tensor) -> list[Tensor]:
+        """The elements that this rank has in ``rows`` (edges, 256)."""
+        flat, found = rows.view(-1), []
+        for n, edge in enumerate(edge for edges in self.edges.values() for edge in edges):
+            start = n * BLOCK + edge.offset
+            found.append(flat[start : start + edge.stop - edge.start])
+        return found
+
+    def rows(self, values: Callable[[int], Tensor], dtype: torch.dtype) -> Tensor:
+        """The elements of the edges among the contiguous values of parts: (edges, 256), 0 elsewhere."""
+        found = torch.zeros(len(self.held), BLOCK, dtype=dtype, device=self.held.device)
+        views = iter(self.views(found))
+        for i, edges in self.edges.items():
+            flat = values(i).view(-1)
+            for edge, view in zip(edges, views):
+                view.copy_(flat[edge.start : edge.stop], non_blocking=True)
+        return found
+
+    def maxima(self, values: Callable[[int], Tensor]) -> Tensor:
+        """The maxima of the edges among those of parts."""
+        found = [values(i)[edge.block : edge.block + 1] for i, edges in self.edges.items() for edge in edges]
+        return torch.cat(found) if found else self.zeros()[:0]
+
+
+def _edges(part: Slice) -> list[Edge]:
+    span = span_of(part)
+    blocks = sorted({span.first, span.last - 1}) if span.stop > span.start else []
+    ranges = [(max(block * BLOCK, span.start), min((block + 1) * BLOCK, span.stop), block) for block in blocks]
+    return [Edge(a - span.start, b - span.start, a % BLOCK, block - span.first) for a, b, block in ranges]
+
+
+def _blocks(part: Slice, matrix: Matrix) -> Sequence[int]:
+    """The same on all ranks that share the matrix."""
+    if part.tp_comm is not None and part.tp_comm.size > 1:
+        return range(block_count(part.shape))
+    row = math.prod(part.shape[part.row_dims :])
+    ends = [n for start, stop in matrix.rows if start < stop for n in (start * row, stop * row - 1)]
+    return sorted({n // BLOCK for n in ends if row})
