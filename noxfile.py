@@ -285,7 +285,7 @@ def signals(session: nox.Session) -> None:
 @nox.session(default=False)
 @summarized
 def two_hosts(session: nox.Session) -> None:
-    """The example on two hosts, which are network namespaces of this machine, of which one is lost on the way."""
+    """The example, and the doctor, on two hosts: network namespaces of this machine. One is lost on the way."""
     install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     run_tests(session, "two hosts", "-s", "tests/test_two_hosts.py")

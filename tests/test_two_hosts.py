@@ -1,4 +1,4 @@
-"""The example on two hosts of two ranks each: namespaces with addresses, process numbers and names of their own.
+"""The example and the doctor on two hosts of two ranks each: namespaces with addresses and process numbers of their own.
 
 torchrun's rendezvous goes between the hosts. The ranks of a host share memory, those of different hosts send messages.
 One host is lost in the middle, and the other one goes on alone from the last checkpoint.
@@ -69,7 +69,7 @@ def why_not() -> str:
 class Host:
     """torchrun with two ranks in a network; other hosts' processes cannot be seen from it."""
 
-    def __init__(self, network: str, number: int, folder: Path) -> None:
+    def __init__(self, network: str, number: int, folder: Path, *command: str) -> None:
         self.output = folder / f"host{number}.log"
         name, names = folder / f"name{number}", folder / "names"
         name.write_text(f"host{number}\n")
@@ -77,14 +77,14 @@ class Host:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2"]
         torchrun += ["--max-restarts", "3", "--monitor-interval", "0.2", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
         torchrun += ["--rdzv-endpoint", f"10.77.0.1:{PORT}", "--rdzv-conf", "last_call_timeout=4,join_timeout=120"]
-        torchrun += ["--local-addr", f"10.77.0.{number + 1}", str(EXAMPLE), *FLAGS]
+        torchrun += ["--local-addr", f"10.77.0.{number + 1}", *command]
         setup = f"mount --bind {name} /etc/hostname && mount --bind {names} /etc/hosts && hostname host{number} "
         setup += '&& exec "$@"'
-        command = ["ip", "netns", "exec", network, "unshare", "--uts", "--pid", "--mount", "--fork", "--mount-proc"]
+        enter = ["ip", "netns", "exec", network, "unshare", "--uts", "--pid", "--mount", "--fork", "--mount-proc"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
         with open(self.output, "w") as output:
             self.process = subprocess.Popen(
-                [*command, "sh", "-c", setup, "sh", *torchrun],
+                [*enter, "sh", "-c", setup, "sh", *torchrun],
                 cwd=folder,
                 env=environment,
                 stdout=output,
@@ -114,7 +114,8 @@ def test_a_run_on_two_hosts_survives_the_loss_of_one(tmp_path: Path) -> None:
         (folder / "text" / "a.txt").write_text("".join(f"line {i}: {i * i} and so on\n" for i in range(3000)))
     checkpoints = folders[0] / "runs/gpt2/checkpoints"
     with two_networks() as networks:
-        hosts = [Host(network, number, folders[0]) for number, network in enumerate(networks)]
+        command = [str(EXAMPLE), *FLAGS]
+        hosts = [Host(network, number, folders[0], *command) for number, network in enumerate(networks)]
         try:
             deadline = time.monotonic() + 180
             while not (checkpoints / "step-00000010").exists():
@@ -135,3 +136,28 @@ def test_a_run_on_two_hosts_survives_the_loss_of_one(tmp_path: Path) -> None:
     assert interrupted.keys() == plain.keys()
     for step, loss in plain.items():
         assert interrupted[step] == pytest.approx(loss, rel=1e-4), step
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_the_doctor_looks_at_what_is_between_hosts(tmp_path: Path) -> None:
+    with two_networks() as networks:
+        command = ["-m", "bmtrain", "doctor", "--json"]
+        hosts = [Host(network, number, tmp_path, *command) for number, network in enumerate(networks)]
+        try:
+            assert [host.process.wait(120) for host in hosts] == [0, 0], hosts[0].output.read_text()
+        finally:
+            for host in hosts:
+                host.lose()
+    outputs = [host.output.read_text() for host in hosts]
+    report = next(output[output.index("{\n") : output.rindex("}") + 1] for output in outputs if "{\n" in output)
+    checks = {check["name"]: check for check in json.loads(report)["checks"]}
+    assert all(check["status"] == "ok" for check in checks.values()), checks
+    assert checks["rendezvous"]["detail"].startswith("4 processes")
+    assert {f"host{n} has ranks {2 * m} to {2 * m + 1}" for n in (0, 1) for m in (0, 1)} > set(
+        checks["hosts"]["detail"].split("; ")
+    )
+    assert checks["transport"]["detail"] == "gloo messages, interface: eth0"
+    assert checks["links"]["detail"].startswith("1 between 2 hosts, ")
+    assert len(checks["links"]["figures"]) == 4
+    assert len(checks["collectives"]["figures"]) == 8

@@ -56,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Print what info prints, and check the packages, the kernels, the GPUs and the collectives: two "
         "processes of this machine, or one for each of up to two GPUs, run collectives and compare their results. "
         "Each failure says what to do. The exit status is 1 if a check failed. Put the output into a bug report.",
+        epilog="On several hosts, torchrun ... -m bmtrain doctor checks what is between them: addresses, rendezvous, "
+        "versions, placement of ranks, transport, and how fast each two hosts send to each other.",
     )
     for command in (info, doctor):
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bmt_comm import Communicator
 
 _SIZES = (1024, 1 << 20)
-"""Elements of the fp32 messages; multiples of the number of processes."""
+"""Elements of the fp32 messages, about: multiples of the number of processes."""
 _SECONDS = 0.1  # an operation of one size is repeated for so long
 
 
@@ -149,10 +149,10 @@ def check_collectives(comm: Communicator, enter: Callable[[str], None]) -> tuple
 
     microseconds: dict[str, float] = {}
     problem = None
-    for numel in _SIZES:
-        for name, run, result, expected in _cases(comm, numel):
+    for size in _SIZES:
+        for name, run, result, expected in _cases(comm, -(-size // comm.size) * comm.size):
             enter(name)
-            label = f"{name} of {numel * 4 // 1024} KiB"
+            label = f"{name} of {size * 4 // 1024} KiB"
             times = []
             for _ in range(_repetitions(comm, run)):
                 comm.barrier()
