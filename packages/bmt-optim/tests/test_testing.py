@@ -1,5 +1,7 @@
 """The conformance kit passes what is right, over every framework, and says what is wrong with the rest."""
 
+import platform
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,8 +62,9 @@ def test_the_table(tmp_path, capsys):
     page.write_text("Text.\n<!-- table -->\nold\n")
     arguments = ["--only", "AdamW", "torch.optim.AdamW", "--cases", "clipping", "accumulation"]
     assert main([*arguments, "--frameworks", "one process", "--into", str(page)]) == 0
+    made = f"Made with Python {platform.python_version()}, torch {torch.__version__}.\n\n"
     rows = "| | one process |\n|---|---|\n| AdamW | all 2 |\n| torch.optim.AdamW * | all 2 |\n"
-    assert page.read_text() == f"Text.\n<!-- table -->\n\n{rows}"
+    assert page.read_text() == f"Text.\n<!-- table -->\n\n{made}{rows}"
     assert rows in capsys.readouterr().out
     assert isinstance(CASES["clipping"], Case)
     assert isinstance(FRAMEWORKS["DDP"], Framework)

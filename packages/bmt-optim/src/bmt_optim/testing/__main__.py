@@ -10,7 +10,7 @@ from pathlib import Path
 from .cases import CASES
 from .frameworks import FRAMEWORKS, Slices, Zero
 from .kit import close, outcomes
-from .subjects import subjects
+from .subjects import subjects, versions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,12 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--into", type=Path, help="a file whose lines after <!-- table --> the table replaces")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds after which a case hangs")
     chosen = parser.parse_args(arguments)
-    passed, seen, notes = True, set(), []
+    passed, seen, notes = True, {}, []
     lines = ["| | " + " | ".join(chosen.frameworks) + " |", "|---" * (len(chosen.frameworks) + 1) + "|"]
     for subject in subjects():
         if subject.name in seen or (chosen.only and not subject.name.startswith(tuple(chosen.only))):
             continue
-        seen.add(subject.name)
+        seen[subject.name] = subject
         cells = []
         for name in chosen.frameworks:
             if subject.name.endswith("*") and isinstance(FRAMEWORKS[name], (Zero, Slices)):
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     passed &= subject.name.endswith("*")
         lines.append(f"| {subject.name} | " + " | ".join(cells) + " |")
         print(lines[-1], file=sys.stderr, flush=True)
-    text = "\n".join([*lines, "", *notes]).rstrip() + "\n"
+    text = "\n".join([f"Made with {versions(seen.values())}.", "", *lines, "", *notes]).rstrip() + "\n"
     print(text)
     if chosen.into is not None:
         before, mark, _ = chosen.into.read_text().partition("<!-- table -->\n")

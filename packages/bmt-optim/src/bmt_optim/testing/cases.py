@@ -18,7 +18,8 @@ class Case:
     Attributes:
         shapes: of the parameters.
         frozen, unused, tied: indices of parameters that do not require a gradient, are not used, are used twice.
-        missing: indices of parameters that the last rank does not use.
+        missing: indices of parameters that the last rank does not use. It uses others of their layers: a sharded layer
+            that some ranks do not call is an error.
         micro: backward passes per step.
         overflow: steps in which the last rank has an infinite gradient; all ranks skip them.
         clip: the largest norm of all gradients; ``None``: any.
@@ -49,7 +50,7 @@ CASES = {
     "experts, convolutions": Case(shapes=((3, 6, 5), (4, 6, 3, 2), (2, 4, 6), (7, 5), (4, 3))),
     "0-dim, empty": Case(shapes=((), (0, 3), (1,), (1, 1), (5, 3))),
     "frozen, unused, tied": Case(frozen=(1, 4), unused=(2, 6), tied=(0, 3)),
-    "missing on a rank": Case(missing=(1, 3)),
+    "missing on a rank": Case(missing=(0, 1)),
     "accumulation": Case(micro=2),
     "clipping": Case(clip=0.5),
     "overflow on a rank": Case(overflow=(3,)),

@@ -24,10 +24,12 @@ class Framework:
     Attributes:
         ranks: how many it runs on.
         divide: what a rank's loss is divided by, so that gradients are means over ranks.
+        least: how many parameters a model has at least.
         lacks: cases that it does not have.
     """
 
     ranks = 2
+    least = 1
     divide = 1
     lacks: frozenset[str] = frozenset()
 
@@ -111,6 +113,7 @@ class Slices(Framework):
 
     def __init__(self, tp_size: int = 1, pipe_size: int = 1) -> None:
         self.tp_size, self.pipe_size = tp_size, pipe_size
+        self.least = pipe_size  # no stage is without: torch's optimizers take no empty list
 
     def start(self) -> ParallelContext:
         self.context = init_distributed(tp_size=self.tp_size, pipe_size=self.pipe_size)

@@ -243,7 +243,8 @@ def outcomes(subject: Subject, framework: str | Framework, names: Sequence[str],
     """What became of each case: "pass", "wrong by …", "raises …", "hangs", or "-" where the framework lacks it."""
     if isinstance(framework, str):
         framework = FRAMEWORKS[framework]
-    wanted = [name for name in names if name not in framework.lacks and _shapes(subject, framework, CASES[name])]
+    sizes = {name: len(_shapes(subject, framework, CASES[name])) for name in names}
+    wanted = [name for name in names if name not in framework.lacks and sizes[name] >= framework.least]
     reports = _pool.execute(_errors, framework.ranks, (subject, framework, wanted), timeout=timeout)
     bad = [report for report in reports if report.failed]
     if bad and len(wanted) > 1:  # which of them

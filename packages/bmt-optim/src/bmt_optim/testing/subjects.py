@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,6 +51,14 @@ class _Imported:
         if hasattr(optimizer, "train"):  # schedule-free ones
             optimizer.train()
         return optimizer
+
+
+def versions(found: Iterable[Subject]) -> str:
+    """Of Python, torch and the packages that the authors' code is in."""
+    packages = {s.author.where.partition(".")[0] for s in found if isinstance(s.author, _Imported)}
+    names = {name for package in packages for name in importlib.metadata.packages_distributions().get(package, [])}
+    of_packages = [f"{name} {importlib.metadata.version(name)}" for name in sorted(names - {"torch"})]
+    return ", ".join([f"Python {platform.python_version()}", f"torch {torch.__version__}", *of_packages])
 
 
 def subjects() -> Iterator[Subject]:
