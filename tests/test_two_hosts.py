@@ -1,4 +1,4 @@
-"""The example and the doctor on two hosts of two ranks each: namespaces with addresses and process numbers of their own.
+"""The example and the doctor on two hosts of two ranks each: namespaces with addresses and processes of their own.
 
 torchrun's rendezvous goes between the hosts. The ranks of a host share memory, those of different hosts send messages.
 One host is lost in the middle, and the other one goes on alone from the last checkpoint.
