@@ -9,7 +9,7 @@ from layouts import cut_slice, layout, shards, tensors, train, update_error
 from torch import nn
 
 from bmt_comm import slice_of
-from bmt_optim import Muon, engine
+from bmt_optim import POLAR_EXPRESS, Muon, engine, get_muon_param_groups
 from bmt_optim.matrix import plan_matrices
 from bmt_optim.muon import orthogonalised
 from bmt_optim.slices import assemble
@@ -160,3 +160,99 @@ def test_only_matrices_and_options_in_range_are_taken():
     for options in ({"adjust_lr_fn": "best"}, {"ns_steps": 100}, {"momentum": -0.1}, {"ns_coefficients": (1.0, 2.0)}):
         with pytest.raises(ValueError, match=next(iter(options))):
             Muon([matrix], **options)
+
+
+KINDS = [(3, 6, 4), (12, 6), (4, 2, 3, 2), (9, 4), (5,), (10, 7)]
+MUON = {"lr": 3e-2, "weight_decay": 0.1, "momentum": 0.9, "ns_coefficients": POLAR_EXPRESS, "ns_steps": 4}
+
+
+def groups_of(params):
+    return [
+        {"params": [params[0], params[2], params[5]]},
+        {"params": [params[1]], "parts": 3, "adjust_lr_fn": "match_rms_adamw"},
+        {"params": [params[3], params[4]], "use_muon": False, "lr": 0.01, "weight_decay": 0.2},
+    ]
+
+
+def on_one_device(start, gradients_at, steps):
+    """The author's MuonWithAuxAdam, one matrix after the other."""
+    params = [t.clone() for t in start]
+    first, second = [torch.zeros_like(t) for t in start], [torch.zeros_like(t) for t in start]
+    matrices = {0: lambda t: t.unbind(), 1: lambda t: t.split(4), 2: lambda t: [t.view(4, 12)], 5: lambda t: [t]}
+    for step in range(1, steps + 1):
+        for i, (p, g, m, v) in enumerate(zip(params, gradients_at(step - 1), first, second)):
+            if i in (3, 4):
+                m.lerp_(g, 0.1)
+                v.lerp_(g**2, 0.05)
+                p.mul_(1 - 0.01 * 0.2)
+                p.sub_(0.01 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-10))
+                continue
+            m.lerp_(g, 0.1)
+            update = g.lerp(m, 0.9).bfloat16()
+            p.mul_(1 - 3e-2 * 0.1)
+            for part, u in zip(matrices[i](p), matrices[i](update)):
+                x = u.float() if u.shape[0] <= u.shape[1] else u.float().T
+                x = x / x.norm()
+                for a, b, c in POLAR_EXPRESS[:4]:
+                    gram = x @ x.T
+                    x = a * x + (b * gram + c * gram @ gram) @ x
+                x = (x if u.shape[0] <= u.shape[1] else x.T).bfloat16().float()
+                rows, columns = u.shape
+                part -= 3e-2 * (0.2 * max(rows, columns) ** 0.5 if i == 1 else max(1, rows / columns) ** 0.5) * x
+    return params
+
+
+def check_kinds(ctx):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bmt_optim.muon._product_dtype", lambda device: torch.float32)
+        start = tensors(KINDS)
+        params = shards(start, layout(ctx, KINDS))
+        optimizer = Muon(groups_of(params), **MUON)
+        train(optimizer, params, range(10), lambda step: tensors(KINDS, step + 1))
+        expected = on_one_device(start, lambda step: tensors(KINDS, step + 1), 10)
+        assert update_error(params, expected, start) <= 1e-5
+
+
+@pytest.mark.ranks(1, 2)
+def test_experts_convolutions_fused_weights_and_the_rest_are_those_of_one_device(ctx):
+    check_kinds(ctx)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_tensor_parallel_experts_convolutions_and_fused_weights_are_those_of_one_device(ctx):
+    check_kinds(ctx)
+
+
+def test_polar_express_brings_small_singular_values_to_one(monkeypatch):
+    monkeypatch.setattr("bmt_optim.muon._product_dtype", lambda device: torch.float32)
+    u, v = (torch.linalg.qr(t)[0] for t in tensors([(9, 9), (12, 9)]))
+    matrix = u @ torch.logspace(-2.5, 0, 9).diag() @ v.T
+    assert (orthogonalised(torch.stack([matrix, 2 * matrix]), POLAR_EXPRESS, 8).float() - u @ v.T).abs().max() < 0.01
+    assert (orthogonalised(matrix).float() - u @ v.T).abs().max() > 0.1
+
+
+def test_groups_of_a_model():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.positions, self.head = nn.Embedding(50, 8), nn.Embedding(8, 8), nn.Linear(8, 50)
+            self.up, self.conv, self.gate = nn.Linear(8, 8), nn.Conv2d(2, 4, 3), nn.Linear(8, 2)
+
+    model = Model()
+    groups = get_muon_param_groups(model, adam={"lr": 1e-4}, also_adam=["gate"])
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert [sorted(names[id(p)] for p in group["params"]) for group in groups] == [
+        ["conv.weight", "up.weight"],
+        ["gate.weight", "head.weight", "positions.weight", "tokens.weight"],
+        ["conv.bias", "gate.bias", "head.bias", "up.bias"],
+    ]
+    optimizer = Muon(groups, lr=0.02)
+    assert [(g["use_muon"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (True, 0.02, 0.1),
+        (False, 1e-4, 0.0),
+        (False, 1e-4, 0.0),
+    ]
+    with pytest.raises(ValueError, match=r"parts=3 must divide the rows of a parameter of shape \(8, 8\)"):
+        Muon([model.up.weight], parts=3)
+    with pytest.raises(ValueError, match="give it to a group with use_muon=False"):
+        Muon([model.up.bias])

@@ -20,7 +20,7 @@ from .lion import Lion
 from .loss import FusedCrossEntropy
 from .loss_spikes import LossSpikes
 from .manager import OptimManager
-from .muon import Muon
+from .muon import POLAR_EXPRESS, Muon, get_muon_param_groups
 from .saving import save_optimizer
 from .schedule_free import ScheduleFreeAdamW
 from .torch_adafactor import TorchAdafactor
@@ -28,6 +28,7 @@ from .torch_adafactor import TorchAdafactor
 __all__ = [
     "APOLLO",
     "CAME",
+    "POLAR_EXPRESS",
     "AdEMAMix",
     "Adafactor",
     "Adam",
@@ -54,6 +55,7 @@ __all__ = [
     "__version__",
     "get_adam_mini_param_groups",
     "get_galore_param_groups",
+    "get_muon_param_groups",
     "lr_scheduler",
     "save_optimizer",
     "to_distributed",

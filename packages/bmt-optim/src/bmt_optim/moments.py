@@ -51,7 +51,7 @@ class Moments:
     """The moments of a batch in one step.
 
     Args:
-        batch: with ``betas``, ``eps`` and ``correct_bias`` among its options.
+        batch: with ``betas`` and ``eps`` among its options, and ``correct_bias`` unless it is True.
         parts: which part of its moments this rank holds of each matrix that has them in 8 bits.
         corrects_eps: whether eps is added to √v after its bias has been corrected, as in Adam, and not before.
     """
@@ -68,7 +68,7 @@ class Moments:
         self._edges: list[Tensor] = []
         """The new moments of the edges, and then their codes: (edges, 256)."""
         options = batch.options
-        step = batch.step if options["correct_bias"] else _SETTLED
+        step = batch.step if options.get("correct_bias", True) else _SETTLED
         self._settings = {
             "betas": options["betas"],
             # The kernel adds it to √v / √(1-β₂ᵗ).

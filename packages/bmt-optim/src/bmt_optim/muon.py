@@ -7,23 +7,44 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bmt_comm import Slice
+from bmt_comm import slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .options import check_not_negative, declared
+from .moments import Moments
+from .options import check_betas, check_not_negative, declared
 from .requests import Own, Return, Rule
 from .state_layout import StateTensor, like_parameter
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+"""Options of a group without Muon that it need not name, as in the author's ``MuonWithAuxAdam``."""
+Triple = tuple[float, float, float]
+_POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+_SAFE = [1.01**2, *[1.01] * 6]  # by as much smaller numbers are expected; the first time by that of the norm, too
+POLAR_EXPRESS: tuple[Triple, ...] = (
+    *((a / safe, b / safe**3, c / safe**5) for (a, b, c), safe in zip(_POLAR_EXPRESS, _SAFE)),
+    (1.875, -1.25, 0.375),
+)
+"""``ns_coefficients`` of Polar Express (Amsel et al., `arXiv:2505.16932 <https://arxiv.org/abs/2505.16932>`_).
+
+Those of its algorithm 1, whose margin for rounding is in them: the best for each step."""
 
 
 class Muon(DistributedOptimizer):
     """Muon (Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon/>`_), as ``torch.optim.Muon``.
 
-    For each parameter, of the shape (R, C)::
+    For each matrix, of the shape (R, C)::
 
         b ← momentum·b + (1-momentum)·g
         u = momentum·b + (1-momentum)·g     if nesterov, else b
@@ -33,15 +54,25 @@ class Muon(DistributedOptimizer):
     ``None``) and 0.2·√max(R, C) for "match_rms_adamw" (Liu et al., `arXiv:2502.16982
     <https://arxiv.org/abs/2502.16982>`_).
 
+    A parameter of three dimensions (experts, R, C) is one matrix per expert. One of more is a convolution's weight
+    (out, in, …), and the matrix (out, rest). With ``parts`` the rows of a matrix are so many matrices of equal height,
+    such as the three of a fused QKV weight, or its heads.
+
+    Groups with ``use_muon=False`` have AdamW: for embeddings, the output head and vectors (see
+    :func:`get_muon_param_groups`). Their options are ``lr`` (3e-4 unless given), ``betas`` (0.9, 0.95), ``eps`` (1e-10)
+    and ``weight_decay`` (0).
+
     A step has two rounds: u goes to the matrix's owner, in bf16, which orthogonalises it and sends the result
     back. Owners have about equal numbers of floating-point operations. A parameter that is not sharded is
     orthogonalised by every rank that has a copy.
 
     Args:
-        params: parameters of two dimensions (globally), or groups of them.
+        params: parameters of two dimensions (globally) or more, or groups.
         lr, weight_decay, momentum, nesterov: as in the formula.
         ns_coefficients, eps, ns_steps: see :func:`orthogonalised`.
         adjust_lr_fn: "original", "match_rms_adamw" or ``None``.
+        parts: how many matrices the rows of one are.
+        use_muon: False: AdamW.
         stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
@@ -59,40 +90,72 @@ class Muon(DistributedOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: Triple | Sequence[Triple] = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
+        parts: int = 1,
+        use_muon: bool = True,
         stochastic_rounding: bool = False,
         **conventions: Any,
     ) -> None:
         super().__init__(params, declared(locals()), stochastic_rounding)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; with ``use_muon=False`` among the options, such as AdamW steps (see the class)."""
+        with_muon = param_group.get("use_muon", self.defaults["use_muon"])
+        super().add_param_group(param_group if with_muon else {**_ADAM, **param_group})
+        group = self.param_groups[-1]
+        for param in group["params"] if with_muon else ():
+            shape = slice_of(param).shape
+            if len(shape) < 2 or shape[-2 if len(shape) == 3 else 0] % group["parts"]:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"Muon takes matrices, and a parameter has shape {shape}; give it to a group with use_muon=False"
+                    if len(shape) < 2
+                    else f"parts={group['parts']} must divide the rows of a parameter of shape {shape}"
+                )
+
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay", "momentum", "eps")
-        if len(options["ns_coefficients"]) != 3:
-            raise ValueError(f"ns_coefficients={options['ns_coefficients']!r} must be three numbers")
+        if not options["use_muon"]:
+            check_betas(options["betas"], 2)
+        if any(len(triple) != 3 for triple in _triples(options["ns_coefficients"])):
+            raise ValueError(f"ns_coefficients={options['ns_coefficients']!r} must be three numbers, or lists of three")
         if not 0 <= options["ns_steps"] < 100:
             raise ValueError(f"ns_steps={options['ns_steps']!r} must be at least 0 and less than 100")
         if options["adjust_lr_fn"] not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn={options['adjust_lr_fn']!r} must be one of {_ADJUSTMENTS}")
-
-    def check_parameter(self, param: Tensor, where: Slice) -> None:
-        if len(where.shape) != 2:
-            raise ValueError(
-                f"Muon takes matrices, and a parameter has shape {where.shape}; give it to another optimizer, such "
-                "as AdamOptimizer"
-            )
+        if not isinstance(options["parts"], int) or options["parts"] < 1:
+            raise ValueError(f"parts={options['parts']!r} must be a whole number above 0")
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
-        return {"momentum_buffer": like_parameter(shape)}
+        keys = ("momentum_buffer",) if options["use_muon"] else ("exp_avg", "exp_avg_sq")
+        return {key: like_parameter(shape) for key in keys}
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """Floating-point operations of :func:`orthogonalised`."""
-        small, large = sorted(shape)
-        return options["ns_steps"] * (4.0 * small * small * large + 2.0 * small**3)
+        if not options["use_muon"]:
+            return 0.0
+        count, *sides = _matrices(shape, options["parts"])
+        small, large = sorted(sides)
+        return options["ns_steps"] * (4.0 * small * small * large + 2.0 * small**3) * count
 
     def rule(self, batch: Batch) -> Rule:
+        return self._muon(batch) if batch.options["use_muon"] else self._adamw(batch)
+
+    def _adamw(self, batch: Batch) -> Rule:
+        yield []
+        moments, options = Moments(batch, {}, corrects_eps=True), batch.options
+        rates = {"lr": float(options["lr"]), "weight_decay": options["weight_decay"]}
+        for indices, params, masters in batch.for_kernels():
+            grads = batch.pick(batch.grads, indices)
+            moments.step(
+                indices, params, grads, **rates, masters=masters,
+                grad_scale=batch.grad_scale, grad_factor=batch.grad_factor,
+            )  # fmt: skip
+
+    def _muon(self, batch: Batch) -> Rule:
         options, matrices = batch.options, batch.matrices
         momentum, buffers = options["momentum"], batch.state("momentum_buffer")
         updates = []
@@ -105,41 +168,64 @@ class Muon(DistributedOptimizer):
         for i, buffer in enumerate(buffers):
             buffer.lerp_(batch.fp32_grad(i), 1 - momentum)
         settings = options["ns_coefficients"], options["ns_steps"], options["eps"]
-        found = [None if whole is None else orthogonalised(whole, *settings) for whole in wholes]
+        sizes = [_matrices(m.where.shape, options["parts"]) for m in matrices]
+        found = [
+            None if whole is None else orthogonalised(whole.reshape(size), *settings).reshape(whole.shape)
+            for whole, size in zip(wholes, sizes)
+        ]
         (updates,) = yield [Return(found, matrices, torch.bfloat16)]
         lr = float(options["lr"])
         for indices, weights in batch.writable():
             for i, weight in zip(indices, weights):
                 weight.mul_(1 - lr * options["weight_decay"])
-                weight.add_(updates[i], alpha=-lr * _adjustment(options["adjust_lr_fn"], matrices[i].where.shape))
+                weight.add_(updates[i], alpha=-lr * _adjustment(options["adjust_lr_fn"], *sizes[i][1:]))
 
 
 def orthogonalised(
-    matrix: Tensor, coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315), steps: int = 5, eps: float = 1e-7
+    matrix: Tensor,
+    coefficients: Triple | Sequence[Triple] = (3.4445, -4.7750, 2.0315),
+    steps: int = 5,
+    eps: float = 1e-7,
 ) -> Tensor:
     """About U·Vᵀ, where U·S·Vᵀ is the singular value decomposition of ``matrix``.
 
     With (a, b, c) = ``coefficients``, X = ``matrix`` divided by its norm (by ``eps`` if that is larger), and ``steps``
     times X ← aX + (bA + cA²)X where A = XXᵀ. The default coefficients leave singular values between about 0.5 and
-    1.5, the fastest way there.
+    1.5, the fastest way there. They may differ by step: a sequence, such as :data:`POLAR_EXPRESS`, of which further
+    steps repeat the last.
 
     Args:
-        matrix: of shape (R, C). Only read.
+        matrix: of shape (R, C), or several, (matrices, R, C). Only read.
 
     Returns:
         bf16, of the same shape.
     """
-    a, b, c = coefficients
+    triples = _triples(coefficients)
     x = matrix.to(_product_dtype(matrix.device), copy=True)
-    tall = matrix.shape[0] > matrix.shape[1]
+    tall = matrix.shape[-2] > matrix.shape[-1]
     if tall:
-        x = x.T
-    x.div_(x.norm().clamp(min=eps))
-    for _ in range(steps):
-        gram = x @ x.T
-        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, gram, x, beta=a)
-    return (x.T if tall else x).bfloat16()
+        x = x.mT
+    if matrix.dim() == 3 and len(matrix) == 1:
+        x = x[0]
+    together = x.dim() == 3
+    add = torch.baddbmm if together else torch.addmm
+    x.div_((x.norm(dim=(-2, -1), keepdim=True) if together else x.norm()).clamp(min=eps))
+    for step in range(steps):
+        a, b, c = triples[min(step, len(triples) - 1)]
+        gram = x @ x.mT
+        gram = add(gram, gram, gram, beta=b, alpha=c)
+        x = add(x, gram, x, beta=a)
+    return (x.mT if tall else x).bfloat16().reshape(matrix.shape)
+
+
+def _triples(coefficients: Triple | Sequence[Triple]) -> Sequence[Sequence[float]]:
+    return coefficients if isinstance(coefficients[0], Sequence) else [coefficients]  # type: ignore[return-value, list-item]
+
+
+def _matrices(shape: Sequence[int], parts: int) -> tuple[int, int, int]:
+    """How many matrices a parameter is, and the rows and columns of each."""
+    experts, rows = (shape[0], shape[1]) if len(shape) == 3 else (1, shape[0])
+    return experts * parts, rows // parts, math.prod(shape[2 if len(shape) == 3 else 1 :])
 
 
 def _product_dtype(device: torch.device) -> torch.dtype:
@@ -150,6 +236,39 @@ def _product_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _adjustment(name: str | None, shape: Sequence[int]) -> float:
-    rows, columns = shape
+def _adjustment(name: str | None, rows: int, columns: int) -> float:
+    if not rows or not columns:
+        return 1.0
     return 0.2 * math.sqrt(max(rows, columns)) if name == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+
+
+def get_muon_param_groups(
+    model: nn.Module, adam: Mapping[str, Any] | None = None, also_adam: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Parameter groups for :class:`Muon`: the hidden matrices; embeddings and the output head; vectors.
+
+    Embeddings are the parameters of modules with a class named ``…Embedding…``. A matrix of the shape of
+    the largest of them is an output head. They have AdamW, and so have the weights of ``Conv1d``, which are no experts,
+    and vectors, without decay.
+
+    Args:
+        model: sharded or not.
+        adam: options of the groups that have AdamW (see :class:`Muon`).
+        also_adam: parts of the names of further parameters that are to have AdamW.
+    """
+    modules = [m for m in model.modules() if isinstance(m, nn.Conv1d) or "Embedding" in type(m).__name__]
+    apart = {id(p): slice_of(p).shape for m in modules for p in m.parameters(recurse=False)}
+    vocabulary = max((shape for shape in apart.values() if len(shape) == 2), default=None)
+    hidden: list[Tensor] = []
+    ends: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for name, param in model.named_parameters():
+        shape = slice_of(param).shape
+        at_end = id(param) in apart or shape == vocabulary or any(part in name for part in also_adam)
+        (vectors if len(shape) < 2 else ends if at_end else hidden).append(param)
+    rest = {"use_muon": False, **(adam or {})}
+    return [
+        {"params": hidden, "use_muon": True},
+        {"params": ends, **rest},
+        {"params": vectors, **rest, "weight_decay": 0.0},
+    ]

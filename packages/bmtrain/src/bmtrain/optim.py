@@ -24,6 +24,7 @@ from bmt_optim import (
     TorchAdafactor,
     get_adam_mini_param_groups,
     get_galore_param_groups,
+    get_muon_param_groups,
     save_optimizer,
     to_distributed,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "TorchAdafactor",
     "get_adam_mini_param_groups",
     "get_galore_param_groups",
+    "get_muon_param_groups",
     "save_optimizer",
     "to_distributed",
 ]

@@ -13,6 +13,21 @@ from .kit import close, outcomes
 from .subjects import subjects, versions
 
 
+def _told(failures: Sequence[tuple[str, str, str, str]]) -> list[str]:
+    """What became of cases (subject, framework, case, outcome) that did not pass, those alike together."""
+    alike: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for subject, framework, case, what in failures:
+        alike.setdefault((subject, what.partition("(")[0].rstrip()), {}).setdefault(framework, []).append(case)
+    lines = []
+    for (subject, what), by_framework in alike.items():
+        where = [
+            f"{framework}, {' and '.join(cases) if len(cases) < 3 else f'{len(cases)} cases'}"
+            for framework, cases in by_framework.items()
+        ]
+        lines.append(f"- {subject}: {what} ({'; '.join(where)})")
+    return lines
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bmt_optim.testing", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="optimizers whose names begin so")
@@ -21,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--into", type=Path, help="a file whose lines after <!-- table --> the table replaces")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds after which a case hangs")
     chosen = parser.parse_args(arguments)
-    passed, seen, notes = True, {}, []
+    passed, seen, failures = True, {}, []
     lines = ["| | " + " | ".join(chosen.frameworks) + " |", "|---" * (len(chosen.frameworks) + 1) + "|"]
     for subject in subjects():
         if subject.name in seen or (chosen.only and not subject.name.startswith(tuple(chosen.only))):
@@ -37,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cells.append(f"{good} of {run}" if good < run else f"all {run}")
             for case, what in zip(chosen.cases, found):
                 if what not in ("pass", "-"):
-                    notes.append(f"- {subject.name}, {name}, {case}: {what}")
-                    print(notes[-1], file=sys.stderr, flush=True)
+                    failures.append((subject.name, name, case, what))
+                    print(*failures[-1], sep=", ", file=sys.stderr, flush=True)
                     passed &= subject.name.endswith("*")
         lines.append(f"| {subject.name} | " + " | ".join(cells) + " |")
         print(lines[-1], file=sys.stderr, flush=True)
-    text = "\n".join([f"Made with {versions(seen.values())}.", "", *lines, "", *notes]).rstrip() + "\n"
+    text = "\n".join([f"Made with {versions(seen.values())}.", "", *lines, "", *_told(failures)]).rstrip() + "\n"
     print(text)
     if chosen.into is not None:
         before, mark, _ = chosen.into.read_text().partition("<!-- table -->\n")

@@ -55,8 +55,9 @@ class _Imported:
 
 def versions(found: Iterable[Subject]) -> str:
     """Of Python, torch and the packages that the authors' code is in."""
-    packages = {s.author.where.partition(".")[0] for s in found if isinstance(s.author, _Imported)}
-    names = {name for package in packages for name in importlib.metadata.packages_distributions().get(package, [])}
+    packages = {s.author.where.partition(":")[0].partition(".")[0] for s in found if isinstance(s.author, _Imported)}
+    distributions = importlib.metadata.packages_distributions()
+    names = {name for package in packages for name in distributions.get(package, [])}
     of_packages = [f"{name} {importlib.metadata.version(name)}" for name in sorted(names - {"torch"})]
     return ", ".join([f"Python {platform.python_version()}", f"torch {torch.__version__}", *of_packages])
 
