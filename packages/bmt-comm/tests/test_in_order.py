@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_an_eager_group_takes_all_ranks_of_the_job(ctx: ParallelContext) -> None
 
 @pytest.mark.ranks(2, nccl_rules="lazy", timeout=30)
 def test_results_are_not_there_before_wait(ctx: ParallelContext) -> None:
-    comm, rank = ctx.world, ctx.rank
+    comm, rank, generator = ctx.world, ctx.rank, random.getstate()
     mine = torch.full((2,), float(rank))
     out, part, total = torch.zeros(4), torch.zeros(2), mine.clone()
     works = [
@@ -72,6 +73,7 @@ def test_results_are_not_there_before_wait(ctx: ParallelContext) -> None:
     assert whole.isnan().sum() == 2  # what this rank has sent is there
     work.wait()
     assert whole.tolist() == [0, 0, 1, 1]
+    assert random.getstate() == generator  # delays are not drawn from the caller's
 
 
 @pytest.mark.ranks(2, nccl_rules="lazy", timeout=30)

@@ -29,6 +29,8 @@ from bmt_kernels.reference.cross_entropy import computing_dtype
 
 _LEAST_CHUNK = 256
 """Fewer rows than this keep a matrix product from running at full speed."""
+_PRODUCT = 1 << 20
+"""Elements of a product that is added to the gradient of the weight; so few stay in a cache until then."""
 
 
 def linear_cross_entropy(
@@ -234,9 +236,9 @@ class _Gradients:
         self.hidden = hidden.new_empty(hidden.shape if needs[0] else 0)
         self.weight = weight.new_zeros(weight.shape, dtype=dtype) if needs[1] else weight.new_empty(0)
         self.bias = weight.new_zeros(weight.shape[:1], dtype=dtype) if needs[2] else weight.new_empty(0)
-        # A product of half-precision matrices is rounded to half precision; it is added up in fp32, half of the
-        # classes at a time, so that the product takes less memory.
-        self._classes = -(-weight.shape[0] // 2)
+        # A product of half-precision matrices is rounded to half precision; it is added up in fp32, some classes at a
+        # time.
+        self._classes = _classes_at_a_time(weight)
         self._product = weight.new_empty(self._classes, weight.shape[1]) if needs[1] and weight.dtype != dtype else None
         self._needs = needs
 

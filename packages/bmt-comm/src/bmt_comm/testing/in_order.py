@@ -44,6 +44,7 @@ from bmt_comm.work import Work
 
 BACKEND = "in_order"
 _LONGEST_DELAY = 5e-4  # seconds that the result of an operation is held back at most
+_delays = random.Random(0)  # the tests' own generator stays as it is
 
 
 class WaitCycleError(RuntimeError):
@@ -230,7 +231,7 @@ class _Posted:
         self.result: list[bytes] | None = None
         self._connection, self._operation = connection, operation
         self._sent, self._received, self._finish = sent, received, finish
-        self._polls = random.randrange(3)  # for which it does not look completed
+        self._polls = _delays.randrange(3)  # for which it does not look completed
         for buffer in received:
             buffer.poison()
         connection.post(operation)
@@ -239,8 +240,8 @@ class _Posted:
         if self.result is None:
             found = self._connection.result(self._operation.number, block=True)
             assert found is not None
-            if random.random() < 0.25:
-                time.sleep(random.random() * _LONGEST_DELAY)
+            if _delays.random() < 0.25:
+                time.sleep(_delays.random() * _LONGEST_DELAY)
             self._arrive(found)
 
     def is_completed(self) -> bool:
