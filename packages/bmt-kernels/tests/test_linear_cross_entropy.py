@@ -192,6 +192,20 @@ def test_the_logits_never_exist(device, reduction):
     assert largest_allocation(parallel) <= largest
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_sums_in_fp32_take_few_passes_and_hardly_more_memory_than_their_rounding(device, reduction):
+    rows, width, size = 768, 512, 2048
+    hidden, weight = (torch.randn(n, width, device=device).bfloat16().requires_grad_() for n in (rows, size))
+    target = torch.randint(0, size, (rows,), device=device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        gradients(linear_cross_entropy(hidden, weight, target, reduction=reduction), [hidden, weight])
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    peak = max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    # The gradient of the input; that of the weight in fp32 and rounded, and a quarter of it to be added, in fp32.
+    assert peak <= hidden.nbytes + weight.numel() * (4 + 2 + 1) + 2**18 + (2**21 if device.type == "cuda" else 0)
+    assert sum(event.name() == "aten::add_" for event in events) == 2 * 4  # of 384 rows, a quarter of the classes
+
+
 @pytest.mark.parametrize("split", [(0, 20, V), (0, 9, 9, V)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_ranks_have_the_loss_their_rows_and_their_part_of_the_input_gradient(device, dtype, split):

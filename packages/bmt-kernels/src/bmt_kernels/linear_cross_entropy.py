@@ -29,8 +29,8 @@ from bmt_kernels.reference.cross_entropy import computing_dtype
 
 _LEAST_CHUNK = 256
 """Fewer rows than this keep a matrix product from running at full speed."""
-_PRODUCT = 1 << 20
-"""Elements of a product that is added to the gradient of the weight; so few stay in a cache until then."""
+_PRODUCT = 1 << 22
+"""Elements of the products of half-precision matrices at most, so that they stay in a cache until they are added up."""
 
 
 def linear_cross_entropy(
@@ -63,7 +63,9 @@ def linear_cross_entropy(
         class_weight: the `weight` of `cross_entropy`, (V,).
         ignore_index, reduction, label_smoothing: as for `cross_entropy`.
         chunk_size: tokens at a time. Default: as many as make a chunk's logits the size of `hidden`, N H / V, so that
-            they add no more to the peak than the gradient of `hidden` does; but at least 256.
+            they add no more to the peak than the gradient of `hidden` does; but at least 256. In half precision at
+            least 3 H / 4, too, where `weight` needs a gradient: each chunk reads and writes its sum in fp32, and the
+            logits take the memory in which the sum is rounded in the end.
 
     Returns:
         The loss, () or (...) for reduction "none"; float32, or float64 for float64.
@@ -201,9 +203,11 @@ def _loss(
     classes = checked_classes(
         hidden, rows, target, class_weight, first, size, ignore_index, label_smoothing, reduction, "class_weight"
     )
-    chunk = chunk_size or max(_LEAST_CHUNK, hidden.numel() // max(weight.shape[0], 1))
     layer = (hidden, weight, bias)
     needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in layer]
+    sums = needs[1] and computing_dtype(weight.dtype) is not weight.dtype
+    least = max(_LEAST_CHUNK, 3 * hidden.shape[1] // 4) if sums else _LEAST_CHUNK
+    chunk = chunk_size or max(least, hidden.numel() // max(weight.shape[0], 1))
     arguments = (classes.target, classes.weight, *numbers_of(classes))
     gathered = None
     if gather is not None:
@@ -238,7 +242,7 @@ class _Gradients:
         self.bias = weight.new_zeros(weight.shape[:1], dtype=dtype) if needs[2] else weight.new_empty(0)
         # A product of half-precision matrices is rounded to half precision; it is added up in fp32, some classes at a
         # time.
-        self._classes = _classes_at_a_time(weight)
+        self._classes = max(1, min(-(-weight.shape[0] // 4), _PRODUCT // max(weight.shape[1], 1)))
         self._product = weight.new_empty(self._classes, weight.shape[1]) if needs[1] and weight.dtype != dtype else None
         self._needs = needs
 
@@ -311,6 +315,7 @@ def _op_loss(
                 losses[begin:end], normalizers[:, begin:end] = row_losses(statistics(logits, part)[None], part)
             if any(needs):
                 gradients.add(begin, end, gradient(one, now, logits, normalizers[:, begin:end], part, logits))
+            del logits  # rounding needs the memory
     loss, _ = reduced(losses, classes, reduction)
     if _scaled_late(hidden.dtype):
         return loss, normalizers, later, gradients.hidden, gradients.weight, gradients.bias
@@ -348,8 +353,8 @@ def _op_gradient(
     one = torch.ones((), dtype=scale.dtype, device=scale.device)
     for begin, end, logits in _chunks(hidden, weight, bias, chunk):
         part = classes.rows(begin, end)
-        made = gradient(scale[begin:end], one, logits, normalizers[:, begin:end], part, logits)
-        gradients.add(begin, end, made)
+        gradients.add(begin, end, gradient(scale[begin:end], one, logits, normalizers[:, begin:end], part, logits))
+        del logits  # rounding needs the memory
     return gradients.rounded()
 
 
