@@ -65,6 +65,7 @@ from .cut_modules import (
     class_with_forward_of,
 )
 from .parameters import mark_piece, piece_of
+from .plans import PLANS
 from .regions import tensor_comm
 from .sequence import sequence_parallel
 
@@ -116,7 +117,7 @@ def parallelize(
 
     Args:
         model: any module: its ``torch.nn.Linear`` and ``Embedding``, and Hugging Face's ``Conv1D``, can be cut.
-        plan: see [Note: plans]; by default ``model.tp_plan``.
+        plan: see [Note: plans]; by default ``model.tp_plan``, or that of :mod:`bmt_tp.plans`.
         comm: the tensor-parallel ranks; by default the context's.
         sequence_dim: the dimension of activations along which the sequence is split.
         divided_attributes: integers of a module that are divided by the number of ranks if one of its linear
@@ -134,7 +135,7 @@ def parallelize(
     comm = tensor_comm(comm)
     given = plan is not None
     if plan is None:
-        plan = getattr(model, "tp_plan", None)
+        plan = getattr(model, "tp_plan", None) or PLANS.get(getattr(getattr(model, "config", None), "model_type", ""))
         if not plan:
             raise ValueError(f"{type(model).__name__} carries no tp_plan; give a plan of module names")
     cuts = _matches(model, plan, given)
@@ -443,7 +444,9 @@ def _pieces(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Parameter, Slic
     cut_modules = {id(cut.module) for cut in cuts if cut.kind in _CUTTING_STYLES}
     for name, module in model.named_modules():
         for param in module._parameters.values():
-            if id(param) in found and id(module) not in cut_modules:
+            # BERT's head holds the bias of the layer in it under another name.
+            holds = id(param) in found and owners[id(param)].startswith(f"{name}." if name else "")
+            if id(param) in found and id(module) not in cut_modules and not holds:
                 raise ValueError(
                     f"{name!r} shares a parameter with {owners[id(param)]!r}, which the plan cuts; "
                     "put it into the plan, too"

@@ -1,0 +1,35 @@
+"""Plans for models of Hugging Face that carry none, by ``config.model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_BERT = {
+    "*.embeddings.word_embeddings": "vocab",
+    **{f"*.encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
+    "*.encoder.layer.*.attention.output.dense": "rowwise",
+    "*.encoder.layer.*.intermediate.dense": "colwise",
+    "*.encoder.layer.*.output.dense": "rowwise",
+}
+
+PLANS: Mapping[str, Mapping[str, str]] = {
+    "bert": {**_BERT, "cls.predictions.decoder": "colwise_gather_output"},
+    "roberta": {**_BERT, "lm_head.decoder": "colwise_gather_output"},
+    "gpt2": {
+        "transformer.wte": "vocab",
+        "transformer.h.*.attn.c_attn": "packed_colwise:3",
+        "transformer.h.*.attn.c_proj": "rowwise",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    "opt": {
+        "model.decoder.embed_tokens": "vocab",
+        **{f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+        "model.decoder.layers.*.fc1": "colwise",
+        "model.decoder.layers.*.fc2": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+}
+"""Entries that a model has no module for do not count: a model without a head takes the plan of one with a head."""
