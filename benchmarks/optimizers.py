@@ -10,7 +10,7 @@ more. Reported are, for each of them,
 - floating-point operations of the matrix products on the rank that has most, relative to the mean of the ranks.
 
 GaLore projects all matrices, to --rank dimensions. The steps in which it renews the projections have lines of their
-own. 8-bit Adam is AdamW8bit. Muon has the layers' matrices, and fused Adam the rest.
+own, also with svd="gram". 8-bit Adam is AdamW8bit. Muon has the layers' matrices, and fused Adam the rest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from bmt_zero import BMTrainModelWrapper
 BASELINE = "fused Adam"
 OTHERS = (
     *("Adam on the engine", "8-bit Adam", "LAMB", "Adafactor", "CAME", "GaLore", "8-bit GaLore", "Muon"),
-    *("GaLore, renewing", "8-bit GaLore, renewing"),
+    *("GaLore, renewing", "GaLore by Gram, renewing", "8-bit GaLore, renewing"),
 )
 LR, DECAY = 1e-6, 0.01  # the weights hardly move, whoever steps them
 NEVER = 1 << 30  # renews in the first step only
@@ -107,9 +107,9 @@ def make_candidates(model: nn.Module, rank: int) -> list[Candidate]:
     in_layers = set(matrices)
     rest = [p for p in params if p not in in_layers]
 
-    def galore(nbits: int) -> GaLoreAdamW:
+    def galore(nbits: int, svd: str = "exact") -> GaLoreAdamW:
         groups = get_galore_param_groups(model, DECAY, rank=rank)
-        return GaLoreAdamW(groups, lr=LR, nbits=nbits)
+        return GaLoreAdamW(groups, lr=LR, nbits=nbits, svd=svd)
 
     galore32, galore8 = galore(32), galore(8)
     muon = [Muon(matrices, lr=LR), AdamOptimizer(rest, lr=LR, weight_decay=DECAY)]
@@ -124,6 +124,7 @@ def make_candidates(model: nn.Module, rank: int) -> list[Candidate]:
         Candidate("8-bit GaLore", [galore8]),
         Candidate("Muon", muon),
         Candidate("GaLore, renewing", [galore32], update_proj_gap=1),
+        Candidate("GaLore by Gram, renewing", [galore(32, "gram")], update_proj_gap=1),
         Candidate("8-bit GaLore, renewing", [galore8], update_proj_gap=1),
     ]
 

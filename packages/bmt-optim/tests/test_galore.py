@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from bmt_optim import DistGaloreAdamW, GaLoreAdamW, engine, get_galore_param_groups
-from bmt_optim.galore_projection import PROJECTIONS
+from bmt_optim.galore_projection import PROJECTIONS, leading_bases
 
 # Tall, wide and square ones, each cut by rows, by tensor parallelism along either dimension, or both.
 MATRICES = [(24, 8), (12, 5), (7, 4), (4, 9), (3, 10), (2, 9), (8, 8), (6, 6), (1, 6)]
@@ -154,12 +154,41 @@ def test_each_projection_is_one_svd_of_the_whole_gradient_by_one_rank(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_gradient_that_is_not_finite_leaves_no_rank_waiting(ctx):
+@pytest.mark.parametrize("svd", ["exact", "gram"])
+def test_a_gradient_that_is_not_finite_leaves_no_rank_waiting(ctx, svd):
     params = shards(tensors([(6, 4)]), layout(ctx, [(6, 4)]))
-    optimizer = GaLoreAdamW([{"params": params, "rank": 2}])
+    optimizer = GaLoreAdamW([{"params": params, "rank": 2}], svd=svd)
     params[0].grad = torch.full_like(params[0], torch.nan)
     optimizer.step()
     assert params[0].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(60, 20), (20, 60), (30, 30)])
+@pytest.mark.parametrize("side", ["left", "right", "full"])
+@pytest.mark.parametrize("scale", [1.0, 1e-25])
+def test_eigenvectors_of_the_gram_matrix_span_the_leading_singular_vectors(shape, side, scale):
+    (u, _), (v, _) = (torch.linalg.qr(t) for t in tensors([(shape[0], min(shape)), (shape[1], min(shape))]))
+    gradient = scale * u @ torch.logspace(0, -3, min(shape)).diag() @ v.T
+    found = leading_bases(gradient, 6, side, "gram")
+    assert found.keys() == leading_bases(gradient, 6, side).keys()
+    for key, basis in found.items():
+        mine, theirs = (basis, u[:, :6]) if key == "ortho_left" else (basis.T, v[:, :6])
+        assert (mine.T @ mine - torch.eye(6)).abs().max() <= 1e-5
+        assert (theirs - mine @ (mine.T @ theirs)).norm() <= 1e-5
+        assert (mine.max(dim=0).values == mine.abs().max(dim=0).values).all()
+        cosines = (mine * theirs).sum(dim=0).abs()  # each vector for itself
+        assert (cosines - 1).abs().max() <= 1e-5
+
+
+@pytest.mark.ranks(1, 2)
+def test_by_gram_matrices_it_is_the_same_over_shards(ctx):
+    shapes = [(12, 5), (4, 9), (6, 6)]
+    params, whole = shards(tensors(shapes), layout(ctx, shapes)), [nn.Parameter(t) for t in tensors(shapes)]
+    for each in (params, whole):
+        group = {"params": each, "rank": 2, "update_proj_gap": 3, "proj_type": "full"}
+        optimizer = GaLoreAdamW([group], nbits=32, svd="gram", **OPTIONS)
+        train(optimizer, each, range(10), lambda step: tensors(shapes, 100 + step))
+    assert update_error(params, [p.detach() for p in whole], tensors(shapes)) <= 1e-5
 
 
 def by_formula(param, grads, correct_bias, lr, betas, eps, weight_decay, rank=None, scale=1.0, side=None):

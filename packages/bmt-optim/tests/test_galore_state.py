@@ -32,7 +32,7 @@ def gradients(step, shapes=SHAPES):
     return [(4 * t).round() / 4 for t in tensors(shapes, 100 + step)]
 
 
-def unit_bases(gradient, rank, side):
+def unit_bases(gradient, rank, side, svd):
     """Rows and columns of the gradient, in the place of singular vectors."""
     found = {}
     for key in BASES[side]:

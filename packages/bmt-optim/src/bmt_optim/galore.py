@@ -13,7 +13,17 @@ from bmt_comm import StateRecord, slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .galore_projection import BASES, KEPT, PROJECTIONS, basis_layout, low_rank, projected_dims, projector_of, side_of
+from .galore_projection import (
+    BASES,
+    DECOMPOSITIONS,
+    KEPT,
+    PROJECTIONS,
+    basis_layout,
+    low_rank,
+    projected_dims,
+    projector_of,
+    side_of,
+)
 from .galore_step import plain_rule, projected_rule
 from .moments import Moments, host_state, moments_layout
 from .options import check_betas, check_not_negative, declared
@@ -45,7 +55,8 @@ class DistGaloreAdamW(DistributedOptimizer):
 
     The projection of a matrix is renewed by one of the ranks that share it, from the whole gradient, in two rounds;
     owners have about equal work. (One that is not sharded is decomposed by every rank that has a copy.) The signs of
-    the vectors are those of ``torch.linalg.svd``, for which the host waits on the owner; nothing waits in other steps.
+    the vectors, on which moments that outlive a renewal depend, are those of ``torch.linalg.svd`` unless ``svd`` is
+    "gram". The host waits for the decomposition on the owner; nothing waits in other steps.
     A step has one round more where ranks cut the dimension that is projected (of r), one for percentile clipping
     (norms of r), and one where 8-bit blocks are cut by other than multiples of 256 elements (see
     :mod:`bmt_optim.blockwise`). Moments are cut as the dimension that is kept, and the same on ranks that cut the
@@ -64,6 +75,9 @@ class DistGaloreAdamW(DistributedOptimizer):
         args: a mapping or an object with ``optim_bits``, ``min_8bit_size``, ``percentile_clipping`` and
             ``block_wise``, which then count instead.
         correct_bias: False leaves the factor √(1-β₂ᵗ) / (1-β₁ᵗ) out.
+        svd: "exact" computes the vectors by ``torch.linalg.svd``, as the authors do; "gram" those of the same subspace
+            by eigenvectors of a Gram matrix, in a third to a half of the time (see
+            :func:`~bmt_optim.galore_projection.leading_bases`).
         stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
 
     Raises:
@@ -88,6 +102,7 @@ class DistGaloreAdamW(DistributedOptimizer):
         is_paged: bool = False,
         args: Any = None,
         correct_bias: bool = True,
+        svd: str = "exact",
         stochastic_rounding: bool = False,
         **conventions: Any,
     ) -> None:
@@ -125,6 +140,8 @@ class DistGaloreAdamW(DistributedOptimizer):
             raise ValueError(
                 f"percentile_clipping={options['percentile_clipping']!r} must be a whole number from 1 to 100 (off)"
             )
+        if options["svd"] not in DECOMPOSITIONS:
+            raise ValueError(f"svd={options['svd']!r} must be one of {DECOMPOSITIONS}")
         if not options["block_wise"]:
             raise ValueError(
                 f"block_wise={options['block_wise']!r} is not supported: with one maximum for a whole tensor, small "

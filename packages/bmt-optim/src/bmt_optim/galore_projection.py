@@ -12,6 +12,7 @@ from .state_layout import Size, StateTensor
 
 PROJECTIONS = ("std", "reverse_std", "left", "right", "full")
 Side = Literal["left", "right", "full"]
+DECOMPOSITIONS = ("exact", "gram")
 SIDES: tuple[Side, ...] = ("left", "right", "full")
 CONTRACTED: dict[Side, tuple[int, ...]] = {"left": (0,), "right": (1,), "full": (0, 1)}
 """The dimensions of a gradient that its projection sums over."""
@@ -67,23 +68,49 @@ def projected_dims(side: Side, r: int) -> tuple[int | Size, ...]:
     return by_side[side]
 
 
-def leading_bases(gradient: Tensor, rank: int, side: Side) -> dict[str, Tensor]:
+def leading_bases(gradient: Tensor, rank: int, side: Side, svd: str = "exact") -> dict[str, Tensor]:
     """Orthonormal bases of the r leading left, or right, singular vectors of a whole gradient.
 
-    Their signs are those that ``torch.linalg.svd`` gives. A gradient that is not finite has NaN for a basis, like
-    everything else that is computed with it, rather than an error on the one rank that owns it. On CUDA the host
-    waits: the decomposition needs it.
+    With "exact" their signs are those that ``torch.linalg.svd`` gives. "gram" computes eigenvectors of the Gram matrix
+    of the shorter side, whose largest components are positive. They are as near as fp32's singular value decomposition
+    is where the r-th singular value is at least some hundredth of the first; where it is less than a thousandth, the
+    last vectors are lost in rounding errors.
+
+    A gradient that is not finite has NaN for a basis, like everything else that is computed with it, rather than an
+    error on the one rank that owns it. On CUDA the host waits: the decomposition needs it.
 
     Args:
         gradient: fp32, (m, n). Only read.
     """
+    r = low_rank(gradient.shape, rank)
     try:
-        left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+        if svd == "gram":
+            left, right = _by_gram(gradient, r, side)
+        else:
+            left, _, right = torch.linalg.svd(gradient, full_matrices=False)
     except torch.linalg.LinAlgError:
         left, right = _in_double(gradient)
-    r = low_rank(gradient.shape, rank)
     found = {"ortho_left": left[:, :r], "ortho_right": right[:r]}
     return {key: found[key].float().contiguous() for key in BASES[side]}
+
+
+def _by_gram(gradient: Tensor, r: int, side: Side) -> tuple[Tensor, Tensor]:
+    """The r leading left vectors, (m, r), and right ones, (r, n); those of a longer side only if it is projected."""
+    g = gradient / gradient.abs().max().clamp(min=torch.finfo(gradient.dtype).tiny)  # whose squares are fp32 numbers
+    tall = g.shape[0] >= g.shape[1]
+    if not tall:
+        g = g.T
+    _, vectors = torch.linalg.eigh((g.T @ g).double())
+    short = _with_signs(vectors[:, -r:].flip(1).float())
+    needed = side == "full" or (side == "left") == tall
+    long = _with_signs(torch.linalg.qr(g @ short)[0]) if needed else short
+    return (long, short.T) if tall else (short, long.T)
+
+
+def _with_signs(vectors: Tensor) -> Tensor:
+    """Columns whose largest components are positive, so that one that changes little keeps its sign."""
+    largest = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True))
+    return torch.where(largest < 0, -vectors, vectors)
 
 
 def _in_double(gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -88,14 +88,14 @@ class _Projected:
 
     def _renew(self) -> Generator[Sequence[Request], list[Any], None]:
         """New bases, each by the owner of its matrix."""
-        batch = self.batch
+        batch, rank, svd = self.batch, self.batch.options["rank"], self.batch.options["svd"]
         # In the dtype of the parameter, which all ranks know, also those whose part is empty and has no gradient.
         (wholes,) = yield [Own([g.to(m.param.dtype) for g, m in zip(batch.grads, batch.matrices)], batch.matrices)]
         values: list[Tensor | None] = []
         wanted: list[tuple[int, str]] = []
         for i, gradient in enumerate(wholes):
             keys = BASES[self.sides[i]]
-            found = None if gradient is None else leading_bases(gradient.float(), batch.options["rank"], self.sides[i])
+            found = None if gradient is None else leading_bases(gradient.float(), rank, self.sides[i], svd)
             values += [None if found is None else found[key] for key in keys]
             wanted += [(i, key) for key in keys]
         matrices = [batch.matrices[i] for i, _ in wanted]
