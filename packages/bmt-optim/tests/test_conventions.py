@@ -27,6 +27,7 @@ CLASSES = {
     "ScheduleFreeAdamW": {},
     "AdamMini": {},
     "APOLLO": {},
+    "SOAP": {},
 }
 SHAPES = [(4, 3), (2, 5)]
 

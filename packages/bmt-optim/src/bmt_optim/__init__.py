@@ -23,12 +23,14 @@ from .manager import OptimManager
 from .muon import POLAR_EXPRESS, Muon, get_muon_param_groups
 from .saving import save_optimizer
 from .schedule_free import ScheduleFreeAdamW
+from .soap import SOAP
 from .torch_adafactor import TorchAdafactor
 
 __all__ = [
     "APOLLO",
     "CAME",
     "POLAR_EXPRESS",
+    "SOAP",
     "AdEMAMix",
     "Adafactor",
     "Adam",

@@ -169,4 +169,4 @@ class Batch:
 
     def _seed(self, matrix: Matrix) -> int:
         """Differs between a parameter's steps, and between parameters."""
-        return self.step * 0x9E3779B1 + matrix.index
+        return self.step * 0x9E3779B1 + matrix.number

@@ -19,6 +19,8 @@ class Matrix:
 
     Attributes:
         index: its place among the optimizer's parameters.
+        number: its place on the first of the ranks that share it: the same on all of them, though stages of a pipeline
+            have other parameters before it.
         param: the parameter.
         where: which part of it this rank holds.
         rows: the row range, within this rank's piece, of every rank of ``where.row_comm``.
@@ -32,6 +34,11 @@ class Matrix:
     rows: Sequence[tuple[int, int]]
     pieces: Sequence[tuple[int, int]]
     owner: tuple[int, int] = (0, 0)
+    number: int = -1
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            self.number = self.index
 
     @cached_property
     def row_comm(self) -> Communicator | None:
@@ -70,7 +77,8 @@ class Matrix:
     def alone(self) -> Matrix:
         """This matrix, which is ``undivided`` and here, as one that no other rank shares."""
         where = replace(self.where, row_comm=None)
-        return Matrix(self.index, self.param, where, [(where.row_start, where.row_stop)], self.pieces)
+        rows = [(where.row_start, where.row_stop)]
+        return Matrix(self.index, self.param, where, rows, self.pieces, number=self.number)
 
     def cut_along(self, over: tuple[int, ...] | None) -> tuple[Communicator | None, Communicator | None]:
         """The communicators, of rows and of tensor parallelism, that cut the dimensions ``over`` (``None``: any)."""
@@ -109,7 +117,7 @@ def plan_matrices(params: Sequence[Tensor], costs: Sequence[float]) -> list[Matr
     ]
     here = dist.get_rank() if dist.is_initialized() else 0
     groups = by_grid(found)
-    facts = [[(slices[i].shape, costs[i], *found[i].rows[0], *found[i].pieces[0]) for i in g] for g in groups]
+    facts = [[(slices[i].shape, costs[i], *found[i].rows[0], *found[i].pieces[0], i) for i in g] for g in groups]
     for n, comm in _in_order([found[g[0]].row_comm for g in groups]) + _in_order([found[g[0]].tp_comm for g in groups]):
         shapes = [f"one of shape {shape}, of cost {cost}" for shape, cost, *_ in facts[n]]
         check_agreement(comm, "the parameters of an optimizer", shapes)
@@ -124,6 +132,7 @@ def plan_matrices(params: Sequence[Tensor], costs: Sequence[float]) -> list[Matr
         for n, i in enumerate(indices):
             found[i].rows = [facts[n][2:4] for _, facts in grid[tp_rank]]
             found[i].pieces = [column[0][1][n][4:6] for column in grid]
+            found[i].number = grid[0][0][1][n][-1]
             shared[i], heights[i] = ranks, len(grid[0])
     several = list(shared)
     holders = [_holder(found[i], shared[i]) for i in several]

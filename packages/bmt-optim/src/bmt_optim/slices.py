@@ -61,6 +61,16 @@ def cut(full: Tensor, where: Slice) -> Tensor:
     return select_rows(tp_shard_of(full, where), where)
 
 
+def padded(local: Tensor, where: Slice) -> Tensor:
+    """What a rank at ``where`` holds, in a whole tensor of zeros. Of all ranks added up it is :func:`assemble`'s."""
+    if tuple(local.shape) == where.shape:
+        return local
+    found = local.new_zeros(where.shape)
+    places = cut(torch.arange(found.numel(), device=local.device).view(where.shape), where)
+    found.view(-1)[places.reshape(-1)] = local.reshape(-1)
+    return found
+
+
 def row_indices(where: Slice, device: torch.device) -> Tensor:
     """Which rows of the logical tensor this rank holds: int64, on ``device``."""
     rows = torch.zeros(1, dtype=torch.int64, device=device)

@@ -3,6 +3,7 @@
 from bmt_optim import (
     APOLLO,
     CAME,
+    SOAP,
     Adafactor,
     Adam,
     AdamMini,
@@ -32,6 +33,7 @@ from bmt_optim import (
 __all__ = [
     "APOLLO",
     "CAME",
+    "SOAP",
     "AdEMAMix",
     "Adafactor",
     "Adam",
