@@ -103,12 +103,12 @@ def train(optimizer, params, steps, shapes=SHAPES):
 
 def check_continuation(ctx, name, in_place):
     params = [nn.Parameter(t) for t in tensors(SHAPES)]
+    start = [p.detach().clone() for p in params]  # a number may come back to where it was after five steps
     optimizer = MAKERS[name](params)
     for index, group in enumerate(optimizer.param_groups):
         group["mine"] = index
     train(optimizer, params, range(5))
     whole = copy.deepcopy((params, optimizer))
-    start = [p.detach().clone() for p in params]
     if in_place:
         for p, where in zip(params, layout(ctx, SHAPES)):
             p.data = cut(p.detach(), where).clone()
