@@ -126,7 +126,7 @@ class DistGaloreAdamW(DistributedOptimizer):
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "eps", "weight_decay", "min_8bit_size")
         check_betas(options["betas"], 2)
-        if options["lr"] * options["weight_decay"] >= 1:
+        if options["nbits"] == 8 and options["lr"] * options["weight_decay"] >= 1:
             raise ValueError(
                 f"lr={options['lr']!r} times weight_decay={options['weight_decay']!r} must be less than 1: weights are "
                 "multiplied by one minus it"

@@ -38,16 +38,20 @@ def plain_rule(batch: Batch, moments: Moments) -> Rule:
     matrices = batch.pick(batch.matrices, list(shared.parts))
     (maxima,) = yield [Max(moments.maxima_ahead(grad, **scaled), matrices, sizes=shared.sizes)]
     moments.agree(maxima)
-    # The kernels decay first: p·kept - lr·kept·u is (p - lr·u)·kept.
+    # Kernels decay first: p·kept - lr·kept·u is (p - lr·u)·kept but for rounding, which only 8-bit moments outweigh.
     kept = 1 - lr * options["weight_decay"]
-    rates = {"lr": lr * kept, "weight_decay": options["weight_decay"] / kept}
-    for indices, params, masters in batch.for_kernels():
+    fused = options["nbits"] == 8
+    rates = {"lr": lr * kept, "weight_decay": options["weight_decay"] / kept} if fused else {"lr": lr}
+    portions = batch.for_kernels() if fused else ((indices, weights, None) for indices, weights in batch.writable())
+    for indices, params, masters in portions:
         if one_by_one:
             for n, i in enumerate(indices):
                 master = None if masters is None else masters[n : n + 1]
                 moments.step([i], [params[n]], [grad(i)], **rates, masters=master)
         else:
             moments.step(indices, params, [grad(i) for i in indices], **rates, masters=masters, **scaled)
+        if not fused and options["weight_decay"]:
+            torch._foreach_mul_(params, kept)
 
 
 def projected_rule(batch: Batch, moments: Moments) -> Rule:
