@@ -11,7 +11,6 @@ import bmt_optim.adam_offload
 from bmt_comm import Slice, slice_of
 from bmt_kernels import OffloadPipeline, offload
 from bmt_optim import AdamOffloadOptimizer
-from bmt_optim.adam_runs import Home
 from bmt_optim.slices import cut
 
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -77,15 +76,14 @@ def making(variant):
     with pytest.MonkeyPatch.context() as patch:
         if copying:
             kept = []  # so that no address is used twice
-            zeros = Home.zeros
+            new_state = AdamOffloadOptimizer.new_state
 
-            def host_zeros(self, numel, device):
-                kept.append(zeros(self, numel, device))
-                if self.on_host:
-                    CopyingPipeline.host_storages.add(kept[-1].untyped_storage().data_ptr())
+            def host_state(self, *arguments):
+                kept.append(new_state(self, *arguments))
+                CopyingPipeline.host_storages.add(kept[-1].untyped_storage().data_ptr())
                 return kept[-1]
 
-            patch.setattr(Home, "zeros", host_zeros)
+            patch.setattr(AdamOffloadOptimizer, "new_state", host_state)
             patch.setattr(bmt_optim.adam_offload, "OffloadPipeline", CopyingPipeline)
             patch.setattr(AdamOffloadOptimizer, "_is_offloaded", lambda self, device: True)
         yield lambda params, **options: AdamOffloadOptimizer(params, compute=compute, **options)

@@ -3,10 +3,9 @@
 from . import lr_scheduler
 from ._version import __version__
 from .adafactor import Adafactor, DistributedAdafactor
-from .adam import AdamOptimizer
+from .adam import Adam, AdamOptimizer, AdamW
 from .adam_mini import AdamMini, get_adam_mini_param_groups
 from .adam_offload import AdamOffloadOptimizer
-from .adam_rule import Adam, AdamW
 from .adamw8bit import AdamW8bit
 from .ademamix import AdEMAMix
 from .apollo import APOLLO

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,9 +14,10 @@ import bmt_comm
 import bmt_kernels
 from bmt_kernels import OffloadPipeline, OffloadRow
 
-from .adam import AdamOptimizer, Call
-from .adam_runs import Home, Launch
+from .adam import MOMENTS, AdamOptimizer
+from .adam_runs import RunBatch
 from .gradients import reduce_over_ranks, share_of
+from .state_layout import StateTensor
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
@@ -68,7 +70,6 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _start_afresh(self) -> None:
         self.takes_found_inf = self.compute == "device"  # the host waits for gradients anyway
-        self._home = Home(on_host=True, pinned=self.compute == "device")
         self._pipelines: dict[torch.device, OffloadPipeline] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,32 +114,33 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     # --- stepping ---------------------------------------------------------------------------------
 
-    def _launch(self, calls: Sequence[Call]) -> None:
-        direct: list[Call] = []
-        batches: dict[torch.device, list[tuple[list[OffloadRow], Any]]] = {}
-        deltas: list[tuple[Launch, Tensor]] = []
-        skipped: Tensor | None = None
-        for launch, options in calls:
-            place = self._place(launch.device)
-            if (factor := options["grad_factor"]) is not None:
-                options = {**options, "grad_factor": factor.to(place)}
-            skipped = options["found_inf"]
+    def _update(self, batches: Sequence[RunBatch]) -> None:
+        work: dict[torch.device, list[tuple[list[OffloadRow], Any]]] = {}
+        copies: list[tuple[Tensor, Tensor]] = []  # contiguous stand-ins of parameters
+        deltas: list[tuple[RunBatch, Tensor]] = []
+        for batch in batches:
+            device = batch.params[0].device
+            options, place = self._kernel_options(batch), self._place(device)
+            if batch.grad_factor is not None:
+                options["grad_factor"] = batch.grad_factor.to(place)
             if self.record_delta:
-                sums = torch.zeros(2, dtype=torch.float64, device=place)
-                deltas.append((launch, sums))
-                options = {**options, "delta_stats": sums}
-            if self._is_offloaded(launch.device):
-                batches.setdefault(launch.device, []).append((_rows(launch, options), _Work(options)))
+                options["delta_stats"] = torch.zeros(2, dtype=torch.float64, device=place)
+                deltas.append((batch, options["delta_stats"]))
+            if self._is_offloaded(device):
+                params = [p.contiguous() for p in batch.params]
+                copies += [(c, p) for c, p in zip(params, batch.params) if c is not p]
+                work.setdefault(device, []).append((_rows(batch, params, options), partial(_step_rows, options)))
             else:
-                direct.append((launch, options))
-        super()._launch(direct)
-        for device, found in batches.items():
+                self._update_batch(batch, options)
+        for device, found in work.items():
             self._pipeline(device).run(found)
+        for copied, param in copies:
+            param.copy_(copied)
         if self.record_delta:
             total = self._total(deltas)
-            if skipped is not None:
+            if batches and batches[0].found_inf is not None:
                 before = torch.zeros_like(total) if self._delta is None else self._delta
-                total = torch.where(skipped.to(total.device) > 0, before, total)
+                total = torch.where(batches[0].found_inf.to(total.device) > 0, before, total)
             self._delta = total
 
     def _is_offloaded(self, device: torch.device) -> bool:
@@ -157,19 +159,43 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _settle(self) -> None:
         self.synchronize()
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._settle()
+        super().load_state_dict(state_dict)
+
+    def sync_masters(self) -> None:
+        self._settle()
+        super().sync_masters()
+
+    # --- where state is ---------------------------------------------------------------------------
+
+    def new_state(
+        self, key: str, tensor: StateTensor, shape: tuple[int, ...], device: torch.device, options: Mapping[str, Any]
+    ) -> Tensor:
+        if self._locks(device):
+            return bmt_kernels.pinned_zeros(math.prod(shape)).view(shape)
+        return super().new_state(key, tensor, shape, torch.device("cpu"), options)
+
+    def _keeps(self, state: Tensor, device: torch.device) -> bool:
+        return state.device.type == "cpu" and (not self._locks(device) or state.is_pinned())
+
+    def _locks(self, device: torch.device) -> bool:
+        """Whether the state of parameters on ``device`` is in page-locked memory."""
+        return self.compute == "device" and device.type == "cuda"
+
     # --- mean and variance of the direction -------------------------------------------------------
 
     def _share_of(self, param: Tensor) -> Hashable:
         return share_of(param, _context()) if self.record_delta else None
 
-    def _total(self, deltas: Sequence[tuple[Launch, Tensor]]) -> Tensor:
-        """Count, sum and sum of squares over all ranks, of what this rank's launches have summed up."""
+    def _total(self, deltas: Sequence[tuple[RunBatch, Tensor]]) -> Tensor:
+        """Count, sum and sum of squares over all ranks, of what this rank's batches have summed up."""
         device = next((sums.device for _, sums in deltas), torch.device("cpu"))
         local: dict[Hashable, Tensor] = {}
-        for launch, sums in deltas:
-            count = torch.tensor([float(sum(t.numel() for t in launch.params))], dtype=torch.float64)
+        for batch, sums in deltas:
+            count = torch.tensor([float(sum(t.numel() for t in batch.params))], dtype=torch.float64)
             found = torch.cat([count.to(device), sums.to(device)])
-            local[launch.share] = local[launch.share] + found if launch.share in local else found
+            local[batch.share] = local[batch.share] + found if batch.share in local else found
         nothing = torch.zeros(3, dtype=torch.float64, device=device)
 
         def of_share(params: Sequence[Tensor]) -> Tensor:
@@ -182,44 +208,39 @@ def _context() -> bmt_comm.ParallelContext | None:
     return bmt_comm.current_context() if bmt_comm.is_initialized() else None
 
 
-# Rows and work agree on what is where: the gradient is read[0], the moments are update[0] and update[1]. Held
+# Rows and steps agree on what is where: the gradient is read[0], the moments are update[0] and update[1]. Held
 # parameters are read[1]; else fp32 ones are update[2], and for others update[2] is the master and write[0] the copy.
 
 
-def _rows(launch: Launch, options: dict[str, Any]) -> list[OffloadRow]:
+def _rows(batch: RunBatch, params: Sequence[Tensor], options: Mapping[str, Any]) -> list[OffloadRow]:
     rows = []
-    for i, tensors in enumerate(zip(launch.params, launch.grads, launch.exp_avgs, launch.exp_avg_sqs)):
-        param, grad, exp_avg, exp_avg_sq = (tensor.view(-1) for tensor in tensors)
+    for param, grad, state in zip(params, batch.grads, batch.states):
+        param, grad = param.view(-1), grad.view(-1)
+        moments = tuple(state[key].view(-1) for key in MOMENTS)
         if _holds(options):
-            rows.append(OffloadRow(read=(grad, param), update=(exp_avg, exp_avg_sq)))
-        elif launch.masters:
-            master = launch.masters[i].view(-1)
-            rows.append(OffloadRow(read=(grad,), update=(exp_avg, exp_avg_sq, master), write=(param,)))
+            rows.append(OffloadRow(read=(grad, param), update=moments))
+        elif "master" in state:
+            rows.append(OffloadRow(read=(grad,), update=(*moments, state["master"].view(-1)), write=(param,)))
         else:
-            rows.append(OffloadRow(read=(grad,), update=(exp_avg, exp_avg_sq, param)))
+            rows.append(OffloadRow(read=(grad,), update=(*moments, param)))
     return rows
 
 
-class _Work:
+def _step_rows(options: Mapping[str, Any], rows: list[OffloadRow]) -> None:
     """One Adam step on the rows of a chunk."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
-
-    def __call__(self, rows: list[OffloadRow]) -> None:
-        held = _holds(self.options)
-        half = bool(rows[0].write)
-        bmt_kernels.adam_step(
-            [row.read[1] if held else row.write[0] if half else row.update[2] for row in rows],
-            [row.read[0] for row in rows],
-            [row.update[0] for row in rows],
-            [row.update[1] for row in rows],
-            masters=[row.update[2] for row in rows] if half else None,
-            **self.options,
-        )
+    held = _holds(options)
+    half = bool(rows[0].write)
+    bmt_kernels.adam_step(
+        [row.read[1] if held else row.write[0] if half else row.update[2] for row in rows],
+        [row.read[0] for row in rows],
+        [row.update[0] for row in rows],
+        [row.update[1] for row in rows],
+        masters=[row.update[2] for row in rows] if half else None,
+        **options,
+    )
 
 
-def _holds(options: dict[str, Any]) -> bool:
+def _holds(options: Mapping[str, Any]) -> bool:
     """Whether the parameters stay as they are in this step."""
     held: bool = options["step"] <= options["hold_steps"]
     return held

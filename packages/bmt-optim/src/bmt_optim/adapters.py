@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .adafactor import DistributedAdafactor
-from .adam_rule import Adam, AdamW
+from .adam import Adam, AdamW
 from .came import DistributedCAME
 from .distributed import DistributedOptimizer
 from .galore import DistGaloreAdamW

@@ -170,3 +170,11 @@ class Batch:
     def _seed(self, matrix: Matrix) -> int:
         """Differs between a parameter's steps, and between parameters."""
         return self.step * 0x9E3779B1 + matrix.number
+
+
+def sync_masters(states: Iterable[Mapping[str, Any]], locals_: Iterable[Tensor]) -> None:
+    """Give the masters whose rounded value is not their parameter the value of that."""
+    for entry, local in zip(states, locals_):
+        if "master" in entry:
+            master, here = entry["master"], local.to(entry["master"].device)
+            torch.where(master.to(here.dtype) == here, master, here.float(), out=master)

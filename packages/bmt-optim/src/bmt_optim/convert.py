@@ -62,9 +62,9 @@ def to_distributed(optimizer: torch.optim.Optimizer, params: Iterable[Tensor] | 
         Nothing has been changed then.
     """
     groups = _with_params(optimizer, params)
-    if isinstance(optimizer, DistributedOptimizer):
-        return _cut_anew(optimizer, groups)
     name = known_name(type(optimizer))
+    if isinstance(optimizer, DistributedOptimizer) and name is None:
+        return _cut_anew(optimizer, groups)
     if name not in ADAPTERS:
         raise TypeError(explanation(type(optimizer)))
     adapter = ADAPTERS[name]

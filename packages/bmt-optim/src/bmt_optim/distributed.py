@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from bmt_comm import Slice, StateRecord, current_context, is_dtensor, is_initialized, local_tensor, slice_of
 
-from .batch import HALF, Batch
+from .batch import HALF, Batch, sync_masters
 from .engine import Step, run
 from .exchange import Communication
 from .matrix import Matrix, Presence, plan_matrices
@@ -163,9 +164,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         run([self.begin_step(scale)])
         return loss
 
-    # torch's schedulers look for the first mark, and for the one that ``finish`` makes, and else warn that they are
-    # stepped before the optimizer: an OptimManager steps optimizers without a call of step.
-    step._wrapped_by_lr_sched = step.runs_begin_step = True  # type: ignore[attr-defined]
+    # torch's schedulers look for this mark, and for the one that ``finish`` makes, and else warn that they are stepped
+    # before the optimizer: an OptimManager steps optimizers without a call of step.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     @on_local_tensors
     def begin_step(self, scale: float = 1, grad_factor: Tensor | None = None, found_inf: Tensor | None = None) -> Step:
@@ -187,12 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"scale={scale!r} must be positive and finite")
         for group in self.param_groups:
             self.check_options(group)
-        plan = self._current_plan()
-        present = [m for m, there in zip(plan.matrices, plan.presence.update()) if there]
-        grads = [self._grad(m) for m in present]
-        self._materialize()
-        entries = [self.state[m.param] for m in present]
-        together, alone = self._batches(present, grads, entries, float(scale), grad_factor, found_inf)
+        entries, together, alone = self._rules(float(scale), grad_factor, found_inf)
 
         def finish(record: Communication) -> None:
             self.communication = record
@@ -200,7 +196,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for entry in entries:
                 entry["step"] += 1
 
-        return Step([self.rule(batch) for batch in together], finish, [self.rule(batch) for batch in alone])
+        return Step(together, finish, alone)
+
+    def _rules(
+        self, scale: float, grad_factor: Tensor | None, found_inf: Tensor | None
+    ) -> tuple[list[dict[str, Any]], list[Rule], list[Rule]]:
+        """The states whose steps are to be counted, rules that communicate, and rules that do not."""
+        plan = self._current_plan()
+        present = [m for m, there in zip(plan.matrices, plan.presence.update()) if there]
+        grads = [self._grad(m) for m in present]
+        self._materialize()
+        entries = [self.state[m.param] for m in present]
+        together, alone = self._batches(present, grads, entries, scale, grad_factor, found_inf)
+        return entries, [self.rule(batch) for batch in together], [self.rule(batch) for batch in alone]
 
     def _batches(
         self,
@@ -225,7 +233,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             locals_ = {n: local_tensor(present[n].param) for n in members}
             given = {n: grads[n] for n in members}
             if step == 1:
-                _sync_masters([entries[n] for n in members], locals_.values())
+                sync_masters([entries[n] for n in members], locals_.values())
             if group.get("maximize") and not self.maximizes:
                 given = dict(zip(members, torch._foreach_neg(list(given.values()))))
             divided = [n for n in members if not present[n].undivided]
@@ -275,7 +283,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A master weight whose rounded value is its parameter stays as it is.
         """
         params = [p for p in self._params() if self.state.get(p)]
-        _sync_masters([self.state[p] for p in params], [local_tensor(p) for p in params])
+        sync_masters([self.state[p] for p in params], [local_tensor(p) for p in params])
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -303,8 +311,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if gather:
             layouts = [self._layout(p, group) for group in self.param_groups for p in group["params"]]
             tensors = []
-            for index, (matrix, layout) in enumerate(zip(self._current_plan().matrices, layouts)):
-                parts = {key: _maintained_part(tensor, matrix) for key, tensor in layout.items()}
+            for index, layout in enumerate(layouts):
+                parts = {key: self._maintained_part(tensor, index, params[index]) for key, tensor in layout.items()}
                 tensors.append({key: (part, layout[key].dtype) for key, part in parts.items()})
                 if entry := found["state"].get(index):
                     entry.update({key: _maintained(entry[key], part) for key, part in parts.items()})
@@ -380,16 +388,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._materialize()
         found: list[StateRecord] = []
-        matrices = iter(self._current_plan().matrices)
+        number = itertools.count()
         for group in self.param_groups:
             for param in group["params"]:
-                matrix, entry = next(matrices), self.state.get(param)
+                index, entry = next(number), self.state.get(param)
                 if not entry or not (param.requires_grad or entry["step"] > 0):
                     continue
                 found.append(step_record(param, entry["step"]))
                 for key, tensor in self._layout(param, group).items():
-                    part = tensor.part(matrix.where)
-                    is_current = _maintained_part(tensor, matrix).numel == part.numel
+                    part = tensor.part(slice_of(param))
+                    is_current = self._maintained_part(tensor, index, param).numel == part.numel
                     found.append(StateRecord(param, key, part, entry[key], is_current))
         return found
 
@@ -423,6 +431,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
                         entry[key].copy_(local)
                 self.state[param] = entry
 
+    def _maintained_part(self, tensor: StateTensor, index: int, param: Tensor) -> Slice:
+        """The part of a state tensor that this rank keeps up to date.
+
+        A matrix that one rank holds is stepped there alone, so what all ranks have a copy of, such as column
+        statistics, is up to date on that rank only.
+        """
+        where = slice_of(param)
+        part = tensor.part(where)
+        if part.row_comm is not None or where.row_comm is None:
+            return part
+        matrix = self._current_plan().matrices[index]
+        rows = matrix.row_comm
+        if rows is None or not matrix.undivided:
+            return part
+        holder = next((rank for rank, (start, stop) in enumerate(matrix.rows) if start < stop), 0)
+        return replace(part, row_stop=part.row_stop if rows.rank == holder else 0, row_comm=rows)
+
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
@@ -433,13 +458,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def steps_with_others(optimizer: Any) -> bool:
-    """Whether a step of ``optimizer`` is what its ``begin_step`` begins and nothing else."""
+    """Whether a step of ``optimizer`` is what :meth:`DistributedOptimizer.begin_step` begins and nothing else."""
+    if not isinstance(optimizer, DistributedOptimizer):
+        return False
     step = inspect.unwrap(optimizer.step)
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return hasattr(getattr(step, "__func__", step), "runs_begin_step") and not any(hooks)
+    return getattr(step, "__func__", step) is inspect.unwrap(DistributedOptimizer.step) and not any(hooks)
 
 
-def begin_steps(optimizers: Iterable[Any], *arguments: Any) -> list[Step]:
+def begin_steps(optimizers: Iterable[DistributedOptimizer], *arguments: Any) -> list[Step]:
     """``begin_step`` of each.
 
     Raises:
@@ -492,25 +519,5 @@ class _Plan:
         return self._cache[:numel]
 
 
-def _maintained_part(tensor: StateTensor, matrix: Matrix) -> Slice:
-    """The part of a state tensor that this rank keeps up to date.
-
-    A matrix that one rank holds is stepped there alone, so what all ranks have a copy of, such as column statistics, is
-    up to date on that rank only.
-    """
-    part, rows = tensor.part(matrix.where), matrix.row_comm
-    if part.row_comm is not None or rows is None or not matrix.undivided:
-        return part
-    holder = next((rank for rank, (start, stop) in enumerate(matrix.rows) if start < stop), 0)
-    return replace(part, row_stop=part.row_stop if rows.rank == holder else 0, row_comm=rows)
-
-
 def _maintained(value: Tensor, part: Slice) -> Tensor:
     return value if tuple(value.shape) == part.local_shape else value.reshape(-1)[:0].reshape(part.local_shape)
-
-
-def _sync_masters(states: Iterable[dict[str, Any]], locals_: Iterable[Tensor]) -> None:
-    for entry, local in zip(states, locals_):
-        if "master" in entry:
-            master = entry["master"]
-            torch.where(master.to(local.dtype) == local, master, local.float(), out=master)

@@ -31,7 +31,7 @@ from torch import Tensor
 import bmt_comm
 from bmt_comm import LAYER_ATTRIBUTE, Communicator, Slice, local_tensor, select_rows, slice_of
 
-from .adam_runs import HALF
+from .batch import HALF
 
 _KEYS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "_param_fp32": "master"}
 

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from bmt_comm import ParallelContext, local_tensor, slice_of
 from bmt_comm.testing import Outcome, RankPool
-from bmt_optim.adam import AdamOptimizer
 from bmt_optim.distributed import DistributedOptimizer
 from bmt_optim.manager import OptimManager
 from bmt_optim.slices import assemble, cut
@@ -135,7 +134,7 @@ def _reference(subject: Subject, case: Case, start: Sequence[Tensor], ranks: int
 
 
 def _is_ours(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, (DistributedOptimizer, AdamOptimizer))
+    return isinstance(optimizer, DistributedOptimizer)
 
 
 class _Training:
