@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_optim import AdamOptimizer
+from bmt_optim import AdamOptimizer, AdamW
 
 SHAPES = [(7, 5), (5,), (), (3, 1, 2), (0, 4), (11,)]
 OPTIONS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -144,7 +144,8 @@ def test_parameters_without_gradient_are_skipped_and_count_their_own_steps():
             assert optimizer.state[p]["step"] == adamw.state[q]["step"]
 
 
-def test_neighbouring_parameters_are_one_tensor_to_the_kernel(monkeypatch):
+@pytest.mark.parametrize("cls", [AdamOptimizer, AdamW])
+def test_neighbouring_parameters_are_one_tensor_to_the_kernel(cls, monkeypatch):
     import bmt_optim.adam
 
     calls = []
@@ -153,7 +154,7 @@ def test_neighbouring_parameters_are_one_tensor_to_the_kernel(monkeypatch):
         bmt_optim.adam.bmt_kernels, "adam_step", lambda ps, *a, **k: (calls.append(len(ps)), real(ps, *a, **k))
     )
     blocks = [end_to_end(values(seed)) for seed in range(3)]
-    optimizer = AdamOptimizer([p for block in blocks for p in block])
+    optimizer = cls([p for block in blocks for p in block])
     optimizer.step()
     empty = sum(0 in shape for shape in SHAPES)
     assert calls == [3 + 3 * empty]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import cut_slice, layout, shards, tensors
+from layouts import cut_slice, layout, shards, tensors, undivided_layout
 from torch import nn
 
 from bmt_comm import Slice, slice_of
@@ -339,6 +339,18 @@ def test_adam_on_the_engine_is_adam_and_takes_its_state(ctx, dtype):
     assert ours.communication.rounds == ours.communication.collectives == 0
     for p, q in zip(mine, theirs):
         torch.testing.assert_close(p, q, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=1e-7)
+
+
+@pytest.mark.ranks(2)
+def test_adam_counts_the_steps_of_an_empty_part_without_a_gradient(ctx):
+    start = tensors([(3, 2), (4,)])
+    params = shards(start, undivided_layout(ctx, [(3, 2), (4,)]), torch.bfloat16)
+    optimizer = AdamW(params)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p) if p.numel() else None
+        optimizer.step()
+    assert [optimizer.state[p]["step"] for p in params] == [3, 3]
 
 
 @pytest.mark.ranks(2)
