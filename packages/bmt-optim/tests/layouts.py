@@ -79,18 +79,13 @@ def train(optimizer, params, steps, grads_at, scale=1.0):
         optimizer.step(**({} if scale == 1 else {"scale": scale}))
 
 
-def update_error(params, reference, start, roundings=0):
-    """‖Δp - Δq‖ / ‖Δq‖, the largest over the parameters; NaN if one of them is.
-
-    ``roundings`` of the fp32 weights do not count: of a number that comes back to where it was, Δq is not much more.
-    """
+def update_error(params, reference, start):
+    """‖Δp - Δq‖ / ‖Δq‖, the largest over the parameters; NaN if one of them is."""
     errors = [0.0]
     for p, q, s in zip(params, reference, start):
         whole = assemble(local_tensor(p.detach()), slice_of(p)).double()
         q, s = q.detach().double(), s.detach().double()
         total = (q - s).norm().item()
         difference = (whole - q).norm().item()
-        if not math.isnan(difference):
-            difference = max(0.0, difference - roundings * 2**-24 * q.norm().item())
         errors.append(difference / total if total else difference)
     return torch.tensor(errors, dtype=torch.float64).max().item()
