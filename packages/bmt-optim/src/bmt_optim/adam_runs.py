@@ -9,7 +9,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence, Set
 from itertools import accumulate
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from .batch import HALF, Batch, sync_masters
 from .matrix import Matrix
 from .runs import extent_of, flat_over, flat_view, local_grad, plan_runs
 
-if TYPE_CHECKING:
-    from .adam import Adam
+Optimizer = Any
+"""An :class:`~bmt_optim.adam.Adam`, whose module imports this one."""
 
 
 class Pieces:
@@ -51,7 +51,7 @@ class RunBatch(Batch):
 class GroupPlan:
     """The runs of one parameter group, the first of whose parameters is the optimizer's parameter ``first``."""
 
-    def __init__(self, optimizer: Adam, params: Sequence[Tensor], first: int) -> None:
+    def __init__(self, optimizer: Optimizer, params: Sequence[Tensor], first: int) -> None:
         self.params = list(params)
         locals_ = [local_tensor(p) for p in params]
         # A DTensor has no memory of its own and is asked for its local tensor each time; others lie where that does.
@@ -102,7 +102,7 @@ class Run:
 
     # --- state ------------------------------------------------------------------------------------
 
-    def materialize(self, optimizer: Adam, group: Mapping[str, Any]) -> None:
+    def materialize(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         """Give every parameter its state, as views of flat tensors, keeping what there is."""
         if self.states:
             return
@@ -119,7 +119,7 @@ class Run:
         self.states = [state[p] for p in self.params]
 
     def _flat_state(
-        self, optimizer: Adam, group: Mapping[str, Any], key: str, kind: Any, entries: Sequence[Mapping[str, Any]]
+        self, optimizer: Optimizer, group: Mapping[str, Any], key: str, kind: Any, entries: Sequence[Mapping[str, Any]]
     ) -> Tensor:
         tensors = [entry[key] for entry in entries if key in entry]
         if self.numel and len(tensors) == len(entries) and optimizer._keeps(tensors[0], self.device):
@@ -138,7 +138,7 @@ class Run:
     # --- a step -----------------------------------------------------------------------------------
 
     def collect(
-        self, optimizer: Adam, group: Mapping[str, Any], found: dict[Any, Pieces], without: Set[Tensor]
+        self, optimizer: Optimizer, group: Mapping[str, Any], found: dict[Any, Pieces], without: Set[Tensor]
     ) -> None:
         """Put what the next step works on into the batch where it belongs.
 
