@@ -106,15 +106,12 @@ class Muon(DistributedOptimizer):
         with_muon = param_group.get("use_muon", self.defaults["use_muon"])
         super().add_param_group(param_group if with_muon else {**_ADAM, **param_group})
         group = self.param_groups[-1]
-        for param in group["params"] if with_muon else ():
-            shape = slice_of(param).shape
-            if len(shape) < 2 or shape[-2 if len(shape) == 3 else 0] % group["parts"]:
-                self.param_groups.pop()
-                raise ValueError(
-                    f"Muon takes matrices, and a parameter has shape {shape}; give it to a group with use_muon=False"
-                    if len(shape) < 2
-                    else f"parts={group['parts']} must divide the rows of a parameter of shape {shape}"
-                )
+        try:
+            for param in group["params"] if with_muon else ():
+                _check_matrices(slice_of(param).shape, group["parts"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay", "momentum", "eps")
@@ -220,6 +217,15 @@ def orthogonalised(
 
 def _triples(coefficients: Triple | Sequence[Triple]) -> Sequence[Sequence[float]]:
     return coefficients if isinstance(coefficients[0], Sequence) else [coefficients]  # type: ignore[return-value, list-item]
+
+
+def _check_matrices(shape: Sequence[int], parts: int) -> None:
+    if len(shape) < 2:
+        raise ValueError(
+            f"Muon takes matrices, and a parameter has shape {shape}; give it to a group with use_muon=False"
+        )
+    if shape[1 if len(shape) == 3 else 0] % parts:
+        raise ValueError(f"parts={parts} must divide the rows of a parameter of shape {shape}")
 
 
 def _matrices(shape: Sequence[int], parts: int) -> tuple[int, int, int]:
