@@ -1,10 +1,12 @@
 """The doctor of a job on several hosts: its checks, and what it says where something is wrong."""
 
 import itertools
+import json
 import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -68,21 +70,49 @@ def test_links_are_measured_between_the_first_ranks_of_hosts(ctx):
         assert all(time > 0 for time in (*trips.values(), *copies.values()))
 
 
-def doctor(rank, **environment):
+def doctor(rank, port=0, **environment):
+    """The doctor as a launcher starts it, on one of two hosts."""
+    given = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(port), **environment}
+    command = [sys.executable, "-m", "bmtrain", "doctor", "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **given})
+
+
+def finished(process):
+    try:
+        return process.communicate(timeout=120)[0], process.returncode
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(port), **environment}
-    command = [sys.executable, "-m", "bmtrain", "doctor"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **given})
+        return free.getsockname()[1]
 
 
 @pytest.mark.parametrize(
     ("address", "said"), [("no.such.host.invalid", "does not find the address of rank 0"), ("127.0.0.1", "not reach")]
 )
 def test_a_rank_says_that_it_does_not_reach_rank_0(address, said):
-    result = doctor(1, MASTER_ADDR=address)
-    assert result.returncode == 1
-    assert "rank 1:\n  failed   addresses: " in result.stdout
-    assert said in result.stdout
-    assert "what to do: " in result.stdout
+    output, status = finished(
+        doctor(1, free_port(), MASTER_ADDR=address, TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo")
+    )
+    assert status == 1
+    assert "rank 1:\n  failed   addresses: " in output
+    assert said in output
+    assert "what to do: " in output
+
+
+def test_a_rank_may_come_before_rank_0_without_torchrun():
+    where = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    port = free_port()
+    late = doctor(1, port, **where)
+    time.sleep(1)
+    try:
+        output, status = finished(doctor(0, port, **where))
+        assert status == 0, output
+    finally:
+        assert finished(late)[1] == 0
+    names = [check["name"] for check in json.loads(output)["checks"]]
+    assert names == ["addresses", "rendezvous", "versions", "hosts", "transport", "collectives"]

@@ -48,7 +48,7 @@ def run_job_checks(timeout: float = 60.0) -> Iterable[Check]:
         yield Check("rendezvous", "failed", str(error).splitlines()[0], advice)
         return
     yield Check("rendezvous", "ok", f"{context.world_size} processes after {time.monotonic() - begun:.1f} s")
-    facts = context.world.all_gather_object(_facts())
+    facts = context.world.all_gather_object(_facts(context.world))
     yield check_versions(facts)
     hosts = hosts_of(facts)
     yield check_placement(hosts, facts)
@@ -75,11 +75,12 @@ def check_address() -> Check:
     except (OSError, ValueError) as error:
         advice = "give torchrun an address: --rdzv-endpoint HOST:PORT, or --master-addr and --master-port"
         return Check(name, "failed", f"{here} does not find the address of rank 0, {host!r}:{port!r}: {error}", advice)
-    if os.environ.get("RANK") != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    # Without torchrun, rank 0 opens the port itself, at the rendezvous.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:
             socket.create_connection((host, int(port)), timeout=30).close()
         except OSError as error:
-            advice = f"open port {port} between the hosts; look whether the process of rank 0 runs"
+            advice = f"open port {port} between the hosts; look whether torchrun runs on that of rank 0"
             return Check(name, "failed", f"{here} does not reach rank 0 at {found}:{port}: {error}", advice)
     own = _address_of(here)
     several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
@@ -96,8 +97,10 @@ def _address_of(host: str) -> str:
         return ""
 
 
-def _facts() -> dict[str, Any]:
-    """What the other processes are to know of this one."""
+def _facts(world: Communicator) -> dict[str, Any]:
+    """What the other processes are to know of this one. All call it at once."""
+    world.barrier()
+    clock = time.time()
     info = collect_info()
     platform, kernels = info["platform"], info["kernels"]
     versions = {name: platform[name] for name in ("python", "torch", "torch built for CUDA", "NCCL")}
@@ -109,7 +112,7 @@ def _facts() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": host,
         "versions": {**versions, **info["packages"], "CPU kernels": kernels["cpu_variant"]},
-        "clock": time.time(),
+        "clock": clock,
     }
 
 
