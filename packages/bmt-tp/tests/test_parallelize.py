@@ -186,6 +186,11 @@ def test_sizes_that_do_not_divide_are_named(ctx):
     with pytest.raises(ValueError, match="'a' has been cut already"):
         parallelize(model, {"a": "colwise"})
 
+    model = nn.ModuleDict({"table": nn.Embedding(6, 4)})
+    model.weight = model["table"].weight  # its forward may look rows up in it
+    with pytest.raises(ValueError, match="'' shares a parameter with 'table'"):
+        parallelize(model, {"table": "vocab"})
+
     attention = Attention(fused=False)
     attention.num_heads, attention.head_dim = 8, 3
     with pytest.raises(ValueError, match=r"'q' has 8 heads of 3 features, which cannot be divided over 3"):

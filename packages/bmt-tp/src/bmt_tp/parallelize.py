@@ -444,9 +444,9 @@ def _pieces(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Parameter, Slic
     cut_modules = {id(cut.module) for cut in cuts if cut.kind in _CUTTING_STYLES}
     for name, module in model.named_modules():
         for param in module._parameters.values():
-            # BERT's head holds the bias of the layer in it under another name.
-            holds = id(param) in found and owners[id(param)].startswith(f"{name}." if name else "")
-            if id(param) in found and id(module) not in cut_modules and not holds:
+            # BERT's head has the bias of the layer in it, too. Where it computes with that, shapes do not fit.
+            is_held = id(param) in found and param.dim() == 1 and owners[id(param)].rpartition(".")[0] == name
+            if id(param) in found and id(module) not in cut_modules and not is_held:
                 raise ValueError(
                     f"{name!r} shares a parameter with {owners[id(param)]!r}, which the plan cuts; "
                     "put it into the plan, too"

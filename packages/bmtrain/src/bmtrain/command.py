@@ -30,8 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return plan_command.run(options)
     elif options.command == "doctor":
         from .doctor import diagnose
+        from .job_doctor import diagnose_job, is_launched
 
-        return diagnose(options.json)
+        return diagnose_job(options.json) if is_launched() else diagnose(options.json)
     else:
         from .doctor import print_info
 

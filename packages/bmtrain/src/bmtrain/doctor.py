@@ -77,34 +77,14 @@ def print_info(as_json: bool) -> None:
 def diagnose(as_json: bool) -> int:
     """Print versions, devices and kernels, run the checks, and print their results.
 
-    Where a launcher has started several processes, the checks are those of :mod:`bmtrain.job_doctor`; rank 0 prints,
-    and others do where they fail before all have met.
-
     Returns:
         The exit status: 1 if a check failed, else 0.
     """
-    from .job_doctor import is_launched, run_job_checks
-
-    if is_launched():
-        if os.environ["RANK"] != "0":
-            return _print_failures(run_job_checks())
-        return _report(run_job_checks(), as_json)
-    return _report(run_checks(), as_json)
+    return report(run_checks(), as_json)
 
 
-def _print_failures(checks: Iterable[Check]) -> int:
-    """Rank 0 prints what all see; only what comes before the rendezvous is this rank's own."""
-    import torch.distributed as dist
-
-    status = 0
-    for check in checks:
-        if check.status != "ok" and not dist.is_initialized():
-            print(f"rank {os.environ['RANK']}:\n{_lines(check)}", flush=True)
-        status |= check.status == "failed"
-    return int(status)
-
-
-def _report(found: Iterable[Check], as_json: bool) -> int:
+def report(found: Iterable[Check], as_json: bool) -> int:
+    """Print versions, devices and kernels, and the results of checks; returns the exit status."""
     sections = collect_info()
     if not as_json:
         print(_table(sections), end="\n\n", flush=True)
@@ -113,7 +93,7 @@ def _report(found: Iterable[Check], as_json: bool) -> int:
     for check in found:
         checks.append(check)
         if not as_json:
-            print(_lines(check), flush=True)
+            print(lines_of(check), flush=True)
     failed = [check.name for check in checks if check.status == "failed"]
     if as_json:
         print(json.dumps({**sections, "checks": [dataclasses.asdict(check) for check in checks]}, indent=2))
@@ -266,7 +246,7 @@ def _table(sections: dict[str, dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def _lines(check: Check) -> str:
+def lines_of(check: Check) -> str:
     lines = [f"  {check.status:8} {check.name}: {check.detail}"]
     if check.advice:
         lines.append(f"           what to do: {check.advice}")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .doctor import PACKAGES, Check, collect_info
+from .doctor import PACKAGES, Check, collect_info, lines_of, report
 from .self_test import check_collectives
 
 if TYPE_CHECKING:
@@ -26,6 +26,24 @@ _SLOW = 2.0  # times the median: what is told
 def is_launched() -> bool:
     """Whether this process is one of several that a launcher has started."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def diagnose_job(as_json: bool) -> int:
+    """Run the checks; rank 0 prints their results, and others what fails before all have met.
+
+    Returns:
+        The exit status: 1 if a check failed, else 0.
+    """
+    import torch.distributed as dist
+
+    if os.environ["RANK"] == "0":
+        return report(run_job_checks(), as_json)
+    status = 0
+    for check in run_job_checks():
+        if check.status != "ok" and not dist.is_initialized():
+            print(f"rank {os.environ['RANK']}:\n{lines_of(check)}", flush=True)
+        status |= check.status == "failed"
+    return status
 
 
 def run_job_checks(timeout: float = 60.0) -> Iterable[Check]:
