@@ -33,6 +33,24 @@ def test_optimizers_that_differ_are_an_error_at_the_first_step(ctx, kind, said):
         manager(ctx, True, kind).step()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_of_one_rank_leaves_the_collectives_as_they_are(ctx, late):
+    params = [nn.Parameter(torch.ones(3))]
+    optimizer = AdamOptimizer(params, lr=0.1)
+    if ctx.rank == 0:
+        optimizer.register_step_post_hook(lambda *_: None)
+    stepped = OptimManager(loss_scale=4.0, grad_scale=1, reads_late=late)
+    stepped.add_optimizer(optimizer)
+    for step in range(3):
+        stepped.zero_grad()
+        stepped.backward(params[0].square().sum() * (torch.inf if step == ctx.rank == 1 else 1))
+        stepped.step()
+        assert stepped.settle() is (step != 1)
+    assert stepped.loss_scale == 2
+    assert ctx.world.all_gather_object(params[0].tolist()) == [params[0].tolist()] * 2
+
+
 @pytest.mark.ranks(2, init=False)
 def test_a_step_that_one_rank_leaves_out_is_found_by_the_next_comparison():
     ctx = init_distributed(device="cpu")

@@ -1,15 +1,18 @@
 """OptimManager with optimizers that communicate: stepped together, skipped together, converted where need be."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 from layouts import cut_slice, shards, tensors, update_error
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bmt_comm import slice_of
 from bmt_optim import AdamOptimizer, Lamb, Muon, OptimManager, TorchAdafactor, gradients, save_optimizer
+from bmt_optim.distributed import steps_with_others
 from bmt_optim.lr_scheduler import Linear
 from bmt_optim.slices import cut
 
@@ -136,26 +139,63 @@ def test_gradients_that_have_been_clipped_are_not_looked_at_again(ctx):
 
 
 @pytest.mark.ranks(1)
-def test_hooks_and_steps_of_subclasses_are_not_passed_by(ctx):
+@pytest.mark.parametrize("kind", [Lamb, AdamOptimizer])
+def test_hooks_and_steps_of_subclasses_are_not_passed_by(ctx, kind):
     calls = []
 
-    class Noisy(Lamb):
+    class Noisy(kind):
         def step(self, closure=None, scale=1):
             calls.append("step")
             return super().step(closure, scale)
 
-    shapes = [(3, 2)] * 3
+    def noting(step, call):
+        @functools.wraps(step)
+        def wrapper(*args, **kwargs):
+            calls.append(call)
+            return step(*args, **kwargs)
+
+        return wrapper
+
+    class Decorated(kind):
+        step = noting(kind.step, "class")
+
+    shapes = [(3, 2)] * 5
     params = [nn.Parameter(t) for t in tensors(shapes)]
     manager = OptimManager(loss_scale=8.0)
-    optimizers = [Lamb(params[:1]), Noisy(params[1:2]), Lamb(params[2:])]
+    kinds = [kind, Noisy, kind, kind, Decorated]
+    optimizers = [each([p]) for each, p in zip(kinds, params)]
+    torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.9)  # which wraps the steps of torch's optimizers
+    assert steps_with_others(optimizers[0])
     optimizers[2].register_step_pre_hook(lambda *_: calls.append("hook"))
+    optimizers[3].step = noting(optimizers[3].step, "wrapper")
     for optimizer in optimizers:
         manager.add_optimizer(optimizer)
     for p in params:
         p.grad = torch.ones_like(p)
     manager.step()
-    assert calls == ["step", "hook"]
-    assert [o.state[p]["step"] for o, p in zip(optimizers, params)] == [1, 1, 1]
+    assert calls == ["step", "hook", "wrapper", "class"]
+    assert [o.state[p]["step"] for o, p in zip(optimizers, params)] == [1] * 5
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        calls.clear()
+        handle = register(lambda optimizer, *_: calls.append(optimizer))
+        manager.step()
+        handle.remove()
+        assert set(optimizers) <= set(calls)
+
+
+@pytest.mark.ranks(1)
+def test_an_optimizer_may_differentiate_in_its_step(ctx):
+    class Ascending(torch.optim.SGD):
+        def step(self, closure=None):
+            param.square().sum().backward()
+            return super().step(closure)
+
+    param = nn.Parameter(torch.ones(2))
+    manager = OptimManager(loss_scale=4.0, grad_scale=1)
+    manager.add_optimizer(Ascending([param], lr=0.25))
+    manager.backward(param.sum())
+    manager.step(max_norm=10.0)
+    assert param.tolist() == [0.25, 0.25]
 
 
 @pytest.mark.ranks(1)

@@ -102,9 +102,20 @@ def test_a_step_is_settled_by_whoever_needs_its_outcome(ctx):
         "optimizers": lambda manager: manager.optimizers,
         "trainer_state": lambda manager: manager.trainer_state(),
         "step": lambda manager: manager.step(),
+        "reject_step": lambda manager: manager.reject_step("a spike"),
+        "state_dict": lambda manager: manager.state_dict(),
+        "load_state_dict": lambda manager: manager.load_state_dict(saved),
+        "load_trainer_state": lambda manager: manager.load_trainer_state(saved),
+        "the optimizer's state_dict": lambda manager: adam.state_dict(),
+        "its state_records": lambda manager: adam.state_records(),
+        "its load_state_dict": lambda manager: adam.load_state_dict(saved["optimizers"][0]),
+        "its step": lambda manager: adam.step(),
+        "a copy of it": lambda manager: copy.deepcopy(adam),
     }
+    saved = make(32.0, True)[1].state_dict()
     for name, call in outcomes.items():
         params, manager = make(64.0, True)
+        adam = manager.optimizers[0]
         give_gradients(params, 0, torch.inf)
         assert manager.step() is None
         manager.zero_grad()
@@ -112,6 +123,17 @@ def test_a_step_is_settled_by_whoever_needs_its_outcome(ctx):
         call(manager)
         assert manager.skipped_steps == 1, name
         assert manager.loss_scale == 32
+    params, manager = make(64.0, True)
+    adam = manager.optimizers[0]
+    give_gradients(params, 0, 64)
+    manager.step()
+    assert adam.state_dict()["state"][0]["step"] == 1
+    assert manager.lr_schedulers[0].num_iter == 1
+    manager.step()
+    manager.reject_step("a spike")
+    manager.step()
+    assert manager.settle() is False
+    assert adam.state_dict()["state"][0]["step"] == 2
     params, manager = make(64.0, True)
     manager.max_skipped_steps = 1
     for _ in range(2):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from bmt_comm import Slice, StateRecord, current_context, is_dtensor, is_initialized, local_tensor, slice_of
 
@@ -86,11 +87,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._plan = None
 
     def __getstate__(self) -> dict[str, Any]:
+        self.settle_step()
         mine = {"stochastic_rounding": self.stochastic_rounding, "communication": self.communication, "_plan": None}
         return {**super().__getstate__(), **mine}
 
     takes_found_inf = False
     """Whether the rule heeds ``batch.found_inf``, so that the host need not know of an overflow before a step."""
+
+    settle_step: Callable[[], Any] = staticmethod(lambda: None)
+    """Called by whoever needs the state: an OptimManager may not have counted the last step yet."""
 
     # --- what a subclass defines ------------------------------------------------------------------
 
@@ -184,6 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             What :meth:`step` raises.
         """
+        self.settle_step()
         if not 0 < scale < math.inf:
             raise ValueError(f"scale={scale!r} must be positive and finite")
         for group in self.param_groups:
@@ -300,6 +306,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 share parameters. Rank 0 (of each pipeline stage) gets them all; on the other ranks ``state`` is
                 empty.
         """
+        self.settle_step()
         self._materialize()
         found = super().state_dict()
         params = self._params()
@@ -341,6 +348,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the dict does not fit; the optimizer is unchanged.
         """
+        self.settle_step()
         entries = self._parse(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             group.update(
@@ -386,6 +394,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Of each parameter that requires a gradient, or has been stepped: ``step``, the tensors of
         :meth:`state_layout` and, in half precision, ``master``.
         """
+        self.settle_step()
         self._materialize()
         found: list[StateRecord] = []
         number = itertools.count()
@@ -459,11 +468,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def steps_with_others(optimizer: Any) -> bool:
     """Whether a step of ``optimizer`` is what :meth:`DistributedOptimizer.begin_step` begins and nothing else."""
-    if not isinstance(optimizer, DistributedOptimizer):
+    if not isinstance(optimizer, DistributedOptimizer) or "step" in vars(optimizer):
         return False
-    step = inspect.unwrap(optimizer.step)
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return getattr(step, "__func__", step) is inspect.unwrap(DistributedOptimizer.step) and not any(hooks)
+    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)  # without what calls the hooks
+    hooks = (
+        *(_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks),
+        *(_global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks),
+    )
+    return step is inspect.unwrap(DistributedOptimizer.step) and not any(hooks)
 
 
 def begin_steps(optimizers: Iterable[DistributedOptimizer], *arguments: Any) -> list[Step]:

@@ -16,6 +16,7 @@ from bmt_comm import (
     current_context,
     forget_scale,
     mark_scaled,
+    named_range,
     note_place,
     note_scale,
     note_step,
@@ -69,9 +70,9 @@ class OptimManager:
         max_skipped_steps: as many steps in a row are skipped; :meth:`step` raises at the next one.
         reads_late: :meth:`step` does not wait for the overflow flag where kernels read it on the device. Schedulers are
             then stepped, and steps counted or skipped, when :meth:`settle` is called: by ``backward``, ``scale_loss``,
-            ``clip_grad_norm``, ``step``, the methods that save and load state, and whoever reads ``loss_scale`` or
-            ``optimizers``; or by the script, before it reads a learning rate, or saves a scheduler by itself. A step
-            that is skipped leaves its gradients to ``zero_grad``.
+            ``clip_grad_norm``, ``reject_step``, ``step``, the methods that save and load state, also those of the
+            optimizers, and whoever reads ``loss_scale`` or ``optimizers``; or by the script, before it reads a learning
+            rate, or saves a scheduler by itself. A step that is skipped leaves its gradients to ``zero_grad``.
         context: the ranks that step together; by default the process-wide context.
 
     Attributes:
@@ -262,6 +263,7 @@ class OptimManager:
             raise RuntimeError(
                 "reject_step: ranks do not agree on steps; make the OptimManager with skip_non_finite=True"
             )
+        self.settle()  # a rejection is of the step after the one that is pending
         self._rejected = reason
 
     def _check_settings(self) -> None:
@@ -280,7 +282,6 @@ class OptimManager:
         if self.context.pipe_size > 1:
             check_agreement(self.context.zero, "the optimizers", options)
 
-    @torch.no_grad()
     def step(self, max_norm: float | None = None, norm_type: float | str = 2) -> bool | None:
         """Step every optimizer and its scheduler; or, if a gradient overflowed anywhere, none of them.
 
@@ -307,18 +308,27 @@ class OptimManager:
             self._compared = True
             self._check_settings()
         note_step()
-        factor = None if max_norm is None else self._clip_factor(self._params(), max_norm, norm_type)[0]
+        with torch.no_grad():  # but optimizers of others may differentiate in their steps
+            factor = None if max_norm is None else self._clip_factor(self._params(), max_norm, norm_type)[0]
+            flag = self._overflow() if self._checks else None
         together = [optimizer for optimizer in self._optimizers if steps_with_others(optimizer)]
-        flag = self._overflow() if self._checks else None
-        if flag is not None and self._is_read_on_device(flag):
-            self.context.world.all_reduce(flag)
-            steps = begin_steps(together, self.loss_scale, factor, flag)
-            copy = HostCopy(flag)
-            record = advance(steps)
-            assert record is not None
-            self._pending = copy, steps, record
-            return None if self.reads_late else self.settle()
-        if not run(begin_steps(together, self.loss_scale, factor), flag, self.context.world):
+        # Of the same collective on all ranks, whatever hooks and devices there are on some.
+        alike = flag is not None and all(getattr(each, "takes_found_inf", False) for each in self._optimizers)
+        if flag is not None and alike:
+            with named_range("optimizer round", 0):
+                self.context.world.all_reduce(flag)
+            if self._is_read_on_device(flag):
+                steps = begin_steps(together, self.loss_scale, factor, flag)
+                copy = HostCopy(flag)
+                record = advance(steps)
+                assert record is not None
+                self._pending = copy, steps, record
+                if not self.reads_late:
+                    return self.settle()
+                for optimizer in together:
+                    optimizer.settle_step = self.settle
+                return None
+        if not run(begin_steps(together, self.loss_scale, factor), flag, None if alike else self.context.world):
             self._skip()
             return False
         for optimizer, unscales in zip(self.optimizers, self._unscale_themselves):
@@ -359,10 +369,9 @@ class OptimManager:
         self._loss_scale = value
 
     def _is_read_on_device(self, flag: Tensor) -> bool:
-        """Whether kernels can read the overflow flag."""
+        """Whether kernels can read the overflow flag, of optimizers that ``takes_found_inf``."""
         return all(
             steps_with_others(optimizer)
-            and optimizer.takes_found_inf
             and all(p.device == flag.device for group in optimizer.param_groups for p in group["params"])
             for optimizer in self.optimizers
         )

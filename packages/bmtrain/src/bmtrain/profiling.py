@@ -24,8 +24,9 @@ def profile(path: str | os.PathLike[str], memory: bool = False) -> Iterator[torc
     """Within, profile all ranks; afterwards rank 0 writes one trace. All ranks must call this.
 
     Every rank is a process of the trace. Beside torch's operations there are ranges for what the packages do:
-    "unshard", "wait for unshard", "reshard", "reduce", "wait for reduce", "send", "recv" and "optimizer round", each
-    with the name of the layer, or the micro-batch. Open the file with https://ui.perfetto.dev or chrome://tracing.
+    "unshard", "wait for unshard", "reshard", "reduce", "wait for reduce", "send" and "recv", each with the name of the
+    layer, or the micro-batch; and "optimizer round" and "optimizer, what one rank holds". Open the file with
+    https://ui.perfetto.dev or chrome://tracing.
 
     The clocks of hosts differ. They are aligned to that of rank 0, by when all ranks leave a barrier, to about the time
     that a barrier takes.
