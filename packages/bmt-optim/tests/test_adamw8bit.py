@@ -6,8 +6,9 @@ import pytest
 import torch
 from layouts import layout, shards, tensors, train, undivided_layout, update_error
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bmt_optim import AdamW8bit
+from bmt_optim import AdamW8bit, DistGaloreAdamW
 
 SHAPES = [(24, 40), (7, 300), (5,), (3, 6, 50), (600,)]
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
@@ -82,3 +83,27 @@ def test_ranks_agree_on_the_blocks_at_the_ends_of_their_parts_only(ctx):
     train(optimizer, params, range(1), lambda step: tensors([shape], step))
     assert (optimizer.communication.rounds, optimizer.communication.collectives) == (1, 1)
     assert optimizer.communication.bytes <= 2 * 4 * 8  # both moments' of four blocks, there and back
+
+
+class Counted(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("rank", "is_paged"), [(None, True), (18, False)])
+def test_the_work_at_block_edges_grows_with_the_number_of_matrices(ctx, rank, is_paged):
+    calls = []
+    for count in (4, 32):
+        shapes = [(30, 21)] * count
+        params = shards(tensors(shapes), layout(ctx, shapes))
+        group = {"params": params, "is_paged": is_paged, **({"rank": rank} if rank else {})}
+        optimizer = (DistGaloreAdamW if rank else AdamW8bit)([group], min_8bit_size=1)
+        train(optimizer, params, range(1), lambda step, shapes=shapes: tensors(shapes, step))
+        with Counted() as counted:
+            optimizer.step()
+        calls.append(counted.calls)
+    assert calls[1] <= 8 * calls[0]

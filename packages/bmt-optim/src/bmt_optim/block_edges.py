@@ -46,6 +46,7 @@ class SharedBlocks:
 
     Attributes:
         edges: of the parts whose elements are consecutive.
+        numbers: of a matrix's edges among all.
         places: of the edges' maxima in the vector, for each moment: (2, edges).
         held: which elements of the edges' blocks this rank has: (edges, 256).
     """
@@ -57,10 +58,12 @@ class SharedBlocks:
         stops = list(itertools.accumulate(self.sizes))
         self._spans = {i: (stop - size, stop) for i, size, stop in zip(parts, self.sizes, stops)}
         self.edges = {i: _edges(part) for i, part in parts.items() if span_of(part).dim is None}
+        self.numbers: dict[int, range] = {}
         first, second = [], []
         for i, edges in self.edges.items():
             places = [self._spans[i][0] + blocks[i].index(span_of(parts[i]).first + edge.block) for edge in edges]
             first += places
+            self.numbers[i] = range(len(first) - len(places), len(first))
             second += [place + len(blocks[i]) for place in places]
         self.places = torch.tensor([first, second], dtype=torch.int64, device=device)
         self.held = torch.zeros(len(first), BLOCK, dtype=torch.bool, device=device)

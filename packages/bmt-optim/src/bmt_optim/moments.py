@@ -120,9 +120,10 @@ class Moments:
         """Take over the :meth:`maxima_ahead` of all ranks."""
         self._maxima = maxima
         if self.shared.edges:
+            self._largest = maxima[self.shared.places]
             for n, (_, _, signed) in enumerate(MOMENTS):
                 # So the kernel finds the maximum of the whole block.
-                rows = torch.where(self.shared.held, self._edges[n], maxima[self.shared.places[n]][:, None])
+                rows = torch.where(self.shared.held, self._edges[n], self._largest[n, :, None])
                 self._edges[n], _ = bmt_kernels.quantize_blockwise(rows, signed=signed)
 
     def step(
@@ -177,16 +178,12 @@ class Moments:
 
     def _correct_edges(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Put the codes by the maxima of all ranks in the place of those that the kernel made by this rank's."""
-        if self._maxima is None or not self._edges:
-            return
-        for n, (key, maxima, _) in enumerate(MOMENTS):
-            views, numbers = iter(self.shared.views(self._edges[n])), iter(self._maxima[self.shared.places[n]].split(1))
-            for i, edges in self.shared.edges.items():
-                state = states.get(i)
-                for edge, codes, number in zip(edges, views, numbers):
-                    if state is not None:
-                        state[key].view(-1)[edge.start : edge.stop].copy_(codes)
-                        state[maxima][edge.block : edge.block + 1].copy_(number)
+        for n, (key, maxima, _) in enumerate(MOMENTS if self._maxima is not None else ()):
+            for i in states.keys() & self.shared.edges.keys():
+                for edge, number in zip(self.shared.edges[i], self.shared.numbers[i]):
+                    codes = self._edges[n][number, edge.offset : edge.offset + edge.stop - edge.start]
+                    states[i][key].view(-1)[edge.start : edge.stop].copy_(codes)
+                    states[i][maxima][edge.block].copy_(self._largest[n, number])
 
     def _store(self, i: int, state: Mapping[str, Tensor], moments: Sequence[Tensor]) -> None:
         part = self._parts[i]
