@@ -157,9 +157,28 @@ def test_only_matrices_and_options_in_range_are_taken():
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
         Muon([nn.Parameter(torch.ones(3))])
     matrix = nn.Parameter(torch.ones(3, 3))
-    for options in ({"adjust_lr_fn": "best"}, {"ns_steps": 100}, {"momentum": -0.1}, {"ns_coefficients": (1.0, 2.0)}):
+    wrong = ({"adjust_lr_fn": "best"}, {"ns_steps": 100}, {"momentum": -0.1}, {"parts": True}, {"parts": 2})
+    for options in (*wrong, {"ns_coefficients": (1.0, 2.0)}, {"ns_coefficients": ()}):
         with pytest.raises(ValueError, match=next(iter(options))):
             Muon([matrix], **options)
+    optimizer = Muon([{"params": [matrix], "use_muon": False}])
+    matrix.grad = torch.ones(3, 3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    del state["state"][0]["step"]
+    with pytest.raises(ValueError, match="step"):  # AdamW's
+        optimizer.load_state_dict(state)
+    optimizer = Muon([matrix])
+    state = optimizer.state_dict()
+    state["param_groups"][0]["parts"] = 2
+    with pytest.raises(ValueError, match="parts=2 must divide"):
+        optimizer.load_state_dict(state)
+    before = matrix.detach().clone()
+    for options in ({"parts": 2}, {"parts": 1, "use_muon": False}):  # without betas
+        optimizer.param_groups[0].update(options)
+        with pytest.raises(ValueError, match="parts=2 must divide|betas"):
+            optimizer.step()
+    assert torch.equal(matrix, before)
 
 
 KINDS = [(3, 6, 4), (12, 6), (4, 2, 3, 2), (9, 4), (5,), (10, 7)]
@@ -237,13 +256,14 @@ def test_groups_of_a_model():
             super().__init__()
             self.tokens, self.positions, self.head = nn.Embedding(50, 8), nn.Embedding(8, 8), nn.Linear(8, 50)
             self.up, self.conv, self.gate = nn.Linear(8, 8), nn.Conv2d(2, 4, 3), nn.Linear(8, 2)
+            self.cls_token, self.experts_up = nn.Parameter(torch.ones(1, 1, 8)), nn.Parameter(torch.ones(2, 8, 4))
 
     model = Model()
     groups = get_muon_param_groups(model, adam={"lr": 1e-4}, also_adam=["gate"])
     names = {id(p): name for name, p in model.named_parameters()}
     assert [sorted(names[id(p)] for p in group["params"]) for group in groups] == [
-        ["conv.weight", "up.weight"],
-        ["gate.weight", "head.weight", "positions.weight", "tokens.weight"],
+        ["conv.weight", "experts_up", "up.weight"],
+        ["cls_token", "gate.weight", "head.weight", "positions.weight", "tokens.weight"],
         ["conv.bias", "gate.bias", "head.bias", "up.bias"],
     ]
     optimizer = Muon(groups, lr=0.02)

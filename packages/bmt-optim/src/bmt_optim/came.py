@@ -59,7 +59,9 @@ class DistributedCAME(DistributedOptimizer):
     ) -> None:
         super().__init__(params, declared(locals()), stochastic_rounding)
 
-    counts_steps = False
+    def counts_steps(self, options: Mapping[str, Any]) -> bool:
+        """As :meth:`DistributedOptimizer.counts_steps`."""
+        return False
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay")

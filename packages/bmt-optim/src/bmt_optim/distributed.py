@@ -61,9 +61,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ``deterministic``, and the optimizer adds up over ranks.
     """
 
-    counts_steps = True
-    """Whether the rule depends on ``batch.step``, so that a state dict without it does not do."""
-
     sums_over_ranks = True
     """Whether the rule adds up over ranks, in an order that depends on their number."""
 
@@ -106,6 +103,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         """The state tensors of a parameter of the global ``shape``, besides ``step`` and ``master``."""
         raise NotImplementedError
+
+    def counts_steps(self, options: Mapping[str, Any]) -> bool:
+        """Whether the rule depends on ``batch.step``, so that a state dict without it does not do."""
+        return True
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError or TypeError unless the options of a group are in range."""
@@ -379,7 +380,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 entries[param] = None
                 continue
             entry: dict[str, Any] = {"step": 0}
-            if self.counts_steps or "step" in values:
+            if self.counts_steps(group) or "step" in values:
                 entry["step"] = whole_number(values, "step", index)
             for key, tensor in self._layout(param, group).items():
                 if key != "master" or key in values:

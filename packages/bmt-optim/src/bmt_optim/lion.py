@@ -32,7 +32,6 @@ class Lion(DistributedOptimizer):
         ValueError: an option out of range.
     """
 
-    counts_steps = False
     sums_over_ranks = False
 
     def __init__(
@@ -45,6 +44,10 @@ class Lion(DistributedOptimizer):
         **conventions: Any,
     ) -> None:
         super().__init__(params, declared(locals()), stochastic_rounding)
+
+    def counts_steps(self, options: Mapping[str, Any]) -> bool:
+        """As :meth:`DistributedOptimizer.counts_steps`."""
+        return False
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay")

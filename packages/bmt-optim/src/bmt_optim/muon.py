@@ -80,7 +80,6 @@ class Muon(DistributedOptimizer):
         ValueError: an option out of range, or a parameter that is no matrix.
     """
 
-    counts_steps = False
     sums_over_ranks = False
 
     def __init__(
@@ -105,26 +104,25 @@ class Muon(DistributedOptimizer):
         """Add parameters; with ``use_muon=False`` among the options, such as AdamW steps (see the class)."""
         with_muon = param_group.get("use_muon", self.defaults["use_muon"])
         super().add_param_group(param_group if with_muon else {**_ADAM, **param_group})
-        group = self.param_groups[-1]
-        try:
-            for param in group["params"] if with_muon else ():
-                _check_matrices(slice_of(param).shape, group["parts"])
-        except ValueError:
-            self.param_groups.pop()
-            raise
+
+    def counts_steps(self, options: Mapping[str, Any]) -> bool:
+        """As :meth:`DistributedOptimizer.counts_steps`."""
+        return not options["use_muon"]
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay", "momentum", "eps")
         if not options["use_muon"]:
-            check_betas(options["betas"], 2)
+            check_betas(options.get("betas", ()), 2)
         if any(len(triple) != 3 for triple in _triples(options["ns_coefficients"])):
             raise ValueError(f"ns_coefficients={options['ns_coefficients']!r} must be three numbers, or lists of three")
         if not 0 <= options["ns_steps"] < 100:
             raise ValueError(f"ns_steps={options['ns_steps']!r} must be at least 0 and less than 100")
         if options["adjust_lr_fn"] not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn={options['adjust_lr_fn']!r} must be one of {_ADJUSTMENTS}")
-        if not isinstance(options["parts"], int) or options["parts"] < 1:
+        if isinstance(options["parts"], bool) or not isinstance(options["parts"], int) or options["parts"] < 1:
             raise ValueError(f"parts={options['parts']!r} must be a whole number above 0")
+        for param in options["params"] if options["use_muon"] else ():
+            _check_matrices(slice_of(param).shape, options["parts"])
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         keys = ("momentum_buffer",) if options["use_muon"] else ("exp_avg", "exp_avg_sq")
@@ -216,7 +214,9 @@ def orthogonalised(
 
 
 def _triples(coefficients: Triple | Sequence[Triple]) -> Sequence[Sequence[float]]:
-    return coefficients if isinstance(coefficients[0], Sequence) else [coefficients]  # type: ignore[return-value, list-item]
+    if coefficients and isinstance(coefficients[0], Sequence):
+        return coefficients  # type: ignore[return-value]
+    return [coefficients]  # type: ignore[list-item]
 
 
 def _check_matrices(shape: Sequence[int], parts: int) -> None:
@@ -254,15 +254,15 @@ def get_muon_param_groups(
     """Parameter groups for :class:`Muon`: the hidden matrices; embeddings and the output head; vectors.
 
     Embeddings are the parameters of modules with a class named ``…Embedding…``. A matrix of the shape of
-    the largest of them is an output head. They have AdamW, and so have the weights of ``Conv1d``, which are no experts,
-    and vectors, without decay.
+    the largest of them is an output head. They have AdamW, and so have parameters of three dimensions without "expert"
+    in their names (position embeddings of images, weights of ``Conv1d``), and vectors, without decay.
 
     Args:
         model: sharded or not.
         adam: options of the groups that have AdamW (see :class:`Muon`).
         also_adam: parts of the names of further parameters that are to have AdamW.
     """
-    modules = [m for m in model.modules() if isinstance(m, nn.Conv1d) or "Embedding" in type(m).__name__]
+    modules = [m for m in model.modules() if "Embedding" in type(m).__name__]
     apart = {id(p): slice_of(p).shape for m in modules for p in m.parameters(recurse=False)}
     vocabulary = max((shape for shape in apart.values() if len(shape) == 2), default=None)
     hidden: list[Tensor] = []
@@ -271,6 +271,7 @@ def get_muon_param_groups(
     for name, param in model.named_parameters():
         shape = slice_of(param).shape
         at_end = id(param) in apart or shape == vocabulary or any(part in name for part in also_adam)
+        at_end |= len(shape) == 3 and "expert" not in name.lower()
         (vectors if len(shape) < 2 else ends if at_end else hidden).append(param)
     rest = {"use_muon": False, **(adam or {})}
     return [
