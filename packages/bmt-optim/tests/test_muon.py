@@ -176,7 +176,7 @@ def test_only_matrices_and_options_in_range_are_taken():
     before = matrix.detach().clone()
     for options in ({"parts": 2}, {"parts": 1, "use_muon": False}):  # without betas
         optimizer.param_groups[0].update(options)
-        with pytest.raises(ValueError, match="parts=2 must divide|betas"):
+        with pytest.raises(ValueError, match=r"parts=2 must divide|betas"):
             optimizer.step()
     assert torch.equal(matrix, before)
 
