@@ -95,10 +95,12 @@ class Rank0Source:
         comm, part = self.context.world, None
         if target is not None:
             part = Target(Content(entry, slice_of(target), local_tensor(target)), entry)
+        # One buffer for all: new ones would leave holes in the heap, which grows by many times their size.
+        buffer = torch.empty(min(CHUNK, entry.nbytes), dtype=torch.uint8, device=comm.device)
         for low in range(0, entry.nbytes, CHUNK):
             high = min(low + CHUNK, entry.nbytes)
             window = self._read(entry.name, low, high)
-            window = torch.empty(high - low, dtype=torch.uint8, device=comm.device) if window is None else window
+            window = buffer[: high - low] if window is None else window
             comm.broadcast(window, root=0)
             if part is not None:
                 with torch.no_grad():
