@@ -353,10 +353,9 @@ def test_a_sum_over_one_stage_in_place_of_all_is_noticed(ctx: ParallelContext) -
     reduce_packed = engine.reduce_packed
 
     def broken(reductions: Any, record: Any, *meanwhile: Any) -> None:
-        # Parameters outside the layers are spread over the world. The overflow flag, a 0 that comes first, is spared.
-        first = reductions[0] if reductions else None
-        is_flag = first is not None and first.comm.ranks == ctx.world.ranks and first.value.tolist() == [0.0]
-        flags, others = reductions[:is_flag], reductions[is_flag:]
+        # Parameters outside the layers are spread over the world. The overflow flag, a single number, is spared.
+        flags = [r for r in reductions if r.value.numel() == 1]
+        others = [r for r in reductions if r.value.numel() > 1]
         for r in others:
             r.comm = ctx.zero
         reduce_packed(others, record, *meanwhile)
