@@ -97,6 +97,7 @@ class Batcher {
   // With a number of thread blocks of its own.
   cudaError_t add(const Row& row, bool aligned, int64_t blocks_of_row) {
     const auto blocks = static_cast<uint64_t>(blocks_of_row);
+    if (blocks == 0) return cudaSuccess;
     if (batch_.count == kMaxRows<Row> || blocks_ + blocks > 0x7fffffffull) {
       const cudaError_t error = flush();
       if (error != cudaSuccess) return error;

@@ -13,60 +13,11 @@ constexpr int kTileRows = 128;
 constexpr int kTileCols = 128;  // a warp's width, four columns to a thread
 constexpr int kWarps = kThreads / 32;
 
-// Rows that travel by value in the kernel's arguments.
-template <class Row, int kMax>
-struct Rows {
-  Row rows[kMax];
-  uint32_t first_block[kMax + 1];
-  int32_t count;
-};
-
-// Collects rows and calls launch(rows, blocks), which returns an error, for every full batch and, in flush, for what is
-// left.
-template <class Row, int kMax, class Launch>
-class Collector {
- public:
-  explicit Collector(Launch launch) : launch_(launch) { clear(); }
-
-  cudaError_t add(const Row& row, int64_t blocks) {
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-    if (batch_.count == kMax || blocks_ + blocks > 0x7fffffff) {
-      const cudaError_t error = flush();
-      if (error != cudaSuccess) return error;
-    }
-    batch_.rows[batch_.count] = row;
-    blocks_ += blocks;
-    batch_.first_block[++batch_.count] = static_cast<uint32_t>(blocks_);
-    return cudaSuccess;
-  }
-
-  cudaError_t flush() {
-    if (batch_.count == 0) return cudaSuccess;
-    const cudaError_t error = launch_(batch_, static_cast<unsigned>(blocks_));
-    clear();
-    return error;
-  }
-
- private:
-  void clear() {
-    batch_.count = 0;
-    batch_.first_block[0] = 0;
-    blocks_ = 0;
-  }
-
-  Launch launch_;
-  Rows<Row, kMax> batch_;
-  int64_t blocks_;
-};
-
 struct TiledRow {
   FactoredRow row;
   int64_t partials;  // where its partial sums begin in the workspace
-  int64_t aligned;   // whether four neighbouring columns can be moved at once
 };
-constexpr int kMaxTiled = 28;
-using TiledRows = Rows<TiledRow, kMaxTiled>;
+using TiledRows = Batch<TiledRow>;  // aligned: whether four neighbouring columns can be moved at once
 static_assert(sizeof(TiledRows) + sizeof(FactoredScalars) + sizeof(void*) <= kArgumentBytes);
 
 // out[b][i] = sum over t of partials[b][t][i]; one thread for each result.
@@ -77,7 +28,6 @@ struct Combination {
   int64_t length;
   int64_t numel;
 };
-constexpr int kMaxCombinations = 64;
 constexpr int kCombinationThreads = 128;
 
 // *out = sum of partials[0 .. terms); one thread block.
@@ -86,7 +36,6 @@ struct Total {
   float* out;
   int64_t terms;
 };
-constexpr int kMaxTotals = 128;
 
 __host__ __device__ FactoredTiles cuda_tiles(const FactoredRow& row) { return tiles_of(row, kTileRows, kTileCols); }
 
@@ -231,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) sums_kernel(const __grid_constant__ 
   float* col_partials = row_partials + row.batch * tile.along * row.rows;
   row_partials += (tile.batch * tile.along + tile.number % tile.along) * row.rows + tile.row;
   col_partials += tile.number / tile.along * row.cols + tile.col;
-  if (batch.rows[row_index].aligned != 0) {
+  if (batch.aligned[row_index]) {
     tile_sums<Grad, kResidual, true>(row, tile, scalars, row_partials, col_partials);
   } else {
     tile_sums<Grad, kResidual, false>(row, tile, scalars, row_partials, col_partials);
@@ -239,7 +188,7 @@ __global__ void __launch_bounds__(kThreads) sums_kernel(const __grid_constant__ 
 }
 
 __global__ void __launch_bounds__(kCombinationThreads)
-    combine_kernel(const __grid_constant__ Rows<Combination, kMaxCombinations> batch, const float* found_inf) {
+    combine_kernel(const __grid_constant__ Batch<Combination> batch, const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0f) return;
   const int index = row_of_block(batch);
   const Combination& c = batch.rows[index];
@@ -281,13 +230,13 @@ __global__ void __launch_bounds__(kThreads) update_square_sum_kernel(const __gri
   const int row_index = row_of_block(batch);
   const FactoredRow& row = batch.rows[row_index].row;
   const Tile tile = tile_of_block(batch, row_index);
-  const double sum = sum_of_block(batch.rows[row_index].aligned != 0
+  const double sum = sum_of_block(batch.aligned[row_index]
                                       ? tile_update_square_sum<Grad, true>(row, tile, scalars)
                                       : tile_update_square_sum<Grad, false>(row, tile, scalars));
   if (threadIdx.x == 0) workspace[batch.rows[row_index].partials + tile.number] = static_cast<float>(sum);
 }
 
-__global__ void __launch_bounds__(kThreads) total_kernel(const __grid_constant__ Rows<Total, kMaxTotals> batch) {
+__global__ void __launch_bounds__(kThreads) total_kernel(const __grid_constant__ Batch<Total> batch) {
   const Total& total = batch.rows[blockIdx.x];
   double sum = 0.0;
   for (int64_t t = threadIdx.x; t < total.terms; t += kThreads) sum += static_cast<double>(total.partials[t]);
@@ -336,7 +285,7 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant_
   const int row_index = row_of_block(batch);
   const FactoredRow& row = batch.rows[row_index].row;
   const Tile tile = tile_of_block(batch, row_index);
-  if (batch.rows[row_index].aligned != 0) {
+  if (batch.aligned[row_index]) {
     tile_update<Weight, Copy, Grad, true>(row, tile, scalars);
   } else {
     tile_update<Weight, Copy, Grad, false>(row, tile, scalars);
@@ -358,17 +307,17 @@ int64_t partials_of(const FactoredRow& row) {
 // Launches over the tiles of all rows that are of one kind; kind_of(row) tells which that is.
 template <class KindOf, class Launch>
 cudaError_t launch_tiles(const FactoredRow* rows, int64_t count, int kind, KindOf kind_of, Launch launch) {
-  Collector<TiledRow, kMaxTiled, Launch> collector(launch);
+  Batcher<TiledRow, Launch> batcher(launch);
   int64_t partials = 0;
   for (int64_t i = 0; i < count; ++i) {
     if (kind_of(rows[i]) == kind) {
       const cudaError_t error =
-          collector.add({rows[i], partials, columns_are_aligned(rows[i])}, cuda_tiles(rows[i]).count);
+          batcher.add({rows[i], partials}, columns_are_aligned(rows[i]), cuda_tiles(rows[i]).count);
       if (error != cudaSuccess) return error;
     }
     partials += partials_of(rows[i]);
   }
-  return collector.flush();
+  return batcher.flush();
 }
 
 template <class Grad>
@@ -437,10 +386,10 @@ cudaError_t factored_sums_cuda(const FactoredRow* rows, int64_t count, const Fac
   cudaError_t error =
       launch_kinds(kSums, grad_kind<FactoredRow>, rows, count, scalars, workspace, stream);
   if (error != cudaSuccess) return error;
-  const auto launch = [&](const Rows<Combination, kMaxCombinations>& batch, unsigned blocks) {
+  const auto launch = [&](const Batch<Combination>& batch, unsigned blocks) {
     return launch_kernel(combine_kernel, blocks, kCombinationThreads, stream, batch, scalars.found_inf);
   };
-  Collector<Combination, kMaxCombinations, decltype(launch)> collector(launch);
+  Batcher<Combination, decltype(launch)> batcher(launch);
   const float* partials = workspace;
   for (int64_t i = 0; i < count; ++i) {
     const FactoredRow& row = rows[i];
@@ -450,12 +399,12 @@ cudaError_t factored_sums_cuda(const FactoredRow* rows, int64_t count, const Fac
         {partials + row.batch * tiles.along * row.rows, address<float>(row.col_sums), tiles.down, row.cols,
          row.batch * row.cols}};
     for (const Combination& c : combinations) {
-      error = collector.add(c, (c.numel + kCombinationThreads - 1) / kCombinationThreads);
+      error = batcher.add(c, false, (c.numel + kCombinationThreads - 1) / kCombinationThreads);
       if (error != cudaSuccess) return error;
     }
     partials += partials_of(row);
   }
-  return collector.flush();
+  return batcher.flush();
 }
 
 cudaError_t factored_update_square_sum_cuda(const FactoredRow* rows, int64_t count, const FactoredScalars& scalars,
@@ -463,17 +412,17 @@ cudaError_t factored_update_square_sum_cuda(const FactoredRow* rows, int64_t cou
   cudaError_t error =
       launch_kinds(kUpdateSquareSum, grad_kind<FactoredRow>, rows, count, scalars, workspace, stream);
   if (error != cudaSuccess) return error;
-  const auto launch = [&](const Rows<Total, kMaxTotals>& batch, unsigned blocks) {
+  const auto launch = [&](const Batch<Total>& batch, unsigned blocks) {
     return launch_kernel(total_kernel, blocks, kThreads, stream, batch);
   };
-  Collector<Total, kMaxTotals, decltype(launch)> collector(launch);
+  Batcher<Total, decltype(launch)> batcher(launch);
   const float* partials = workspace;
   for (int64_t i = 0; i < count; ++i) {
-    error = collector.add({partials, out + rows[i].index, cuda_tiles(rows[i]).count}, 1);
+    error = batcher.add({partials, out + rows[i].index, cuda_tiles(rows[i]).count}, false, 1);
     if (error != cudaSuccess) return error;
     partials += partials_of(rows[i]);
   }
-  return collector.flush();
+  return batcher.flush();
 }
 
 cudaError_t factored_update_cuda(const FactoredRow* rows, int64_t count, const FactoredScalars& scalars,
