@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _ROUND_TRIPS, _COPIES = 50, 3
 _NUMBERS = 1 << 22  # of fp32 in the long message between two hosts
 _SLOW = 2.0  # times the median: what is told
+Pair = tuple[int, int]
+"""Two hosts, by their numbers."""
 
 
 def is_launched() -> bool:
@@ -186,7 +188,7 @@ def check_transport(context: ParallelContext) -> Check:
     return Check(name, "ok", f"gloo messages, interface: {interface}")
 
 
-def measure_links(world: Communicator, leaders: Sequence[int]) -> tuple[dict[str, float], dict[str, float]]:
+def measure_links(world: Communicator, leaders: Sequence[int]) -> tuple[dict[Pair, float], dict[Pair, float]]:
     """Between each two hosts the time of a round trip, and of a long message; in microseconds.
 
     The first ranks of the hosts send, in rounds in which each meets one other. A collective of ``world``.
@@ -195,7 +197,7 @@ def measure_links(world: Communicator, leaders: Sequence[int]) -> tuple[dict[str
 
     short = torch.zeros(1, device=world.device)
     long = torch.zeros(_NUMBERS, device=world.device)
-    mine: dict[tuple[int, int], tuple[float, float]] = {}
+    mine: dict[Pair, tuple[float, float]] = {}
     for meetings in tournament(len(leaders)):
         world.barrier()
         for a, b in meetings:
@@ -206,12 +208,11 @@ def measure_links(world: Communicator, leaders: Sequence[int]) -> tuple[dict[str
                 copy = _round_trips(world, long, peer, first, _COPIES) / 2
                 if first:
                     mine[a, b] = trip, copy
-    found = {pair: times for each in world.all_gather_object(mine) for pair, times in each.items()}
-    pairs = {pair: f"{pair[0]}-{pair[1]}" for pair in sorted(found)}
-    return {name: found[p][0] for p, name in pairs.items()}, {name: found[p][1] for p, name in pairs.items()}
+    found = sorted((pair, times) for each in world.all_gather_object(mine) for pair, times in each.items())
+    return {pair: trip for pair, (trip, _) in found}, {pair: copy for pair, (_, copy) in found}
 
 
-def tournament(players: int) -> list[list[tuple[int, int]]]:
+def tournament(players: int) -> list[list[Pair]]:
     """Rounds of meetings in which each two meet once, and each at most one other in a round (the circle method)."""
     count = players + players % 2
     rounds = []
@@ -237,14 +238,13 @@ def _round_trips(world: Communicator, message: Tensor, peer: int, first: bool, c
     return statistics.median(times) * 1e6
 
 
-def check_links(names: Sequence[str], trips: dict[str, float], copies: dict[str, float]) -> Check:
+def check_links(names: Sequence[str], trips: dict[Pair, float], copies: dict[Pair, float]) -> Check:
     """No two hosts are much slower than the others."""
 
-    def link(pair: str) -> str:
-        a, b = (names[int(n)] for n in pair.split("-"))
-        return f"{a} and {b}"
+    def link(pair: Pair) -> str:
+        return " and ".join(names[n] for n in pair)
 
-    def speed(pair: str) -> float:
+    def speed(pair: Pair) -> float:
         return _NUMBERS * 4 / copies[pair] / 1e3
 
     figures = {
