@@ -327,7 +327,11 @@ class Communicator:
 
     @_compat.not_compiled
     def broadcast(self, tensor: Tensor, root: int, async_op: bool = False, label: str = "") -> Work:
-        """Copy rank ``root``'s ``tensor`` (contiguous) to every rank's, in place."""
+        """Copy rank ``root``'s ``tensor`` (contiguous) to every rank's, in place.
+
+        The root does not wait for the others. On the CPU, what they have not received yet takes shared memory: let it
+        wait (:meth:`barrier`) now and then where it sends much.
+        """
         self._check_rank("root", root)
         self._check_contiguous(tensor=tensor)
         self._count("broadcast", (self.size - 1) * _bytes(tensor) if self.rank == root else 0)

@@ -17,7 +17,7 @@ from .contents import Content
 from .headers import DTYPES, Entry
 from .pretrained import open_source
 from .reader import Target, check_range, check_total, converts, read_tensor
-from .sources import CHUNK
+from .sources import CHUNK, IN_PLACE
 
 
 class Rank0Source:
@@ -105,6 +105,8 @@ class Rank0Source:
             if part is not None:
                 with torch.no_grad():
                     part.take(low, window)
+            if high % IN_PLACE == 0:
+                comm.barrier()  # rank 0 would run ahead, and what is under way takes memory
         if part is not None:
             with torch.no_grad():
                 part.finish()
