@@ -625,7 +625,9 @@ def kill_all(process, children):
         os.kill(rank, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *map(thorough, [signal.SIGUSR1, signal.SIGINT])])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, thorough(signal.SIGUSR1), pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_signal_saves_and_leaves_at_any_moment(tmp_path, number):
     write_text(tmp_path)
     flags = ["--steps", "1000000", "--save-interval", "0", "--eval-interval", "3", "--schedule", "constant"]

@@ -60,13 +60,18 @@ def uninterrupted(tmp_path_factory) -> dict[int, float]:
     return losses
 
 
-def thorough(*values: str) -> Any:
-    return pytest.param(*values, marks=pytest.mark.thorough)
+def marked(mark: Any, *values: str) -> Any:
+    return pytest.param(*values, marks=mark)
 
 
 @pytest.mark.parametrize(
     ("when", "hosts"),
-    [("host", "{rank}"), thorough("take", "one"), thorough("step", "one"), thorough("take", "{rank}")],
+    [
+        ("host", "{rank}"),
+        marked(pytest.mark.long, "take", "one"),
+        marked(pytest.mark.thorough, "step", "one"),
+        marked(pytest.mark.long, "take", "{rank}"),
+    ],
 )
 def test_a_killed_rank_costs_one_step_at_most(tmp_path, memory, uninterrupted, when, hosts):
     losses, starts = run(tmp_path / "run", str(memory / hosts), when)
