@@ -28,6 +28,7 @@ CLASSES = {
     "AdamMini": {},
     "APOLLO": {},
     "SOAP": {},
+    "DistributedShampoo": {"epsilon": 0.1},
 }
 SHAPES = [(4, 3), (2, 5)]
 

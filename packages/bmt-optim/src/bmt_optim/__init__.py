@@ -22,6 +22,7 @@ from .manager import OptimManager
 from .muon import POLAR_EXPRESS, Muon, get_muon_param_groups
 from .saving import save_optimizer
 from .schedule_free import ScheduleFreeAdamW
+from .shampoo import DistributedShampoo
 from .soap import SOAP
 from .torch_adafactor import TorchAdafactor
 
@@ -44,6 +45,7 @@ __all__ = [
     "DistributedCAME",
     "DistributedLamb",
     "DistributedOptimizer",
+    "DistributedShampoo",
     "FusedCrossEntropy",
     "GaLoreAdamW",
     "Lamb",

@@ -1,0 +1,150 @@
+"""Distributed Shampoo: gradients between inverse roots of their Kronecker factors, block by block. Two rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .batch import Batch
+from .distributed import DistributedOptimizer, Params
+from .options import check_betas, check_not_negative, check_positive, declared
+from .requests import Rule, Share, Sum
+from .shampoo_blocks import accumulate, block_shapes, blocks_of, inverse_root, matrices_of, place_of, preconditioned
+from .slices import cut, padded
+from .state_layout import StateTensor, like_parameter, whole
+
+_GRAFTS = (None, "sgd", "adam")
+
+
+class DistributedShampoo(DistributedOptimizer):
+    """Shampoo (Shi et al., `arXiv:2309.06497 <https://arxiv.org/abs/2309.06497>`_), as Meta's ``DistributedShampoo``.
+
+    Neighbouring dimensions are merged while their product is at most ``max_preconditioner_dim``; what is longer is cut
+    into blocks of that length. For each block of two dimensions (of k: k factors, and roots of 2k)::
+
+        L ← β₂L + (1-β₂)GGᵀ     R ← β₂R + (1-β₂)GᵀG     V ← γV + (1-γ)G²
+        F = β₃M + (1-β₃)G       M ← β₁M + (1-β₁)G
+        A ← (L + epsilon)^-¼    B ← (R + epsilon)^-¼     every precondition_frequency steps
+        P = AFB · ‖D‖/‖AFB‖, D = F / (√V + grafting_epsilon); without grafting P = AFB
+        U ← momentum·U + P + weight_decay·p              p ← p - lr·U
+
+    F, V, L and R are corrected for their bias; with a β₂ or γ of 1, L, R or V is the sum. P is D before
+    ``start_preconditioning_step``. Each block renews its roots in steps of its own, so that no step does the work of
+    all. Ranks that share a parameter exchange G, M and V, whole; its owner computes the roots, and sends them to the
+    others. All hold L, R, A and B, of 4 bytes per element.
+
+    Args:
+        params: parameters, or parameter groups.
+        lr, betas, beta3, epsilon, weight_decay, max_preconditioner_dim, precondition_frequency: as above.
+            ``beta3=-1`` is β₁, and ``start_preconditioning_step=-1`` is ``precondition_frequency``.
+        grafting: "adam"; "sgd": D is F; ``None``.
+        grafting_beta2, grafting_epsilon, momentum: as above, with γ first.
+        nesterov: P + weight_decay·p + momentum·U is in the place of U in the last formula.
+        spread: False: all blocks renew their roots in the same steps, as in the authors' code.
+        stochastic_rounding, conventions: see :class:`DistributedOptimizer`.
+
+    Raises:
+        TypeError, ValueError: a parameter of another dtype than fp32, bf16 and fp16; an option out of range.
+    """
+
+    sums_over_ranks = False  # to every element all ranks but one add 0
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-2,
+        betas: tuple[float, float] = (0.9, 1.0),
+        beta3: float = -1.0,
+        epsilon: float = 1e-12,
+        weight_decay: float = 0.0,
+        max_preconditioner_dim: int = 1024,
+        precondition_frequency: int = 1,
+        start_preconditioning_step: int = -1,
+        grafting: str | None = None,
+        grafting_beta2: float = 0.999,
+        grafting_epsilon: float = 1e-8,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        spread: bool = True,
+        stochastic_rounding: bool = False,
+        **conventions: Any,
+    ) -> None:
+        super().__init__(params, declared(locals()), stochastic_rounding)
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        check_not_negative(options, "lr", "weight_decay", "momentum", "grafting_epsilon")
+        check_betas((options["betas"][0], max(0, options["beta3"])), 2)
+        check_positive(options, "epsilon", "precondition_frequency", "max_preconditioner_dim")
+        if not (0 <= options["betas"][1] <= 1 and 0 <= options["grafting_beta2"] <= 1):
+            raise ValueError(f"betas={options['betas']!r}, grafting_beta2={options['grafting_beta2']!r}: not in [0, 1]")
+        if options["start_preconditioning_step"] != -1:
+            check_positive(options, "start_preconditioning_step")
+        if options["grafting"] not in _GRAFTS:
+            raise ValueError(f"grafting={options['grafting']!r} must be one of {_GRAFTS}")
+
+    def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
+        keys = ["exp_avg"] + ["exp_avg_sq"] * (options["grafting"] not in (None, "sgd"))
+        keys += ["momentum_buffer"] * (options["momentum"] > 0)
+        numel = sum(n * n for block in block_shapes(shape, options) for n in block)
+        return {key: like_parameter(shape) for key in keys} | dict.fromkeys(("factors", "roots"), whole((numel,)))
+
+    def check_state(self, batch: Batch) -> None:
+        layout = self.state_layout(batch.matrices[0].where.shape, batch.options)
+        if lacking := layout.keys() - batch.states[0].keys():
+            raise ValueError(f"the state lacks {sorted(lacking)}: grafting or momentum has been changed")
+
+    def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
+        """Of new roots, about."""
+        return float(sum(n**3 for block in block_shapes(shape, options) for n in block))
+
+    def rule(self, batch: Batch) -> Rule:
+        options, matrices, states, t = batch.options, batch.matrices, batch.states, batch.step
+        (beta1, beta2), every, gamma = options["betas"], options["precondition_frequency"], options["grafting_beta2"]
+        beta3 = beta1 if options["beta3"] == -1 else options["beta3"]
+        start = every if options["start_preconditioning_step"] == -1 else options["start_preconditioning_step"]
+        keys = [key for key in ("exp_avg", "exp_avg_sq") if key in states[0]]
+        grads = [batch.fp32_grad(i) for i in range(len(batch))]
+        parts = [[g, *(state[key] for key in keys)] for g, state in zip(grads, states)]
+        stacks = [torch.stack([padded(x, m.where) for x in part]) for part, m in zip(parts, matrices)]
+        (wholes,) = yield [Sum(stacks, matrices)]
+        shapes = [m.where.shape for m in matrices]
+        factors = [matrices_of(x, shape, options) for x, shape in zip(batch.state("factors"), shapes)]
+        roots = [matrices_of(x, shape, options) for x, shape in zip(batch.state("roots"), shapes)]
+        renewed: list[tuple[int, int]] = []
+        for i, (g, state) in enumerate(zip(grads, states)):
+            state["exp_avg"].lerp_(g, 1 - beta1)
+            if "exp_avg_sq" in state:
+                state["exp_avg_sq"].mul_(gamma).addcmul_(g, g, value=1 - gamma or 1)
+            for n, (block, mine) in enumerate(zip(blocks_of(wholes[i][0], options), factors[i])):
+                place = place_of(matrices[i].number + n, every) if options["spread"] else 0
+                renewed += [(i, n)] * (t == start or (t > start and (t + place) % every == 0))
+                accumulate(mine, block, beta2)
+        correction = 1 - beta2**t or 1
+        owned = [factors[i][n] if matrices[i].owned else [] for i, n in renewed]
+        values = [torch.cat([inverse_root(f / correction, options, len(o)) for f in o]) if o else None for o in owned]
+        sizes = [(sum(f.numel() for f in factors[i][n]),) for i, n in renewed]
+        (shared,) = yield [Share(values, [matrices[i] for i, _ in renewed], sizes)]
+        for (i, n), value in zip(renewed, shared):
+            for root, new in zip(roots[i][n], value.split([r.numel() for r in roots[i][n]])):
+                root.copy_(new.view(root.shape))
+        updates = []
+        for i, x in enumerate(wholes):
+            filtered = torch.lerp(x[1], x[0], 1 - beta3) / (1 - beta3 * beta1 ** (t - 1))
+            grafted = filtered
+            if "exp_avg_sq" in keys:
+                square = (x[2] * gamma + x[0].square() * (1 - gamma or 1)) / (1 - gamma**t or 1)
+                grafted = filtered / (square.sqrt() + options["grafting_epsilon"])
+            for block, theirs, mine in zip(blocks_of(filtered, options), blocks_of(grafted, options), roots[i]):
+                if t >= start:
+                    turned = preconditioned(block, mine)
+                    theirs.copy_(turned * (theirs.norm() / (turned.norm() + 1e-16)) if options["grafting"] else turned)
+            updates.append(cut(grafted, matrices[i].where))
+        for indices, weights in batch.writable():
+            for i, weight in zip(indices, weights):
+                update = updates[i] + options["weight_decay"] * weight
+                if momentum := options["momentum"]:
+                    buffer = states[i]["momentum_buffer"].mul_(momentum).add_(update)
+                    update = update.add_(buffer, alpha=momentum) if options["nesterov"] else buffer
+                weight.sub_(update, alpha=float(options["lr"]))
