@@ -164,6 +164,7 @@ class Adam(DistributedOptimizer):
                 params = group["params"]
                 if number == len(self._plans) or not self._plans[number].holds(params, self.state):
                     self._settle()
+                    self._forget_replaced()
                     self._plans[number : number + 1] = [GroupPlan(self, params, count)]
                 count += len(params)
         return self._plans

@@ -308,6 +308,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 empty.
         """
         self.settle_step()
+        self._forget_replaced()
         self._materialize()
         found = super().state_dict()
         params = self._params()
@@ -461,8 +462,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
+    def _forget_replaced(self) -> None:
+        """Drop the state of parameters in whose place others have come before the first step, as accelerate does."""
+        params = set(self._params())
+        for param in [p for p in self.state if p not in params and not self.state[p].get("step")]:
+            del self.state[param]
+
     def _current_plan(self) -> _Plan:
         if self._plan is None:
+            self._forget_replaced()
             self._plan = _Plan(self)
         return self._plan
 
