@@ -28,6 +28,7 @@ CLASSES = {
     "AdamMini": {},
     "APOLLO": {},
     "SOAP": {},
+    "Dion": {},
     "DistributedShampoo": {"epsilon": 0.1},
 }
 SHAPES = [(4, 3), (2, 5)]

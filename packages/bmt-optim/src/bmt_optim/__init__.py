@@ -11,6 +11,7 @@ from .ademamix import AdEMAMix
 from .apollo import APOLLO
 from .came import CAME, DistributedCAME
 from .convert import to_distributed
+from .dion import Dion
 from .distributed import DistributedOptimizer
 from .exchange import Communication
 from .galore import DistGaloreAdamW, GaLoreAdamW, get_galore_param_groups
@@ -40,6 +41,7 @@ __all__ = [
     "AdamW",
     "AdamW8bit",
     "Communication",
+    "Dion",
     "DistGaloreAdamW",
     "DistributedAdafactor",
     "DistributedCAME",

@@ -72,7 +72,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"{type(self).__name__} adds up over ranks in an order that depends on their number; with "
                 "deterministic=True, use Adam, AdamOptimizer, AdamOffloadOptimizer, Lion, AdEMAMix, ScheduleFreeAdamW, "
-                "Muon, SOAP, DistributedShampoo, or an element-wise optimizer of torch"
+                "Muon, SOAP, DistributedShampoo, Dion, or an element-wise optimizer of torch"
             )
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()

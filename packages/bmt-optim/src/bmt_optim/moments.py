@@ -17,6 +17,7 @@ from bmt_comm import Slice
 from .batch import Batch
 from .block_edges import SharedBlocks
 from .blockwise import dequantise, finite_maximum, maxima_here, maxima_of, quantise, shares_blocks, span_of
+from .requests import Rule
 from .state_layout import StateTensor
 
 MOMENTS = (("exp_avg", "absmax_avg", True), ("exp_avg_sq", "absmax_avg_sq", False))
@@ -218,3 +219,16 @@ class Moments:
             for key, copied in copies.items():
                 if copied is not self._states[i][key]:
                     self._states[i][key].copy_(copied, non_blocking=True)
+
+
+def adamw_rule(batch: Batch) -> Rule:
+    """AdamW with moments in fp32, by the options ``lr``, ``betas``, ``eps`` and ``weight_decay``."""
+    yield []
+    moments, options = Moments(batch, {}, corrects_eps=True), batch.options
+    rates = {"lr": float(options["lr"]), "weight_decay": options["weight_decay"]}
+    for indices, params, masters in batch.for_kernels():
+        grads = batch.pick(batch.grads, indices)
+        moments.step(
+            indices, params, grads, **rates, masters=masters,
+            grad_scale=batch.grad_scale, grad_factor=batch.grad_factor,
+        )  # fmt: skip

@@ -13,7 +13,7 @@ from bmt_comm import slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .moments import Moments
+from .moments import adamw_rule
 from .options import check_betas, check_not_negative, declared
 from .requests import Own, Return, Rule
 from .state_layout import StateTensor, like_parameter
@@ -137,18 +137,7 @@ class Muon(DistributedOptimizer):
         return options["ns_steps"] * (4.0 * small * small * large + 2.0 * small**3) * count
 
     def rule(self, batch: Batch) -> Rule:
-        return self._muon(batch) if batch.options["use_muon"] else self._adamw(batch)
-
-    def _adamw(self, batch: Batch) -> Rule:
-        yield []
-        moments, options = Moments(batch, {}, corrects_eps=True), batch.options
-        rates = {"lr": float(options["lr"]), "weight_decay": options["weight_decay"]}
-        for indices, params, masters in batch.for_kernels():
-            grads = batch.pick(batch.grads, indices)
-            moments.step(
-                indices, params, grads, **rates, masters=masters,
-                grad_scale=batch.grad_scale, grad_factor=batch.grad_factor,
-            )  # fmt: skip
+        return self._muon(batch) if batch.options["use_muon"] else adamw_rule(batch)
 
     def _muon(self, batch: Batch) -> Rule:
         options, matrices = batch.options, batch.matrices
