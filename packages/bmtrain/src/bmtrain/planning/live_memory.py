@@ -113,7 +113,8 @@ class LiveMemory(TorchDispatchMode):
     def now(self) -> Memory:
         """What is held now."""
         parameters, gathered = self._sizes()
-        storages = [param.grad.untyped_storage() for param in self._params if param.grad is not None]
+        with torch._C.DisableTorchFunctionSubclass():  # that of sharded parameters takes long
+            storages = [param.grad.untyped_storage() for param in self._params if param.grad is not None]
         gradients = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
         return Memory(parameters, gradients, 0, gathered, self._bytes - gradients)
 
