@@ -79,6 +79,29 @@ def test_one_rank_needs_no_padding(shapes):
     assert sum(layout.padding for layout in layouts) == 0
 
 
+granular = st.lists(st.tuples(st.lists(sizes, max_size=3).map(tuple), st.sampled_from([1, 2, 7, 32, 128])), max_size=10)
+
+
+@settings(max_examples=150, deadline=None)
+@given(granular, st.one_of(st.integers(1, 9), st.integers(10, 64)))
+def test_granules_are_never_cut_and_padding_is_at_most_the_largest_per_rank(items, world):
+    shapes, granularity = [shape for shape, _ in items], [rows for _, rows in items]
+    layouts = plan_layouts(shapes, world, granularity)
+    assert sorted(p.index for layout in layouts for p in layout.placements) == list(range(len(shapes)))
+    for layout in layouts:
+        cursor = 0
+        for placement in layout.placements:
+            assert placement.offset >= cursor or not placement.numel
+            cursor = max(cursor, placement.offset + placement.numel)
+            held = [layout.rows_of(placement, rank) for rank in range(world)]
+            assert [row for start, stop in held for row in range(start, stop)] == list(range(placement.rows))
+            for start, stop in held:
+                inside = [edge for edge in (start, stop) if start < stop and 0 < edge < placement.rows]
+                assert all(edge % granularity[placement.index] == 0 for edge in inside)
+        assert cursor <= layout.numel
+        assert layout.padding <= world * max((p.granule for p in layout.placements if p.numel), default=0)
+
+
 def transformer_shapes(hidden: int, inner: int, kv: int) -> list[tuple[int, ...]]:
     attention = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
     feed_forward = [(inner, hidden), (inner, hidden), (hidden, inner)]
@@ -123,6 +146,36 @@ def test_no_rank_holds_more_than_a_twentieth_above_an_even_share(model, world):
     held = sum(times * sum(layout.shard_numel for layout in plan_layouts(g, world)) for g, times in groups)
     total = sum(times * sum(math.prod(shape) for shape in g) for g, times in groups)
     assert held * world <= 1.05 * total
+
+
+DEEPSEEK_V3 = [  # latent attention, 256 routed experts and a shared one
+    *[(7168,), (7168,), (1536,), (512,), (1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)],
+    *[(256, 7168), (256,), (2048, 7168), (2048, 7168), (7168, 2048)],
+]
+PACKED = [*DEEPSEEK_V3, (256, 4096, 7168), (256, 7168, 2048)]
+APART = [*DEEPSEEK_V3, *[(2048, 7168), (2048, 7168), (7168, 2048)] * 256]
+LLAMA_8B, LLAMA_70B = MODELS["Llama-8B"][0], MODELS["Llama-70B"][0]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows", "most"),  # up to so many ranks
+    [
+        *[(LLAMA_8B, 1, 1024), (LLAMA_8B, 32, 64), (LLAMA_8B, 128, 16), (LLAMA_70B, 1, 512), (LLAMA_70B, 32, 64)],
+        *[(LLAMA_70B, 128, 16), (PACKED, 1, 1024), (PACKED, 32, 256), (PACKED, 128, 128), (APART, 128, 128)],
+    ],
+)
+def test_padding_for_granules_is_at_most_a_hundredth(shapes, rows, most):
+    total = sum(math.prod(shape) for shape in shapes)
+    for world in (8, 16, 32, 64, 128, 256, 512, 1024):
+        if world <= most:
+            layouts = plan_layouts(shapes, world, [rows if len(shape) > 1 else 1 for shape in shapes])
+            assert sum(layout.padding for layout in layouts) <= 0.01 * total, world
+
+
+def test_a_granularity_is_a_number_of_rows_for_each_shape():
+    for wrong in ([0], [1, 1]):
+        with pytest.raises(ValueError, match="granularity"):
+            plan_layouts([(2, 2)], 2, wrong)
 
 
 def test_packed_experts_are_cut_inside_of_an_expert():

@@ -15,6 +15,7 @@ from .fully_shard import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from .granularity import set_granularity
 from .groups import grouped_parameters, no_sync
 from .histograms import Histograms
 from .initialize import init_parameters
@@ -78,6 +79,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save",
     "serves_shards",
+    "set_granularity",
     "shard",
     "stage_block",
     "verify_replicas",

@@ -7,12 +7,16 @@ rank holds a plain row range of it. Small gaps before parameters and one at the 
 A row is what follows dim 0. Of a 3-D weight it is what follows dims 0 and 1: packed experts, (experts, R, C), are
 divided between any two of their experts × R rows, since a rank that could only hold whole experts would hold many times
 its share where ranks are more than experts.
+
+A parameter may have a *granularity*: it is then divided only at multiples of so many rows, its granules (heads,
+quantisation blocks, the whole matrix).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -25,12 +29,14 @@ class Placement:
         shape: the parameter's shape; a 0-dim parameter is one row of one element.
         offset: of its first element in the flat buffer.
         row_dims: the number of leading dimensions that rows are counted along.
+        granularity: borders of shards fall on multiples of so many rows.
     """
 
     index: int
     shape: tuple[int, ...]
     offset: int
     row_dims: int = 1
+    granularity: int = 1
 
     @property
     def rows(self) -> int:
@@ -43,6 +49,11 @@ class Placement:
     @property
     def numel(self) -> int:
         return self.rows * self.row_numel
+
+    @property
+    def granule(self) -> int:
+        """Elements that are on one rank together."""
+        return min(self.granularity, self.rows) * self.row_numel
 
     def local_shape(self, rows: int) -> tuple[int, ...]:
         """The shape of ``rows`` of its rows; a 0-dim parameter is ``()`` where it is held and ``(0,)`` elsewhere."""
@@ -89,48 +100,96 @@ class FlatLayout:
         return placement.offset + start * placement.row_numel - rank * self.shard_numel
 
 
-def plan_layouts(shapes: Sequence[tuple[int, ...]], world_size: int) -> list[FlatLayout]:
+def plan_layouts(
+    shapes: Sequence[tuple[int, ...]], world_size: int, granularity: Sequence[int] | None = None
+) -> list[FlatLayout]:
     """Lay out parameters of ``shapes`` over ``world_size`` ranks, in as few flat buffers as possible.
 
     One buffer serves where the rows fit together, which is the rule.  Rows whose lengths do not divide each
     other can each have to span many shards; a buffer in which all of them are divided between rows would then
     be mostly padding, and they go into a few buffers instead.  In each, padding is at most
     ``world_size`` × its longest row.
+
+    Args:
+        shapes: of the parameters.
+        world_size: the number of ranks.
+        granularity: of each parameter, a number of rows: it is divided at multiples of that only. Parameters then go
+            into several buffers also where that saves 1 % of the bytes. In each, padding is at most ``world_size``
+            × its largest granule.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")
     if not shapes:
         return []
+    if granularity is None:
+        granularity = [1] * len(shapes)
+    if len(granularity) != len(shapes) or min(granularity) < 1:
+        raise ValueError(f"granularity={granularity} must be a number of rows for each of {len(shapes)} shapes")
     entries = [
-        Placement(i, tuple(shape), 0, row_dims=2 if len(shape) == 3 and world_size > 1 else 1)
+        Placement(i, tuple(shape), 0, 2 if len(shape) == 3 and world_size > 1 else 1, granularity[i])
         for i, shape in enumerate(shapes)
     ]
-    # Longest rows first: shorter rows that divide them then start on whole rows without any gap.
-    entries.sort(key=lambda entry: -entry.row_numel)
+    # Largest granules first: smaller ones that divide them then start on whole ones without any gap.
+    entries.sort(key=lambda entry: (-entry.granule, -entry.row_numel))
     single = _plan_one(entries, world_size)
-    if single is not None:
+    if single is not None and (max(granularity) == 1 or single.padding <= _LITTLE * sum(e.numel for e in entries)):
         return [single]
+    plans = [[single]] if single is not None else []
+    planned: dict[tuple[int, ...], FlatLayout | None] = {}
+    for parts in _partitions(entries):
+        for part, key in [(part, tuple(e.index for e in part)) for part in parts]:
+            if key not in planned:
+                planned[key] = _plan_one(part, world_size)
+        layouts = [layout for part in parts if (layout := planned[tuple(e.index for e in part)]) is not None]
+        if len(layouts) == len(parts):
+            plans.append(layouts)
+    assert plans, "rows that divide each other always fit"
+    enough = min(sum(layout.numel for layout in plan) for plan in plans) * (1 + _LITTLE)
+    return min((plan for plan in plans if sum(layout.numel for layout in plan) <= enough), key=len)
+
+
+_LITTLE = 0.01
+"""A share of the bytes for which a flat buffer more is not worth while."""
+
+
+def _chains(entries: Sequence[Placement]) -> list[list[Placement]]:
+    """The entries by granules that divide each other."""
     chains: list[list[Placement]] = []
     for entry in entries:
         for chain in chains:
-            if entry.row_numel == 0 or chain[-1].row_numel % entry.row_numel == 0:
+            if entry.granule == 0 or chain[-1].granule % entry.granule == 0:
                 chain.append(entry)
                 break
         else:
             chains.append([entry])
-    layouts = [_plan_one(chain, world_size) for chain in chains]
-    assert all(layout is not None for layout in layouts), "rows that divide each other always fit"
-    return [layout for layout in layouts if layout is not None]
+    return chains
+
+
+def _partitions(entries: Sequence[Placement]) -> Iterator[list[list[Placement]]]:
+    """Ways to divide entries among several buffers: by chains; those of one granule and the rest; by granules."""
+    yield _chains(entries)
+    by_granule: dict[int, list[Placement]] = {}
+    for entry in entries:
+        by_granule.setdefault(entry.granule, []).append(entry)
+    # The most elements first: of granules with few elements, what they waste does not matter.
+    largest = sorted(by_granule, key=lambda granule: -sum(e.numel for e in by_granule[granule]))[:3]
+    for count in range(1, len(largest) + 1):
+        for chosen in itertools.combinations(largest, count):
+            rest = [entry for entry in entries if entry.granule not in chosen]
+            yield [part for part in ([e for g in chosen for e in by_granule[g]], rest) if part]
+            yield [part for part in (*(by_granule[g] for g in chosen), rest) if part]
 
 
 def _plan_one(entries: Sequence[Placement], world_size: int) -> FlatLayout | None:
     """The smallest of a few likely shard sizes in which all entries fit, or None."""
     total = sum(e.numel for e in entries)
-    lower = -(-total // world_size)
-    lengths = sorted({e.row_numel for e in entries if e.numel} or {1})
+    lengths = sorted({e.granule for e in entries if e.numel} or {1})
     longest = lengths[-1]
+    lower = max(-(-total // world_size), longest if any(e.granularity > 1 and e.numel for e in entries) else 0)
     multiples = {1, *lengths, *(math.lcm(a, longest) for a in lengths), math.lcm(*lengths)}
     candidates = {-(-lower // m) * m for m in multiples} | {lower + length for length in lengths}
+    if any(e.granularity > 1 for e in entries) and lower < 8 * longest:  # few large granules are packed as into bins
+        candidates |= {lower + lower * part // 40 for part in range(1, 17)}
     for shard in sorted(candidates):
         if shard * world_size - total > world_size * longest:
             break
@@ -142,20 +201,44 @@ def _plan_one(entries: Sequence[Placement], world_size: int) -> FlatLayout | Non
 
 
 def _place(entries: Sequence[Placement], shard: int, world_size: int) -> list[int] | None:
-    """Offsets that put every entry behind the one before it with all boundaries of shards between rows, or None."""
-    cursor, offsets = 0, []
+    """Offsets that put every entry into the first free range where all borders of shards fall between granules.
+
+    None: they do not fit.
+    """
+    free, offsets = [(0, shard * world_size)], []
+    like, n = (-1, -1), 0  # the entry before, and the free range it went into
     for entry in entries:
-        row, numel = entry.row_numel, entry.numel
-        offset = cursor
-        if numel:
-            boundary = (cursor // shard + 1) * shard  # the first one behind the cursor
-            if cursor + numel > boundary:
-                offset = cursor + (boundary - cursor) % row
-                if offset + numel > boundary + shard and shard % row:
-                    # A second boundary would fall inside a row: start at the next shard instead, if it fits in one.
-                    if numel > shard:
-                        return None
-                    offset = cursor if cursor % shard == 0 else boundary
-        offsets.append(offset)
-        cursor = offset + numel
-    return offsets if cursor <= shard * world_size else None
+        if not entry.numel:
+            offsets.append(free[0][0] if free else 0)
+            continue
+        if like != (entry.numel, entry.granule):  # what is before n is too small for a like one
+            like, n = (entry.numel, entry.granule), 0
+        while n < len(free):
+            offset = _first_fit(*free[n], entry, shard)
+            if offset is not None:
+                start, stop = free[n]
+                free[n : n + 1] = [r for r in ((start, offset), (offset + entry.numel, stop)) if r[0] < r[1]]
+                offsets.append(offset)
+                break
+            n += 1
+        else:
+            return None
+    return offsets
+
+
+def _first_fit(start: int, stop: int, entry: Placement, shard: int) -> int | None:
+    """The first offset in a free range at which an entry may lie, or None."""
+    numel, granule = entry.numel, entry.granule
+    offset = start
+    while offset + numel <= stop:
+        border = (offset // shard + 1) * shard  # the first one behind the offset
+        if offset + numel <= border:
+            return offset
+        offset += (border - offset) % granule
+        if offset + numel <= stop and (offset + numel <= border + shard or shard % granule == 0):
+            return offset
+        # A second border would fall inside a granule. From the next shard on there may be one border less.
+        if offset % shard == 0 or numel > 2 * shard:
+            return None
+        offset = border
+    return None

@@ -24,6 +24,7 @@ from .activation_checkpoint import CheckpointedForward
 from .backward_context import step_context
 from .flat_parameter import FlatParameter, write_rows
 from .gradient_reducer import GradientReducer
+from .granularity import granularity_of
 from .hooks import ForwardHooks
 from .layout import FlatLayout, plan_layouts
 from .options import Options, ranks_of
@@ -310,7 +311,16 @@ def _plan(
     plans = []
     for (_, _, tp_mode), members in kinds.items():
         shard_comm, _ = options.groups(context, tp_mode)
-        for layout in plan_layouts([slice_of(p).tp_shard_shape for p in members], shard_comm.size):
+        shapes, granularity = [slice_of(p).tp_shard_shape for p in members], [granularity_of(p) for p in members]
+        layouts = plan_layouts(shapes, shard_comm.size, granularity)
+        padding, held = sum(layout.padding for layout in layouts), sum(layout.numel for layout in layouts)
+        if max(granularity) > 1 and padding > 0.01 * held and context.rank == 0:
+            warnings.warn(
+                f"{options.name}: granules of up to {max(granularity)} rows make {padding / (held - padding):.1%} of "
+                f"padding on {shard_comm.size} ranks; choose smaller ones, or fewer ranks to shard over",
+                stacklevel=2,
+            )
+        for layout in layouts:
             plans.append((layout, [members[index] for index in sorted(p.index for p in layout.placements)]))
     return plans
 
@@ -351,7 +361,8 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
 def parameter_fact(name: str, param: Tensor) -> str:
     """What ranks must agree on before a parameter is sharded."""
     meta = " on meta" if param.is_meta else ""
-    return f"{name}: {slice_of(param).shape} {param.dtype} requires_grad={param.requires_grad}{meta}"
+    granules = f" granularity={rows}" if (rows := granularity_of(param)) > 1 else ""
+    return f"{name}: {slice_of(param).shape} {param.dtype} requires_grad={param.requires_grad}{meta}{granules}"
 
 
 @contextlib.contextmanager
