@@ -14,6 +14,7 @@ from .regions import copy_to_ranks, gather_along, reduce_from_ranks, reduce_scat
 from .sequence import sequence_parallel
 from .state_dict import full_state_dict, load_full_state_dict
 from .symmetric import enable_symmetric_memory
+from .ulysses import ulysses_attention
 
 __all__ = [
     "ColumnParallelLinear",
@@ -39,6 +40,7 @@ __all__ = [
     "row_linear",
     "sequence_parallel",
     "split_along",
+    "ulysses_attention",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]

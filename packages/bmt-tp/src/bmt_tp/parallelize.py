@@ -19,6 +19,9 @@
     sequence_end               as ``sequence``, and the output of this module is joined again
     sequence_gather            the input of this module, which is split, is joined for the ``colwise`` layers in it
                                (an attention that takes the sequence's length from its input needs this)
+    ulysses                    an attention module on a part of the sequence: each rank computes some of the heads for
+                               the whole sequence (:mod:`bmt_tp.ulysses`). The attention must be
+                               ``F.scaled_dot_product_attention``
     experts                    a module that computes with packed experts: a rank computes with its part of each
                                expert, and the ranks' results are summed (also: ``moe_tp_experts``)
     mla_kv_a_proj              a linear layer that every rank has, of multi-head latent attention: its last
@@ -68,6 +71,7 @@ from .parameters import mark_piece, piece_of
 from .plans import PLANS
 from .regions import tensor_comm
 from .sequence import sequence_parallel
+from .ulysses import UlyssesModule
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -93,7 +97,7 @@ _ALIASES = {
     "replicated_with_grad_allreduce": "sequence",
     "moe_tp_experts": "experts",
 }
-_SEQUENCE_PART_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather")
+_SEQUENCE_PART_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather", "ulysses")
 _PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "mla_kv_a_proj", "replicate")
 _LINEAR_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input")
 _CUTTING_STYLES = (*_LINEAR_STYLES, "packed_rowwise", "vocab")
@@ -334,6 +338,8 @@ class _Cut:
             sequence_parallel(module, self.comm)
             if self.kind == "sequence_end":
                 module.register_forward_hook(GatherOutput(self.comm, self.sequence_dim))
+            if self.kind == "ulysses" and self.comm.size > 1:
+                UlyssesModule(self.comm, self.sequence_dim, self.name).register(module)
             return
         if self.kind == "shared_heads":
             sequence_parallel(module, self.comm)  # each rank finds a part of the gradient
@@ -421,7 +427,7 @@ def _check_sequence(cuts: list[_Cut], pieces: list[tuple[nn.Parameter, Slice]]) 
     """Raise where parameters that are cut are to be used on parts of the sequence."""
     cut_params = {id(param) for param, _ in pieces}
     for cut in cuts:
-        if cut.kind in ("sequence", "sequence_end"):
+        if cut.kind in ("sequence", "sequence_end", "ulysses"):
             for name, param in cut.module.named_parameters():
                 if id(param) in cut_params or getattr(param, "tp_mode", False):
                     raise ValueError(
