@@ -57,6 +57,7 @@ from . import (
     utils,
 )
 from ._version import __version__
+from .memory_timeline import memory_timeline
 from .profiling import profile
 from .training_metrics import JsonLines, ProgressBar, TensorBoard, TrainingMetrics, WeightsAndBiases
 
@@ -100,6 +101,7 @@ __all__ = [
     "load",
     "loss",
     "lr_scheduler",
+    "memory_timeline",
     "nccl",
     "nn",
     "no_sync",

@@ -1,0 +1,31 @@
+"""Which storages belong to parameters, to their gradients, and to what is unsharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from bmt_comm import local_tensor
+
+
+def owned_storages(params: Iterable[Tensor]) -> Iterator[tuple[str, torch.UntypedStorage]]:
+    """The storages of parameters, sharded or not, each with its owner; one may come several times.
+
+    Owners are "parameters", "gradients" and "unsharded parameters". At ZeRO levels 0 to 2 parameters stay unsharded,
+    and that storage is the parameters' own. Nothing is communicated.
+    """
+    params = list(params)
+    for param in params:
+        yield "parameters", local_tensor(param.detach()).untyped_storage()
+        handle = getattr(param, "handle", None)
+        if handle is not None:
+            yield "parameters", handle.reducer.flat.shard.untyped_storage()
+    for param in params:
+        if param.grad is not None:
+            yield "gradients", local_tensor(param.grad).untyped_storage()
+    for param in params:
+        handle = getattr(param, "handle", None)
+        if handle is not None:
+            yield "unsharded parameters", handle.reducer.flat.unsharded.untyped_storage()
