@@ -21,6 +21,7 @@ from .loss import FusedCrossEntropy
 from .loss_spikes import LossSpikes
 from .manager import OptimManager
 from .muon import POLAR_EXPRESS, Muon, get_muon_param_groups
+from .qk_clip import QKClip, largest_logits
 from .saving import save_optimizer
 from .schedule_free import ScheduleFreeAdamW
 from .shampoo import DistributedShampoo
@@ -55,12 +56,14 @@ __all__ = [
     "LossSpikes",
     "Muon",
     "OptimManager",
+    "QKClip",
     "ScheduleFreeAdamW",
     "TorchAdafactor",
     "__version__",
     "get_adam_mini_param_groups",
     "get_galore_param_groups",
     "get_muon_param_groups",
+    "largest_logits",
     "lr_scheduler",
     "save_optimizer",
     "to_distributed",

@@ -135,8 +135,7 @@ class Dion(DistributedOptimizer):
 
 
 def _rank(shape: tuple[int, ...], options: Mapping[str, Any]) -> int:
-    multiple = options["rank_multiple_of"]
-    return min(multiple * math.ceil(options["rank_fraction"] * min(shape) / multiple), *shape)
+    return min(math.ceil(options["rank_fraction"] * min(shape) / (n := options["rank_multiple_of"])) * n, *shape)
 
 
 def _low_rank(b: Tensor, basis: Tensor, iterations: int) -> Tensor:
