@@ -288,14 +288,15 @@ def optimizers(session: nox.Session) -> None:
 @nox.session(default=False)
 @summarized
 def frameworks(session: nox.Session) -> None:
-    """Our optimizers and ZeRO in the loops of Lightning, Fabric, accelerate and Hugging Face's Trainer; two minutes."""
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, "lightning")
+    """Our optimizers and ZeRO in the loops of Lightning, Fabric, accelerate, Trainer and torchtitan; two minutes."""
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, "lightning", "torchtitan", "triton")
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
-    files = [f"tests/test_{name}.py" for name in ("lightning", "accelerate", "recipes")]
+    files = [f"tests/test_{name}.py" for name in ("lightning", "torchtitan", "accelerate", "recipes")]
     run_tests(session, "frameworks", *(session.posargs or files))
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2"]
-    session.run(*torchrun, "examples/recipes/lightning_strategy.py", env=ONE_THREAD)
+    for script in ("lightning_strategy", "accelerate_script", "torchtitan_script"):
+        session.run(*torchrun, f"examples/recipes/{script}.py", env=ONE_THREAD)
 
 
 @nox.session(default=False)

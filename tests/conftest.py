@@ -7,7 +7,8 @@ import pytest
 # The ranks get this path, too; so tests can import what they have in common.
 sys.path.append(str(Path(__file__).parent))
 
-collect_ignore = [] if find_spec("lightning") else ["test_lightning.py"]  # the nox session "frameworks" runs these
+# The nox session "frameworks" runs these.
+collect_ignore = [f"test_{name}.py" for name in ("lightning", "torchtitan") if find_spec(name) is None]
 
 
 def pytest_configure(config: pytest.Config) -> None:

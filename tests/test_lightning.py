@@ -154,3 +154,35 @@ def test_zero_as_a_strategy_has_the_losses_of_plain_pytorch(tmp_path: Path) -> N
     assert saved.keys() == {f"net.{name}" for name in plain.state_dict()}
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(saved[f"net.{name}"], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks(2, init=False, timeout=120)
+def test_the_recipe_for_fabric_has_the_updates_of_plain_pytorch() -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    import bmtrain as bmt
+
+    text = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
+    code = text.partition("## Fabric")[2].partition("```python\n")[2].partition("```")[0]
+    order = [(step, rank) for step in range(STEPS) for rank in range(2)]  # the sampler deals them out to the ranks
+    loader = DataLoader([batch(*each) for each in order], batch_size=None)  # type: ignore[var-annotated,arg-type]
+    given: dict[str, Any] = {
+        "fabric": Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[TorchElasticEnvironment()]),
+        "bmt": bmt,
+        "model": Net(),
+        "loader": loader,
+        "loss_of": lambda model, batch: model(*batch),
+    }
+    exec(code, given)
+    plain = Net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (plain(*batch(step, rank)) / 2).backward()
+        optimizer.step()
+    start = dict(Net().named_parameters())
+    for param, (name, wanted) in zip(given["model"].parameters(), plain.named_parameters(), strict=True):
+        update = wanted - start[name]
+        assert (param.full_tensor() - start[name] - update).norm() <= 1e-5 * update.norm(), name

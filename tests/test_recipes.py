@@ -60,3 +60,23 @@ def test_the_trainer_of_hugging_face_gives_the_losses_of_plain_pytorch(ctx: Any,
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     for name, param in plain.named_parameters():
         torch.testing.assert_close(saved.get_parameter(name), param, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.ranks(2, init=False)
+def test_the_script_beside_accelerate_has_the_losses_of_plain_pytorch() -> None:
+    from accelerate.state import AcceleratorState
+    from accelerate_script import ROWS, STEPS, build, data, train
+
+    AcceleratorState._reset_state(True)
+    losses = train(cpu=True)
+    plain = build()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    wanted = []
+    for x, y in torch.utils.data.DataLoader(data(), batch_size=2 * ROWS):
+        loss = (plain(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(wanted, rel=1e-4)
