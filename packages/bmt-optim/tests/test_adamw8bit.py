@@ -107,3 +107,34 @@ def test_the_work_at_block_edges_grows_with_the_number_of_matrices(ctx, rank, is
             optimizer.step()
         calls.append(counted.calls)
     assert calls[1] <= 8 * calls[0]
+
+
+@pytest.mark.ranks(2)
+def test_its_state_goes_to_bitsandbytes_and_back(ctx):
+    shapes = [(64, 100), (5, 6)]
+    params = shards(tensors(shapes), layout(ctx, shapes), torch.bfloat16)
+    optimizer = AdamW8bit(params, **OPTIONS)
+    train(optimizer, params, range(2), lambda step: tensors(shapes, step))
+    found = ctx.world.all_gather_object(optimizer.bitsandbytes_state_dict())[0]
+    assert set(found["param_groups"][0]) == {"params", "lr", "betas", "eps", "weight_decay"}
+    large, small = found["state"].values()
+    assert set(large) == {"step", *(f"{name}{n}" for name in ("state", "absmax", "qmap") for n in (1, 2))}
+    assert set(small) == {"step", "state1", "state2"}  # in fp32, as bitsandbytes has fewer than 4096 elements
+    assert large["step"] == 2
+    assert large["state1"].dtype is torch.uint8
+    whole = ctx.world.all_gather_object(optimizer.state_dict(gather=True)["state"])[0]
+    for entry, ours in zip(found["state"].values(), whole.values()):
+        for n, key in enumerate(("exp_avg", "exp_avg_sq"), 1):
+            assert torch.equal(entry[f"state{n}"], ours[key])
+    blocks = large["state1"].flatten().split(256)
+    moments = [large["qmap1"][block.long()] * scale for block, scale in zip(blocks, large["absmax1"])]
+    expected = torch.zeros(shapes[0])
+    for step in range(2):
+        expected = 0.8 * expected + 0.2 * tensors(shapes, step)[0].bfloat16().float()
+    assert (torch.cat(moments).view(shapes[0]) - expected).norm() < 0.02 * expected.norm()
+    again = AdamW8bit(params)
+    again.load_state_dict(found)
+    assert torch.equal(again.state[params[0]]["exp_avg"], optimizer.state[params[0]]["exp_avg"])
+    optimizer.param_groups[0]["percentile_clipping"] = 5
+    with pytest.raises(ValueError, match="percentile_clipping"):
+        optimizer.bitsandbytes_state_dict()

@@ -202,6 +202,10 @@ def test_state_of_bitsandbytes_is_taken_and_what_does_not_fit_is_refused():
     saved = optimizer.state_dict()
     optimizer.load_state_dict({**saved, "state": {0: entry}})
     assert torch.equal(optimizer.state[p]["exp_avg_sq"], entry["state2"])
+    nested = {"step": 3, "__bnb_optimizer_quant_state__": {k: v for k, v in entry.items() if k != "step"}}
+    again = DistGaloreAdamW([p])
+    again.load_state_dict({**saved, "state": {0: nested}})  # as newer bitsandbytes
+    assert torch.equal(again.state[p]["exp_avg_sq"], entry["state2"])
     assert torch.equal(optimizer.state[p]["absmax_avg"], entry["absmax1"])
     assert set(optimizer.state[p]) == set(before)
     with pytest.raises(ValueError, match=r"exp_avg is torch\.uint8 in the state dict, and with nbits=32"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import bmt_kernels
+
 from .distributed import Params
-from .galore import DistGaloreAdamW
+from .galore import BITSANDBYTES, DistGaloreAdamW
 
 
 class AdamW8bit(DistGaloreAdamW):
@@ -21,7 +23,8 @@ class AdamW8bit(DistGaloreAdamW):
     bytes per parameter. So a state has the same bytes on every layout. Where a cut runs through blocks, a step has one
     round, in which ranks agree on the largest magnitudes.
 
-    It loads state dicts of ``bitsandbytes.optim.AdamW8bit`` that have blocks of 256.
+    It loads state dicts of ``bitsandbytes.optim.AdamW8bit`` that have blocks of 256, and
+    :meth:`bitsandbytes_state_dict` makes such.
 
     Args:
         params: parameters, or parameter groups.
@@ -67,3 +70,26 @@ class AdamW8bit(DistGaloreAdamW):
         super().check_options(options)
         if "rank" in options:
             raise ValueError(f"rank={options['rank']!r}: AdamW8bit projects nothing; GaLoreAdamW does")
+
+    def bitsandbytes_state_dict(self) -> dict[str, Any]:
+        """The gathered state, as ``bitsandbytes.optim.AdamW8bit`` loads it.
+
+        Moments and their maxima keep their bytes. Master weights are left out, for bitsandbytes has none. A collective
+        over the ranks that share parameters; ranks but 0 get an empty ``state``.
+
+        Raises:
+            ValueError: ``percentile_clipping`` or ``maximize`` is on, which bitsandbytes has not.
+        """
+        for group in self.param_groups:
+            if group["percentile_clipping"] < 100 or group.get("maximize"):
+                raise ValueError("bitsandbytes has no percentile_clipping and no maximize; leave them out")
+        found = self.state_dict(gather=True)
+        names = {ours: theirs for theirs, ours in BITSANDBYTES.items()}
+        for index, entry in found["state"].items():
+            renamed: dict[str, Any] = {names[key]: value for key, value in entry.items() if key in names}
+            if "absmax1" in renamed:
+                renamed.update({f"qmap{n}": bmt_kernels.dynamic_map(n == 1) for n in (1, 2)})
+            found["state"][index] = {"step": int(entry["step"]), **renamed}
+        options = ("params", "lr", "betas", "eps", "weight_decay")
+        found["param_groups"] = [{name: group[name] for name in options} for group in found["param_groups"]]
+        return found

@@ -33,8 +33,9 @@ from .state_layout import StateTensor, whole
 
 _PROJECTION = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 """Options of a group with a ``rank`` that it need not name."""
-_FOREIGN = {"state1": "exp_avg", "state2": "exp_avg_sq", "absmax1": "absmax_avg", "absmax2": "absmax_avg_sq"}
+BITSANDBYTES = {"state1": "exp_avg", "state2": "exp_avg_sq", "absmax1": "absmax_avg", "absmax2": "absmax_avg_sq"}
 """What bitsandbytes calls our state tensors."""
+_NESTED = "__bnb_optimizer_quant_state__"  # where newer bitsandbytes puts them in a state dict
 
 
 class DistGaloreAdamW(DistributedOptimizer):
@@ -275,7 +276,8 @@ def _quantisation(args: Any) -> dict[str, Any]:
 
 def _own_terms(values: Mapping[str, Any], shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter as galore-torch has it, or bitsandbytes, under our names."""
-    found = {_FOREIGN.get(key, key): value for key, value in values.items()}
+    values = {**values, **values.get(_NESTED, {})}
+    found = {BITSANDBYTES.get(key, key): value for key, value in values.items() if key != _NESTED}
     projector = found.pop("projector", None)
     if projector is not None and "rank" in options and len(shape) == 2:
         bases = getattr(projector, "ortho_matrix", None)
