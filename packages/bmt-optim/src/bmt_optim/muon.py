@@ -31,6 +31,8 @@ _POLAR_EXPRESS = (
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
+_WORTH_HALVES = 1024
+"""From so many rows on, half of the symmetric products in fp32 on the CPU takes a fifth to a quarter less time."""
 _SAFE = [1.01**2, *[1.01] * 6]  # by as much smaller numbers are expected; the first time by that of the norm, too
 POLAR_EXPRESS: tuple[Triple, ...] = (
     *((a / safe, b / safe**3, c / safe**5) for (a, b, c), safe in zip(_POLAR_EXPRESS, _SAFE)),
@@ -194,12 +196,30 @@ def orthogonalised(
     together = x.dim() == 3
     add = torch.baddbmm if together else torch.addmm
     x.div_((x.norm(dim=(-2, -1), keepdim=True) if together else x.norm()).clamp(min=eps))
+    halves = x.dtype is torch.float32 and x.device.type == "cpu" and x.shape[-2] >= _WORTH_HALVES
     for step in range(steps):
         a, b, c = triples[min(step, len(triples) - 1)]
-        gram = x @ x.mT
-        gram = add(gram, gram, gram, beta=b, alpha=c)
+        if halves:
+            gram = _symmetric_product(x, x.mT)
+            gram = _symmetric_product(gram, gram).mul_(c).add_(gram, alpha=b)
+        else:
+            gram = x @ x.mT
+            gram = add(gram, gram, gram, beta=b, alpha=c)
         x = add(x, gram, x, beta=a)
     return (x.mT if tall else x).bfloat16().reshape(matrix.shape)
+
+
+def _symmetric_product(x: Tensor, y: Tensor) -> Tensor:
+    """``x @ y``, which is symmetric: five eighths of it, in rows of blocks up to the diagonal, are computed."""
+    rows = x.shape[-2]
+    height = -(-rows // 4)
+    found = x.new_empty(*x.shape[:-1], rows)
+    for start in range(0, rows, height):
+        stop = min(start + height, rows)
+        strip = x[..., start:stop, :] @ y[..., :stop]
+        found[..., start:stop, :stop] = strip
+        found[..., :start, start:stop] = strip[..., :start].mT
+    return found
 
 
 def _triples(coefficients: Triple | Sequence[Triple]) -> Sequence[Sequence[float]]:
