@@ -131,10 +131,10 @@ def test_model_equals_plain_gpt(ctx, tied, use_checkpoint):
 
 
 @pytest.mark.ranks(4, tp_size=2)
-@pytest.mark.parametrize("tied", [True, False])
-def test_model_on_tensor_parallel_ranks_equals_plain_gpt(ctx, tied):
+@pytest.mark.parametrize(("tied", "context_parallel"), [(True, False), (False, False), (True, True)])
+def test_model_on_tensor_parallel_ranks_equals_plain_gpt(ctx, tied, context_parallel):
     config = dataclasses.replace(TINY, vocab_size=68, tied=tied)
-    model = GPT(config)
+    model = GPT(config, context_parallel=context_parallel)
     bmt.init_parameters(model)
     plain = PlainGPT(config).to(ctx.device)
     plain.load_state_dict(model.state_dict())

@@ -82,6 +82,11 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--loss-scale", type=float, default=2.0**15, help="the first one, for fp16")
     group.add_argument("--zero-level", type=int, choices=range(4), default=3, help="what the ranks share out")
     group.add_argument("--tp", type=int, default=1, help="ranks that compute every layer together")
+    group.add_argument(
+        "--context-parallel",
+        action="store_true",
+        help="the ranks of --tp share out the sequence in the layers, and not the weights (Ulysses)",
+    )
     group.add_argument("--pipe", type=int, default=1, help="stages of a pipeline, each with a part of the layers")
     group.add_argument("--micro-batches", type=int, default=hidden, help="of a pipeline; default: as many as stages")
     group.add_argument("--interleave", type=int, default=1, help="parts of the layers that each stage has")

@@ -5,7 +5,7 @@ from .dropout import dropout
 from .embedding import PositionEmbedding, TokenEmbedding
 from .feedforward import FeedForward
 from .layernorm import LayerNorm
-from .linear import ColumnLinear, RowLinear
+from .linear import ColumnLinear, RowLinear, SequenceLinear
 
 __all__ = [
     "Attention",
@@ -14,6 +14,7 @@ __all__ = [
     "LayerNorm",
     "PositionEmbedding",
     "RowLinear",
+    "SequenceLinear",
     "TokenEmbedding",
     "dropout",
 ]

@@ -7,16 +7,30 @@ from torch import Tensor
 import bmtrain as bmt
 
 from .dropout import dropout
-from .linear import ColumnLinear, RowLinear
+from .linear import ColumnLinear, RowLinear, SequenceLinear
 
 
 class FeedForward(bmt.DistributedModule):
-    """H to 4H, GELU, and back to H; each position by itself. Tensor-parallel ranks share out the 4H."""
+    """H to 4H, GELU, and back to H; each position by itself.
 
-    def __init__(self, hidden_size: int, dropout: float = 0.0, out_std: float = 0.02, dtype: torch.dtype | None = None):
+    Tensor-parallel ranks share out the 4H, or with ``context_parallel`` the positions.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        dropout: float = 0.0,
+        out_std: float = 0.02,
+        dtype: torch.dtype | None = None,
+        context_parallel: bool = False,
+    ):
         super().__init__()
-        self.up = ColumnLinear(hidden_size, 4 * hidden_size, dtype)
-        self.down = RowLinear(4 * hidden_size, hidden_size, out_std, dtype)
+        if context_parallel:
+            self.up = SequenceLinear(hidden_size, 4 * hidden_size, dtype=dtype)
+            self.down = SequenceLinear(4 * hidden_size, hidden_size, out_std, dtype)
+        else:
+            self.up = ColumnLinear(hidden_size, 4 * hidden_size, dtype)
+            self.down = RowLinear(4 * hidden_size, hidden_size, out_std, dtype)
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:

@@ -27,6 +27,16 @@ class RowLinear(bmt.nn.RowParallelLinear):
         initialize_as_gpt2(self, init_std)
 
 
+class SequenceLinear(bmt.nn.Linear):
+    """x Wᵀ + b for a part of the sequence x, (B, S / ranks, in), with the whole weight."""
+
+    def __init__(self, in_features: int, out_features: int, init_std: float = 0.02, dtype: torch.dtype | None = None):
+        with torch.device("meta"):
+            super().__init__(in_features, out_features, dtype=dtype)
+        initialize_as_gpt2(self, init_std)
+        bmt.nn.sequence_parallel(self)
+
+
 def initialize_as_gpt2(layer: torch.nn.Module, std: float) -> None:
     """Let ``bmt.init_parameters`` draw weights from a normal distribution, and begin with biases of 0."""
     initializers = {"weight": bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=std)}

@@ -13,15 +13,15 @@ from .gpt_config import DTYPES, GPTConfig
 class GPTLayer(bmt.DistributedModule):
     """Attention, then feed-forward, each normalised before and added to what came in."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, context_parallel: bool = False):
         super().__init__()
         hidden, dtype = config.hidden_size, DTYPES[config.dtype]
         # Every layer adds to the same sum twice; scaled so, it does not grow with the number of layers.
         out_std = 0.02 / (2 * config.num_layers) ** 0.5
         self.attention_norm = LayerNorm(hidden, dtype=dtype)
-        self.attention = Attention(hidden, config.num_heads, config.dropout, out_std, dtype)
+        self.attention = Attention(hidden, config.num_heads, config.dropout, out_std, dtype, context_parallel)
         self.feedforward_norm = LayerNorm(hidden, dtype=dtype)
-        self.feedforward = FeedForward(hidden, config.dropout, out_std, dtype)
+        self.feedforward = FeedForward(hidden, config.dropout, out_std, dtype, context_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -40,10 +40,16 @@ class GPT(bmt.DistributedModule):
         use_checkpoint: whether a layer keeps only its input for backward, and computes the rest again there.
         interleave: in a pipeline, parts of the layers that each stage has.
         tail_schedule: in a pipeline, compute the loss inside of it, by this schedule.
+        context_parallel: whether tensor-parallel ranks share out the sequence in the layers, and not the weights.
     """
 
     def __init__(
-        self, config: GPTConfig, use_checkpoint: bool = True, interleave: int = 1, tail_schedule: str | None = None
+        self,
+        config: GPTConfig,
+        use_checkpoint: bool = True,
+        interleave: int = 1,
+        tail_schedule: str | None = None,
+        context_parallel: bool = False,
     ):
         super().__init__()
         self.config = config
@@ -52,7 +58,10 @@ class GPT(bmt.DistributedModule):
         hidden, dtype = config.hidden_size, DTYPES[config.dtype]
         self.token_embedding = TokenEmbedding(config.vocab_size, hidden, dtype)
         self.position_embedding = PositionEmbedding(config.seq_len, hidden, dtype)
-        layers = [bmt.Block(GPTLayer(config), use_checkpoint=use_checkpoint) for _ in range(config.num_layers)]
+        layers = [
+            bmt.Block(GPTLayer(config, context_parallel), use_checkpoint=use_checkpoint)
+            for _ in range(config.num_layers)
+        ]
         if bmt.config["pipe_size"] > 1:
             self.layers = bmt.PipelineTransformerBlockList(layers, interleave=interleave, tail_schedule=tail_schedule)
         else:

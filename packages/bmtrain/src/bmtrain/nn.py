@@ -19,6 +19,7 @@ from bmt_tp import (
     reduce_scatter_along,
     sequence_parallel,
     split_along,
+    ulysses_attention,
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "reduce_scatter_along",
     "sequence_parallel",
     "split_along",
+    "ulysses_attention",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
 ]
