@@ -277,7 +277,10 @@ def test_owners_are_chosen_alike_by_all_who_know_of_them():
     assert both[5] == 1  # 0 has 14, 1 has 13
     assert other[3] == 3
     # What one rank holds is its own, and counts.
-    assert assign_owners([1, 5, 4], [low, low, low], [None, 1, None]) == [0, 1, 0]
+    assert assign_owners([1, 5, 4], [low, low, low], [{}, {1: 1.0}, {}]) == [0, 1, 0]
+    # Of what several hold parts of, the one with most has it, unless it has more to do than its share.
+    parts = {0: 0.25, 1: 0.75}
+    assert assign_owners([1, 1, 1, 1], [low] * 4, [parts] * 4) == [1, 1, 0, 0]
     # The order in which the candidates are named does not matter.
     assert assign_owners([1, 1], [(1, 0), (0, 1)]) == [0, 1]
 

@@ -1,6 +1,7 @@
 """Muon over shards is torch.optim.Muon on whole matrices."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,6 +124,29 @@ def test_owners_of_a_gpt_have_about_equal_numbers_of_operations(ctx):
     assert max(loads) <= 1.1 * min(loads)
     # 2 R² C of XXᵀ and of the last product, 2 R³ of the square, five times
     assert costs[2] == 5 * (2 * width**2 * width * 2 + 2 * width**3)
+
+
+@pytest.mark.ranks(3)
+def test_matrices_that_no_cut_crosses_stay_where_they_are(ctx):
+    kinds = [(12, 6), (6, 8, 4), (9, 5)]
+    slices = [cut_slice(shape, ctx.world) for shape in kinds]
+    expected = None
+    for where in (slices, [replace(s, row_start=0, row_stop=s.shape[0], row_comm=None, row_dims=1) for s in slices]):
+        params = shards(tensors(kinds), where)
+        optimizer = Muon([{"params": [p], "parts": n} for p, n in zip(params, (3, 1, 3))], **OPTIONS)
+        train(optimizer, params, range(4), lambda step: tensors(kinds, step + 1))
+        expected = expected or [assemble(p.detach(), slice_of(p)) for p in params]
+        assert optimizer.communication.bytes == 0
+    for p, q in zip(params, expected):
+        torch.testing.assert_close(p.detach(), q, rtol=1e-5, atol=2e-3)  # of bf16
+    cut = cut_slice((10, 6), ctx.world)  # 3, 3 and 4 rows: two parts of five
+    param = shards(tensors([(10, 6)]), [cut])[0]
+    optimizer = Muon([param], parts=2, lr=0.1)
+    train(optimizer, [param], range(1), lambda step: tensors([(10, 6)], 1))
+    sent = [0, 0, 0]
+    dist.all_gather_object(sent, optimizer.communication.bytes)
+    # Of each part, what the owner (which holds most of it) lacks: two and one rows, there and back, in bf16.
+    assert sum(sent) == 2 * (2 + 1) * 6 * 2
 
 
 @pytest.mark.ranks(2)

@@ -121,6 +121,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """What the owner of a parameter of the global ``shape`` has to do, in any unit; owners share it evenly."""
         return 0
 
+    def height(self, where: Slice, options: Mapping[str, Any]) -> int:
+        """How many of the rows of ``where`` are a matrix that is stepped apart from the others; 0: all."""
+        return 0
+
     def new_state(
         self, key: str, tensor: StateTensor, shape: tuple[int, ...], device: torch.device, options: Mapping[str, Any]
     ) -> Tensor:
@@ -525,7 +529,8 @@ class _Plan:
         params = [(p, number) for number, group in enumerate(groups) for p in group["params"]]
         self.group_of = [number for _, number in params]
         costs = [float(optimizer.cost(slice_of(p).shape, groups[number])) for p, number in params]
-        self.matrices = plan_matrices([p for p, _ in params], costs)
+        heights = [optimizer.height(slice_of(p), groups[number]) for p, number in params]
+        self.matrices = plan_matrices([p for p, _ in params], costs, heights)
         self.presence = Presence(self.matrices)
         self.kept: dict[tuple[str | int, ...], dict[str, Any]] = {}
         """What rules keep for batches, by their matrices. Only that of the last step stays."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,8 @@ class Matrix:
         rows: the row range, within this rank's piece, of every rank of ``where.row_comm``.
         pieces: offset and extent along ``where.tp_dim`` of every rank of ``where.tp_comm``.
         owner: the place in the grid, (row, tp), of the rank that assembles it.
+        parts: the matrices, some rows each, that it consists of for its optimizer; empty: it is one, or it is
+            ``undivided``. Each has an owner; that of a part which one rank holds is this rank.
     """
 
     index: int
@@ -35,6 +37,7 @@ class Matrix:
     pieces: Sequence[tuple[int, int]]
     owner: tuple[int, int] = (0, 0)
     number: int = -1
+    parts: Sequence[Matrix] = ()
 
     def __post_init__(self) -> None:
         if self.number < 0:
@@ -98,7 +101,9 @@ def _real(comm: Communicator | None) -> Communicator | None:
     return comm if comm is not None and comm.size > 1 else None
 
 
-def plan_matrices(params: Sequence[Tensor], costs: Sequence[float]) -> list[Matrix]:
+def plan_matrices(
+    params: Sequence[Tensor], costs: Sequence[float], heights: Sequence[int] | None = None
+) -> list[Matrix]:
     """A :class:`Matrix` per parameter, with its owner.
 
     A collective over the ranks that share parameters, where there are such.
@@ -106,6 +111,7 @@ def plan_matrices(params: Sequence[Tensor], costs: Sequence[float]) -> list[Matr
     Args:
         params: the same ones in the same order on all ranks that share them.
         costs: what owning each of them costs, in any unit.
+        heights: the rows (of the slice) of the parts of each; 0: it has none.
 
     Raises:
         RuntimeError: ranks that share parameters disagree on their number, shapes or costs (on all of them).
@@ -125,7 +131,7 @@ def plan_matrices(params: Sequence[Tensor], costs: Sequence[float]) -> list[Matr
     for grid in grids:
         _check_same_rows(grid)
     shared: dict[int, list[int]] = {}  # the global ranks of the grid, in the order [tp][row]
-    heights: dict[int, int] = {}
+    heights_of: dict[int, int] = {}
     for indices, grid in zip(groups, grids):
         tp_rank = found[indices[0]].place[1]
         ranks = [rank for column in grid for rank, _ in column]
@@ -133,19 +139,45 @@ def plan_matrices(params: Sequence[Tensor], costs: Sequence[float]) -> list[Matr
             found[i].rows = [facts[n][2:4] for _, facts in grid[tp_rank]]
             found[i].pieces = [column[0][1][n][4:6] for column in grid]
             found[i].number = grid[0][0][1][n][-1]
-            shared[i], heights[i] = ranks, len(grid[0])
-    several = list(shared)
-    holders = [_holder(found[i], shared[i]) for i in several]
-    for i, chosen in zip(several, assign_owners([costs[i] for i in several], [shared[i] for i in several], holders)):
-        tp, row = divmod(shared[i].index(chosen), heights[i])
-        found[i].owner = (row, tp)
+            shared[i], heights_of[i] = ranks, len(grid[0])
+    owned: list[tuple[Matrix, float, int]] = []  # and where its ranks are
+    for i in shared:
+        matrix = found[i]
+        if heights is not None and heights[i] and matrix.tp_comm is None and not matrix.undivided:
+            matrix.parts = _parts(matrix, heights[i])
+        owned += [(part, costs[i] / len(matrix.parts), i) for part in matrix.parts] or [(matrix, costs[i], i)]
+    held = [_held(matrix, shared[i]) for matrix, _, i in owned]
+    chosen = assign_owners([cost for _, cost, _ in owned], [shared[i] for *_, i in owned], held)
+    for (matrix, _, i), rank in zip(owned, chosen):
+        tp, row = divmod(shared[i].index(rank), heights_of[i])
+        matrix.owner = (row, tp)
     return found
 
 
-def _holder(matrix: Matrix, ranks: Sequence[int]) -> int | None:
-    """Which of the ranks that share a matrix holds all of it; ``None``: several hold parts."""
-    held = (rank for rank, (start, stop) in zip(ranks, matrix.rows) if start < stop)
-    return next(held, ranks[0]) if matrix.undivided else None
+def _parts(matrix: Matrix, height: int) -> list[Matrix]:
+    """Matrices of ``height`` rows each, which share the communicator of the rows."""
+    where, parts = matrix.where, []
+    shape = (height, *where.row_shape)
+    for top in range(0, where.tp_shard_rows, height):
+        rows = [(_clip(start - top, height), _clip(stop - top, height)) for start, stop in matrix.rows]
+        start, stop = rows[matrix.place[0]]
+        part = Slice(shape, start, stop, where.row_comm)
+        parts.append(Matrix(matrix.index, matrix.param, part, rows, matrix.pieces, number=matrix.number))
+    return parts
+
+
+def _clip(row: int, height: int) -> int:
+    return min(max(row, 0), height)
+
+
+def _held(matrix: Matrix, ranks: Sequence[int]) -> dict[int, float]:
+    """The share of a matrix's rows that each rank has, as far as rows are divided."""
+    if matrix.tp_comm is not None:
+        return {}
+    total = sum(stop - start for start, stop in matrix.rows)
+    if not total:
+        return {ranks[0]: 1.0}
+    return {rank: (stop - start) / total for rank, (start, stop) in zip(ranks, matrix.rows) if start < stop}
 
 
 def by_grid(matrices: Sequence[Matrix]) -> list[list[int]]:
@@ -190,16 +222,17 @@ def _check_same_rows(grid: list[list[Any]]) -> None:
 
 
 def assign_owners(
-    costs: Sequence[float], candidates: Sequence[Sequence[int]], fixed: Sequence[int | None] | None = None
+    costs: Sequence[float], candidates: Sequence[Sequence[int]], held: Sequence[Mapping[int, float]] | None = None
 ) -> list[int]:
     """For each item one of its candidate ranks, so that the ranks' sums of costs are about equal.
 
-    The costliest first, each to the rank with the least so far (Graham's LPT rule: the fullest rank has at most
-    4/3 of the best possible). A rank only counts what all the item's candidates know of, so that they all come
-    to the same result: items whose candidates are the same, or more. An item that has a ``fixed`` rank gets that.
+    The costliest first, each to the rank that holds most of it while that has less than its share of all costs, else to
+    the rank with the least so far (Graham's LPT rule: the fullest rank has at most 4/3 of the best possible). A rank
+    only counts what all the item's candidates know of, so that they all come to the same result: items whose
+    candidates are the same, or more. An item that one rank holds, by ``held`` (shares by rank), gets that.
     """
     chosen = [ranks[0] for ranks in candidates]
-    own = fixed if fixed is not None else [None] * len(costs)
+    shares: Sequence[Mapping[int, float]] = held if held is not None else [{}] * len(costs)
     by_ranks: dict[frozenset[int], list[int]] = {}
     for i, ranks in enumerate(candidates):
         by_ranks.setdefault(frozenset(ranks), []).append(i)
@@ -209,15 +242,24 @@ def assign_owners(
             rank: sum(found[rank] for others, found in loads.items() if ranks_set < others)
             for rank in sorted(ranks_set)
         }
-        for i in sorted(items, key=lambda i: (own[i] is None, -costs[i], i)):
-            given = own[i]
-            chosen[i] = min(load, key=lambda rank: (load[rank], rank)) if given is None else given
-            load[chosen[i]] += costs[i]
+        even = (sum(load.values()) + sum(costs[i] for i in items)) / len(load)
+        for i in sorted(items, key=lambda i: (len(shares[i]) != 1, -costs[i], i)):
+            mine = shares[i]
+            most = max(mine, key=lambda rank: (mine[rank], -rank)) if mine else None
+            least = min(load, key=lambda rank: (load[rank], rank))
+            if most is None or (len(mine) > 1 and load[most] > max(load[least], even * _UNEVEN - costs[i])):
+                most = least
+            chosen[i] = most
+            load[most] += costs[i]
         loads[ranks_set] = {
             rank: value - sum(found[rank] for others, found in loads.items() if ranks_set < others)
             for rank, value in load.items()
         }
     return chosen
+
+
+_UNEVEN = 1.02
+"""How much more than the mean a rank may have to compute, so that less is sent."""
 
 
 class Presence:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import slice_of
+from bmt_comm import Slice, slice_of
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
+from .matrix import Matrix
 from .moments import adamw_rule
 from .options import check_betas, check_not_negative, declared
 from .requests import Own, Return, Rule
@@ -65,8 +66,9 @@ class Muon(DistributedOptimizer):
     and ``weight_decay`` (0).
 
     A step has two rounds: u goes to the matrix's owner, in bf16, which orthogonalises it and sends the result
-    back. Owners have about equal numbers of floating-point operations. A parameter that is not sharded is
-    orthogonalised by every rank that has a copy.
+    back. Owners have about equal numbers of floating-point operations. A matrix that one rank holds (a head or an
+    expert, too) is orthogonalised there and not sent. A parameter that is not sharded is orthogonalised by every rank
+    that has a copy.
 
     Args:
         params: parameters of two dimensions (globally) or more, or groups.
@@ -138,6 +140,15 @@ class Muon(DistributedOptimizer):
         small, large = sorted(sides)
         return options["ns_steps"] * (4.0 * small * small * large + 2.0 * small**3) * count
 
+    def height(self, where: Slice, options: Mapping[str, Any]) -> int:
+        """Heads and experts are matrices apart."""
+        if not options["use_muon"]:
+            return 0
+        count, rows = _matrices(where.shape, options["parts"])[0], where.tp_shard_rows
+        if rows == where.shape[0] and len(where.shape) == 3:  # a row is an expert
+            count = where.shape[0]
+        return rows // count if count > 1 else 0
+
     def rule(self, batch: Batch) -> Rule:
         return self._muon(batch) if batch.options["use_muon"] else adamw_rule(batch)
 
@@ -150,16 +161,23 @@ class Muon(DistributedOptimizer):
             moved = torch.lerp(buffer, grad, 1 - momentum)
             update = torch.lerp(grad, moved, momentum) if options["nesterov"] else moved
             updates.append(update.bfloat16())
-        (wholes,) = yield [Own(updates, matrices)]
+        parts = [matrix.parts or [matrix] for matrix in matrices]
+        flat = [part for several in parts for part in several]
+        pieces = [piece for update, several in zip(updates, parts) for piece in _pieces(update, several)]
+        (wholes,) = yield [Own(pieces, flat)]
         for i, buffer in enumerate(buffers):
             buffer.lerp_(batch.fp32_grad(i), 1 - momentum)
         settings = options["ns_coefficients"], options["ns_steps"], options["eps"]
         sizes = [_matrices(m.where.shape, options["parts"]) for m in matrices]
-        found = [
-            None if whole is None else orthogonalised(whole.reshape(size), *settings).reshape(whole.shape)
-            for whole, size in zip(wholes, sizes)
-        ]
-        (updates,) = yield [Return(found, matrices, torch.bfloat16)]
+        remaining = iter(wholes)
+        found: list[Tensor | None] = []
+        for size, several in zip(sizes, parts):
+            found += _orthogonalised_parts([next(remaining) for _ in several], size, settings)
+        (returned,) = yield [Return(found, flat, torch.bfloat16)]
+        results = iter(returned)
+        for i, (update, several) in enumerate(zip(updates, parts)):
+            taken = [next(results).reshape(-1) for _ in several]
+            updates[i] = (taken[0] if len(taken) == 1 else torch.cat(taken)).view(update.shape)
         lr = float(options["lr"])
         for indices, weights in batch.writable():
             for i, weight in zip(indices, weights):
@@ -191,8 +209,6 @@ def orthogonalised(
     tall = matrix.shape[-2] > matrix.shape[-1]
     if tall:
         x = x.mT
-    if matrix.dim() == 3 and len(matrix) == 1:
-        x = x[0]
     together = x.dim() == 3
     add = torch.baddbmm if together else torch.addmm
     x.div_((x.norm(dim=(-2, -1), keepdim=True) if together else x.norm()).clamp(min=eps))
@@ -220,6 +236,25 @@ def _symmetric_product(x: Tensor, y: Tensor) -> Tensor:
         found[..., start:stop, :stop] = strip
         found[..., :start, start:stop] = strip[..., :start].mT
     return found
+
+
+def _pieces(update: Tensor, parts: Sequence[Matrix]) -> list[Tensor]:
+    """A matrix's local values by its parts."""
+    sizes = [part.where.numel for part in parts]
+    return [piece.view(part.where.local_shape) for piece, part in zip(update.reshape(-1).split(sizes), parts)]
+
+
+def _orthogonalised_parts(
+    parts: Sequence[Tensor | None], size: tuple[int, int, int], settings: tuple[Any, ...]
+) -> list[Tensor | None]:
+    """Those parts of a parameter that are here, all at once."""
+    here = [part for part in parts if part is not None]
+    if not here or not here[0].numel():
+        return [None if part is None else part.bfloat16() for part in parts]
+    together = torch.stack(here)
+    results = orthogonalised(together.view(size[1:] if size[0] == 1 else (-1, *size[1:])), *settings)
+    found = iter(results.view(together.shape))
+    return [None if part is None else next(found) for part in parts]
 
 
 def _triples(coefficients: Triple | Sequence[Triple]) -> Sequence[Sequence[float]]:
