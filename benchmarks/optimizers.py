@@ -10,7 +10,8 @@ more. Reported are, for each of them,
 - floating-point operations of the matrix products on the rank that has most, relative to the mean of the ranks.
 
 GaLore projects all matrices, to --rank dimensions. The steps in which it renews the projections have lines of their
-own, also with svd="gram". 8-bit Adam is AdamW8bit. Muon has the layers' matrices, and fused Adam the rest.
+own, also with svd="gram". 8-bit Adam is AdamW8bit. Muon has the layers' matrices, and fused Adam the rest. With --whole no
+matrix of the layers is divided among ranks, nor are query, key and value, which Muon then takes apart.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from launch import default_ranks, launched, machine, on_ranks
@@ -42,7 +44,7 @@ from bmt_optim import (
     Muon,
     get_galore_param_groups,
 )
-from bmt_zero import BMTrainModelWrapper
+from bmt_zero import BMTrainModelWrapper, set_granularity
 
 BASELINE = "fused Adam"
 OTHERS = (
@@ -100,8 +102,13 @@ class Result:
     balance: float | None  # None: no matrix products
 
 
-def make_candidates(model: nn.Module, rank: int) -> list[Candidate]:
-    """``rank`` is that of GaLore's projections."""
+def _granule(name: str, param: nn.Parameter, hidden: int) -> int | Literal["whole"] | None:
+    """No matrix, nor one of query, key and value, is on two ranks."""
+    return None if param.dim() < 2 else hidden if "qkv" in name else "whole"
+
+
+def make_candidates(model: nn.Module, rank: int, parts: int = 1) -> list[Candidate]:
+    """``rank`` is that of GaLore's projections; ``parts``: Muon's, of the fused weights."""
     params = list(model.parameters())
     matrices = [p for p in model.layers.parameters() if p.dim() == 2]
     in_layers = set(matrices)
@@ -112,7 +119,12 @@ def make_candidates(model: nn.Module, rank: int) -> list[Candidate]:
         return GaLoreAdamW(groups, lr=LR, nbits=nbits, svd=svd)
 
     galore32, galore8 = galore(32), galore(8)
-    muon = [Muon(matrices, lr=LR), AdamOptimizer(rest, lr=LR, weight_decay=DECAY)]
+    fused = [p for name, p in model.layers.named_parameters() if "qkv.weight" in name]
+    others = [p for p in matrices if all(p is not q for q in fused)]
+    muon = [
+        Muon([{"params": others}, {"params": fused, "parts": parts}], lr=LR),
+        AdamOptimizer(rest, lr=LR, weight_decay=DECAY),
+    ]
     return [
         Candidate(BASELINE, [AdamOptimizer(params, lr=LR, weight_decay=DECAY)]),
         Candidate("Adam on the engine", [AdamW(params, lr=LR, weight_decay=DECAY)]),
@@ -173,10 +185,12 @@ def measure(arguments: argparse.Namespace) -> list[Result]:
     torch.manual_seed(0)
     model = GPT(shape).to(context.device)
     count = sum(p.numel() for p in model.parameters())
+    if arguments.whole:
+        set_granularity(model.layers, lambda name, p: _granule(name, p, shape.hidden))
     model = BMTrainModelWrapper(model, use_checkpoint=False, zero_level=3)
     tokens = torch.randint(shape.vocab, (1, 65)).to(context.device)
     (model(tokens[:, :-1], tokens[:, 1:]) / context.replicas).backward()
-    baseline, *others = candidates = make_candidates(model, arguments.rank)
+    baseline, *others = candidates = make_candidates(model, arguments.rank, 3 if arguments.whole else 1)
     if arguments.only:
         others = [c for c in others if c.name in arguments.only]
         candidates = [baseline, *others]
@@ -273,6 +287,9 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=10)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--rank", type=int, default=128, help="of GaLore's projections (default: 128)")
+    parser.add_argument(
+        "--whole", action="store_true", help="every matrix is on one rank; so are query, key, value"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
     parser.add_argument("--renewing-rounds", type=int, default=2, help="of GaLore's renewing steps (default: 2)")
     parser.add_argument("--warm-up", type=int, default=2, help="untimed rounds, 1 at least (default: 2)")
