@@ -10,8 +10,8 @@ more. Reported are, for each of them,
 - floating-point operations of the matrix products on the rank that has most, relative to the mean of the ranks.
 
 GaLore projects all matrices, to --rank dimensions. The steps in which it renews the projections have lines of their
-own, also with svd="gram". 8-bit Adam is AdamW8bit. Muon has the layers' matrices, and fused Adam the rest. With --whole no
-matrix of the layers is divided among ranks, nor are query, key and value, which Muon then takes apart.
+own, also with svd="gram". 8-bit Adam is AdamW8bit. Muon has the layers' matrices, and fused Adam the rest. With --whole
+no matrix of the layers is divided among ranks, nor are query, key and value, which Muon then takes apart.
 """
 
 from __future__ import annotations
