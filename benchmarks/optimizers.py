@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from launch import default_ranks, launched, machine, on_ranks
@@ -287,9 +287,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=10)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--rank", type=int, default=128, help="of GaLore's projections (default: 128)")
-    parser.add_argument(
-        "--whole", action="store_true", help="every matrix is on one rank; so are query, key, value"
-    )
+    parser.add_argument("--whole", action="store_true", help="every matrix is on one rank; so are query, key, value")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
     parser.add_argument("--renewing-rounds", type=int, default=2, help="of GaLore's renewing steps (default: 2)")
     parser.add_argument("--warm-up", type=int, default=2, help="untimed rounds, 1 at least (default: 2)")
