@@ -121,8 +121,9 @@ def make_candidates(model: nn.Module, rank: int, parts: int = 1) -> list[Candida
     galore32, galore8 = galore(32), galore(8)
     fused = [p for name, p in model.layers.named_parameters() if "qkv.weight" in name]
     others = [p for p in matrices if all(p is not q for q in fused)]
+    hidden: list[dict[str, Any]] = [{"params": others}, {"params": fused, "parts": parts}]
     muon = [
-        Muon([{"params": others}, {"params": fused, "parts": parts}], lr=LR),
+        Muon(hidden, lr=LR),
         AdamOptimizer(rest, lr=LR, weight_decay=DECAY),
     ]
     return [
