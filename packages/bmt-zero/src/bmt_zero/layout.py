@@ -200,11 +200,16 @@ def _plan_one(entries: Sequence[Placement], world_size: int) -> FlatLayout | Non
     return None
 
 
+_MOST_FREE = 16
+"""Free ranges that are remembered; many thousand parameters would make many gaps."""
+
+
 def _place(entries: Sequence[Placement], shard: int, world_size: int) -> list[int] | None:
     """Offsets that put every entry into the first free range where all borders of shards fall between granules.
 
-    None: they do not fit.
+    None: they do not fit. Rows leave so small gaps that it is not worth while to remember them, but granules do not.
     """
+    most = _MOST_FREE if any(e.granularity > 1 for e in entries) else 1
     free, offsets = [(0, shard * world_size)], []
     like, n = (-1, -1), 0  # the entry before, and the free range it went into
     for entry in entries:
@@ -219,6 +224,9 @@ def _place(entries: Sequence[Placement], shard: int, world_size: int) -> list[in
                 start, stop = free[n]
                 free[n : n + 1] = [r for r in ((start, offset), (offset + entry.numel, stop)) if r[0] < r[1]]
                 offsets.append(offset)
+                forgotten = max(0, len(free) - most)
+                del free[:forgotten]
+                n = max(0, n - forgotten)
                 break
             n += 1
         else:
