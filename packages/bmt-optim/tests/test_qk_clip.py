@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from bmt_comm import slice_of
-from bmt_optim import Muon, QKClip, largest_logits
+from bmt_optim import Muon, QKClip, ScheduleFreeAdamW, largest_logits
 from bmt_optim.slices import assemble
 
 HEADS, GROUPS, WIDTH, TAU = 6, 3, 4, 3.0
@@ -94,3 +94,23 @@ def test_largest_logits_are_those_of_attention_and_wrong_arguments_are_refused()
         clip.add([weight], [weight], 4, 2, 3)
     with pytest.raises(ValueError, match="tau=0"):
         QKClip(torch.optim.SGD([weight]), tau=0)
+
+
+def test_half_precision_products_that_are_too_large_are_found():
+    query, key = (torch.full((1, 1, 2, 64), 40.0, dtype=torch.float16) for _ in range(2))
+    assert largest_logits(query, key) == 40 * 40 * 8
+    assert largest_logits(2 * query, key) == 80 * 40 * 8
+
+
+def test_schedule_free_steps_do_not_undo_the_scaling():
+    param = torch.nn.Parameter(torch.full((4, 4), 2.0))
+    optimizer = ScheduleFreeAdamW([param], lr=0.1)
+    clip = QKClip(optimizer, tau=1.0)
+    layer = clip.add([param], [param], heads=1, head_dim=2, query_row=0, key_row=2)
+    for step in range(20):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        if step == 0:
+            clip.record(layer, torch.tensor([4.0]))
+            clip.step()
+    torch.testing.assert_close(param.detach(), torch.ones(4, 4))

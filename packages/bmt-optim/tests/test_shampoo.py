@@ -139,7 +139,14 @@ def test_renewals_are_spread_and_a_gradient_that_is_not_finite_leaves_no_rank_wa
 
 def test_options_out_of_range_and_those_that_the_state_is_not_of_are_refused():
     param = torch.nn.Parameter(torch.ones(3, 3))
-    wrong = {"epsilon": 0, "betas": (0.9, 1.1), "grafting": "lamb", "start_preconditioning_step": 0, "momentum": -1}
+    wrong = {
+        "epsilon": 0,
+        "betas": (0.9, 1.1),
+        "grafting": "lamb",
+        "start_preconditioning_step": 2.5,
+        "momentum": -1,
+        "beta3": -0.5,
+    }
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
             DistributedShampoo([param], **{name: value})
@@ -148,4 +155,18 @@ def test_options_out_of_range_and_those_that_the_state_is_not_of_are_refused():
     optimizer.step()
     optimizer.param_groups[0]["grafting"] = "adam"
     with pytest.raises(ValueError, match="exp_avg_sq"):
+        optimizer.step()
+
+
+def test_a_start_that_is_moved_forward_leaves_gradients_as_they_are_until_the_next_roots():
+    param = torch.nn.Parameter(torch.ones(3, 3))
+    optimizer = DistributedShampoo([param], precondition_frequency=50)
+    for step in range(8):
+        if step == 4:
+            optimizer.param_groups[0]["start_preconditioning_step"] = 2
+        before, param.grad = param.detach().clone(), torch.rand(3, 3) + 1
+        optimizer.step()
+        assert (param < before).all()
+    optimizer.param_groups[0]["max_preconditioner_dim"] = 2
+    with pytest.raises(ValueError, match="another factors"):
         optimizer.step()

@@ -9,7 +9,7 @@ from layouts import layout, shards, tensors, train, undivided_layout, update_err
 from torch import nn
 
 from bmt_comm import slice_of
-from bmt_optim import SOAP
+from bmt_optim import SOAP, Dion, DistributedShampoo
 from bmt_optim.slices import assemble
 
 SHAPES = [(6, 4), (5, 7), (13, 3), (5,), (3, 4, 5), (8, 8), ()]
@@ -138,3 +138,15 @@ def test_ranks_with_other_parameters_before_a_shared_one_renew_it_together(ctx):
         optimizer = SOAP(params, **OPTIONS)
         train(optimizer, params[-2:], range(8), lambda step: tensors(shapes, step))
     assert update_error(shared, whole, tensors(shapes)) <= 1e-5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [SOAP, Dion, DistributedShampoo])
+def test_small_odd_shapes_have_the_bits_of_whole_tensors(ctx, kind):
+    """Their sums lie at odd places of one message; null spaces of bases make much of one other bit."""
+    shapes = [(5, 3), (7, 5), (9, 5), (11, 6), (17, 13)]
+    sharded, whole = shards(tensors(shapes), layout(ctx, shapes)), [nn.Parameter(t) for t in tensors(shapes)]
+    for params in (sharded, whole):
+        train(kind(params), params, range(8), lambda step: tensors(shapes, step))
+    for p, expected in zip(sharded, whole):
+        assert torch.equal(assemble(p.detach(), slice_of(p)), expected.detach())

@@ -14,7 +14,7 @@ from bmt_comm import slice_of
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .moments import adamw_rule
-from .options import check_betas, check_not_negative, check_positive, declared
+from .options import check_betas, check_not_negative, check_positive, check_whole, declared
 from .requests import Rule, Share, Sum
 from .slices import cut, padded
 from .state_layout import StateTensor, like_parameter, whole
@@ -33,7 +33,7 @@ class Dion(DistributedOptimizer):
         p ← p(1 - lr·weight_decay) - lr·√(R/C)·PQᵀ
 
     Q has ``rank_fraction``·min(R, C) columns, rounded up to a multiple of ``rank_multiple_of``. It starts from random
-    numbers, which depend on the parameter's place in the optimizer alone.
+    numbers, the same for all matrices of one shape.
 
     Groups with ``use_muon=False`` have AdamW: for embeddings, the output head and vectors; see
     :func:`~bmt_optim.get_muon_param_groups`. Their options are ``lr`` (3e-4 unless given), ``betas``, ``eps`` and
@@ -80,7 +80,8 @@ class Dion(DistributedOptimizer):
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "mu", "weight_decay", "eps")
-        check_positive(options, "rank_fraction", "rank_multiple_of", "power_iters")
+        check_positive(options, "rank_fraction")
+        check_whole(options, "rank_multiple_of", "power_iters")
         check_betas(options["betas"], 2)
         if options["rank_fraction"] > 1:
             raise ValueError(f"rank_fraction={options['rank_fraction']!r} must be at most 1")
@@ -94,8 +95,7 @@ class Dion(DistributedOptimizer):
         return {"momentum": like_parameter(shape), "Q": whole((min(shape), _rank(shape, options)))}
 
     def check_state(self, batch: Batch) -> None:
-        if ("Q" in batch.states[0]) != batch.options["use_muon"]:
-            raise ValueError(f"use_muon={batch.options['use_muon']!r} has been changed, and the state is not of that")
+        self.check_layout(batch)
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """Of P and W, about."""
@@ -114,7 +114,7 @@ class Dion(DistributedOptimizer):
         values = []
         for m, state, b in zip(matrices, states, wholes):
             if batch.step == 1:
-                state["Q"].copy_(torch.randn(state["Q"].shape, generator=torch.Generator().manual_seed(m.number)))
+                state["Q"].copy_(torch.randn(state["Q"].shape, generator=torch.Generator().manual_seed(0)))
             values.append(_low_rank(b, state["Q"], options["power_iters"]) if m.owned else None)
         shapes = [(sum(m.where.shape), _rank(m.where.shape, options)) for m in matrices]
         (shared,) = yield [Share(values, matrices, shapes)]

@@ -24,7 +24,7 @@ from .options import check_conventions
 from .requests import Rule
 from .runs import local_grad, on_local_tensors, zero_grads
 from .state_dict import gather_state, match_groups, state_value, step_record, whole_number
-from .state_layout import StateTensor, like_parameter
+from .state_layout import Size, StateTensor, like_parameter
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 _CACHED = 1 << 21
@@ -116,6 +116,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def check_state(self, batch: Batch) -> None:
         """Raise ValueError unless the state has what the options of ``batch`` need."""
+
+    def check_layout(self, batch: Batch) -> None:
+        """Raise ValueError unless the state has the tensors that the options ask for, and whole ones their shapes."""
+        for matrix, state in zip(batch.matrices, batch.states):
+            for key, tensor in self.state_layout(matrix.where.shape, batch.options).items():
+                sizes = [d.size for d in tensor.dims if isinstance(d, Size)]
+                if key not in state or (len(sizes) == len(tensor.dims) and list(state[key].shape) != sizes):
+                    raise ValueError(
+                        f"the options ask for another {key} than the state has: one of them has been changed; set it "
+                        "back, or make a new optimizer"
+                    )
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """What the owner of a parameter of the global ``shape`` has to do, in any unit; owners share it evenly."""

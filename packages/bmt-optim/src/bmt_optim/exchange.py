@@ -88,7 +88,8 @@ def reduce_packed(
         _wait(reducing, meanwhile)
         parts = buffer.to(group[0].value.device).split([r.value.numel() for r in group])
         for reduction, part in zip(group, parts):
-            reduction.value = part.view(reduction.value.shape)
+            matrix = reduction.value.dim() > 1  # products of it would have other bits at odd addresses
+            reduction.value = (part.clone() if matrix else part).view(reduction.value.shape)
 
 
 def move_packed(

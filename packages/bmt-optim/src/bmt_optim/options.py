@@ -51,6 +51,13 @@ def check_positive(options: Mapping[str, Any], *names: str) -> None:
             raise ValueError(f"{name}={options[name]!r} must be finite and positive")
 
 
+def check_whole(options: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError unless the options are whole numbers above 0."""
+    for name in names:
+        if isinstance(options[name], bool) or not isinstance(options[name], int) or options[name] < 1:
+            raise ValueError(f"{name}={options[name]!r} must be a whole number above 0")
+
+
 def check_pair_not_negative(options: Mapping[str, Any], name: str) -> None:
     """Raise ValueError unless the option is two numbers, finite and not negative."""
     pair = options[name]

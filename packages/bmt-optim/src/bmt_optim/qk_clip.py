@@ -30,7 +30,8 @@ class QKClip:
     After a step, for each head whose largest logit in this step, m, is above ``tau``, the rows of the query and of the
     key weight are multiplied by √(tau/m) each, so that this logit would be ``tau``. Where several heads share a key
     (grouped queries), the key's rows are multiplied by the smallest of these factors, and each query's by the rest of
-    tau/m. The products of heads within the bound stay as they are. It serves any optimizer::
+    tau/m. The products of heads within the bound stay as they are. It serves any optimizer
+    whose only copies of weights are ``master`` and ``z`` in its state, as all of this package's are::
 
         clip = QKClip(optimizer, tau=100.0)
         layer = clip.add([attention.q.weight], [attention.k.weight], heads=16, kv_heads=4, head_dim=64)
@@ -136,12 +137,13 @@ class QKClip:
         per_row = torch.ones(where.shape[0], device=scales.device)
         per_row[first : first + len(scales)] = scales
         mine = per_row[row_indices(where, scales.device)].view(-1, *[1] * (local.dim() - 1))
-        master = self.optimizer.state.get(param, {}).get("master")
-        if master is None:
-            local.mul_(mine)
+        state = self.optimizer.state.get(param, {})
+        for value in (state[key] for key in ("master", "z") if key in state):  # z: of schedule-free ones
+            value.mul_(mine.to(value.device))
+        if "master" in state:
+            local.copy_(state["master"])
         else:
-            master.mul_(mine.to(master.device))
-            local.copy_(master)
+            local.mul_(mine)
 
 
 @torch.no_grad()
@@ -156,7 +158,7 @@ def largest_logits(query: Tensor, key: Tensor, scale: float | None = None, causa
     """
     found = query.new_full((query.shape[1],), -math.inf, dtype=torch.float32)
     for q, k in zip(query, key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)):
-        logits = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+        logits = (q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.mT).float()
         if causal:
             hidden = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
             logits.masked_fill_(hidden.triu_(1 + logits.shape[-1] - logits.shape[-2]), -math.inf)

@@ -9,13 +9,11 @@ import torch
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
-from .options import check_betas, check_not_negative, check_positive, declared
+from .options import check_not_negative, check_positive, check_whole, declared
 from .requests import Rule, Share, Sum
 from .shampoo_blocks import accumulate, block_shapes, blocks_of, inverse_root, matrices_of, place_of, preconditioned
 from .slices import cut, padded
 from .state_layout import StateTensor, like_parameter, whole
-
-_GRAFTS = (None, "sgd", "adam")
 
 
 class DistributedShampoo(DistributedOptimizer):
@@ -31,9 +29,9 @@ class DistributedShampoo(DistributedOptimizer):
         U ← momentum·U + P + weight_decay·p              p ← p - lr·U
 
     F, V, L and R are corrected for their bias; with a β₂ or γ of 1, L, R or V is the sum. P is D before
-    ``start_preconditioning_step``. Each block renews its roots in steps of its own, so that no step does the work of
-    all. Ranks that share a parameter exchange G, M and V, whole; its owner computes the roots, and sends them to the
-    others. All hold L, R, A and B, of 4 bytes per element.
+    ``start_preconditioning_step``. From there on each block renews its roots in steps of its own, by its place in the
+    optimizer, so that no step does the work of all. Ranks that share a parameter exchange G, M and V, whole; its owner
+    computes the roots, and sends them to the others. All hold them.
 
     Args:
         params: parameters, or parameter groups.
@@ -75,14 +73,15 @@ class DistributedShampoo(DistributedOptimizer):
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay", "momentum", "grafting_epsilon")
-        check_betas((options["betas"][0], max(0, options["beta3"])), 2)
-        check_positive(options, "epsilon", "precondition_frequency", "max_preconditioner_dim")
-        if not (0 <= options["betas"][1] <= 1 and 0 <= options["grafting_beta2"] <= 1):
-            raise ValueError(f"betas={options['betas']!r}, grafting_beta2={options['grafting_beta2']!r}: not in [0, 1]")
+        check_positive(options, "epsilon")
+        check_whole(options, "precondition_frequency", "max_preconditioner_dim")
+        (beta1, beta2), gamma, beta3 = options["betas"], options["grafting_beta2"], options["beta3"]
+        if not (0 <= beta1 < 1 and 0 <= beta2 <= 1 and 0 <= gamma <= 1 and (0 <= beta3 < 1 or beta3 == -1)):
+            raise ValueError(f"{beta3=}, betas={options['betas']!r}, grafting_beta2={gamma!r}: not in [0, 1]")
         if options["start_preconditioning_step"] != -1:
-            check_positive(options, "start_preconditioning_step")
-        if options["grafting"] not in _GRAFTS:
-            raise ValueError(f"grafting={options['grafting']!r} must be one of {_GRAFTS}")
+            check_whole(options, "start_preconditioning_step")
+        if options["grafting"] not in (None, "sgd", "adam"):
+            raise ValueError(f"grafting={options['grafting']!r} must be None, 'sgd' or 'adam'")
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         keys = ["exp_avg"] + ["exp_avg_sq"] * (options["grafting"] not in (None, "sgd"))
@@ -91,9 +90,7 @@ class DistributedShampoo(DistributedOptimizer):
         return {key: like_parameter(shape) for key in keys} | dict.fromkeys(("factors", "roots"), whole((numel,)))
 
     def check_state(self, batch: Batch) -> None:
-        layout = self.state_layout(batch.matrices[0].where.shape, batch.options)
-        if lacking := layout.keys() - batch.states[0].keys():
-            raise ValueError(f"the state lacks {sorted(lacking)}: grafting or momentum has been changed")
+        self.check_layout(batch)
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """Of new roots, about."""
@@ -109,10 +106,13 @@ class DistributedShampoo(DistributedOptimizer):
         parts = [[g, *(state[key] for key in keys)] for g, state in zip(grads, states)]
         stacks = [torch.stack([padded(x, m.where) for x in part]) for part, m in zip(parts, matrices)]
         (wholes,) = yield [Sum(stacks, matrices)]
-        shapes = [m.where.shape for m in matrices]
-        factors = [matrices_of(x, shape, options) for x, shape in zip(batch.state("factors"), shapes)]
-        roots = [matrices_of(x, shape, options) for x, shape in zip(batch.state("roots"), shapes)]
+        factors, roots = (
+            [matrices_of(x, m.where.shape, options) for x, m in zip(batch.state(key), matrices)]
+            for key in ("factors", "roots")
+        )
         renewed: list[tuple[int, int]] = []
+        for root in (root for blocks in roots for block in blocks for root in block if t == 1):
+            root.fill_diagonal_(1)
         for i, (g, state) in enumerate(zip(grads, states)):
             state["exp_avg"].lerp_(g, 1 - beta1)
             if "exp_avg_sq" in state:

@@ -30,8 +30,8 @@ class SOAP(DistributedOptimizer):
 
     The first step does that last part only, and t counts from the second. A tensor of more dimensions has such a pair
     for each. Vectors, and dimensions of more than ``max_precond_dim``, are not turned. Each parameter renews its bases
-    in steps of its own, so that no step does the work of all. Ranks that share it exchange G, M and the update, whole;
-    its owner makes the bases, and sends them to the others. All hold L, R, Q and S, of 4 bytes per element.
+    in steps of its own, by its place in the optimizer, so that no step does the work of all. Ranks that share it
+    exchange G, M and the update, whole; its owner makes the bases, and sends them to the others. All hold them.
 
     Args:
         params: parameters, or parameter groups.

@@ -19,9 +19,9 @@ def set_granularity(
 ) -> None:
     """Let parameters be divided among ranks only at multiples of some rows.
 
-    Call it before the module is sharded, on all ranks alike. All ways of sharding heed it: :func:`shard`, ``Block``,
-    ``BMTrainModelWrapper``, ``fully_shard``. Blocks of quantisation, heads and the matrices of a fused weight then
-    lie on one rank each. Checkpoints do not depend on it.
+    Call it right before the module is sharded, on all ranks alike: copies of a parameter, and ``to_empty``, forget it.
+    All ways of sharding heed it: :func:`shard`, ``Block``, ``BMTrainModelWrapper``, ``fully_shard``. Blocks of
+    quantisation, heads and the matrices of a fused weight then lie on one rank each. Checkpoints do not depend on it.
 
     Shards are of equal size, so granules cost padding: with few of them for each rank, much. Sharding warns if it is
     more than 1 %; ``plan_layouts(shapes, world_size, granularity)`` shows it beforehand.
