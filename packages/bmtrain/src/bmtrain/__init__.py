@@ -37,6 +37,7 @@ from bmt_zero import (
     load,
     no_sync,
     save,
+    set_granularity,
     verify_replicas,
 )
 
@@ -114,6 +115,7 @@ __all__ = [
     "rank",
     "save",
     "see_memory",
+    "set_granularity",
     "shutdown",
     "store",
     "sum_loss",
