@@ -147,6 +147,9 @@ def test_matrices_that_no_cut_crosses_stay_where_they_are(ctx):
     dist.all_gather_object(sent, optimizer.communication.bytes)
     # Of each part, what the owner (which holds most of it) lacks: two and one rows, there and back, in bf16.
     assert sum(sent) == 2 * (2 + 1) * 6 * 2
+    optimizer.param_groups[0]["parts"] = 5
+    with pytest.raises(ValueError, match="parts=5 or use_muon was changed"):
+        optimizer.step()
 
 
 @pytest.mark.ranks(2)

@@ -149,6 +149,14 @@ class Muon(DistributedOptimizer):
             count = where.shape[0]
         return rows // count if count > 1 else 0
 
+    def check_state(self, batch: Batch) -> None:
+        for m in batch.matrices:
+            if m.parts and self.height(m.where, batch.options) != m.parts[0].where.shape[0]:
+                raise ValueError(
+                    f"parts={batch.options['parts']!r} or use_muon was changed after the first step, which has given "
+                    "the parts to ranks; set it back, or make a new optimizer"
+                )
+
     def rule(self, batch: Batch) -> Rule:
         return self._muon(batch) if batch.options["use_muon"] else adamw_rule(batch)
 
