@@ -300,13 +300,14 @@ def test_corpus_is_built_once_and_encodes_all_text(tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_bad_data_is_an_error_on_every_rank(tmp_path):
+def test_bad_data_is_an_error_on_every_rank(ctx, tmp_path):
     with pytest.raises(UsageError, match="holds no files"):
         data.load_corpus(tmp_path, 0, 0.1, 300, tmp_path / "cache")
     with pytest.raises(UsageError, match="there is no such file or folder"):
         data.load_corpus(tmp_path / "nothing", 0, 0.1, 300, tmp_path / "cache")
-    folder = tmp_path / "binary"
-    folder.mkdir(exist_ok=True)
+    folder = tmp_path / f"binary-{ctx.rank}"  # one rank would read what another is writing
+    ctx.world.barrier()
+    folder.mkdir()
     (folder / "text.txt").write_text("no UTF-8", encoding="utf-16")
     with pytest.raises(UsageError, match="no file there is text in UTF-8"):
         data.load_corpus(folder, 0, 0.1, 300, tmp_path / "cache")
