@@ -94,8 +94,7 @@ class Dion(DistributedOptimizer):
             return {key: like_parameter(shape) for key in ("exp_avg", "exp_avg_sq")}
         return {"momentum": like_parameter(shape), "Q": whole((min(shape), _rank(shape, options)))}
 
-    def check_state(self, batch: Batch) -> None:
-        self.check_layout(batch)
+    check_state = DistributedOptimizer.check_layout
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """Of P and W, about."""

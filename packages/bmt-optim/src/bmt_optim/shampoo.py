@@ -10,8 +10,9 @@ import torch
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .options import check_not_negative, check_positive, check_whole, declared
+from .renewal import place_of
 from .requests import Rule, Share, Sum
-from .shampoo_blocks import accumulate, block_shapes, blocks_of, inverse_root, matrices_of, place_of, preconditioned
+from .shampoo_blocks import accumulate, block_shapes, blocks_of, inverse_root, matrices_of, preconditioned
 from .slices import cut, padded
 from .state_layout import StateTensor, like_parameter, whole
 
@@ -89,8 +90,7 @@ class DistributedShampoo(DistributedOptimizer):
         numel = sum(n * n for block in block_shapes(shape, options) for n in block)
         return {key: like_parameter(shape) for key in keys} | dict.fromkeys(("factors", "roots"), whole((numel,)))
 
-    def check_state(self, batch: Batch) -> None:
-        self.check_layout(batch)
+    check_state = DistributedOptimizer.check_layout
 
     def cost(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> float:
         """Of new roots, about."""

@@ -8,13 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_GOLDEN = (5**0.5 - 1) / 2
-
-
-def place_of(number: int, every: int) -> int:
-    """When a block is due among ``every`` steps: evenly spread, in whatever period blocks of a kind recur."""
-    return int(every * (number * _GOLDEN % 1))
-
 
 def blocks_of(x: Tensor, options: Mapping[str, Any]) -> list[Tensor]:
     """Views of the blocks of a whole tensor, whose neighbouring dimensions are merged as far as that goes."""

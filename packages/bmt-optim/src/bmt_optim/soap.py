@@ -11,11 +11,10 @@ from torch import Tensor
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .options import check_betas, check_not_negative, check_positive, declared
+from .renewal import place_of
 from .requests import Rule, Share, Sum
 from .slices import cut, padded
 from .state_layout import StateTensor, like_parameter, whole
-
-_GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly, in whatever period parameters of a kind recur
 
 
 class SOAP(DistributedOptimizer):
@@ -84,7 +83,7 @@ class SOAP(DistributedOptimizer):
         dims = [_turned(m.where.shape, options) for m in matrices]
         turned = [i for i, found in enumerate(dims) if found]
         every, spread = options["precondition_frequency"], options["spread"]
-        places = [int(every * (m.number * _GOLDEN % 1)) if spread else 0 for m in matrices]
+        places = [place_of(m.number, every) if spread else 0 for m in matrices]
         renewed = [i for i in turned if not t or (t + places[i]) % every == 0]
         grads = [batch.fp32_grad(i) for i in range(len(batch))]
         moved = [torch.lerp(state["exp_avg"], g, 1 - beta1) for state, g in zip(states, grads)]
