@@ -53,6 +53,8 @@ class Slice:
         tp_comm: the communicator of the ranks that shard ``tp_dim``; ``None``: none.
         tp_blocks: the blocks of a fused weight; empty: one block.
         row_dims: the number of leading dimensions that rows are counted along.
+        replicate_comm: the communicator of the ranks that hold this same part, with gradients that are equal;
+            ``None``: none are known. An optimizer may divide its work among them.
     """
 
     shape: tuple[int, ...]
@@ -65,6 +67,7 @@ class Slice:
     tp_comm: Communicator | None = None
     tp_blocks: tuple[int, ...] = ()
     row_dims: int = 1
+    replicate_comm: Communicator | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.row_dims <= max(1, len(self.shape)):
@@ -262,9 +265,13 @@ def _slice_of_dtensor(tensor: Any) -> Slice:
     shape = tuple(tensor.shape)
     mesh = tensor.device_mesh
     cuts: list[tuple[int, Any]] = []  # (dimension, communicator), in mesh order
+    replicated: list[Any] = []
     strided: list[tuple[int, Any, int]] = []  # and into how many pieces the dimension is cut before
     for mesh_dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate() or mesh.size(mesh_dim) == 1:
+        if mesh.size(mesh_dim) == 1:
+            continue
+        if placement.is_replicate():
+            replicated.append(mesh.get_group(mesh_dim))
             continue
         dim = getattr(placement, "dim", None)
         if dim is None or placement.is_partial():
@@ -305,7 +312,8 @@ def _slice_of_dtensor(tensor: Any) -> Slice:
     if row_cut is not None:
         row_comm = _cached_communicator(row_cut, device)
         start, stop = _chunk_range(rows, row_comm.size, row_comm.rank)
-    return Slice(shape, start, stop, row_comm, tp_dim, tp_offset, tp_extent, tp_comm)
+    replicate_comm = _cached_communicator(replicated[0], device) if replicated else None
+    return Slice(shape, start, stop, row_comm, tp_dim, tp_offset, tp_extent, tp_comm, replicate_comm=replicate_comm)
 
 
 _communicators: dict[Any, Communicator] = {}

@@ -11,10 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from bmt_comm import Slice, StateRecord, current_context, is_dtensor, is_initialized, local_tensor, slice_of
+from bmt_comm import (
+    Communicator,
+    Slice,
+    StateRecord,
+    current_context,
+    is_dtensor,
+    is_initialized,
+    local_tensor,
+    slice_of,
+)
 
 from .batch import HALF, Batch, sync_masters
 from .engine import Step, run
@@ -144,6 +154,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # --- stepping ---------------------------------------------------------------------------------
 
+    replicas: Communicator | None = None
+
+    def share_with_replicas(self, group: dist.ProcessGroup | Communicator) -> None:
+        """Let ranks that have copies of all parameters, as under DDP, divide the work on whole matrices.
+
+        Each matrix then has its result computed by one of them, and sent to the others. All of them must call this, and
+        have equal gradients in every step. Not needed with bmt-zero or FSDP2, whose parameters say where replicas are.
+
+        Args:
+            group: of these ranks: ``model.process_group`` of a ``DistributedDataParallel``.
+        """
+        device = next((local_tensor(p).device for p in self._params()), torch.device("cpu"))
+        self.replicas = group if isinstance(group, Communicator) else Communicator(group, device)
+        self._plan = None
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own where ``param_group`` names them (see ``torch.optim``)."""
         super().add_param_group(param_group)
@@ -260,11 +285,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 given = dict(zip(members, torch._foreach_neg(list(given.values()))))
             divided = [n for n in members if not present[n].undivided]
             here = [n for n in members if present[n].undivided and present[n].where.numel]
+            divided += [n for n in here if present[n].replicate_comm is not None]
+            here = [n for n in here if present[n].replicate_comm is None]
             portions = _portions(here, [locals_[n].numel() for n in here]) if on_cpu else [here]
             for batches, chosen in [(together, divided), *((alone, portion) for portion in portions)]:
                 if not chosen:
                     continue
-                matrices = [present[n] if batches is together else present[n].alone for n in chosen]
+                matrices = [present[n].alone if present[n].undivided else present[n] for n in chosen]
                 key_of_kept: tuple[str | int, ...] = (str(device), batches is alone, *(m.index for m in matrices))
                 batch = Batch(
                     matrices,
@@ -541,7 +568,7 @@ class _Plan:
         self.group_of = [number for _, number in params]
         costs = [float(optimizer.cost(slice_of(p).shape, groups[number])) for p, number in params]
         heights = [optimizer.height(slice_of(p), groups[number]) for p, number in params]
-        self.matrices = plan_matrices([p for p, _ in params], costs, heights)
+        self.matrices = plan_matrices([p for p, _ in params], costs, heights, optimizer.replicas)
         self.presence = Presence(self.matrices)
         self.kept: dict[tuple[str | int, ...], dict[str, Any]] = {}
         """What rules keep for batches, by their matrices. Only that of the last step stays."""

@@ -1,18 +1,20 @@
 """The engine: advances the rules of any number of optimizers together, one packed round of requests at a time.
 
 [Note: phases of a round]
-    The ranks that share a matrix form a grid: its rows are cut over one communicator, and one of its dimensions
-    over the tensor-parallel one. A request that concerns both goes over one after the other, so a round has two
-    phases, and at most one collective per communicator, operation and phase:
+    The ranks that share a matrix form a grid: its rows are cut over one communicator, one of its dimensions over the
+    tensor-parallel one, and a third one has replicas. A request that concerns several goes over one after the other,
+    so a round has three phases, and at most one collective per communicator, operation and phase:
 
-    ======== ================================== ==================================
-    request  phase 0                            phase 1
-    ======== ================================== ==================================
-    Sum, Max over the ranks that cut rows       over tensor-parallel ranks
-    Own      pieces, in the owner's row         the matrix, on the owner
-    Return   pieces, in the owner's row         slices, on all ranks
-    Share    the tensor, in the owner's row     on all ranks
-    ======== ================================== ==================================
+    ======== ============================== ============================== ===============
+    request  phase 0                        phase 1                        phase 2
+    ======== ============================== ============================== ===============
+    Sum, Max over the ranks that cut rows   over tensor-parallel ranks
+    Own      pieces, in the owner's row     the matrix, on the owner
+    Return   pieces, in the owner's row     slices, on all its ranks       on all replicas
+    Share    the tensor, in the owner's row on all its ranks               on all replicas
+    ======== ============================== ============================== ===============
+
+    Replicas have equal parts. Of the first two phases of Own, Return and Share only the owner's has any.
 
     All ranks that share a matrix are in the same round at the same time, whatever other matrices they have, because
     rounds depend on options and steps alone (see the note in :mod:`bmt_optim.requests`).
@@ -157,8 +159,8 @@ def _run_alone(rule: Rule) -> None:
 def _communicate(
     answers: Sequence[Answer], flags: Sequence[Reduction], record: Communication, meanwhile: Callable[[], bool]
 ) -> None:
-    """One round: both phases of all answers, and the flags in phase 0."""
-    for phase in (0, 1):
+    """One round: the phases of all answers, and the flags in phase 0."""
+    for phase in range(3):
         reductions = list(flags) if phase == 0 else []
         transfers: list[Transfer] = []
         for answer in answers:

@@ -55,8 +55,8 @@ class DistGaloreAdamW(DistributedOptimizer):
     the longer one. :func:`get_galore_param_groups` makes groups of a model.
 
     The projection of a matrix is renewed by one of the ranks that share it, from the whole gradient, in two rounds;
-    owners have about equal work. (One that is not sharded is decomposed by every rank that has a copy.) The signs of
-    the vectors, on which moments that outlive a renewal depend, are those of ``torch.linalg.svd`` unless ``svd`` is
+    owners have about equal work. Ranks that replicate a parameter share the work, too. The signs of the vectors,
+    on which moments that outlive a renewal depend, are those of ``torch.linalg.svd`` unless ``svd`` is
     "gram". The host waits for the decomposition on the owner; nothing waits in other steps.
     A step has one round more where ranks cut the dimension that is projected (of r), one for percentile clipping
     (norms of r), and one where 8-bit blocks are cut by other than multiples of 256 elements (see

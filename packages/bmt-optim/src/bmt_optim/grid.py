@@ -1,8 +1,9 @@
-"""Answers to requests: what each needs to be reduced or moved in the two phases of a round (see the engine's note).
+"""Answers to requests: what each needs to be reduced or moved in the phases of a round (see the engine's note).
 
 A matrix's ranks form a grid. What its owner assembles goes over the rows of the owner's tensor-parallel column and
 all others at once (phase 0: each column's piece, to the owner's row), and then over the tensor-parallel ranks of
-that row (phase 1: the pieces, to the owner). The way back is the reverse.
+that row (phase 1: the pieces, to the owner). The way back is the reverse. At its end what a rank has got goes to the
+ranks that replicate it (phase 2).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .requests import Max, Own, Request, Return, Share, Sum
 
 
 class Answer:
-    """To one request. The engine calls ``begin``, communicates, and calls ``end``, for phase 0 and then phase 1."""
+    """To one request. The engine calls ``begin``, communicates, and calls ``end``, for one phase after the other."""
 
     asks: bool
     """Whether there is anything in the request."""
@@ -98,7 +99,7 @@ class _Reduce(Answer):
         self.pending = [
             (i, Reduction(comm, self.op, self.values[i]))
             for i, comms in enumerate(self.comms)
-            if (comm := comms[phase]) is not None
+            if phase < 2 and (comm := comms[phase]) is not None
         ]
         return [reduction for _, reduction in self.pending], []
 
@@ -131,7 +132,9 @@ class _Own(Answer):
     def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
         transfers: list[Transfer] = []
         for i, matrix in enumerate(self.matrices):
-            if phase == 0 and matrix.row_comm is not None:
+            if not matrix.with_owner:
+                self.values[i] = None
+            elif phase == 0 and matrix.row_comm is not None:
                 self.values[i] = self._piece(matrix, self.values[i], transfers)
             elif phase == 1 and matrix.tp_comm is not None:
                 self.values[i] = self._whole(matrix, self.values[i], transfers)
@@ -188,7 +191,12 @@ class _Return(Answer):
     def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
         transfers: list[Transfer] = []
         for i, matrix in enumerate(self.matrices):
-            if phase == 0 and matrix.tp_comm is not None and matrix.place[0] == matrix.owner[0]:
+            if phase == 2:
+                shape = matrix.where.local_shape
+                self.values[i] = _broadcast(matrix, 2, "return", self.values[i], shape, self.dtype, transfers)
+            elif not matrix.with_owner:
+                continue
+            elif phase == 0 and matrix.tp_comm is not None and matrix.place[0] == matrix.owner[0]:
                 self.values[i] = self._piece(matrix, self.values[i], transfers)
             elif phase == 1 and matrix.row_comm is not None:
                 self.values[i] = self._local(matrix, self.values[i], transfers)
@@ -246,24 +254,35 @@ class _Share(Answer):
     def begin(self, phase: int) -> tuple[list[Reduction], list[Transfer]]:
         transfers: list[Transfer] = []
         for i, matrix in enumerate(self.matrices):
-            comm, source = (matrix.tp_comm, matrix.owner[1]) if phase == 0 else (matrix.row_comm, matrix.owner[0])
-            if comm is None or (phase == 0 and matrix.place[0] != matrix.owner[0]):
+            along = (1, 0, 2)[phase]
+            if (phase < 2 and not matrix.with_owner) or (phase == 0 and matrix.place[0] != matrix.owner[0]):
                 continue
-            value = self.values[i]
-            if comm.rank != source:
-                value = torch.empty(self.shapes[i], dtype=self.dtype, device=_device(matrix))
-                transfers.append(Transfer(comm, "share", source, comm.rank, None, value))
-            else:
-                transfers += [
-                    Transfer(comm, "share", source, target, value, None)
-                    for target in range(comm.size)
-                    if target != source
-                ]
-            self.values[i] = value
+            self.values[i] = _broadcast(matrix, along, "share", self.values[i], self.shapes[i], self.dtype, transfers)
         return [], transfers
 
     def result(self) -> list[Tensor | None]:
         return self.values
+
+
+def _broadcast(
+    matrix: Matrix,
+    along: int,
+    op: str,
+    value: Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    transfers: list[Transfer],
+) -> Tensor | None:
+    """What the owner's place along a dimension of the grid has: ``value`` there, and on the others what comes."""
+    comm, source = matrix.comms[along], matrix.owner[along]
+    if comm is None:
+        return value
+    if comm.rank != source:
+        value = torch.empty(shape, dtype=dtype, device=_device(matrix))
+        transfers.append(Transfer(comm, op, source, comm.rank, None, value))
+    else:
+        transfers += [Transfer(comm, op, source, t, value, None) for t in range(comm.size) if t != source]
+    return value
 
 
 def regions(

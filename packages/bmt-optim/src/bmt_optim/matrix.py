@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import cycle
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from bmt_comm import Communicator, Slice, check_agreement, is_dtensor, slice_of
 
 @dataclass(eq=False)
 class Matrix:
-    """A logical tensor of which this rank holds a part. The ranks that share it form a grid (row × tp).
+    """A logical tensor of which this rank holds a part. The ranks that share it form a grid (row × tp × replica).
 
     Attributes:
         index: its place among the optimizer's parameters.
@@ -25,7 +26,7 @@ class Matrix:
         where: which part of it this rank holds.
         rows: the row range, within this rank's piece, of every rank of ``where.row_comm``.
         pieces: offset and extent along ``where.tp_dim`` of every rank of ``where.tp_comm``.
-        owner: the place in the grid, (row, tp), of the rank that assembles it.
+        owner: the place in the grid, (row, tp, replica), of the rank that assembles it.
         parts: the matrices, some rows each, that it consists of for its optimizer; empty: it is one, or it is
             ``undivided``. Each has an owner; that of a part which one rank holds is this rank.
     """
@@ -35,7 +36,7 @@ class Matrix:
     where: Slice
     rows: Sequence[tuple[int, int]]
     pieces: Sequence[tuple[int, int]]
-    owner: tuple[int, int] = (0, 0)
+    owner: tuple[int, int, int] = (0, 0, 0)
     number: int = -1
     parts: Sequence[Matrix] = ()
 
@@ -53,20 +54,35 @@ class Matrix:
         """Over which ``where.tp_dim`` is cut; ``None``: it is not."""
         return _real(self.where.tp_comm)
 
+    @cached_property
+    def replicate_comm(self) -> Communicator | None:
+        """Of the ranks that have the same part and divide the work of owners; ``None``: there are none."""
+        return _real(self.where.replicate_comm)
+
     @property
-    def place(self) -> tuple[int, int]:
+    def comms(self) -> tuple[Communicator | None, Communicator | None, Communicator | None]:
+        """The communicators along the dimensions of the grid."""
+        return self.row_comm, self.tp_comm, self.replicate_comm
+
+    @property
+    def place(self) -> tuple[int, int, int]:
         """This rank's place in the grid."""
-        row, tp = self.row_comm, self.tp_comm
-        return (0 if row is None else row.rank, 0 if tp is None else tp.rank)
+        row, tp, replica = (0 if comm is None else comm.rank for comm in self.comms)
+        return row, tp, replica
 
     @property
     def owned(self) -> bool:
         """Whether this rank is the owner."""
         return self.place == self.owner
 
+    @property
+    def with_owner(self) -> bool:
+        """Whether this rank is in the owner's replica."""
+        return self.place[2] == self.owner[2]
+
     @cached_property
     def undivided(self) -> bool:
-        """Whether one of the ranks that share it holds all of it, and the others nothing. All of them know.
+        """Whether one rank (of each replica) holds all of it, and the others nothing. All of them know.
 
         Not so for a DTensor, whose state is made of DTensors, which are the same on all ranks that replicate them.
         """
@@ -78,10 +94,11 @@ class Matrix:
 
     @cached_property
     def alone(self) -> Matrix:
-        """This matrix, which is ``undivided`` and here, as one that no other rank shares."""
+        """This matrix, which is ``undivided`` and here, as one that only replicas share."""
         where = replace(self.where, row_comm=None)
-        rows = [(where.row_start, where.row_stop)]
-        return Matrix(self.index, self.param, where, rows, self.pieces, number=self.number)
+        rows, owner = [(where.row_start, where.row_stop)], (0, 0, self.owner[2])
+        parts = [part.alone for part in self.parts]
+        return Matrix(self.index, self.param, where, rows, self.pieces, owner, self.number, parts)
 
     def cut_along(self, over: tuple[int, ...] | None) -> tuple[Communicator | None, Communicator | None]:
         """The communicators, of rows and of tensor parallelism, that cut the dimensions ``over`` (``None``: any)."""
@@ -102,7 +119,10 @@ def _real(comm: Communicator | None) -> Communicator | None:
 
 
 def plan_matrices(
-    params: Sequence[Tensor], costs: Sequence[float], heights: Sequence[int] | None = None
+    params: Sequence[Tensor],
+    costs: Sequence[float],
+    heights: Sequence[int] | None = None,
+    replicas: Communicator | None = None,
 ) -> list[Matrix]:
     """A :class:`Matrix` per parameter, with its owner.
 
@@ -112,11 +132,12 @@ def plan_matrices(
         params: the same ones in the same order on all ranks that share them.
         costs: what owning each of them costs, in any unit.
         heights: the rows (of the slice) of the parts of each; 0: it has none.
+        replicas: the ranks that have copies of the parameters which are whole.
 
     Raises:
         RuntimeError: ranks that share parameters disagree on their number, shapes or costs (on all of them).
     """
-    slices = [slice_of(p) for p in params]
+    slices = [_with_replicas(slice_of(p), cost, replicas) for p, cost in zip(params, costs)]
     found: list[Matrix] = [
         Matrix(i, p, where, [(where.row_start, where.row_stop)], [(where.tp_offset, where.tp_extent)])
         for i, (p, where) in enumerate(zip(params, slices))
@@ -124,44 +145,57 @@ def plan_matrices(
     here = dist.get_rank() if dist.is_initialized() else 0
     groups = by_grid(found)
     facts = [[(slices[i].shape, costs[i], *found[i].rows[0], *found[i].pieces[0], i) for i in g] for g in groups]
-    for n, comm in _in_order([found[g[0]].row_comm for g in groups]) + _in_order([found[g[0]].tp_comm for g in groups]):
-        shapes = [f"one of shape {shape}, of cost {cost}" for shape, cost, *_ in facts[n]]
-        check_agreement(comm, "the parameters of an optimizer", shapes)
+    for along in range(3):
+        for n, comm in _in_order([found[g[0]].comms[along] for g in groups]):
+            shapes = [f"one of shape {shape}, of cost {cost}" for shape, cost, *_ in facts[n]]
+            check_agreement(comm, "the parameters of an optimizer", shapes)
     grids = gather_over_grids([(found[g[0]], (here, mine)) for g, mine in zip(groups, facts)])
     for grid in grids:
         _check_same_rows(grid)
-    shared: dict[int, list[int]] = {}  # the global ranks of the grid, in the order [tp][row]
-    heights_of: dict[int, int] = {}
+    shared: dict[int, list[int]] = {}  # the global ranks of the grid, in the order [replica][tp][row]
+    sizes: dict[int, tuple[int, int]] = {}
     for indices, grid in zip(groups, grids):
-        tp_rank = found[indices[0]].place[1]
-        ranks = [rank for column in grid for rank, _ in column]
+        _, tp_rank, replica = found[indices[0]].place
+        ranks = [rank for columns in grid for column in columns for rank, _ in column]
         for n, i in enumerate(indices):
-            found[i].rows = [facts[n][2:4] for _, facts in grid[tp_rank]]
-            found[i].pieces = [column[0][1][n][4:6] for column in grid]
-            found[i].number = grid[0][0][1][n][-1]
-            shared[i], heights_of[i] = ranks, len(grid[0])
+            found[i].rows = [facts[n][2:4] for _, facts in grid[replica][tp_rank]]
+            found[i].pieces = [column[0][1][n][4:6] for column in grid[replica]]
+            found[i].number = grid[0][0][0][1][n][-1]
+            shared[i], sizes[i] = ranks, (len(grid[0]), len(grid[0][0]))
     owned: list[tuple[Matrix, float, int]] = []  # and where its ranks are
     for i in shared:
         matrix = found[i]
-        if heights is not None and heights[i] and matrix.tp_comm is None and not matrix.undivided:
-            matrix.parts = _parts(matrix, heights[i])
+        height = 0 if heights is None or matrix.tp_comm is not None else heights[i]
+        if height and (matrix.replicate_comm is not None or not matrix.undivided):
+            matrix.parts = _parts(matrix, height)
         owned += [(part, costs[i] / len(matrix.parts), i) for part in matrix.parts] or [(matrix, costs[i], i)]
     held = [_held(matrix, shared[i]) for matrix, _, i in owned]
     chosen = assign_owners([cost for _, cost, _ in owned], [shared[i] for *_, i in owned], held)
     for (matrix, _, i), rank in zip(owned, chosen):
-        tp, row = divmod(shared[i].index(rank), heights_of[i])
-        matrix.owner = (row, tp)
+        tp_size, row_size = sizes[i]
+        column, row = divmod(shared[i].index(rank), row_size)
+        replica, tp = divmod(column, tp_size)
+        matrix.owner = (row, tp, replica)
     return found
 
 
+def _with_replicas(where: Slice, cost: float, replicas: Communicator | None) -> Slice:
+    """``where`` with the ranks that divide the work on it: none if there is no work."""
+    if not cost:
+        return replace(where, replicate_comm=None) if where.replicate_comm is not None else where
+    if where.replicate_comm is None and where.row_comm is None and where.tp_comm is None:
+        return replace(where, replicate_comm=replicas)
+    return where
+
+
 def _parts(matrix: Matrix, height: int) -> list[Matrix]:
-    """Matrices of ``height`` rows each, which share the communicator of the rows."""
+    """Matrices of ``height`` rows each, which share the communicators of rows and of replicas."""
     where, parts = matrix.where, []
     shape = (height, *where.row_shape)
     for top in range(0, where.tp_shard_rows, height):
         rows = [(_clip(start - top, height), _clip(stop - top, height)) for start, stop in matrix.rows]
         start, stop = rows[matrix.place[0]]
-        part = Slice(shape, start, stop, where.row_comm)
+        part = Slice(shape, start, stop, where.row_comm, replicate_comm=where.replicate_comm)
         parts.append(Matrix(matrix.index, matrix.param, part, rows, matrix.pieces, number=matrix.number))
     return parts
 
@@ -177,32 +211,31 @@ def _held(matrix: Matrix, ranks: Sequence[int]) -> dict[int, float]:
     total = sum(stop - start for start, stop in matrix.rows)
     if not total:
         return {ranks[0]: 1.0}
-    return {rank: (stop - start) / total for rank, (start, stop) in zip(ranks, matrix.rows) if start < stop}
+    return {rank: (stop - start) / total for rank, (start, stop) in zip(ranks, cycle(matrix.rows)) if start < stop}
 
 
 def by_grid(matrices: Sequence[Matrix]) -> list[list[int]]:
     """The indices of the matrices that several ranks share, together where the same communicators cut them."""
-    found: dict[tuple[Communicator | None, Communicator | None], list[int]] = {}
+    found: dict[tuple[Communicator | None, ...], list[int]] = {}
     for n, matrix in enumerate(matrices):
-        key = (matrix.row_comm, matrix.tp_comm)
-        if key != (None, None):
-            found.setdefault(key, []).append(n)
+        if any(matrix.comms):
+            found.setdefault(matrix.comms, []).append(n)
     return list(found.values())
 
 
-def gather_over_grids(brought: Sequence[tuple[Matrix, Any]]) -> list[list[list[Any]]]:
-    """What every rank of each matrix's grid brings with it (picklable), as [tp][row].
+def gather_over_grids(brought: Sequence[tuple[Matrix, Any]]) -> list[list[list[list[Any]]]]:
+    """What every rank of each matrix's grid brings with it (picklable), as [replica][tp][row].
 
     Collectives come in an order that is the same wherever two communicators meet: over rows first, then over
-    tensor-parallel ranks, and by rank numbers among those.
+    tensor-parallel ranks, then over replicas, and by rank numbers among those.
     """
-    columns = [[mine] for _, mine in brought]
-    for n, comm in _in_order([matrix.row_comm for matrix, _ in brought]):
-        columns[n] = comm.all_gather_object(brought[n][1])
-    grids = [[column] for column in columns]
-    for n, comm in _in_order([matrix.tp_comm for matrix, _ in brought]):
-        grids[n] = comm.all_gather_object(columns[n])
-    return grids
+    found: list[Any] = [mine for _, mine in brought]
+    for along in range(3):
+        gathered = [[x] for x in found]
+        for n, comm in _in_order([matrix.comms[along] for matrix, _ in brought]):
+            gathered[n] = comm.all_gather_object(found[n])
+        found = gathered
+    return found
 
 
 def _in_order(comms: Sequence[Communicator | None]) -> list[tuple[int, Communicator]]:
@@ -210,14 +243,16 @@ def _in_order(comms: Sequence[Communicator | None]) -> list[tuple[int, Communica
     return sorted(found, key=lambda item: item[1].ranks)
 
 
-def _check_same_rows(grid: list[list[Any]]) -> None:
-    """Raise unless tensor-parallel ranks whose shards have as many rows have them cut alike."""
-    for row in range(len(grid[0])):
-        for n, a in enumerate(grid[0][0][1]):
-            held = {column[row][1][n][2:4] for column in grid if column[row][1][n][5] == a[5]}
+def _check_same_rows(grid: list[list[list[Any]]]) -> None:
+    """Raise unless tensor-parallel ranks whose shards have as many rows, and replicas, have them cut alike."""
+    columns = [column for replica in grid for column in replica]
+    for row in range(len(columns[0])):
+        for n, a in enumerate(columns[0][0][1]):
+            held = {column[row][1][n][2:4] for column in columns if column[row][1][n][5] == a[5]}
             if len(held) > 1:
                 raise RuntimeError(
-                    f"a parameter of shape {a[0]} has its rows cut differently on tensor-parallel ranks: {sorted(held)}"
+                    f"a parameter of shape {a[0]} has its rows cut differently on ranks that have all of them: "
+                    f"{sorted(held)}"
                 )
 
 
@@ -229,7 +264,8 @@ def assign_owners(
     The costliest first, each to the rank that holds most of it while that has less than its share of all costs, else to
     the rank with the least so far (Graham's LPT rule: the fullest rank has at most 4/3 of the best possible). A rank
     only counts what all the item's candidates know of, so that they all come to the same result: items whose
-    candidates are the same, or more. An item that one rank holds, by ``held`` (shares by rank), gets that.
+    candidates are the same, or more. An item that a rank holds as a whole, by ``held`` (shares by rank), gets such a
+    one.
     """
     chosen = [ranks[0] for ranks in candidates]
     shares: Sequence[Mapping[int, float]] = held if held is not None else [{}] * len(costs)
@@ -243,11 +279,13 @@ def assign_owners(
             for rank in sorted(ranks_set)
         }
         even = (sum(load.values()) + sum(costs[i] for i in items)) / len(load)
-        for i in sorted(items, key=lambda i: (len(shares[i]) != 1, -costs[i], i)):
+        for i in sorted(items, key=lambda i: (1.0 not in shares[i].values(), -costs[i], i)):
             mine = shares[i]
-            most = max(mine, key=lambda rank: (mine[rank], -rank)) if mine else None
+            largest = max(mine.values(), default=0.0)
+            holders = [rank for rank in mine if mine[rank] == largest]
+            most = min(holders, key=lambda rank: (load[rank], rank), default=None)
             least = min(load, key=lambda rank: (load[rank], rank))
-            if most is None or (len(mine) > 1 and load[most] > max(load[least], even * _UNEVEN - costs[i])):
+            if most is None or (largest < 1 and load[most] > max(load[least], even * _UNEVEN - costs[i])):
                 most = least
             chosen[i] = most
             load[most] += costs[i]
@@ -302,7 +340,7 @@ class Presence:
         )
         for n in changed:
             said = [s for s, _ in here[n]]
-            for theirs in (theirs for column in grids.get(n, []) for theirs in column):
+            for theirs in (theirs for replica in grids.get(n, []) for column in replica for theirs in column):
                 said = [a | b for a, b in zip(said, theirs)]
             for matrix, i, what in zip(self._of(self._groups[n]), self._groups[n], said):
                 if what == self._HAS | self._LACKS:

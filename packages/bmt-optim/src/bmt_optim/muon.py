@@ -67,8 +67,8 @@ class Muon(DistributedOptimizer):
 
     A step has two rounds: u goes to the matrix's owner, in bf16, which orthogonalises it and sends the result
     back. Owners have about equal numbers of floating-point operations. A matrix that one rank holds (a head or an
-    expert, too) is orthogonalised there and not sent. A parameter that is not sharded is orthogonalised by every rank
-    that has a copy.
+    expert, too) is orthogonalised there and not sent. Ranks that replicate a parameter (ZeRO-0, hybrid sharding; DDP
+    after :meth:`~DistributedOptimizer.share_with_replicas`) divide its matrices among them, and send results in bf16.
 
     Args:
         params: parameters of two dimensions (globally) or more, or groups.

@@ -81,14 +81,13 @@ class FlatParameter:
         self.placements: list[Placement] = sorted(layout.placements, key=lambda p: p.index)
         self._unsharded_geometry = [_geometry(p.shape, p.offset) for p in self.placements]
         self._local_geometry: list[_Geometry] = []
-        rank, row_comm = self.shard_comm.rank, self.shard_comm if self.shard_comm.size > 1 else None
+        rank, row_comm, replicate_comm = self.shard_comm.rank, *(c if c.size > 1 else None for c in communicators)
         for param, placement in zip(self.params, self.placements, strict=True):
             start, stop = layout.rows_of(placement, rank)
             shape, offset = placement.local_shape(stop - start), layout.offset_in_shard(placement, rank)
             self._local_geometry.append(_geometry(shape, offset))
-            param.bmt_slice = replace(
-                param.bmt_slice, row_start=start, row_stop=stop, row_comm=row_comm, row_dims=placement.row_dims
-            )
+            where = replace(param.bmt_slice, row_start=start, row_stop=stop, row_comm=row_comm)
+            param.bmt_slice = replace(where, row_dims=placement.row_dims, replicate_comm=replicate_comm)
         self.state = State.SHARDED
         self._work: Work | None = None
         self._arrived: torch.cuda.Event | None = None  # recorded after the all-gather in the side stream
