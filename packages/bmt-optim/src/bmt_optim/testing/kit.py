@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -133,7 +133,7 @@ def _reference(subject: Subject, case: Case, start: Sequence[Tensor], ranks: int
     return [p.detach() for p in params]
 
 
-def _is_ours(optimizer: torch.optim.Optimizer) -> bool:
+def _is_ours(optimizer: torch.optim.Optimizer) -> TypeGuard[DistributedOptimizer]:
     return isinstance(optimizer, DistributedOptimizer)
 
 
@@ -159,6 +159,8 @@ class _Training:
         self.optimizer = self.subject.optimizer(_groups(self.subject, self.case, trained), **self.subject.options)
         self.manager: OptimManager | None = None
         if _is_ours(self.optimizer):
+            if isinstance(self.model, nn.parallel.DistributedDataParallel):
+                self.optimizer.share_with_replicas(self.model.process_group)
             scale = 1024.0 if self.case.overflow else None
             self.manager = OptimManager(scale, grad_scale=1, context=self.context)
             self.manager.add_optimizer(self.optimizer)
