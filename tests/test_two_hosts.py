@@ -157,7 +157,7 @@ def test_the_doctor_looks_at_what_is_between_hosts(tmp_path: Path) -> None:
     assert {f"host{n} has ranks {2 * m} to {2 * m + 1}" for n in (0, 1) for m in (0, 1)} > set(
         checks["hosts"]["detail"].split("; ")
     )
-    assert checks["transport"]["detail"] == "gloo messages, interface: eth0"
+    assert checks["transport"]["detail"] == "shared memory within hosts, gloo messages between them, interface: eth0"
     assert checks["links"]["detail"].startswith("1 between 2 hosts, ")
     assert len(checks["links"]["figures"]) == 4
     assert len(checks["collectives"]["figures"]) == 8

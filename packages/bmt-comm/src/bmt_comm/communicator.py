@@ -26,9 +26,10 @@ from . import _compat
 from .combine import check_op, combine
 from .direct_exchange import TAG_RANGE, DirectExchange
 from .fixed_order import TREE_SUM
+from .hosts import HostsCollectives, connect
 from .journal import Journal, begin_wait, end_wait, journals, waits
 from .operation import Operation, describe
-from .shared_memory import SharedMemoryCollectives, connect_shared_memory
+from .shared_memory import SharedMemoryCollectives
 from .watch import explained
 from .work import DONE, Pending, Work
 
@@ -103,7 +104,8 @@ transports: dict[str, Callable[[dist.ProcessGroup], Transport]] = {}
 """Makes the transport of a process group, by the backend's name; for tests, see ``bmt_comm.testing``."""
 
 # The communicators that stand on one process group have it in common.
-_host_collectives: WeakKeyDictionary[dist.ProcessGroup, DirectExchange | SharedMemoryCollectives] = WeakKeyDictionary()
+_OnHost = DirectExchange | SharedMemoryCollectives | HostsCollectives
+_host_collectives: WeakKeyDictionary[dist.ProcessGroup, _OnHost] = WeakKeyDictionary()
 
 
 class Communicator:
@@ -192,24 +194,31 @@ class Communicator:
     def share_memory(self, timeout: datetime.timedelta = datetime.timedelta(minutes=30)) -> bool:
         """Let collectives on the CPU go through memory that the ranks share; every rank must call this.
 
-        It needs ``bmt_kernels``, and ranks on one Linux host. ``init_distributed`` calls this for its communicators.
+        It needs ``bmt_kernels``, and ranks on one Linux host. On several hosts with as many ranks each, more than one,
+        collectives go through memory within a host, and by messages between hosts. ``init_distributed`` calls this for
+        its communicators.
 
         Args:
             timeout: after which a collective fails if a rank has not joined it.
 
         Returns:
-            Whether they do, from now on: the same on every rank. Otherwise all goes on as before.
+            Whether all ranks share memory from now on: the same on every rank.
         """
         if self.group is None or self.size == 1 or self.device.type != "cpu" or self._transport is not None:
             return False
         on_host = self._on_host
         if isinstance(on_host, DirectExchange):
-            connected = connect_shared_memory(on_host, self.ranks, timeout)
+            connected = connect(on_host, self.ranks, timeout)
             if isinstance(connected, str):
                 _say_why_memory_is_not_shared(connected, self.ranks[0])
             else:
                 _host_collectives[self.group] = connected
         return isinstance(self._on_host, SharedMemoryCollectives)
+
+    @property
+    def shares_within_hosts(self) -> bool:
+        """Whether the ranks are on several hosts, and those of each share memory (see :meth:`share_memory`)."""
+        return self.group in _host_collectives and isinstance(self._on_host, HostsCollectives)
 
     def _count(self, op: str, sent: int) -> None:
         if self.size > 1:
@@ -438,7 +447,7 @@ class Communicator:
         return box[0]
 
     @property
-    def _on_host(self) -> DirectExchange | SharedMemoryCollectives | Transport:
+    def _on_host(self) -> _OnHost | Transport:
         if self._transport is not None:
             return self._transport
         assert self.group is not None
@@ -524,7 +533,7 @@ def stop_waiting(message: str) -> None:
     """Let all waits of this process end with an error, and NCCL's kernels with them."""
     groups = []
     for group, on_host in list(_host_collectives.items()):
-        if isinstance(on_host, SharedMemoryCollectives):
+        if not isinstance(on_host, DirectExchange):
             on_host.stop(message)
         # One that was destroyed has no backend any more, whoever still holds it.
         if group in dist.distributed_c10d._world.pg_map and (waits or "nccl" in dist.get_backend(group)):
@@ -547,7 +556,7 @@ def stop_sharing_memory(groups: Iterable[dist.ProcessGroup]) -> None:
     """Give back the memory that communicators on these groups have shared, whoever still holds them."""
     for group in groups:
         on_host = _host_collectives.get(group)
-        if isinstance(on_host, SharedMemoryCollectives):
+        if isinstance(on_host, (SharedMemoryCollectives, HostsCollectives)):
             _host_collectives[group] = on_host.direct
 
 

@@ -38,17 +38,31 @@ _UNDER_WAY = 4  # segments
 # lower half is for the caller's sends and receives.
 TAG_RANGE = 1 << 30
 _TAGS = TAG_RANGE >> TAG_BITS  # of one operation's
+_LANES = 8  # exchanges of one process group whose messages are told apart
 
 
 class DirectExchange:
-    """Collectives over the messages of one process group."""
+    """Collectives over the messages of one process group.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size = group.rank(), group.size()
+    Args:
+        group: the process group.
+        members: those of its ranks that take part, this one among them; None: all.
+        lane: below 8. Exchanges of one group in which the same two ranks take part have different ones.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int] | None = None, lane: int = 0) -> None:
+        self._members = range(group.size()) if members is None else members
+        self.rank, self.size = self._members.index(group.rank()), len(self._members)
         self._group = weakref.ref(group)  # this is kept as long as the group is
-        self._tags = itertools.count()
+        self._tags = itertools.count(lane, _LANES)
         self._all_reduces: deque[_SegmentedAllReduce] = deque()
         """Those in flight, in the order in which they began."""
+
+    def among(self, members: Sequence[int], lane: int) -> DirectExchange:
+        """One of some ranks of the group."""
+        group = self._group()
+        assert group is not None
+        return DirectExchange(group, members, lane)
 
     def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
         return Pending(self.exchange([mine] * self.size, chunks, self.next_tag(operation)), None, (chunks, mine))
@@ -110,11 +124,11 @@ class DirectExchange:
         for k in range(1, self.size):
             source = (self.rank - k) % self.size
             if recvs[source].numel():
-                works.append(recv([recvs[source]], source, tag))
+                works.append(recv([recvs[source]], self._members[source], tag))
         for k in range(1, self.size):
             target = (self.rank + k) % self.size
             if sends[target].numel():
-                works.append(send([sends[target]], target, tag))
+                works.append(send([sends[target]], self._members[target], tag))
         return works
 
 

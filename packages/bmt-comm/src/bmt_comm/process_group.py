@@ -2,7 +2,8 @@
 
 [Note: the process group "bmt"]
     Collectives on CPU tensors go through memory that the ranks share, where they are processes of one host that have
-    bmt_kernels. Everything else goes to a process group of torch with gloo for CPU tensors and, where there is NCCL,
+    bmt_kernels. On several hosts with as many ranks each, they go through memory within a host and by messages of gloo
+    between hosts. Everything else goes to a process group of torch with gloo for CPU tensors and, where there is NCCL,
     NCCL for CUDA tensors: single messages, CUDA tensors, sparse tensors, and all collectives of a group whose ranks
     cannot share memory.
 
@@ -27,9 +28,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from .combine import combines
 from .direct_exchange import DirectExchange
+from .hosts import HostsCollectives, connect
 from .operation import Operation, describe
 from .progress import CollectiveWork, Progress
-from .shared_memory import SharedMemoryCollectives, connect_shared_memory
+from .shared_memory import SharedMemoryCollectives
 from .work import DONE, Pending, Work
 
 NAME = "bmt"
@@ -95,10 +97,10 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         self._done.conclude()
         _groups.add(self)
         self._begun = 0  # operations through shared memory
-        self._shared: SharedMemoryCollectives | None = None
+        self._shared: SharedMemoryCollectives | HostsCollectives | None = None
         if size > 1:
-            connected = connect_shared_memory(DirectExchange(self._rest), ranks, self._seconds_left)
-            if isinstance(connected, SharedMemoryCollectives):
+            connected = connect(DirectExchange(self._rest), ranks, self._seconds_left)
+            if not isinstance(connected, str):
                 self._shared = connected
             elif rank == 0 and ranks[0] == 0:
                 _log.warning("process groups of the backend %r do all over gloo: %s", NAME, connected)
@@ -106,7 +108,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
     @property
     def shares_memory(self) -> bool:
         """Whether collectives on CPU tensors go through memory that the ranks share."""
-        return self._shared is not None
+        return isinstance(self._shared, SharedMemoryCollectives)
 
     def __repr__(self) -> str:
         return f"SharedMemoryProcessGroup(rank={self._rank}, size={self._size}, shares_memory={self.shares_memory})"

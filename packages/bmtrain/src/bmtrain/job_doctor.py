@@ -185,7 +185,8 @@ def check_transport(context: ParallelContext) -> Check:
     if world.share_memory():
         return Check(name, "ok", "shared memory: all processes are on one host")
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the host's name")
-    return Check(name, "ok", f"gloo messages, interface: {interface}")
+    way = "shared memory within hosts, gloo messages between them" if world.shares_within_hosts else "gloo messages"
+    return Check(name, "ok", f"{way}, interface: {interface}")
 
 
 def measure_links(world: Communicator, leaders: Sequence[int]) -> tuple[dict[Pair, float], dict[Pair, float]]:

@@ -1,0 +1,254 @@
+"""Collectives on the CPU over several hosts: shared memory between the ranks of one, messages between hosts.
+
+[Note: columns]
+    Every host has as many ranks. Those with the same place on their hosts are a *column*. A collective has a part
+    within hosts and one within columns, so that each byte crosses to another host once and not once for each of its
+    ranks:
+
+    ============== ==================================== =========================================
+    collective     first                                then
+    ============== ==================================== =========================================
+    all-gather     columns: every host's chunk          hosts: the chunks of the other columns
+    reduce-scatter hosts: one sum for each host         columns: the sum of these
+    all-reduce     hosts: reduce-scatter                columns: all-reduce; hosts: all-gather
+    broadcast      the root's column, and its host      the other hosts
+    ============== ==================================== =========================================
+
+    What comes first begins at the call. The rest begins when ranks wait, in the order of the calls: a wait for one
+    collective is one for all that began before it, too, which other ranks may be waiting for. The two have exchanges of
+    their own: each must have one order on all ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .direct_exchange import DirectExchange, evenly_cut
+from .fixed_order import TREE_SUM
+from .operation import Operation
+from .shared_memory import SharedMemoryCollectives, connect_shared_memory
+from .work import Pending, Work
+
+_ONE_TRIP_BYTES = 1 << 16  # in all, of an all-reduce in which all ranks send all they have to all
+_UNEQUAL = "ranks are on several hosts, in containers or of users, that do not have as many each, or have one each"
+_MEETING = Operation(0, b"hosts", 0)
+
+
+class HostsCollectives:
+    """Collectives of a process group over several hosts, in the same order on all ranks.
+
+    Args:
+        direct: messages between all ranks.
+        hosts: the ranks of every host.
+        within: the collectives of this rank's host, for what begins at the call and for the rest.
+    """
+
+    def __init__(
+        self,
+        direct: DirectExchange,
+        hosts: Sequence[Sequence[int]],
+        within: tuple[SharedMemoryCollectives, SharedMemoryCollectives],
+    ) -> None:
+        self.rank, self.size, self.direct = direct.rank, direct.size, direct
+        self._hosts = hosts
+        self._host, self._place = _place_of(direct.rank, hosts)
+        self._column = [host[self._place] for host in hosts]
+        self._within, self._within_later = within
+        self._across, self._across_later = direct.among(self._column, 3), direct.among(self._column, 4)
+        self._unfinished: deque[_Finish] = deque()
+
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
+        works = [
+            self._across.all_gather([chunks[rank] for rank in self._column], mine, operation),
+            self._within.all_gather([chunks[rank] for rank in self._hosts[self._host]], mine, operation),
+        ]
+
+        def finish() -> None:
+            _wait_for(works)
+            others = [host for n, host in enumerate(self._hosts) if n != self._host]
+            works[:] = [
+                self._within_later.all_gather([chunks[rank] for rank in host], chunks[host[self._place]], operation)
+                for host in others
+            ]
+            _wait_for(works)
+
+        return self._later(finish, (chunks, mine))
+
+    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
+        if not _splits(op, out):
+            return self._later(self.direct.reduce_scatter(out, chunks, op, operation).wait, chunks)
+        sums = list(chunks[0].new_empty(len(self._hosts), out.numel()).unbind())
+        works = [
+            self._within.reduce_scatter(total, [chunks[rank] for rank in host], op, operation)
+            for total, host in zip(sums, self._hosts)
+        ]
+
+        def finish() -> None:
+            _wait_for(works)
+            self._across_later.reduce_scatter(out, sums, op, operation).wait()
+
+        return self._later(finish, chunks)
+
+    def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
+        if not _splits(op, flat) or flat.nbytes * self.size <= _ONE_TRIP_BYTES:
+            return self._later(self.direct.all_reduce(flat, op, operation).wait, flat)
+        parts = evenly_cut(flat, len(self._hosts[0]))
+        mine = parts[self._place]
+        works = [self._within.reduce_scatter(mine, parts, op, operation)]
+
+        def finish() -> None:
+            _wait_for(works)
+            if mine.numel():
+                self._across_later.all_reduce(mine, op, operation).wait()
+            self._within_later.all_gather(parts, mine, operation).wait()
+
+        return self._later(finish, flat)
+
+    def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
+        host, place = _place_of(root, self._hosts)
+        works = [self._across.broadcast(flat, host, operation)] if place == self._place else []
+        if host == self._host:
+            works.append(self._within.broadcast(flat, place, operation))
+
+        def finish() -> None:
+            _wait_for(works)
+            if host != self._host:
+                self._within_later.broadcast(flat, place, operation).wait()
+
+        return self._later(finish, flat)
+
+    # What torch.distributed has besides goes between each two ranks.
+
+    def reduce(self, flat: Tensor, root: int, op: str, operation: Operation) -> Work:
+        """Reduce into ``flat`` of rank ``root``; that of the others is not touched."""
+        total = flat if self.rank == root else flat.clone()
+        return self.all_reduce(total, op, operation)
+
+    def gather(self, chunks: Sequence[Tensor], mine: Tensor, root: int, operation: Operation) -> Work:
+        """Every rank's ``mine`` into ``chunks`` of rank ``root``, whose own is not touched."""
+        nothing = mine[:0]
+        sends = [mine if rank == root else nothing for rank in range(self.size)]
+        return self._exchange(sends, chunks if self.rank == root else [nothing] * self.size, operation)
+
+    def scatter(self, mine: Tensor, chunks: Sequence[Tensor], root: int, operation: Operation) -> Work:
+        """Each of ``chunks`` of rank ``root`` into ``mine`` of one rank; that of the root is not touched."""
+        nothing = mine[:0]
+        receives = [mine if rank == root else nothing for rank in range(self.size)]
+        return self._exchange(chunks if self.rank == root else [nothing] * self.size, receives, operation)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Operation) -> Work:
+        """``inputs[r]`` into ``outputs[this rank]`` of rank r."""
+        outputs[self.rank].copy_(inputs[self.rank])
+        return self._exchange(inputs, outputs, operation)
+
+    def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor], operation: Operation) -> Work:
+        works = self.direct.exchange(sends, receives, self.direct.next_tag(operation))
+        return self._later(lambda: _wait_for(works), (sends, receives))
+
+    def stop(self, why: str) -> None:
+        """Let waits, in other threads too, end with an error."""
+        for within in (self._within, self._within_later):
+            within.stop(why)
+
+    def give_up(self, error: BaseException) -> None:
+        """After ``error``, no rank's collective passes for done that needs one of this rank's which is not."""
+        for within in (self._within, self._within_later):
+            within.give_up(error)
+
+    def _later(self, finish: Callable[[], None], keep: object) -> Work:
+        """A collective that has begun and that ``finish`` ends."""
+        entry = _Finish(finish)
+        self._unfinished.append(entry)
+
+        def wait() -> None:
+            try:
+                while not entry.done:
+                    self._unfinished[0].run()
+                    self._unfinished.popleft()
+            except BaseException as error:
+                self.give_up(error)  # what was interrupted may not be begun again
+                raise
+
+        return Pending([], wait, keep)
+
+
+class _Finish:
+    """The second part of a collective."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self.done = False
+
+    def run(self) -> None:
+        self._run()
+        self.done = True
+
+
+def _wait_for(works: list[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _splits(op: str, tensor: Tensor) -> bool:
+    """Whether a reduction may be one of reductions."""
+    return op != TREE_SUM and (op != "avg" or tensor.is_floating_point() or tensor.is_complex())
+
+
+def _place_of(rank: int, hosts: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """The host of a rank and its place there."""
+    return next((n, host.index(rank)) for n, host in enumerate(hosts) if rank in host)
+
+
+def connect(
+    direct: DirectExchange, ranks: Sequence[int], timeout: datetime.timedelta | Callable[[], float]
+) -> SharedMemoryCollectives | HostsCollectives | str:
+    """The best collectives that the ranks of a group can have together.
+
+    A collective. Shared memory needs ranks on one host, or on several with as many each, and more than one.
+
+    Args:
+        direct: messages between them.
+        ranks: their global ranks.
+        timeout: after which a collective fails if a rank has not joined it, or a function that returns its seconds.
+
+    Returns:
+        Collectives; or, on all ranks, why there are none but those by messages.
+    """
+    mine = torch.tensor([host_identity()], device="cpu")
+    found = mine.repeat(direct.size, 1)
+    direct.all_gather(list(found.unbind()), mine, _MEETING).wait()
+    by_host: dict[int, list[int]] = {}
+    for rank, identity in enumerate(found.flatten().tolist()):
+        by_host.setdefault(identity, []).append(rank)
+    hosts = list(by_host.values())
+    if len(hosts) == 1:
+        return connect_shared_memory(direct, ranks, timeout)
+    if len(hosts[0]) == 1 or len({len(host) for host in hosts}) > 1:
+        return _UNEQUAL
+    here = hosts[_place_of(direct.rank, hosts)[0]]
+    within = [connect_shared_memory(direct.among(here, n), [ranks[r] for r in here], timeout) for n in (1, 2)]
+    connected = torch.tensor([int(not any(isinstance(each, str) for each in within))], device="cpu")
+    direct.all_reduce(connected, "min", _MEETING).wait()
+    first, second = within
+    if connected.item() and isinstance(first, SharedMemoryCollectives) and isinstance(second, SharedMemoryCollectives):
+        return HostsCollectives(direct, hosts, (first, second))
+    return next((each for each in within if isinstance(each, str)), "the ranks of another host cannot share memory")
+
+
+def host_identity() -> int:
+    """The same for processes that can share memory: of one user, on one running system, in one container."""
+    facts: list[object] = [os.getuid() if hasattr(os, "getuid") else 0]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    facts.append(boot.read_text() if boot.exists() else os.urandom(16).hex())
+    namespace = Path("/proc/self/ns/pid")
+    facts.append(os.readlink(namespace) if namespace.exists() else "")
+    text = repr(facts).encode()
+    return zlib.crc32(text) << 31 | zlib.crc32(text[::-1]) >> 1

@@ -1,0 +1,169 @@
+"""Collectives over several hosts: memory that the ranks of a host share, and messages between hosts.
+
+Here all ranks are on one machine, and some say that they are on another one.
+"""
+
+import contextlib
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bmt_comm.hosts
+import bmt_comm.shared_memory
+import bmt_kernels
+from bmt_comm import REDUCE_OPS, Communicator
+from bmt_comm.hosts import HostsCollectives
+from bmt_zero import shard
+
+pytestmark = pytest.mark.skipif(
+    not bmt_kernels.SharedMemoryExchange.available() or torch.cuda.is_available(),
+    reason="ranks are on the CPU of Linux",
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+SIZES = [1, 5, 1000, 200_000]  # elements; the last one is reduced in segments between hosts
+
+
+@contextlib.contextmanager
+def hosts(host_of):
+    """A communicator over hosts, and one that sends messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_comm.hosts, "host_identity", lambda: host_of(dist.get_rank()))
+        over, messages = (Communicator(dist.new_group()) for _ in range(2))
+        assert not over.share_memory()
+        yield over, messages
+
+
+def values(rank, numel, dtype, seed=0):
+    found = torch.randn(numel, generator=torch.Generator().manual_seed(1000 * seed + rank))
+    return found.to(dtype) if dtype.is_floating_point else (found * 3).abs().to(dtype)
+
+
+def close(found, expected, op=""):
+    exact = op in ("", "max", "min") or not found.is_floating_point()
+    tolerance = 0 if exact else 3e-2 if found.dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def begun(comm, kind, numel, dtype, seed):
+    """An asynchronous collective: its work and its result."""
+    mine, op = values(comm.rank, numel, dtype, seed), REDUCE_OPS[seed % len(REDUCE_OPS)]
+    if kind == "all_gather":
+        out = torch.empty(comm.size * numel, dtype=dtype)
+        return comm.all_gather(out, mine, async_op=True), out, ""
+    if kind == "reduce_scatter":
+        whole, out = values(comm.rank, comm.size * numel, dtype, seed), torch.empty(numel, dtype=dtype)
+        return comm.reduce_scatter(out, whole, op, async_op=True), out, op
+    if kind == "broadcast":
+        return comm.broadcast(mine, seed % comm.size, async_op=True), mine, ""
+    return comm.all_reduce(mine, op, async_op=True), mine, op
+
+
+@pytest.mark.ranks(4, 6)
+@pytest.mark.parametrize("kind", ["blocks", "in turn"])
+def test_results_are_those_of_messages(ctx, kind):
+    """Also where ranks wait in different orders, and some wait late."""
+    per_host = 2 if ctx.world_size == 4 else 3
+    with hosts(lambda rank: rank // per_host if kind == "blocks" else rank % 2) as (over, messages):
+        assert isinstance(over._on_host, HostsCollectives)
+        calls = [
+            (kind, numel, dtype, seed)
+            for seed, numel in enumerate([*SIZES, *SIZES])
+            for kind in ("all_gather", "reduce_scatter", "broadcast", "all_reduce")
+            for dtype in DTYPES
+        ]
+        random.Random(0).shuffle(calls)
+        pace = random.Random(ctx.rank)
+        for start in range(0, len(calls), 8):
+            pairs = []
+            for call in calls[start : start + 8]:
+                pairs.append((begun(over, *call), begun(messages, *call)))
+                if pace.random() < 0.3:
+                    pace.choice(pairs)[0][0].wait()
+            for (work, *_), _ in pace.sample(pairs, len(pairs)):
+                work.wait()
+            for (_, found, op), (work, expected, _) in pairs:
+                work.wait()
+                close(found, expected, op)
+            for (_, found, _), _ in [pair for pair, call in zip(pairs, calls[start:]) if call[0] == "all_reduce"]:
+                alike = torch.empty(ctx.world_size, found.numel(), dtype=found.dtype)
+                messages.all_gather(alike, found)
+                assert torch.equal(alike, found.expand_as(alike))  # bit for bit
+
+
+@pytest.mark.ranks(4)
+def test_bytes_cross_to_another_host_once(ctx):
+    with hosts(lambda rank: rank // 2) as (over, _):
+        sent = []
+        exchange = bmt_comm.hosts.DirectExchange.exchange
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                bmt_comm.hosts.DirectExchange,
+                "exchange",
+                lambda self, sends, recvs, tag: [
+                    sent.append(sum(s.nbytes for r, s in enumerate(sends) if r != self.rank)),
+                    exchange(self, sends, recvs, tag),
+                ][1],
+            )
+            over.all_gather(torch.empty(4000), torch.ones(1000))
+            assert sum(sent) == 4000
+            sent.clear()
+            over.reduce_scatter(torch.empty(1000), torch.ones(4000))
+            assert sum(sent) == 4000
+            sent.clear()
+            over.all_reduce(torch.ones(20_000))
+            assert sum(sent) == 40_000  # this rank's half, in one trip
+
+
+@pytest.mark.ranks(4)
+def test_the_backend_does_all_over_hosts(ctx):
+    with hosts(lambda rank: rank // 2):
+        ours, theirs = dist.new_group(backend="bmt"), dist.new_group(backend="gloo")
+    assert isinstance(ours._shared, HostsCollectives)
+    assert not ours.shares_memory
+    found = []
+    for group in (ours, theirs):
+        x = [values(ctx.rank, 40, torch.float32, seed) for seed in range(6)]
+        dist.all_reduce(x[0], group=group)
+        dist.reduce(x[1], 3, group=group)
+        dist.broadcast(x[2], 2, group=group)
+        parts = list(torch.empty(4, 40).unbind())
+        dist.gather(x[3], parts if ctx.rank == 1 else None, 1, group=group)
+        dist.scatter(x[4], list(torch.arange(160.0).view(4, 40).unbind()) if ctx.rank == 2 else None, 2, group=group)
+        moved = torch.empty(40)
+        dist.all_to_all_single(moved, x[5], group=group)
+        dist.barrier(group=group)
+        found.append([x[0], x[1] if ctx.rank == 3 else x[0], x[2], *(parts if ctx.rank == 1 else []), x[4], moved])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.ranks(4)
+def test_hosts_of_different_sizes_send_messages(ctx):
+    with hosts(lambda rank: int(rank == 3)) as (over, _):
+        assert isinstance(over._on_host, bmt_comm.hosts.DirectExchange)
+    with hosts(lambda rank: rank) as (over, _):
+        assert isinstance(over._on_host, bmt_comm.hosts.DirectExchange)
+
+
+@pytest.mark.ranks(4)
+def test_sharded_training_is_that_on_one_host(ctx):
+    results = []
+    for host_of in (lambda rank: 0, lambda rank: rank // 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bmt_comm.hosts, "host_identity", lambda host_of=host_of: host_of(dist.get_rank()))
+            comm, alone = Communicator(dist.new_group()), ctx.alone
+            comm.share_memory()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Tanh(), torch.nn.Linear(50, 20))
+        for layer in (model[0], model[2]):
+            shard(layer, shard_comm=comm, replicate_comm=alone)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(4):
+            model(values(ctx.rank, 60, torch.float32, step).view(2, 30)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.full_tensor() if hasattr(p, "full_tensor") else p.gather() for p in model.parameters()])
+    for one, several in zip(*results):
+        torch.testing.assert_close(one, several, rtol=1e-5, atol=1e-6)
