@@ -7,8 +7,9 @@ import pytest
 # The ranks get this path, too; so tests can import what they have in common.
 sys.path.append(str(Path(__file__).parent))
 
-# The nox session "frameworks" runs these.
-collect_ignore = [f"test_{name}.py" for name in ("lightning", "torchtitan") if find_spec(name) is None]
+# The nox sessions "frameworks" and "optimizers" run these.
+BESIDE = ("lightning", "torchtitan", "bitsandbytes")
+collect_ignore = [f"test_{name}.py" for name in BESIDE if find_spec(name) is None]
 
 
 def pytest_configure(config: pytest.Config) -> None:
