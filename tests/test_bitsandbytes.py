@@ -37,7 +37,7 @@ def whole(param: torch.Tensor) -> torch.Tensor:
 
 
 def check(found: nn.Module, expected: nn.Module, start: list[torch.Tensor]) -> None:
-    """Compare updates, relative to their norm. A moment that lies between two of 256 values may be rounded to either."""
+    """Compare updates, relative to their norm. A moment between two of 256 values may be rounded to either."""
     for p, q, s in zip(found.parameters(), expected.parameters(), start):
         error = (whole(p) - whole(q)).norm() / (whole(q) - s).norm()
         assert error < (2e-2 if s.numel() >= 4096 else 1e-5), f"{tuple(s.shape)}: {error:.1e}"
