@@ -1,7 +1,8 @@
 """Collectives between CPU ranks: shared memory, messages between all ranks, and gloo's own, in one run.
 
 Shared memory is measured twice: through communicators, and through torch.distributed with the backend "bmt". The last
-column is a copy of as many bytes, on all ranks at once.
+column is a copy of as many bytes, on all ranks at once. With --hosts, ranks behave as if they were on several hosts:
+they share memory within a host and send messages between hosts.
 
 The candidates live in the same processes and take turns. A time is that of the slowest rank; reported are medians over
 rounds, and the median of gloo's time relative to each of the others within a round.
@@ -21,9 +22,11 @@ from launch import launched, machine, on_ranks
 from timing import median_ratio
 
 import bmt_comm
+import bmt_comm.hosts
 from bmt_comm._compat import all_gather_single, reduce_scatter_single
 
-SHARED, BACKEND, MESSAGES, GLOO, COPY = "shared memory", "backend bmt", "messages", "gloo", "copy"
+SHARED, BACKEND, HOSTS = "shared memory", "backend bmt", "hosts"
+MESSAGES, GLOO, COPY = "messages", "gloo", "copy"
 
 
 def candidates(
@@ -66,15 +69,27 @@ def slowest(call: Callable[[], object], world: bmt_comm.Communicator, repeat: in
     return seconds.item()
 
 
+def over_hosts(context: bmt_comm.ParallelContext, count: int) -> dict[str, bmt_comm.Communicator]:
+    """A communicator whose ranks say that they are on so many hosts."""
+    if count == 1:
+        return {}
+    on_each, real = context.world_size // count, bmt_comm.hosts.host_identity
+    bmt_comm.hosts.host_identity = lambda: context.rank // on_each
+    comm = bmt_comm.Communicator(dist.new_group(list(range(context.world_size))))
+    comm.share_memory()
+    bmt_comm.hosts.host_identity = real
+    return {HOSTS: comm}
+
+
 def measure(arguments: argparse.Namespace) -> None:
     context = bmt_comm.init_distributed(device="cpu")
     if not context.world.share_memory():
         sys.exit("the ranks cannot share memory: is bmt-kernels installed, with its compiled module?")
     bmt_comm.print_rank(f"{machine()}; {context.world_size} ranks")
     others = bmt_comm.Communicator(dist.new_group(list(range(context.world_size))))
-    ways = {SHARED: context.world, MESSAGES: others}
+    ways = {SHARED: context.world, **over_hosts(context, arguments.hosts), MESSAGES: others}
     ours = dist.new_group(backend="bmt")
-    titles = ("bytes", SHARED, BACKEND, MESSAGES, GLOO, COPY)
+    titles = ("bytes", SHARED, BACKEND, *([HOSTS] if HOSTS in ways else []), MESSAGES, GLOO, COPY)
     for name in ("all-reduce", "all-gather", "reduce-scatter"):
         bmt_comm.print_rank(f"\n{name}, µs\n" + "".join(f"{title:>18s}" for title in titles))
         for size in arguments.bytes:
@@ -102,6 +117,7 @@ def main() -> int:
     sizes = [1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26]
     parser.add_argument("--bytes", type=int, nargs="+", default=sizes, help="of the whole (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default: %(default)s)")
+    parser.add_argument("--hosts", type=int, default=1, help="that ranks behave as if they were on (default: 1)")
     arguments = parser.parse_args()
     if not launched():
         return on_ranks(__file__, arguments.ranks, sys.argv[1:])

@@ -188,7 +188,7 @@ def measure(arguments: argparse.Namespace) -> list[Result]:
     count = sum(p.numel() for p in model.parameters())
     if arguments.whole:
         set_granularity(model.layers, lambda name, p: _granule(name, p, shape.hidden))
-    model = BMTrainModelWrapper(model, use_checkpoint=False, zero_level=3)
+    model = BMTrainModelWrapper(model, use_checkpoint=False, zero_level=arguments.zero_level)
     tokens = torch.randint(shape.vocab, (1, 65)).to(context.device)
     (model(tokens[:, :-1], tokens[:, 1:]) / context.replicas).backward()
     baseline, *others = candidates = make_candidates(model, arguments.rank, 3 if arguments.whole else 1)
@@ -288,6 +288,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=10)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--rank", type=int, default=128, help="of GaLore's projections (default: 128)")
+    parser.add_argument("--zero-level", type=int, default=3, choices=range(4), help="0: replicas (default: 3)")
     parser.add_argument("--whole", action="store_true", help="every matrix is on one rank; so are query, key, value")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
     parser.add_argument("--renewing-rounds", type=int, default=2, help="of GaLore's renewing steps (default: 2)")
