@@ -54,6 +54,7 @@ class DirectExchange:
         self._members = range(group.size()) if members is None else members
         self.rank, self.size = self._members.index(group.rank()), len(self._members)
         self._group = weakref.ref(group)  # this is kept as long as the group is
+        self._is_pair = group.size() == len(self._members) == 2
         self._tags = itertools.count(lane, _LANES)
         self._all_reduces: deque[_SegmentedAllReduce] = deque()
         """Those in flight, in the order in which they began."""
@@ -81,9 +82,12 @@ class DirectExchange:
         return Pending(self.exchange(sends, recvs, self.next_tag(operation)), None, flat)
 
     def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
-        # Not gloo's: its max and min lose a NaN, or keep it, depending on who holds it.
+        # Not gloo's: its max and min lose a NaN, or keep it, depending on who holds it, and sums of more than two
+        # ranks have another order.
         if flat.nbytes * max(self.size, _ONE_TRIP_RANKS) <= _ONE_TRIP_BYTES * _ONE_TRIP_RANKS:
             return self._one_trip_all_reduce(flat, op, operation)
+        if self._is_pair and op in ("sum", "avg") and flat.dtype in (torch.float32, torch.float64):
+            return self._all_reduce_by_gloo(flat, op, operation)
         return self._all_reduce_in_segments(flat, op, operation)
 
     def _one_trip_all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
@@ -95,6 +99,15 @@ class DirectExchange:
             flat.copy_(reduced)
 
         return Pending([], finish, flat)
+
+    def _all_reduce_by_gloo(self, flat: Tensor, op: str, operation: Operation) -> Work:
+        group = self._group()
+        assert group is not None
+        # Gloo adds up whatever the other rank reduces at the time. These messages say that it is the same.
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        tokens = self.exchange([token] * 2, [torch.empty_like(token) for _ in range(2)], self.next_tag(operation))
+        reducing = group.allreduce([flat], dist.AllreduceOptions())
+        return Pending([reducing, *tokens], (lambda: flat.div_(2)) if op == "avg" else None, flat)
 
     def _all_reduce_in_segments(self, flat: Tensor, op: str, operation: Operation) -> Work:
         all_reduce = _SegmentedAllReduce(self, flat, op, operation)

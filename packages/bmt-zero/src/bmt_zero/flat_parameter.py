@@ -86,8 +86,14 @@ class FlatParameter:
             start, stop = layout.rows_of(placement, rank)
             shape, offset = placement.local_shape(stop - start), layout.offset_in_shard(placement, rank)
             self._local_geometry.append(_geometry(shape, offset))
-            where = replace(param.bmt_slice, row_start=start, row_stop=stop, row_comm=row_comm)
-            param.bmt_slice = replace(where, row_dims=placement.row_dims, replicate_comm=replicate_comm)
+            param.bmt_slice = replace(
+                param.bmt_slice,
+                row_start=start,
+                row_stop=stop,
+                row_comm=row_comm,
+                row_dims=placement.row_dims,
+                replicate_comm=replicate_comm,
+            )
         self.state = State.SHARDED
         self._work: Work | None = None
         self._arrived: torch.cuda.Event | None = None  # recorded after the all-gather in the side stream
