@@ -5,8 +5,9 @@ CI runs those of the tag ``ci``: these, and some that find what a change seldom 
 Environment:
     BMT_TORCH       the torch version of the test environments (2.8.0, say) instead of the pin in constraints.txt
     PIP_FIND_LINKS  folders or pages with further wheels, such as another build of torch; uv gets them, too
-    BMT_ALL_TESTS   1: all tests on all numbers of ranks, as in CI; otherwise not those that find what a change seldom
-                    breaks (pytest's mark "thorough"), and the others on one of their numbers of ranks, by turns
+    BMT_ALL_TESTS   1: all tests, each on all its numbers of ranks and with all its parameters, but not on all pairs of
+                    them, as in CI; otherwise not those that find what a change seldom breaks (pytest's mark
+                    "thorough"), and the others on one of their numbers of ranks, by turns
     BMT_CUDA        AUTO (the default): CUDA kernels for the GPUs that are visible; ON: for all GPUs, for releases; OFF
 
 bmt-kernels is compiled once: sessions share a wheel of it, in nox's cache, for as long as its sources, the settings,
@@ -74,9 +75,9 @@ NOT_BY_NCCLS_RULES = {
 }
 TWO_AT_A_TIME = ["-n", "2", "--dist", "worksteal"]  # while ranks of one test wait, those of another compute
 ALL_TESTS = bool(os.environ.get("BMT_ALL_TESTS"))
-# Tests of ranks take one of their numbers of ranks for each set of parameters, by turns; CI takes all. Tests that take
-# minutes have sessions of their own.
-SIZES = ["-m", "not long"] if ALL_TESTS else ["--bmt-one-size", "-m", "not long and not thorough"]
+# Tests of ranks take one of their numbers of ranks for each set of parameters, by turns; CI takes more where a test
+# would miss one of its numbers. The session all_ranks takes all pairs. What CI has no time for, the session long takes.
+SIZES = ["--bmt-each-size", "-m", "not long"] if ALL_TESTS else ["--bmt-one-size", "-m", "not long and not thorough"]
 # Threads of one test that wait for each other take the cores from the other test, and half of all time.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SITE_NEEDS = ["sphinx>=8.1", "myst-parser>=4", "furo", "numpy", "safetensors", "zlib-ng"]
@@ -271,7 +272,7 @@ def tests_across(session: nox.Session) -> None:
     uninstall_ours(session)
     install_wheels(session, *PACKAGES)
     run_tests(session, "tests of packages together", *TWO_AT_A_TIME, *SIZES, *(session.posargs or ["tests"]))
-    with step(session, "links and examples of the documentation", "2 minutes"):
+    with step(session, "links and examples of the documentation", "half a minute"):
         session.run("python", ".ci/check_docs.py", env=ONE_THREAD)
 
 
@@ -332,10 +333,21 @@ def two_hosts(session: nox.Session) -> None:
 @nox.session(default=False)
 @summarized
 def long(session: nox.Session) -> None:
-    """Tests of the example that take a minute or two each: lost hosts, killed runs, the same bits."""
+    """Tests that CI has no time for: lost hosts, killed runs, faults over gloo, the same bits; ten minutes."""
     install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install_ours(session)
     run_tests(session, "long tests", "-m", "long", "tests")
+
+
+@nox.session(default=False)
+@summarized
+def all_ranks(session: nox.Session) -> None:
+    """Tests of ranks with all sets of parameters on all numbers of ranks: CI takes some of these pairs; 15 minutes."""
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *MODEL_NEEDS, *EXAMPLE_NEEDS)
+    install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
+    install_ours(session)
+    folders = session.posargs or ["tests", *[f"packages/{name}/tests" for name in PACKAGES]]
+    run_tests(session, "all numbers of ranks", *TWO_AT_A_TIME, "-m", "ranks and not long", *folders)
 
 
 @nox.session(default=False)

@@ -11,13 +11,18 @@ Arguments: the files to check; by default all of them.
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import runpy
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs" / "site"))
@@ -41,6 +46,8 @@ SBATCH = {
     "requeue": None,
     "signal": r"([RB]+:)?(\d+|[A-Z]+\d?)(@\d+)?",
 }
+SECONDS = 300  # that an example may take
+PRELOADED = ["torch", "torch.distributed.tensor", "transformers", "bmtrain"]
 NO_RUN = re.compile(r"<!-- no-run -->\s*\Z")
 
 
@@ -117,20 +124,49 @@ def old_pictures() -> Iterator[str]:
         yield result.stdout + result.stderr
 
 
-def failure(path: Path, line: int, body: str) -> str | None:
-    """What an example prints if it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "test_example.py"
-        script.write_text(body)
-        command = [sys.executable, str(script)]
-        if re.search(r"^(async )?def test_", body, re.M):
-            command[1:1] = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-            command += ["--rootdir", folder]
-        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    print(f"{path.relative_to(ROOT)}:{line}: {'ran' if result.returncode == 0 else 'FAILED'}", flush=True)
-    if result.returncode == 0:
-        return None
-    return f"{path.relative_to(ROOT)}: the example in line {line} fails:\n{result.stdout}{result.stderr}"
+def run_example(body: str, folder: Path) -> NoReturn:
+    """Run an example in this process, which is a fork for it alone, and end with a script's exit status."""
+    script = folder / "test_example.py"
+    script.write_text(body)
+    output = os.open(folder.parent / f"{folder.name}.output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(folder)
+    signal.alarm(SECONDS)  # ends it
+    sys.argv, sys.path[0] = [str(script)], str(folder)
+    if re.search(r"^(async )?def test_", body, re.M):
+        options = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder)]
+        # pytest wants to see its plugins imported.
+        os.execv(sys.executable, [sys.executable, "-m", "pytest", *options, str(script)])
+    runpy.run_path(str(script), run_name="__main__")
+    sys.exit(0)
+
+
+def failures(found: list[tuple[Path, int, str]], folder: Path) -> Iterator[str]:
+    """What examples print that fail.
+
+    Each runs in a fork of this process, two at a time, because most of an example's time would be the import of torch.
+    """
+    for name in PRELOADED:
+        importlib.import_module(name)
+    running: dict[int, int] = {}
+    for number in range(len(found) + 1):
+        while running and (len(running) == 2 or number == len(found)):
+            pid, status = os.wait()
+            path, line, _ = found[at := running.pop(pid)]
+            print(f"{path.relative_to(ROOT)}:{line}: {'FAILED' if status else 'ran'}", flush=True)
+            if status:
+                said = (folder / f"{at}.output").read_text()
+                how = f"signal {os.WTERMSIG(status)}\n" if os.WIFSIGNALED(status) else ""
+                yield f"{path.relative_to(ROOT)}: the example in line {line} fails:\n{said}{how}"
+        if number < len(found):
+            own = folder / str(number)
+            own.mkdir()
+            sys.stdout.flush()
+            pid = os.fork()
+            if not pid:
+                run_example(found[number][2], own)
+            running[pid] = number
 
 
 def every_file() -> list[Path]:
@@ -149,9 +185,9 @@ def main(arguments: list[str]) -> int:
     problems += [f"{path.relative_to(ROOT)}: {problem}" for path in paths for problem in broken_scripts(path)]
     problems += missing_messages()
     problems += [] if arguments else old_pictures()
-    with ThreadPoolExecutor(2) as pool:  # most of an example's time is imports
-        failures = pool.map(lambda example: failure(*example), [e for path in paths for e in examples(path)])
-        problems += [problem for problem in failures if problem is not None]
+    folder = Path(tempfile.mkdtemp())
+    problems += failures([example for path in paths for example in examples(path)], folder)
+    shutil.rmtree(folder)  # not by a context, which forks would leave, too
     print("\n".join(problems) or f"{len(paths)} files are fine")
     return 1 if problems else 0
 

@@ -575,11 +575,11 @@ def test_deterministic_runs_are_the_same_on_any_number_of_ranks(tmp_path):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("saving", "kills"),
     [
-        pytest.param(["--save-interval", "4"], [10, 30], marks=pytest.mark.long),
+        (["--save-interval", "4"], [10, 30]),
         (["--save-interval", "0", "--snapshot-every", "1"], [10]),
     ],
 )
@@ -627,7 +627,7 @@ def kill_all(process, children):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, thorough(signal.SIGUSR1), pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGUSR1, signal.SIGINT))]
 )
 def test_a_signal_saves_and_leaves_at_any_moment(tmp_path, number):
     write_text(tmp_path)

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux" or torch.cuda.is_available(), reason="ranks are on the CPU of Linux")
 ]
 
-BACKENDS = [pytest.param("gloo", marks=pytest.mark.thorough)]
+BACKENDS = [pytest.param("gloo", marks=pytest.mark.long)]
 if bmt_kernels.SharedMemoryExchange.available():
     BACKENDS += ["shm"]
 FEW = {

@@ -18,7 +18,7 @@ from bmt_comm import ParallelContext
 METHODS = [
     "fork",
     pytest.param("spawn", marks=pytest.mark.thorough),
-    pytest.param("forkserver", marks=pytest.mark.thorough),
+    pytest.param("forkserver", marks=pytest.mark.long),
 ]
 
 

@@ -117,6 +117,35 @@ def test_one_number_of_ranks_for_each_set_of_parameters(pytest_run: Callable[...
     assert set(pytest_run(body, "--bmt-one-size").outcomes) == set(run.outcomes)
 
 
+def test_each_number_of_ranks_and_each_set_of_parameters(pytest_run: Callable[..., Run]) -> None:
+    body = """
+        import pytest
+
+        @pytest.mark.ranks(1, 2, 3, init=False)
+        def test_without_parameters():
+            pass
+
+        @pytest.mark.ranks(1, 2, init=False)
+        @pytest.mark.parametrize("value", [5, 6, 7])
+        def test_on_ranks(value):
+            pass
+
+        @pytest.mark.ranks(1, 2, 3, init=False)
+        @pytest.mark.parametrize("value", [5, 6])
+        def test_on_more_ranks(value):
+            pass
+        """
+    chosen: dict[str, set[tuple[str, ...]]]
+    chosen = {"test_without_parameters": set(), "test_on_ranks": set(), "test_on_more_ranks": set()}
+    for name in pytest_run(body, "--bmt-each-size").outcomes:
+        test, _, case = name.rstrip("]").partition("[ranks=")
+        chosen[test].add(tuple(case.split("-")))
+    assert chosen["test_without_parameters"] == {("1",), ("2",), ("3",)}
+    for test, sizes, values in (("test_on_ranks", "12", "567"), ("test_on_more_ranks", "123", "56")):
+        assert len(chosen[test]) == 3
+        assert [set(each) for each in zip(*chosen[test])] == [set(sizes), set(values)]
+
+
 def test_keyword_arguments_reach_init_distributed(pytest_run: Callable[..., Run]) -> None:
     run = pytest_run(
         """

@@ -19,7 +19,6 @@ import inspect
 import pickle
 import re
 import zlib
-from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -59,6 +58,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--bmt-one-size",
         action="store_true",
         help="run each test marked ranks, with each set of its parameters, on one of its numbers of ranks, by turns",
+    )
+    group.addoption(
+        "--bmt-each-size",
+        action="store_true",
+        help="run each test marked ranks with each set of its parameters and on each of its numbers of ranks at least "
+        "once, by turns, but not with all pairs of them",
     )
     group.addoption(
         "--bmt-nccl-rules",
@@ -113,24 +118,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = config.getoption("--bmt-ranks")
     keep = [item for item in items if not wanted or _ranks_of(item) in (None, *wanted)]
     if config.getoption("--bmt-one-size"):
-        keep = _one_size_of_each(keep)
+        keep = _by_turns(keep, each_size=False)
+    elif config.getoption("--bmt-each-size"):
+        keep = _by_turns(keep, each_size=True)
     if len(keep) < len(items):
         kept = set(keep)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = keep
 
 
-def _one_size_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of items that differ in their number of ranks alone, one. The choice depends on their names only."""
-    groups: dict[str, list[pytest.Item]] = {}
-    turns: Counter[str] = Counter()
+def _by_turns(items: list[pytest.Item], each_size: bool) -> list[pytest.Item]:
+    """Of items that differ in their number of ranks alone, one; more where a test would miss one of its numbers.
+
+    The choice depends on the names of the items only. Without ``each_size`` it is always one.
+    """
+    tests: dict[str, dict[str, list[pytest.Item]]] = {}  # test -> its parameters -> an item for each number of ranks
     for item in items:
-        groups.setdefault(re.sub(rf"\branks={_ranks_of(item)}\b", "", item.nodeid), []).append(item)
+        parameters = re.sub(rf"\branks={_ranks_of(item)}\b", "", item.nodeid)
+        tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(parameters, []).append(item)
     chosen = set()
-    for group in groups.values():
-        test = group[0].nodeid.partition("[")[0]
-        chosen.add(group[(zlib.crc32(test.encode()) + turns[test]) % len(group)])
-        turns[test] += 1
+    for test, groups in tests.items():
+        start, sets = zlib.crc32(test.encode()), list(groups.values())
+        turns = max(len(sets), max(map(len, sets))) if each_size else len(sets)
+        for turn in range(turns):
+            group = sets[turn % len(sets)]
+            chosen.add(group[(start + turn) % len(group)])
     return [item for item in items if item in chosen]
 
 
