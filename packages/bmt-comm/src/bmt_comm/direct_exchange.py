@@ -107,7 +107,12 @@ class DirectExchange:
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         tokens = self.exchange([token] * 2, [torch.empty_like(token) for _ in range(2)], self.next_tag(operation))
         reducing = group.allreduce([flat], dist.AllreduceOptions())
-        return Pending([reducing, *tokens], (lambda: flat.div_(2)) if op == "avg" else None, flat)
+
+        def finish() -> None:
+            if op == "avg":
+                flat.div_(2)
+
+        return Pending([reducing, *tokens], finish, flat)
 
     def _all_reduce_in_segments(self, flat: Tensor, op: str, operation: Operation) -> Work:
         all_reduce = _SegmentedAllReduce(self, flat, op, operation)
