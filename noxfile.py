@@ -272,7 +272,7 @@ def tests_across(session: nox.Session) -> None:
     uninstall_ours(session)
     install_wheels(session, *PACKAGES)
     run_tests(session, "tests of packages together", *TWO_AT_A_TIME, *SIZES, *(session.posargs or ["tests"]))
-    with step(session, "links and examples of the documentation", "half a minute"):
+    with step(session, "links and examples of the documentation", "1 to 2 minutes"):
         session.run("python", ".ci/check_docs.py", env=ONE_THREAD)
 
 
