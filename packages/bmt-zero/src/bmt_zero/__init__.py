@@ -5,6 +5,7 @@ from .block import Block, CheckpointBlock
 from .block_list import TransformerBlockList, link_blocks
 from .checkpoint import load, save
 from .checkpoints import Checkpointer, DamagedError, MemorySnapshots, SaveError
+from .compression import Compression
 from .distributed import DistributedModule, DistributedParameter, ParameterInitializer
 from .fully_shard import (
     CPUOffloadPolicy,
@@ -40,6 +41,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CheckpointBlock",
     "Checkpointer",
+    "Compression",
     "DamagedError",
     "DistributedModule",
     "DistributedParameter",

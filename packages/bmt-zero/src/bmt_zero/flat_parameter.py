@@ -5,8 +5,8 @@
                    that ``model.parameters()`` yields are views of it and always stay the same objects.
     ``unsharded``  the full flat buffer, in the dtype of computation. While it is unsharded, modules compute with views
                    of it. Releasing and refilling resizes the same storage object, so tensors that autograd saved stay
-                   valid. Where one rank holds everything, it is ``shard``. At level 1, ``shard`` is a part of it, and
-                   its storage is never released.
+                   valid. Where one rank holds everything, it is ``shard``. At level 1 its storage is never released,
+                   and ``shard`` is a part of it, unless numbers are rounded on the way to it.
 
     Gradients are reduced from a flat buffer, too. At levels 2 and 3 they borrow the storage of ``unsharded``: at that
     point of backward the parameters are not needed any more.
@@ -114,11 +114,13 @@ class FlatParameter:
         self.casts = dtype != shard.dtype
         self.is_shard = not self.casts and self.shard_comm.size == 1
         self.releases = not self.is_shard and not is_kept
+        packs = self.allocate and not self.is_shard and shard.is_floating_point()
+        self.compression = self.options.precision.packs_parameters if packs else None
         self.shard = self.unsharded = shard
         if not self.is_shard:
             with on_stream(self.stream if self.releases else None):
                 self.unsharded = torch.empty(self.layout.numel, dtype=dtype, device=shard.device)
-            if is_kept and not self.casts:
+            if is_kept and not self.casts and self.compression is None:
                 self.shard = self._own_part(self.unsharded)
                 self.shard.copy_(shard)
         self._storage = self.unsharded.untyped_storage()
@@ -234,10 +236,14 @@ class FlatParameter:
         with named_range("unshard", self.label), on_stream(self.stream):
             if self.releases and self._storage.nbytes() != self._bytes:
                 self._storage.resize_(self._bytes)
-            own = self._own_part(unsharded)
-            if own.data_ptr() != self.shard.data_ptr():
-                own.copy_(self.shard.data)
-            self._work = self.shard_comm.all_gather(unsharded, own, async_op=self.stream is None, label=self.label)
+            comm, on_cpu = self.shard_comm, self.stream is None
+            if self.compression is not None:
+                self._work = self.compression.all_gather(comm, unsharded, self.shard.data, on_cpu, self.label)
+            else:
+                own = self._own_part(unsharded)
+                if own.data_ptr() != self.shard.data_ptr():
+                    own.copy_(self.shard.data)
+                self._work = comm.all_gather(unsharded, own, async_op=on_cpu, label=self.label)
             self._arrived = record_event(self.stream)
         self.state = State.UNSHARDING
         self._version = version

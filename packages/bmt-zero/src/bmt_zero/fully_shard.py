@@ -437,7 +437,8 @@ def _precision(policy: Any) -> MixedPrecision:
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if not all(hasattr(policy, name) for name in names):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(policy).__name__}")
-    return MixedPrecision(*(getattr(policy, name) for name in names))
+    options: dict[str, Any] = {name: getattr(policy, name) for name in names}
+    return MixedPrecision(**options, compression=getattr(policy, "compression", None))
 
 
 def _check_offload(policy: Any, context: ParallelContext) -> None:

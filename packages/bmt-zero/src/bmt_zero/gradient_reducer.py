@@ -438,7 +438,11 @@ class _Reduction:
             self.reduced = total
             if self.divisor_before != 1.0:
                 total.div_(self.divisor_before)
-            if comm.size > 1:
+            compression = flat.options.precision.packs_gradients
+            if comm.size > 1 and compression is not None:
+                self.reduced = torch.empty(flat.layout.shard_numel, dtype=torch.float32, device=total.device)
+                self.work = compression.reduce_scatter(comm, self.reduced, total, on_cpu, flat.label)
+            elif comm.size > 1:
                 dtype = flat.shard.dtype if reducer.has_fixed_order else total.dtype
                 self.reduced = torch.empty(flat.layout.shard_numel, dtype=dtype, device=total.device)
                 self.work = comm.reduce_scatter(self.reduced, total, op, on_cpu, flat.label)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .compression import Compression, Kind
+
 
 @dataclass(frozen=True)
 class MixedPrecision:
@@ -18,15 +20,35 @@ class MixedPrecision:
         reduce_dtype: in which gradients are summed over ranks; ``None``: as computed.
         output_dtype: to which floating-point outputs of the module are cast; ``None``: as computed.
         cast_forward_inputs: whether floating-point inputs of the module are cast to ``param_dtype``.
+        compression: how parameters and gradients travel between the ranks of a shard group; "int8" and "float8" stand
+            for ``Compression`` of both; ``None``: as they are. Gradients that travel compressed are summed in fp32.
+            It needs ZeRO level 1, 2 or 3.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    compression: Compression | Kind | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.compression, str):
+            object.__setattr__(self, "compression", Compression(self.compression, self.compression))
+        elif not isinstance(self.compression, Compression | None):
+            raise ValueError(f"compression={self.compression!r} is not a Compression, 'int8', 'float8' or None")
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name}={dtype!r} is not a floating-point torch.dtype")
+
+    @property
+    def packs_parameters(self) -> Compression | None:
+        """What packs parameters for all-gathers."""
+        compression = self.compression
+        return compression if isinstance(compression, Compression) and compression.parameters else None
+
+    @property
+    def packs_gradients(self) -> Compression | None:
+        """What packs gradients for reduce-scatters."""
+        compression = self.compression
+        return compression if isinstance(compression, Compression) and compression.gradients else None

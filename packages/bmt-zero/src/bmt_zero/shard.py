@@ -109,7 +109,7 @@ def shard(
             ``init_distributed(zero_level=)``, which is 3.
         use_checkpoint: whether to keep only the inputs for backward and recompute the rest. The instance then has an
             attributes ``forward`` and ``compile``.
-        precision: dtypes of computation and reduction.
+        precision: dtypes of computation and reduction, and compression of what is communicated.
         shard_comm, replicate_comm: hybrid sharding: the shard group (the ranks of a node, for example) and the
             replicate group. By default all ranks are one shard group.
         stage_local: whether only the ranks of this pipeline stage have the module. They take the values of the first.
@@ -330,6 +330,7 @@ def _plan(
 
 def build_group(slots: Sequence[Slot], context: ParallelContext, options: Options) -> ParameterGroup:
     """Shard the parameters in ``slots``, the same objects."""
+    check_compression(options, context)
     by_param = {id(slot.param): slot for slot in reversed(slots)}
     first = [slot for slot in slots if by_param[id(slot.param)] is slot]  # of each parameter
     if options.communicators is not None and (context.tp_size > 1 or options.stage_local):
@@ -356,6 +357,22 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
         slot.index = position[id(slot.param)]
     add_state_hooks(slots)
     return ParameterGroup(reducers, context, options, step_context(context), slots)
+
+
+def check_compression(options: Options, context: ParallelContext) -> None:
+    """Raise where communication cannot be compressed."""
+    if options.precision.compression is None:
+        return
+    if options.level == 0:
+        raise ValueError(
+            "compression is of the all-gather of parameters and the reduce-scatter of gradients, and zero_level=0 "
+            "has neither; choose zero_level 1, 2 or 3"
+        )
+    if context.deterministic and options.precision.packs_gradients:
+        raise ValueError(
+            "deterministic=True gives the same bits on any number of ranks, and gradients that travel compressed are "
+            "rounded on the way; use Compression(gradients=None)"
+        )
 
 
 def parameter_fact(name: str, param: Tensor) -> str:
