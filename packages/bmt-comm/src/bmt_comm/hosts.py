@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import platform
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -247,7 +248,7 @@ def host_identity() -> int:
     """The same for processes that can share memory: of one user, on one running system, in one container."""
     facts: list[object] = [os.getuid() if hasattr(os, "getuid") else 0]
     boot = Path("/proc/sys/kernel/random/boot_id")
-    facts.append(boot.read_text() if boot.exists() else os.urandom(16).hex())
+    facts.append(boot.read_text() if boot.exists() else platform.node())
     namespace = Path("/proc/self/ns/pid")
     facts.append(os.readlink(namespace) if namespace.exists() else "")
     text = repr(facts).encode()
