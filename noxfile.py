@@ -280,7 +280,7 @@ def tests_across(session: nox.Session) -> None:
 @summarized
 def optimizers(session: nox.Session) -> None:
     """Compare optimizers, ours and others', with their authors' code, and write the table into docs/optimizers.md."""
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, "lion-pytorch", "schedulefree", "bitsandbytes")
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, "lion-pytorch", "schedulefree", "bitsandbytes", "torchao")
     install(session, "--no-deps", "galore-torch")
     install_ours(session)
     run_tests(session, "bitsandbytes", "tests/test_bitsandbytes.py")

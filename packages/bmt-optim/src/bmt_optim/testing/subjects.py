@@ -70,6 +70,8 @@ def subjects() -> Iterator[Subject]:
     theirs = {**adafactor, "relative_step": False, "scale_parameter": False}
     came = {"lr": 0.02, "betas": (0.8, 0.95, 0.99), "weight_decay": 0.1}
     lion = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}
+    eight = {**adam, "weight_decay": 0.0, "min_8bit_size": 1}  # bitsandbytes decays before or after the step, by device
+    ao = {**adam, "block_size": 16}
     galore = {"rank": 2, "update_proj_gap": 3, "scale": 0.5, "proj_type": "std"}
     rows: list[tuple[str, Any, str, dict[str, Any], dict[str, Any]]] = [
         ("Adam", ours.Adam, "torch.optim:Adam", adam, {}),
@@ -85,14 +87,17 @@ def subjects() -> Iterator[Subject]:
         ("GaLoreAdamW", partial(ours.GaLoreAdamW, nbits=32), "galore_torch.adamw:AdamW", adam,
          {"dims": (2,), "least": 3, "tolerance": 2e-5, "group_options": galore,
           "author_options": {"no_deprecation_warning": True}}),
+        ("AdamW8bit", ours.AdamW8bit, "bitsandbytes.optim:AdamW8bit", eight, {"tolerance": 0.05}),
+        ("", None, "torchao.optim:AdamW8bit", ao, {}),
     ]  # fmt: skip
     for name, optimizer, where, options, rest in rows:
         try:
             _author(where)
         except ImportError as error:
-            print(f"{name}: {error}", file=sys.stderr)
+            print(f"{name or where}: {error}", file=sys.stderr)
             continue
         author = _Imported(where)
-        yield Subject(name, optimizer, author, options, **rest)
+        if optimizer is not None:
+            yield Subject(name, optimizer, author, options, **rest)
         theirs_options = {**options, **rest.pop("author_options", {})}
         yield Subject(f"{where.replace(':', '.')} *", author, author, theirs_options, **rest)
