@@ -79,6 +79,8 @@ def subjects() -> Iterator[Subject]:
         ("AdamOptimizer", ours.AdamOptimizer, "torch.optim:AdamW", adam, {}),
         ("AdamOffloadOptimizer", ours.AdamOffloadOptimizer, "torch.optim:AdamW", adam, {}),
         ("Muon", ours.Muon, "torch.optim:Muon", muon, {"dims": (2,), "least": 1, "tolerance": 0.02}),
+        ("", None, "deepspeed.runtime.zero.muon.original_muon:SingleDeviceMuon", muon,
+         {"dims": (2,), "least": 1, "tolerance": 0.02}),
         ("TorchAdafactor", ours.TorchAdafactor, "torch.optim:Adafactor", adafactor, {"least": 1}),
         ("Adafactor", ours.Adafactor, "transformers.optimization:Adafactor", theirs, {"least": 1}),
         ("CAME", ours.CAME, "came_pytorch:CAME", came, {"least": 1, "dims": (1, 2, 3, 4), "tolerance": 5e-5}),
