@@ -294,11 +294,12 @@ def optimizers(session: nox.Session) -> None:
 @nox.session(default=False)
 @summarized
 def frameworks(session: nox.Session) -> None:
-    """Our optimizers and ZeRO in the loops of Lightning, Fabric, accelerate, Trainer and torchtitan; two minutes."""
-    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, "lightning", "torchtitan", "triton")
+    """In the loops of Lightning, Fabric, accelerate, Trainer and torchtitan; with layers of torchao; four minutes."""
+    needed = ["lightning", "torchtitan", "triton", "torchao"]
+    install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS, *needed)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
-    files = [f"tests/test_{name}.py" for name in ("lightning", "torchtitan", "accelerate", "recipes")]
+    files = [f"tests/test_{name}.py" for name in ("lightning", "torchtitan", "float8", "accelerate", "recipes")]
     run_tests(session, "frameworks", *(session.posargs or files))
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2"]
     for script in ("lightning_strategy", "accelerate_script", "torchtitan_script"):

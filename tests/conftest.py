@@ -8,8 +8,8 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 # The nox sessions "frameworks" and "optimizers" run these.
-BESIDE = ("lightning", "torchtitan", "bitsandbytes")
-collect_ignore = [f"test_{name}.py" for name in BESIDE if find_spec(name) is None]
+BESIDE = {"lightning": "lightning", "torchtitan": "torchtitan", "bitsandbytes": "bitsandbytes", "float8": "torchao"}
+collect_ignore = [f"test_{name}.py" for name, library in BESIDE.items() if find_spec(library) is None]
 
 
 def pytest_configure(config: pytest.Config) -> None:

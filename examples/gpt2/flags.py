@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 from argparse import BooleanOptionalAction
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -86,6 +87,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         "--context-parallel",
         action="store_true",
         help="the ranks of --tp share out the sequence in the layers, and not the weights (Ulysses)",
+    )
+    group.add_argument(
+        "--float8", action="store_true", help="the layers multiply in float8, and their weights travel in it (torchao)"
     )
     group.add_argument("--pipe", type=int, default=1, help="stages of a pipeline, each with a part of the layers")
     group.add_argument("--micro-batches", type=int, default=hidden, help="of a pipeline; default: as many as stages")
@@ -193,6 +197,12 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         if size % args.tp:
             parser.error(f"--{flag} {size} is no multiple of --tp {args.tp}")
+    if args.float8 and find_spec("torchao") is None:
+        parser.error("--float8 needs torchao: pip install torchao")
+    if args.float8 and args.tp > 1 and not args.context_parallel:
+        parser.error(f"--float8 has whole weights on every rank; with --tp {args.tp} pass --context-parallel, too")
+    if args.float8 and args.config.hidden_size % 16:
+        parser.error(f"--float8 takes sizes that 16 divides, and --hidden is {args.config.hidden_size}")
     try:
         if args.step_size is not None:
             args.accumulation = accumulation_of(args)

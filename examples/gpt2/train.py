@@ -71,7 +71,9 @@ class Trainer:
 
         bmt.print_rank("Building the model and its optimizer, a few seconds ...", flush=True)
         tail_schedule = None if args.pipe_schedule == "recompute" else args.pipe_schedule
-        self.model = GPT(args.config, args.checkpointing, args.interleave, tail_schedule, args.context_parallel)
+        self.model = GPT(
+            args.config, args.checkpointing, args.interleave, tail_schedule, args.context_parallel, args.float8
+        )
         bmt.init_parameters(self.model)
         self.optimizers = make_optimizers(self.model, args)
         schedule = SCHEDULES[args.schedule]

@@ -7,7 +7,7 @@ from torch import Tensor
 import bmtrain as bmt
 
 from .dropout import dropout
-from .linear import ColumnLinear, RowLinear, SequenceLinear
+from .linear import ColumnLinear, RowLinear, SequenceLinear, float8_linear
 
 
 class Attention(bmt.DistributedModule):
@@ -25,12 +25,14 @@ class Attention(bmt.DistributedModule):
         out_std: float = 0.02,
         dtype: torch.dtype | None = None,
         context_parallel: bool = False,
+        float8: bool = False,
     ):
         super().__init__()
         self.head_size = hidden_size // num_heads
-        if context_parallel:
-            self.query_key_value = SequenceLinear(hidden_size, 3 * hidden_size, dtype=dtype)
-            self.out = SequenceLinear(hidden_size, hidden_size, out_std, dtype)
+        if context_parallel or float8:
+            linear = float8_linear if float8 else SequenceLinear
+            self.query_key_value = linear(hidden_size, 3 * hidden_size, dtype=dtype)
+            self.out = linear(hidden_size, hidden_size, out_std, dtype)
         else:
             self.query_key_value = ColumnLinear(hidden_size, 3 * hidden_size, dtype, parts=3)
             self.out = RowLinear(hidden_size, hidden_size, out_std, dtype)

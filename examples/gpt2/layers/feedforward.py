@@ -7,13 +7,13 @@ from torch import Tensor
 import bmtrain as bmt
 
 from .dropout import dropout
-from .linear import ColumnLinear, RowLinear, SequenceLinear
+from .linear import ColumnLinear, RowLinear, SequenceLinear, float8_linear
 
 
 class FeedForward(bmt.DistributedModule):
     """H to 4H, GELU, and back to H; each position by itself.
 
-    Tensor-parallel ranks share out the 4H, or with ``context_parallel`` the positions.
+    Tensor-parallel ranks share out the 4H, or with ``context_parallel`` or ``float8`` the positions.
     """
 
     def __init__(
@@ -23,11 +23,13 @@ class FeedForward(bmt.DistributedModule):
         out_std: float = 0.02,
         dtype: torch.dtype | None = None,
         context_parallel: bool = False,
+        float8: bool = False,
     ):
         super().__init__()
-        if context_parallel:
-            self.up = SequenceLinear(hidden_size, 4 * hidden_size, dtype=dtype)
-            self.down = SequenceLinear(4 * hidden_size, hidden_size, out_std, dtype)
+        if context_parallel or float8:
+            linear = float8_linear if float8 else SequenceLinear
+            self.up = linear(hidden_size, 4 * hidden_size, dtype=dtype)
+            self.down = linear(4 * hidden_size, hidden_size, out_std, dtype)
         else:
             self.up = ColumnLinear(hidden_size, 4 * hidden_size, dtype)
             self.down = RowLinear(4 * hidden_size, hidden_size, out_std, dtype)

@@ -37,6 +37,20 @@ class SequenceLinear(bmt.nn.Linear):
         bmt.nn.sequence_parallel(self)
 
 
+def float8_linear(
+    in_features: int, out_features: int, init_std: float = 0.02, dtype: torch.dtype | None = None
+) -> torch.nn.Module:
+    """A :class:`SequenceLinear` that multiplies, and whose weight travels between ranks, in float8 (torchao)."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
+    with torch.device("meta"):
+        layer = torch.nn.Linear(in_features, out_features, dtype=dtype)
+    layer = convert_to_float8_training(layer, config=config)
+    initialize_as_gpt2(layer, init_std)
+    return bmt.nn.sequence_parallel(layer)
+
+
 def initialize_as_gpt2(layer: torch.nn.Module, std: float) -> None:
     """Let ``bmt.init_parameters`` draw weights from a normal distribution, and begin with biases of 0."""
     initializers = {"weight": bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=std)}

@@ -13,15 +13,15 @@ from .gpt_config import DTYPES, GPTConfig
 class GPTLayer(bmt.DistributedModule):
     """Attention, then feed-forward, each normalised before and added to what came in."""
 
-    def __init__(self, config: GPTConfig, context_parallel: bool = False):
+    def __init__(self, config: GPTConfig, context_parallel: bool = False, float8: bool = False):
         super().__init__()
         hidden, dtype = config.hidden_size, DTYPES[config.dtype]
         # Every layer adds to the same sum twice; scaled so, it does not grow with the number of layers.
         out_std = 0.02 / (2 * config.num_layers) ** 0.5
         self.attention_norm = LayerNorm(hidden, dtype=dtype)
-        self.attention = Attention(hidden, config.num_heads, config.dropout, out_std, dtype, context_parallel)
+        self.attention = Attention(hidden, config.num_heads, config.dropout, out_std, dtype, context_parallel, float8)
         self.feedforward_norm = LayerNorm(hidden, dtype=dtype)
-        self.feedforward = FeedForward(hidden, config.dropout, out_std, dtype, context_parallel)
+        self.feedforward = FeedForward(hidden, config.dropout, out_std, dtype, context_parallel, float8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -41,6 +41,7 @@ class GPT(bmt.DistributedModule):
         interleave: in a pipeline, parts of the layers that each stage has.
         tail_schedule: in a pipeline, compute the loss inside of it, by this schedule.
         context_parallel: whether tensor-parallel ranks share out the sequence in the layers, and not the weights.
+        float8: whether the layers multiply in float8 (torchao). Tensor-parallel ranks then need ``context_parallel``.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class GPT(bmt.DistributedModule):
         interleave: int = 1,
         tail_schedule: str | None = None,
         context_parallel: bool = False,
+        float8: bool = False,
     ):
         super().__init__()
         self.config = config
@@ -59,7 +61,7 @@ class GPT(bmt.DistributedModule):
         self.token_embedding = TokenEmbedding(config.vocab_size, hidden, dtype)
         self.position_embedding = PositionEmbedding(config.seq_len, hidden, dtype)
         layers = [
-            bmt.Block(GPTLayer(config, context_parallel), use_checkpoint=use_checkpoint)
+            bmt.Block(GPTLayer(config, context_parallel, float8), use_checkpoint=use_checkpoint)
             for _ in range(config.num_layers)
         ]
         if bmt.config["pipe_size"] > 1:

@@ -65,6 +65,16 @@ def test_padding_is_at_most_one_longest_row_per_rank(shapes, world):
         assert 0 <= layout.padding <= world * longest
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 640), st.integers(1, 40).map(lambda n: 16 * n)), min_size=1, max_size=7), worlds
+)
+def test_rows_of_multiples_of_16_begin_at_multiples_of_16(shapes, world):
+    for layout in plan_layouts(shapes, world):
+        assert layout.shard_numel % 16 == 0
+        assert all(placement.offset % 16 == 0 for placement in layout.placements)
+
+
 @settings(max_examples=50, deadline=None)
 @given(shapes, worlds)
 def test_the_plan_depends_on_shapes_and_world_size_alone(shapes, world):

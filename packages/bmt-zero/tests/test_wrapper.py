@@ -118,7 +118,10 @@ def train(model: nn.Module, batches: list[Tensor], replicas: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for batch in batches:
         optimizer.zero_grad()
-        (model(batch).square().mean() / replicas).backward()
+        output = model(batch)
+        # The mean square of what a norm returns hardly depends on what it gets.
+        weights = torch.linspace(0.5, 1.5, output.shape[-1])
+        ((output * weights).square().mean() / replicas).backward()
         optimizer.step()
 
 

@@ -164,7 +164,7 @@ class Tail:
             comm.broadcast(used, stage)
         for param, flag in zip(list(self.grads), used.tolist(), strict=True):
             if flag and self.grads[param] is None:
-                dtype = param.handle.flat.unsharded.dtype
+                dtype = param.handle.flat.dtype
                 self.grads[param] = torch.zeros(param.bmt_slice.tp_shard_shape, dtype=dtype, device=self.context.device)
 
     def note(self, grad: Tensor) -> None:

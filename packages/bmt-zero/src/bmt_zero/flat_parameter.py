@@ -31,6 +31,7 @@ from torch import Tensor
 
 from bmt_comm import Communicator, Work, named_range
 
+from .float8 import Float8Weights, float8_dtype
 from .layout import FlatLayout, Placement
 from .options import Options
 from .sharded_gradient import local_rows, sharded_gradient
@@ -60,6 +61,7 @@ class FlatParameter:
     Attributes:
         communicators: the groups of several ranks among the two.
         stream: for collectives that overlap with computation; None on CPU.
+        dtype: of computation, and so of gradients; ``unsharded`` has it, too, unless the weights are in float8.
     """
 
     def __init__(
@@ -109,12 +111,15 @@ class FlatParameter:
         """Make ``shard`` (filled) the storage of the parameters, on its device and in its dtype."""
         assert shard.numel() == self.layout.shard_numel
         self.state = State.SHARDED
-        dtype = (self.options.precision.param_dtype if shard.is_floating_point() else None) or shard.dtype
+        self.dtype = (self.options.precision.param_dtype if shard.is_floating_point() else None) or shard.dtype
+        in_float8 = self.allocate and float8_dtype(self.params[0]) is not None
+        self.float8 = Float8Weights(self.params, shard.device) if in_float8 else None
+        dtype = self.dtype if self.float8 is None else self.float8.dtype
         is_kept = self.options.level <= 1 and self.allocate
         self.casts = dtype != shard.dtype
         self.is_shard = not self.casts and self.shard_comm.size == 1
         self.releases = not self.is_shard and not is_kept
-        packs = self.allocate and not self.is_shard and shard.is_floating_point()
+        packs = self.allocate and not self.is_shard and shard.is_floating_point() and self.float8 is None
         self.compression = self.options.precision.packs_parameters if packs else None
         self.shard = self.unsharded = shard
         if not self.is_shard:
@@ -212,7 +217,8 @@ class FlatParameter:
 
     def views(self) -> list[Tensor]:
         """The unsharded parameters as new tensors on the storage of ``unsharded``."""
-        return [template.data for template in self._templates]
+        views = [template.data for template in self._templates]
+        return views if self.float8 is None else self.float8.tensors(views, self.dtype)
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in storage that is released when the parameters are resharded."""
@@ -241,7 +247,11 @@ class FlatParameter:
                 self._work = self.compression.all_gather(comm, unsharded, self.shard.data, on_cpu, self.label)
             else:
                 own = self._own_part(unsharded)
-                if own.data_ptr() != self.shard.data_ptr():
+                if self.float8 is not None:
+                    rows, values = self.local_views(own), self.local_views(self.shard.data)
+                    self.float8.write(rows, values, comm, self.label)
+                    unsharded, own = unsharded.view(torch.uint8), own.view(torch.uint8)
+                elif own.data_ptr() != self.shard.data_ptr():
                     own.copy_(self.shard.data)
                 self._work = comm.all_gather(unsharded, own, async_op=on_cpu, label=self.label)
             self._arrived = record_event(self.stream)
@@ -302,8 +312,8 @@ class FlatParameter:
         """Parameter ``index``, unsharded, in the dtype of computation and in storage of its own."""
         if self.is_shard:
             return self._templates[index].data
-        if len(self.params) > 1:
-            return self.unshard_stored(index).to(self.unsharded.dtype)
+        if len(self.params) > 1 or self.float8 is not None:
+            return self.unshard_stored(index).to(self.dtype)
         flat = torch.empty(self.layout.numel, dtype=self.unsharded.dtype, device=self.unsharded.device)
         own = self._own_part(flat)
         own.copy_(self.shard.data)

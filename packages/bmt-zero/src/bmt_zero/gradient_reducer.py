@@ -353,9 +353,9 @@ class GradientReducer:
     @property
     def _dtype(self) -> torch.dtype:
         """The dtype in which gradients are summed."""
-        computed = self.flat.unsharded
+        computed = self.flat.dtype
         reduce_dtype = self.flat.options.precision.reduce_dtype
-        return (reduce_dtype if computed.is_floating_point() else None) or computed.dtype
+        return (reduce_dtype if computed.is_floating_point else None) or computed
 
     def _check_replicas(self, grads: Sequence[Tensor | None]) -> None:
         self._has_checked = True

@@ -23,6 +23,7 @@ from bmt_comm import Communicator, ParallelContext, check_agreement, current_con
 from .activation_checkpoint import CheckpointedForward
 from .backward_context import step_context
 from .flat_parameter import FlatParameter, write_rows
+from .float8 import float8_dtype, make_plain
 from .gradient_reducer import GradientReducer
 from .granularity import granularity_of
 from .hooks import ForwardHooks
@@ -234,7 +235,7 @@ def check_parameter(name: str, param: nn.Parameter, context: ParallelContext) ->
         )
     if hasattr(param, "placements"):
         raise ValueError(f"parameter {name!r} is a DTensor; pass the module before another library shards it")
-    if type(param) is not nn.Parameter and not hasattr(type(param), "tp_mode"):
+    if type(param) is not nn.Parameter and not hasattr(type(param), "tp_mode") and float8_dtype(param) is None:
         raise ValueError(
             f"parameter {name!r} is a {type(param).__name__}, and its shards would not have that class; shard the "
             f"module without it, or convert it to a plain nn.Parameter"
@@ -307,9 +308,10 @@ def _plan(
     """
     kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for param in params:
-        kinds.setdefault((param.dtype, param.requires_grad, getattr(param, "tp_mode", False)), []).append(param)
+        tp_mode = getattr(param, "tp_mode", False)
+        kinds.setdefault((tp_mode, param.dtype, float8_dtype(param), param.requires_grad), []).append(param)
     plans = []
-    for (_, _, tp_mode), members in kinds.items():
+    for (tp_mode, *_), members in kinds.items():
         shard_comm, _ = options.groups(context, tp_mode)
         shapes, granularity = [slice_of(p).tp_shard_shape for p in members], [granularity_of(p) for p in members]
         layouts = plan_layouts(shapes, shard_comm.size, granularity)
@@ -345,6 +347,8 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
     facts = [parameter_fact(slot.path, p) for slot, p in zip(first, params, strict=True)]
     for comm in () if _agreed.get() else options.ranks(context):
         check_agreement(comm, f"the parameters of {options.name} at level {options.level}", facts)
+    for param in params:
+        make_plain(param)
     for module in {slot.module: None for slot in slots}:
         if isinstance(module, nn.RNNBase):  # convert() cannot swap tensors that have weak references
             module._flat_weight_refs = [None] * len(module._flat_weights_names)
@@ -379,7 +383,8 @@ def parameter_fact(name: str, param: Tensor) -> str:
     """What ranks must agree on before a parameter is sharded."""
     meta = " on meta" if param.is_meta else ""
     granules = f" granularity={rows}" if (rows := granularity_of(param)) > 1 else ""
-    return f"{name}: {slice_of(param).shape} {param.dtype} requires_grad={param.requires_grad}{meta}{granules}"
+    travels = f" as {dtype}" if (dtype := float8_dtype(param)) else ""
+    return f"{name}: {slice_of(param).shape} {param.dtype}{travels} requires_grad={param.requires_grad}{meta}{granules}"
 
 
 @contextlib.contextmanager
