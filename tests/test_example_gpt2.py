@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bmtrain as bmt
-from bmt_comm import tp_shard_of
+from bmt_comm import select_rows, tp_shard_of
 from bmt_comm.testing import RankPool
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt2"
@@ -49,8 +49,25 @@ TINY = GPTConfig(vocab_size=67, seq_len=12, num_layers=3, num_heads=2, hidden_si
 # --- the model ------------------------------------------------------------------------------------
 
 
+class PlainExperts(nn.Module):
+    """Each expert for each position; all weights but the two highest are 0."""
+
+    def __init__(self, hidden, experts):
+        super().__init__()
+        self.router = nn.Linear(hidden, experts)
+        self.up = nn.Parameter(torch.empty(experts, 4 * hidden, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, 4 * hidden))
+
+    def forward(self, x):
+        scores = self.router(x).exp()
+        scores = scores * (scores >= scores.sort(-1).values[..., -2:-1])
+        weights = scores / scores.sum(-1, keepdim=True)
+        inner = F.gelu(torch.einsum("bsh,eih->bsei", x, self.up), approximate="tanh")
+        return torch.einsum("bse,bsei,ehi->bsh", weights, inner, self.down)
+
+
 class PlainLayer(nn.Module):
-    def __init__(self, hidden, heads):
+    def __init__(self, hidden, heads, experts=0):
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(hidden)
@@ -58,6 +75,9 @@ class PlainLayer(nn.Module):
             {"query_key_value": nn.Linear(hidden, 3 * hidden), "out": nn.Linear(hidden, hidden)}
         )
         self.feedforward_norm = nn.LayerNorm(hidden)
+        if experts:
+            self.feedforward = PlainExperts(hidden, experts)
+            return
         self.feedforward = nn.ModuleDict({"up": nn.Linear(hidden, 4 * hidden), "down": nn.Linear(4 * hidden, hidden)})
 
     def attend(self, x):
@@ -73,6 +93,8 @@ class PlainLayer(nn.Module):
 
     def forward(self, x):
         x = x + self.attend(self.attention_norm(x))
+        if isinstance(self.feedforward, PlainExperts):
+            return x + self.feedforward(self.feedforward_norm(x))
         inner = self.feedforward["up"](self.feedforward_norm(x))
         inner = 0.5 * inner * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (inner + 0.044715 * inner**3)))
         return x + self.feedforward["down"](inner)
@@ -85,7 +107,8 @@ class PlainGPT(nn.Module):
         super().__init__()
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position_embedding = nn.Embedding(config.seq_len, config.hidden_size)
-        self.layers = nn.ModuleList(PlainLayer(config.hidden_size, config.num_heads) for _ in range(config.num_layers))
+        sizes = config.hidden_size, config.num_heads, config.num_experts
+        self.layers = nn.ModuleList(PlainLayer(*sizes) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size)
         if not config.tied:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -131,9 +154,12 @@ def test_model_equals_plain_gpt(ctx, tied, use_checkpoint):
 
 
 @pytest.mark.ranks(4, tp_size=2)
-@pytest.mark.parametrize(("tied", "context_parallel"), [(True, False), (False, False), (True, True)])
-def test_model_on_tensor_parallel_ranks_equals_plain_gpt(ctx, tied, context_parallel):
-    config = dataclasses.replace(TINY, vocab_size=68, tied=tied)
+@pytest.mark.parametrize(
+    ("tied", "context_parallel", "experts"),
+    [(True, False, 0), (False, False, 0), (True, True, 0), (True, False, 6), (True, True, 4)],
+)
+def test_model_on_tensor_parallel_ranks_equals_plain_gpt(ctx, tied, context_parallel, experts):
+    config = dataclasses.replace(TINY, vocab_size=68, tied=tied, num_experts=experts)
     model = GPT(config, context_parallel=context_parallel)
     bmt.init_parameters(model)
     plain = PlainGPT(config).to(ctx.device)
@@ -148,10 +174,11 @@ def test_model_on_tensor_parallel_ranks_equals_plain_gpt(ctx, tied, context_para
     loss_of(plain, sequences).backward()
     loss = bmt.loss.FusedCrossEntropy(parallel=True)(scores.flatten(0, 1), mine[:, 1:].flatten())
     bmt.optim.OptimManager().backward(loss)
+    assert sum(p.numel() for p in plain.parameters()) == config.num_parameters
     wanted = dict(plain.named_parameters())
     for name, param in model.named_parameters():
         where = param.bmt_slice
-        expected = tp_shard_of(wanted[name].grad, where)[where.row_start : where.row_stop]
+        expected = select_rows(tp_shard_of(wanted[name].grad, where), where)
         torch.testing.assert_close(param.grad, expected, rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -487,6 +514,8 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
             "--deterministic takes --optimizer muon, adam, adam_offload, and not",
         ),
         (["--roll-back"], "pass --snapshot-every, too"),
+        (["--experts", "1"], "num_experts=1 must be at least 2"),
+        (["--experts", "6", "--tp", "4"], "--experts 6 is no multiple of --tp 4"),
     ],
 )
 def test_bad_flags_are_errors(argv, message, capsys):

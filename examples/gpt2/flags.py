@@ -38,6 +38,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--seq-len", type=int, default=hidden, help="tokens per sequence")
     group.add_argument("--vocab-size", type=int, default=hidden, help="tokens in the vocabulary")
     group.add_argument("--dropout", type=float, default=hidden, help="probability to drop an activation")
+    group.add_argument(
+        "--experts", type=int, default=0, help="feed-forwards of a layer, of which each position takes two; 0: one"
+    )
     group.add_argument("--tied", action=BooleanOptionalAction, default=True, help="head and embedding share a weight")
 
     group = parser.add_argument_group("data")
@@ -194,6 +197,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         ("heads", args.config.num_heads),
         ("vocab-size", args.config.vocab_size),
         ("seq-len", args.config.seq_len),
+        ("experts", args.config.num_experts),
     ):
         if size % args.tp:
             parser.error(f"--{flag} {size} is no multiple of --tp {args.tp}")
@@ -290,6 +294,7 @@ def model_config(args: argparse.Namespace) -> GPTConfig:
         "dropout": args.dropout,
         "tied": args.tied,
         "dtype": args.dtype,
+        "num_experts": args.experts,
     }
     return dataclasses.replace(PRESETS[args.preset], **{k: v for k, v in changed.items() if v is not None})
 

@@ -3,6 +3,7 @@
 from .attention import Attention
 from .dropout import dropout
 from .embedding import PositionEmbedding, TokenEmbedding
+from .experts import ExpertFeedForward
 from .feedforward import FeedForward
 from .layernorm import LayerNorm
 from .linear import ColumnLinear, RowLinear, SequenceLinear
@@ -10,6 +11,7 @@ from .linear import ColumnLinear, RowLinear, SequenceLinear
 __all__ = [
     "Attention",
     "ColumnLinear",
+    "ExpertFeedForward",
     "FeedForward",
     "LayerNorm",
     "PositionEmbedding",

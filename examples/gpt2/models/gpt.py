@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 import bmtrain as bmt
-from layers import Attention, FeedForward, LayerNorm, PositionEmbedding, TokenEmbedding, dropout
+from layers import Attention, ExpertFeedForward, FeedForward, LayerNorm, PositionEmbedding, TokenEmbedding, dropout
 
 from .gpt_config import DTYPES, GPTConfig
 
@@ -21,7 +21,10 @@ class GPTLayer(bmt.DistributedModule):
         self.attention_norm = LayerNorm(hidden, dtype=dtype)
         self.attention = Attention(hidden, config.num_heads, config.dropout, out_std, dtype, context_parallel, float8)
         self.feedforward_norm = LayerNorm(hidden, dtype=dtype)
-        self.feedforward = FeedForward(hidden, config.dropout, out_std, dtype, context_parallel, float8)
+        if config.num_experts:
+            self.feedforward = ExpertFeedForward(hidden, config.num_experts, config.dropout, out_std, dtype)
+        else:
+            self.feedforward = FeedForward(hidden, config.dropout, out_std, dtype, context_parallel, float8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -33,7 +36,7 @@ class GPT(bmt.DistributedModule):
 
     In a pipeline, each stage has a part of the layers; embeddings, final norm and head are shared out over all ranks.
     Between the halves of the layers, each tensor-parallel rank has a part of the sequence, in them its part of the
-    heads and of the feed-forward, and of the scores its range of the vocabulary.
+    heads and of the feed-forward (or of the experts), and of the scores its range of the vocabulary.
 
     Args:
         config: its sizes.

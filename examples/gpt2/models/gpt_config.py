@@ -22,6 +22,7 @@ class GPTConfig:
         dropout: the probability with which activations are dropped in training.
         tied: whether the head has the token embedding's weight, instead of one of its own.
         dtype: of the parameters: fp32, bf16 or fp16.
+        num_experts: how many feed-forwards a layer has, of which each position takes two; 0: one, without a router.
     """
 
     vocab_size: int = 4096
@@ -32,6 +33,7 @@ class GPTConfig:
     dropout: float = 0.0
     tied: bool = True
     dtype: str = "fp32"
+    num_experts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "seq_len", "num_layers", "num_heads", "hidden_size"):
@@ -39,6 +41,8 @@ class GPTConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.hidden_size % self.num_heads != 0:
             raise ValueError(f"hidden_size={self.hidden_size} is no multiple of num_heads={self.num_heads}")
+        if self.num_experts < 0 or self.num_experts == 1:
+            raise ValueError(f"num_experts={self.num_experts} must be at least 2, or 0 for none")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
         if self.dtype not in DTYPES:
@@ -49,6 +53,8 @@ class GPTConfig:
         """How many numbers are trained."""
         hidden = self.hidden_size
         layer = 12 * hidden**2 + 13 * hidden
+        if self.num_experts:
+            layer += self.num_experts * (8 * hidden**2 + hidden + 1) - (8 * hidden**2 + 5 * hidden)
         tables = (self.vocab_size * (1 if self.tied else 2) + self.seq_len) * hidden
         return self.num_layers * layer + tables + 2 * hidden
 

@@ -3,6 +3,7 @@
 from ._version import __version__
 from .batch import check_same_batch
 from .embedding import VPEmbedding
+from .experts import expert_parallel
 from .linear import Linear
 from .loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from .ops import OpLinear
@@ -30,6 +31,7 @@ __all__ = [
     "column_parallel",
     "copy_to_ranks",
     "enable_symmetric_memory",
+    "expert_parallel",
     "full_state_dict",
     "gather_along",
     "load_full_state_dict",

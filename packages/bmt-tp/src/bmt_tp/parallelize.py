@@ -24,6 +24,9 @@
                                ``F.scaled_dot_product_attention``
     experts                    a module that computes with packed experts: a rank computes with its part of each
                                expert, and the ranks' results are summed (also: ``moe_tp_experts``)
+    expert_parallel            a module of packed experts: a rank has some of the experts, whole
+                               (:mod:`bmt_tp.experts`; also: ``ep_dispatch_experts``). Its forward takes tokens,
+                               (T, H), their experts, (T, k), and the weights of these, (T, k)
     mla_kv_a_proj              a linear layer that every rank has, of multi-head latent attention: its last
                                ``qk_rope_head_dim`` outputs go to the heads of every rank
     replicate                  nothing: every rank has the module as it is
@@ -36,12 +39,13 @@
     ``packed_colwise`` or ``rowwise``, beside their module, which is ``experts``. Where an expert multiplies from the
     left, (experts, inputs, outputs), they are named the other way round: ``packed_rowwise`` (gate and up), ``colwise``.
 
-    ``colwise+sequence``, ``packed_colwise:n+sequence``, ``rowwise+sequence`` and ``vocab+sequence`` stand where
-    activations outside of the layer are split along the sequence.
+    ``colwise+sequence``, ``packed_colwise:n+sequence``, ``rowwise+sequence``, ``vocab+sequence`` and
+    ``expert_parallel+sequence`` stand where activations outside of the layer are split along the sequence.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -67,6 +71,7 @@ from .cut_modules import (
     SharedInput,
     class_with_forward_of,
 )
+from .experts import ExpertParallel
 from .parameters import mark_piece, piece_of
 from .plans import PLANS
 from .regions import tensor_comm
@@ -96,12 +101,15 @@ _ALIASES = {
     # Its gradient is a part of the whole one, as that on a part of the sequence is.
     "replicated_with_grad_allreduce": "sequence",
     "moe_tp_experts": "experts",
+    "ep_dispatch_experts": "expert_parallel",
+    "grouped_gemm": "expert_parallel",  # of their parameters
 }
 _SEQUENCE_PART_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather", "ulysses")
 _PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "mla_kv_a_proj", "replicate")
 _LINEAR_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input")
-_CUTTING_STYLES = (*_LINEAR_STYLES, "packed_rowwise", "vocab")
-_SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab")
+_CUTTING_STYLES = (*_LINEAR_STYLES, "packed_rowwise", "vocab", "expert_parallel")
+_SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab", "expert_parallel")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERT_STYLES = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
 
 
@@ -112,6 +120,7 @@ def parallelize(
     *,
     sequence_dim: int = 1,
     divided_attributes: tuple[str, ...] = DIVIDED_ATTRIBUTES,
+    expert_parallel: bool = False,
 ) -> M:
     """Cut the modules that ``plan`` names over the tensor-parallel ranks, in place.
 
@@ -126,6 +135,7 @@ def parallelize(
         sequence_dim: the dimension of activations along which the sequence is split.
         divided_attributes: integers of a module that are divided by the number of ranks if one of its linear
             layers is cut by columns: numbers of heads.
+        expert_parallel: what the plan has as ``experts`` becomes ``expert_parallel``, and its parameters, too.
 
     Returns:
         ``model``.
@@ -142,6 +152,8 @@ def parallelize(
         plan = getattr(model, "tp_plan", None) or PLANS.get(getattr(getattr(model, "config", None), "model_type", ""))
         if not plan:
             raise ValueError(f"{type(model).__name__} carries no tp_plan; give a plan of module names")
+    if expert_parallel:
+        plan = _with_whole_experts(plan)
     cuts = _matches(model, plan, given)
     gathered = tuple(match.name + "." for match in cuts if match.style == "sequence_gather")
     whole = [_Cut.of(match, comm, sequence_dim, match.name.startswith(gathered)) for match in cuts]
@@ -162,6 +174,15 @@ def parallelize(
         setattr(module, attribute, value)
     model.register_forward_pre_hook(_FirstBatchCheck(comm), with_kwargs=True)
     return model
+
+
+def _with_whole_experts(plan: Mapping[str, str]) -> dict[str, str]:
+    """The plan with each expert on one rank."""
+    experts = tuple(name for name, style in plan.items() if _style(name, style) in ("experts", "expert_parallel"))
+    if not experts:
+        raise ValueError("expert_parallel=True, and the plan has no 'experts'")
+    inside = tuple(name + "." for name in experts)
+    return {n: "expert_parallel" if n in experts else s for n, s in plan.items() if not n.startswith(inside)}
 
 
 class _Match(NamedTuple):
@@ -186,6 +207,8 @@ def _matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> lis
             for pattern, source, style in patterns:
                 if pattern.fullmatch(path):
                     used.add(source)
+                    if parameter is not None and style == "expert_parallel":
+                        break  # its module is cut
                     parent = model.get_submodule(name.rpartition(".")[0])
                     found.append(_Match(name, module, style, parameter, parent))
                     break
@@ -247,13 +270,15 @@ class _Cut:
             for option, harmless in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
                 if getattr(module, option) != harmless:
                     raise ValueError(f"{name!r} has {option}={getattr(module, option)}, which needs the whole table")
+        elif kind == "expert_parallel":
+            _check_expert_module(name, module)
         elif kind == "packed_rowwise":
             raise TypeError(f"{name!r} is a {type(module).__name__}; {style!r} cuts a parameter of packed experts")
         elif kind in _LINEAR_STYLES and not (isinstance(module, nn.Linear) or transposed):
             raise TypeError(
                 f"{name!r} is a {type(module).__name__}; {style!r} cuts a torch.nn.Linear or a Conv1D of transformers"
             )
-        if kind in _CUTTING_STYLES and parameter is None:
+        if kind in _CUTTING_STYLES and kind != "expert_parallel" and parameter is None:
             _check_uncut(name, module)
         shared_heads = _shared_heads(module, parent, comm) if kind == "colwise" and not transposed else 0
         if shared_heads:
@@ -296,6 +321,9 @@ class _Cut:
     def dims(self) -> Iterator[tuple[nn.Parameter, int]]:
         """The parameters that are cut, and along which dimension."""
         if self.kind not in _CUTTING_STYLES:
+            return
+        if self.kind == "expert_parallel":
+            yield from ((param, 0) for param in self.module.parameters())
             return
         if self.parameter is not None:
             packed = self.module._parameters[self.parameter]
@@ -340,6 +368,14 @@ class _Cut:
                 module.register_forward_hook(GatherOutput(self.comm, self.sequence_dim))
             if self.kind == "ulysses" and self.comm.size > 1:
                 UlyssesModule(self.comm, self.sequence_dim, self.name).register(module)
+            return
+        if self.kind == "expert_parallel":
+            experts = len(next(module.parameters())) * self.comm.size  # which are cut by now
+            for name in _EXPERT_COUNTS:
+                if getattr(module, name, None) == experts:
+                    setattr(module, name, experts // self.comm.size)
+            vars(module).update(all_experts=experts, split_tokens=self.in_sequence, comm=self.comm)
+            module.__class__ = class_with_forward_of(ExpertParallel, type(module))
             return
         if self.kind == "shared_heads":
             sequence_parallel(module, self.comm)  # each rank finds a part of the gradient
@@ -398,6 +434,22 @@ def _check_expert_parameter(path: str, param: nn.Parameter | None, style: str) -
             "or, by columns, their biases, (experts, outputs)"
         )
     _check_whole(path, param)
+
+
+def _check_expert_module(name: str, module: nn.Module) -> None:
+    """Raise unless a module computes with packed experts, of which each rank can have some."""
+    params = list(module.parameters())
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    counts = {len(param) if param.dim() > 1 else 0 for param in params}
+    if len(names) != 3 or len(counts) != 1 or 0 in counts:
+        shapes = [tuple(param.shape) for param in params]
+        raise TypeError(
+            f"{name!r} is a {type(module).__name__} with parameters of the shapes {shapes}, and its forward takes "
+            f"{names}; 'expert_parallel' is for packed experts, (experts, ...), whose forward takes tokens, their "
+            "experts and the weights of these"
+        )
+    for param in params:
+        _check_whole(name, param)
 
 
 def _check_whole(name: str, param: nn.Parameter | None) -> None:

@@ -1,0 +1,165 @@
+"""Experts, each on one rank, against one process."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bmt_comm import init_distributed
+from bmt_tp import expert_parallel, full_state_dict, parallelize
+
+B, S, HIDDEN, INNER, EXPERTS, CHOSEN = 2, 6, 7, 5, 6, 2
+WHOLE = {"layers.*.experts": "expert_parallel"}
+SPLIT = {
+    "layers.0": "sequence_start",
+    **{f"layers.*.{name}": "sequence" for name in ("norm", "router", "dense")},
+    "layers.*.experts": "expert_parallel+sequence",
+    "norm": "sequence_end",
+}
+
+
+def start():
+    return init_distributed(tp_size=int(os.environ["WORLD_SIZE"]))
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, INNER, HIDDEN))
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) / 3)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+
+    def forward(self, tokens, experts, weights):
+        assert len(self.up) == self.num_experts
+        result = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            rows, places = torch.where(experts == expert)
+            y = F.silu(tokens[rows] @ self.up[expert].T) @ self.down[expert].T + self.bias[expert]
+            result = result.index_add(0, rows, y * weights[rows, places, None])
+        return result
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dense = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.router, self.experts = nn.Linear(HIDDEN, EXPERTS), Experts()
+
+    def forward(self, x):
+        y = self.norm(x).flatten(0, 1)
+        weights, experts = self.router(y).softmax(-1).topk(CHOSEN)
+        return x + self.experts(y, experts, weights).view_as(x) + self.dense(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 11)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def build(favourites=()):
+    """``favourites``: experts that all tokens choose."""
+    torch.manual_seed(0)
+    model = Model().double()
+    for layer in model.layers:
+        for expert in favourites:
+            layer.router.bias.data[expert] += 100.0
+    return model
+
+
+def train(model, steps=10):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        ids = torch.randint(0, 11, (B, S), generator=generator)
+        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten().roll(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.ranks(1, 2, 3, init=False)
+@pytest.mark.parametrize("plan", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("favourites", [(), (0, 1), (EXPERTS - 1,)], ids=["any", "first", "last"])
+def test_training_equals_one_process(plan, favourites):
+    ctx = start()
+    plain, model = build(favourites), build(favourites)
+    before = copy.deepcopy(plain.state_dict())
+    parallelize(model, plan)
+    assert len(model.layers[0].experts.up) == EXPERTS // ctx.world_size
+    assert train(model) == pytest.approx(train(plain), rel=1e-8)
+    found = full_state_dict(model)
+    for name, wanted in plain.state_dict().items():
+        change = wanted - before[name]
+        # An expert that no token chooses stays as it is.
+        assert (found[name] - wanted).norm() <= 1e-8 * change.norm() + 1e-14, name
+
+
+@pytest.mark.ranks(2, 3, init=False)
+@pytest.mark.parametrize("tracked", [(True, True), (True, False), (False, True), (False, False)])
+def test_ranks_have_any_number_of_tokens(tracked):
+    """One rank has none; another expert has none. Gradients of tokens, weights and experts, where they are wanted."""
+    ctx = start()
+    torch.manual_seed(3)
+    counts = [0, 5, 3][: ctx.world_size]
+    tokens = torch.randn(sum(counts), HIDDEN, dtype=torch.double)
+    experts = torch.rand(sum(counts), EXPERTS - 1).topk(CHOSEN).indices
+    weights = torch.rand(sum(counts), CHOSEN, dtype=torch.double)
+    plain = Experts().double()
+    local = copy.deepcopy(plain)
+    share = EXPERTS // ctx.world_size
+    for param in local.parameters():
+        param.data = param.data[ctx.rank * share : (ctx.rank + 1) * share].clone()
+    local.num_experts = share
+
+    whole = [x.clone().requires_grad_(wanted) for x, wanted in zip((tokens, weights), tracked)]
+    wanted = plain(whole[0], experts, whole[1])
+    wanted.square().sum().backward()
+
+    mine = slice(sum(counts[: ctx.rank]), sum(counts[: ctx.rank + 1]))
+    parts = [x[mine].clone().requires_grad_(wanted) for x, wanted in zip((tokens, weights), tracked)]
+    found = expert_parallel(local, parts[0], experts[mine], parts[1], EXPERTS, split_tokens=True)
+    found.square().sum().backward()
+
+    torch.testing.assert_close(found, wanted[mine])
+    for part, all_of_it in zip(parts, whole):
+        if all_of_it.grad is not None:
+            torch.testing.assert_close(part.grad, all_of_it.grad[mine])
+    held = slice(ctx.rank * share, (ctx.rank + 1) * share)
+    for param, of_all in zip(local.parameters(), plain.parameters()):
+        torch.testing.assert_close(param.grad, of_all.grad[held])
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_what_cannot_be_divided_is_named_and_nothing_changes(ctx):
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError, match=r"'layers.0.dense' is a Linear with parameters of the shapes .*packed experts"):
+        parallelize(model, {"layers.*.dense": "expert_parallel"})
+    with pytest.raises(ValueError, match="expert_parallel=True, and the plan has no 'experts'"):
+        parallelize(model, {"layers.*.dense": "colwise_gather_output"}, expert_parallel=True)
+    for layer in model.layers:
+        layer.experts.up = nn.Parameter(torch.zeros(3, INNER, HIDDEN))
+        layer.experts.down = nn.Parameter(torch.zeros(3, HIDDEN, INNER))
+        layer.experts.bias = nn.Parameter(torch.zeros(3, HIDDEN))
+    with pytest.raises(ValueError, match=r"dimension 0 of 'layers.0.experts', of shape \(3, 5, 7\), cannot be divided"):
+        parallelize(model, WHOLE)
+    assert torch.equal(model.layers[0].dense.weight, before["layers.0.dense.weight"])
+    assert not hasattr(model.layers[0].experts.up, "bmt_slice")
+    with pytest.raises(ValueError, match=r"tokens \(3, 7\), experts \(2, 1\) and weights \(3, 1\) must have"):
+        expert_parallel(None, torch.zeros(3, 7), torch.zeros(2, 1, dtype=torch.long), torch.zeros(3, 1), 4)
+    with pytest.raises(ValueError, match="num_experts=3 cannot be divided"):
+        expert_parallel(None, torch.zeros(3, 7), torch.zeros(3, 1, dtype=torch.long), torch.zeros(3, 1), 3)
