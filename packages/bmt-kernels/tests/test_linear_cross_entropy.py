@@ -202,7 +202,12 @@ def test_sums_in_fp32_take_few_passes_and_hardly_more_memory_than_their_rounding
     events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     peak = max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
     # The gradient of the input; that of the weight in fp32 and rounded, and a quarter of it to be added, in fp32.
-    assert peak <= hidden.nbytes + weight.numel() * (4 + 2 + 1) + 2**18 + (2**21 if device.type == "cuda" else 0)
+    expected = hidden.nbytes + weight.numel() * (4 + 2 + 1) + 2**18
+    if device.type == "cuda":
+        expected += 2**21
+    elif torch.cpu._is_amx_tile_supported():
+        expected += weight.numel() // 4 * 2  # for products with tiles, oneDNN copies the quarter in bf16
+    assert peak <= expected
     assert sum(event.name() == "aten::add_" for event in events) == 2 * 4  # of 384 rows, a quarter of the classes
 
 

@@ -245,15 +245,15 @@ def on_one_device(start, gradients_at, steps):
                 p.sub_(0.01 * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-10))
                 continue
             m.lerp_(g, 0.1)
-            update = g.lerp(m, 0.9).bfloat16()
+            update = g.lerp(m, 0.9)
             p.mul_(1 - 3e-2 * 0.1)
             for part, u in zip(matrices[i](p), matrices[i](update)):
-                x = u.float() if u.shape[0] <= u.shape[1] else u.float().T
+                x = u if u.shape[0] <= u.shape[1] else u.T
                 x = x / x.norm()
                 for a, b, c in POLAR_EXPRESS[:4]:
                     gram = x @ x.T
                     x = a * x + (b * gram + c * gram @ gram) @ x
-                x = (x if u.shape[0] <= u.shape[1] else x.T).bfloat16().float()
+                x = x if u.shape[0] <= u.shape[1] else x.T
                 rows, columns = u.shape
                 part -= 3e-2 * (0.2 * max(rows, columns) ** 0.5 if i == 1 else max(1, rows / columns) ** 0.5) * x
     return params
@@ -262,6 +262,8 @@ def on_one_device(start, gradients_at, steps):
 def check_kinds(ctx):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bmt_optim.muon._product_dtype", lambda device: torch.float32)
+        # In bf16, the order of sums, which differs from processor to processor, decides some roundings.
+        patch.setattr("bmt_optim.muon._MOVED", torch.float32)
         start = tensors(KINDS)
         params = shards(start, layout(ctx, KINDS))
         optimizer = Muon(groups_of(params), **MUON)

@@ -32,6 +32,9 @@ _POLAR_EXPRESS = (
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
+_MOVED = torch.bfloat16
+"""In which updates go to the owners of matrices, and results come back."""
+
 _WORTH_HALVES = 1024
 """From so many rows on, half of the symmetric products in fp32 on the CPU takes a sixth to a quarter less time."""
 _SAFE = [1.01**2, *[1.01] * 6]  # by as much smaller numbers are expected; the first time by that of the norm, too
@@ -168,7 +171,7 @@ class Muon(DistributedOptimizer):
             grad = batch.fp32_grad(i)
             moved = torch.lerp(buffer, grad, 1 - momentum)
             update = torch.lerp(grad, moved, momentum) if options["nesterov"] else moved
-            updates.append(update.bfloat16())
+            updates.append(update.to(_MOVED))
         parts = [matrix.parts or [matrix] for matrix in matrices]
         flat = [part for several in parts for part in several]
         pieces = [piece for update, several in zip(updates, parts) for piece in _pieces(update, several)]
@@ -181,7 +184,7 @@ class Muon(DistributedOptimizer):
         found: list[Tensor | None] = []
         for size, several in zip(sizes, parts):
             found += _orthogonalised_parts([next(remaining) for _ in several], size, settings)
-        (returned,) = yield [Return(found, flat, torch.bfloat16)]
+        (returned,) = yield [Return(found, flat, _MOVED)]
         results = iter(returned)
         for i, (update, several) in enumerate(zip(updates, parts)):
             taken = [next(results).reshape(-1) for _ in several]
@@ -230,7 +233,7 @@ def orthogonalised(
             gram = x @ x.mT
             gram = add(gram, gram, gram, beta=b, alpha=c)
         x = add(x, gram, x, beta=a)
-    return (x.mT if tall else x).bfloat16().reshape(matrix.shape)
+    return (x.mT if tall else x).to(_MOVED).reshape(matrix.shape)
 
 
 def _symmetric_product(x: Tensor, y: Tensor) -> Tensor:
@@ -258,7 +261,7 @@ def _orthogonalised_parts(
     """Those parts of a parameter that are here, all at once."""
     here = [part for part in parts if part is not None]
     if not here or not here[0].numel():
-        return [None if part is None else part.bfloat16() for part in parts]
+        return [None if part is None else part.to(_MOVED) for part in parts]
     together = torch.stack(here)
     results = orthogonalised(together.view(size[1:] if size[0] == 1 else (-1, *size[1:])), *settings)
     found = iter(results.view(together.shape))
