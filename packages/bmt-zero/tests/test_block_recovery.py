@@ -18,10 +18,12 @@ from block_helpers import (
     write_data,
 )
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bmt_zero import Block, TransformerBlockList, no_sync
 from bmt_zero.hooks import Call
 from bmt_zero.shard import group_of, sharding_of
+from bmt_zero.sharded_gradient import local_rows
 
 every_level = pytest.mark.parametrize("level", [0, 1, 2, 3])
 
@@ -197,6 +199,24 @@ def test_zero_grad_either_way(ctx, level):
             for rank in ranks:
                 run(module, seeded(rank, 3, 5)).square().sum().backward()
         assert_same_gradients(blocks, plain)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_gradients_set_to_none_give_their_memory_back_at_once(ctx, level):
+    modules = nn.ModuleList(Block(nn.Linear(5, 5), False, level) for _ in range(2))
+    for number in range(3):  # the first is accumulated
+        x = seeded(number, 4, 5)
+        for module in modules:
+            x = module(x)
+        with no_sync(modules) if number == 0 else contextlib.nullcontext():
+            x.square().sum().backward()
+    params = [param for module in modules for param in module.parameters() if param.grad is not None]
+    storages = [StorageWeakRef(local_rows(param.grad).untyped_storage()) for param in params]
+    assert len(storages) == 4
+    assert not any(storage.expired() for storage in storages)
+    torch.optim.SGD(params, lr=0.1).zero_grad(set_to_none=True)
+    assert all(storage.expired() for storage in storages)
 
 
 @pytest.mark.ranks(1, 2)
