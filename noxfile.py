@@ -525,6 +525,9 @@ def bench(session: nox.Session) -> None:
     if name and name not in scripts:
         session.error(f"there is no benchmark {name!r}; choose one of {', '.join(scripts)}")
     install(session, *OUR_NEEDS, *EXAMPLE_NEEDS)
+    if name in ("", "train_step"):
+        install(session, "setuptools", "wheel", "ninja")
+        install(session, "--no-build-isolation", "deepspeed")  # it asks the environment's torch
     install_ours(session)
     for script in [scripts[name]] if name else scripts.values():
         session.run("python", "-W", "ignore", str(script), *arguments)

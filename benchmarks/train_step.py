@@ -1,4 +1,4 @@
-"""Training steps of one GPT: bmtrain against FSDP2, DDP and no communication at all, over the same transports.
+"""Training steps of one GPT: bmtrain against FSDP2, DDP, DeepSpeed and no communication, over the same transports.
 
 Each candidate runs in fresh processes of its own, and the candidates take turns: what one leaves behind (threads,
 memory, caches) meets no other, and what else the machine does meets them all. In a round each starts once, trains a few
@@ -15,17 +15,21 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import resource
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from launch import default_ranks, launched, machine, on_ranks
+from link import on_hosts
 from models import GPT, GPTShape
 from torch import Tensor, nn
 
@@ -33,6 +37,7 @@ import bmt_comm
 import bmt_zero
 from bmt_comm.fixed_order import use_deterministic_kernels
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_zero.compression import Kind
 
 Step = Callable[[Tensor, Tensor], None]
 _GLOO, _SHARED = "gloo", "shared memory"
@@ -45,6 +50,26 @@ def _torch_step(model: nn.Module) -> Step:
         model(tokens, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return step
+
+
+def _deepspeed_step(model: nn.Module, stage: int, device: torch.device) -> Step:
+    os.environ["DS_ACCELERATOR"] = device.type
+    import deepspeed
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,  # for its timers only
+        "zero_optimization": {"stage": stage, "overlap_comm": device.type == "cuda"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        engine.backward(engine(tokens, targets))
+        engine.step()
 
     return step
 
@@ -88,7 +113,11 @@ def build(name: str, shape: GPTShape, context: bmt_comm.ParallelContext) -> Step
         fully_shard(model, mesh=mesh)
         return _torch_step(model)
     level, *order = name.rsplit("-", 1)[1].split()
-    model = bmt_zero.BMTrainModelWrapper(model, use_checkpoint=False, zero_level=int(level))
+    if name.startswith("DeepSpeed"):
+        return _deepspeed_step(model, int(level), context.device)
+    compression = order.pop() if order and order[0] in get_args(Kind) else None
+    precision = bmt_zero.MixedPrecision(compression=compression)
+    model = bmt_zero.BMTrainModelWrapper(model, use_checkpoint=False, zero_level=int(level), precision=precision)
     optimizer = AdamOptimizer(model.parameters(), lr=1e-4)
     if order:
         context = dataclasses.replace(context, deterministic=order == ["deterministic"])
@@ -148,7 +177,8 @@ def peak_mib(device: torch.device) -> float:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    print(f"{machine()}; {arguments.ranks} ranks; {shape_of(arguments)}; {arguments.rounds} rounds", flush=True)
+    link = f"; a host each, which sends {arguments.link}/s" if arguments.link else ""
+    print(f"{machine()}; {arguments.ranks} ranks{link}; {shape_of(arguments)}; {arguments.rounds} rounds", flush=True)
     found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in arguments.candidates}
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder, "found.json")
@@ -156,7 +186,11 @@ def measure(arguments: argparse.Namespace) -> None:
             for name in arguments.candidates:
                 if sys.stderr.isatty():
                     print(f"\rround {round_ + 1} of {arguments.rounds}: {name:40s}", end="", file=sys.stderr)
-                code = on_ranks(__file__, arguments.ranks, [*sys.argv[1:], "--alone", name, "--into", str(into)])
+                flags = [*sys.argv[1:], "--alone", name, "--into", str(into)]
+                if arguments.link:
+                    code = on_hosts(__file__, arguments.ranks, flags, arguments.link)
+                else:
+                    code = on_ranks(__file__, arguments.ranks, flags)
                 if code:
                     sys.exit(f"{name!r} has failed")
                 found[name].append(json.loads(into.read_text()))
@@ -186,6 +220,9 @@ def default_candidates() -> list[str]:
     names = ["DDP", "FSDP2", "bmtrain ZeRO-2", "bmtrain ZeRO-3"]
     if not torch.cuda.is_available():
         names = [f"{name} over {transport}" for name in names for transport in (_GLOO, _SHARED)]
+    if find_spec("deepspeed"):
+        transport = "" if torch.cuda.is_available() else f" over {_GLOO}"
+        names += [f"DeepSpeed ZeRO-{stage}{transport}" for stage in (2, 3)]
     return ["no communication", *names]
 
 
@@ -205,7 +242,11 @@ def main() -> int:
         nargs="+",
         default=default_candidates(),
         help="what to compare; also ZeRO-0 and ZeRO-1. 'bmtrain ZeRO-3 accumulating': four micro-batches, a gradient "
-        "norm and a step; 'bmtrain ZeRO-3 deterministic': the same with sums in a fixed order (default: %(default)s)",
+        "norm and a step; 'bmtrain ZeRO-3 deterministic': the same with sums in a fixed order; 'bmtrain ZeRO-3 int8' "
+        "or float8: compressed communication (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--link", metavar="RATE", help="each rank on a host (a network namespace) that sends so much, such as 1gbit"
     )
     parser.add_argument("--alone", help=argparse.SUPPRESS)  # the candidate that these ranks are
     parser.add_argument("--into", help=argparse.SUPPRESS)

@@ -514,6 +514,8 @@ def test_records_of_steps_that_are_taken_again_are_replaced(tmp_path):
             "--deterministic takes --optimizer muon, adam, adam_offload, and not",
         ),
         (["--roll-back"], "pass --snapshot-every, too"),
+        (["--compress", "int8", "--zero-level", "0"], "choose --zero-level 1, 2 or 3"),
+        (["--compress", "int8", "--deterministic"], "leave --deterministic out"),
         (["--experts", "1"], "num_experts=1 must be at least 2"),
         (["--experts", "6", "--tp", "4"], "--experts 6 is no multiple of --tp 4"),
     ],

@@ -94,6 +94,12 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument(
         "--float8", action="store_true", help="the layers multiply in float8, and their weights travel in it (torchao)"
     )
+    group.add_argument(
+        "--compress",
+        choices=("int8", "float8"),
+        default=hidden,
+        help="how the layers' weights and gradients travel between ranks; default: as they are",
+    )
     group.add_argument("--pipe", type=int, default=1, help="stages of a pipeline, each with a part of the layers")
     group.add_argument("--micro-batches", type=int, default=hidden, help="of a pipeline; default: as many as stages")
     group.add_argument("--interleave", type=int, default=1, help="parts of the layers that each stage has")
@@ -142,6 +148,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(
         layers=None, heads=None, hidden=None, seq_len=None, vocab_size=None, dropout=None, data=None, epochs=None,
         step_size=None, checkpointing=None, device=None, micro_batches=None, lr=None, galore_rank=None,
+        compress=None,
     )  # fmt: skip
     args = parser.parse_args(argv)
     if args.checkpointing is None:
@@ -207,6 +214,10 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--float8 has whole weights on every rank; with --tp {args.tp} pass --context-parallel, too")
     if args.float8 and args.config.hidden_size % 16:
         parser.error(f"--float8 takes sizes that 16 divides, and --hidden is {args.config.hidden_size}")
+    if args.compress and args.zero_level == 0:
+        parser.error("--compress is for weights that are gathered; choose --zero-level 1, 2 or 3")
+    if args.compress and args.deterministic:
+        parser.error("--compress rounds gradients on each number of ranks otherwise; leave --deterministic out")
     try:
         if args.step_size is not None:
             args.accumulation = accumulation_of(args)

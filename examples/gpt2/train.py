@@ -72,7 +72,13 @@ class Trainer:
         bmt.print_rank("Building the model and its optimizer, a few seconds ...", flush=True)
         tail_schedule = None if args.pipe_schedule == "recompute" else args.pipe_schedule
         self.model = GPT(
-            args.config, args.checkpointing, args.interleave, tail_schedule, args.context_parallel, args.float8
+            args.config,
+            args.checkpointing,
+            args.interleave,
+            tail_schedule,
+            args.context_parallel,
+            args.float8,
+            args.compress,
         )
         bmt.init_parameters(self.model)
         self.optimizers = make_optimizers(self.model, args)

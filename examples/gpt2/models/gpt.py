@@ -45,6 +45,7 @@ class GPT(bmt.DistributedModule):
         tail_schedule: in a pipeline, compute the loss inside of it, by this schedule.
         context_parallel: whether tensor-parallel ranks share out the sequence in the layers, and not the weights.
         float8: whether the layers multiply in float8 (torchao). Tensor-parallel ranks then need ``context_parallel``.
+        compression: "int8" or "float8": how the layers' weights and gradients travel between ranks; None: as they are.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class GPT(bmt.DistributedModule):
         tail_schedule: str | None = None,
         context_parallel: bool = False,
         float8: bool = False,
+        compression: str | None = None,
     ):
         super().__init__()
         self.config = config
@@ -63,8 +65,9 @@ class GPT(bmt.DistributedModule):
         hidden, dtype = config.hidden_size, DTYPES[config.dtype]
         self.token_embedding = TokenEmbedding(config.vocab_size, hidden, dtype)
         self.position_embedding = PositionEmbedding(config.seq_len, hidden, dtype)
+        precision = bmt.MixedPrecision(compression=compression)
         layers = [
-            bmt.Block(GPTLayer(config, context_parallel, float8), use_checkpoint=use_checkpoint)
+            bmt.Block(GPTLayer(config, context_parallel, float8), use_checkpoint=use_checkpoint, precision=precision)
             for _ in range(config.num_layers)
         ]
         if bmt.config["pipe_size"] > 1:

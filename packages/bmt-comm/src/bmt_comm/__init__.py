@@ -3,7 +3,7 @@
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
-from . import nccl, process_group, store
+from . import nccl, packing, process_group, store
 from ._compat import not_compiled
 from ._version import __version__
 from .agreement import CallSequences, DisagreementError, agreement_time, check_agreement, note_step
@@ -94,6 +94,7 @@ __all__ = [
     "note_place",
     "note_scale",
     "note_step",
+    "packing",
     "planned_context",
     "print_block",
     "print_dict",

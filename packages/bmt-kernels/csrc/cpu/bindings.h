@@ -18,6 +18,7 @@ void bind_factored_averages(pybind11::module_& m);
 void bind_lamb(pybind11::module_& m);
 void bind_norms(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);
+void bind_packing(pybind11::module_& m);
 void bind_quantize(pybind11::module_& m);
 void bind_rounding(pybind11::module_& m);
 void bind_shared_memory(pybind11::module_& m);  // counter_set, counter_wait: on Linux only

@@ -8,6 +8,7 @@
 #include "cpu/lamb.h"
 #include "cpu/norms.h"
 #include "cpu/overflow.h"
+#include "cpu/packing.h"
 #include "cpu/quantize.h"
 
 namespace bmt {
@@ -22,6 +23,7 @@ struct Kernels {
   FactoredKernels factored;
   CrossEntropyKernels cross_entropy;
   LambKernels lamb;
+  PackKernels packing;
 };
 
 extern const Kernels kPortableKernels;

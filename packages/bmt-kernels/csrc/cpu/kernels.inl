@@ -14,10 +14,12 @@
 #include "cpu/factored.inl"
 #include "cpu/cross_entropy.inl"
 #include "cpu/lamb.inl"
+#include "cpu/packing.inl"
 
 // In the order of struct Kernels.
 #define BMT_KERNELS(variant_name)                                                                      \
   {                                                                                                    \
     variant_name, BMT_ADAM_KERNELS, BMT_NORM_KERNELS, BMT_OVERFLOW_KERNELS, BMT_QUANTIZE_KERNELS,      \
-        BMT_ADAM8BIT_KERNELS, BMT_FACTORED_KERNELS, BMT_CROSS_ENTROPY_KERNELS, BMT_LAMB_KERNELS        \
+        BMT_ADAM8BIT_KERNELS, BMT_FACTORED_KERNELS, BMT_CROSS_ENTROPY_KERNELS, BMT_LAMB_KERNELS,       \
+        BMT_PACK_KERNELS                                                                               \
   }

@@ -68,6 +68,7 @@ PYBIND11_MODULE(_cpu, m) {
   bind_lamb(m);
   bind_norms(m);
   bind_overflow(m);
+  bind_packing(m);
   bind_quantize(m);
   bind_rounding(m);
   bind_shared_memory(m);

@@ -17,6 +17,7 @@ from bmt_kernels.linear_cross_entropy import linear_cross_entropy, parallel_line
 from bmt_kernels.norms import PowerSum, power_sum, square_sums
 from bmt_kernels.offload import OffloadPipeline, OffloadRow, pinned_zeros
 from bmt_kernels.overflow import has_inf_or_nan
+from bmt_kernels.packing import pack_blocks, unpack_blocks
 from bmt_kernels.quantize import dequantize_blockwise, quantize_blockwise
 from bmt_kernels.reference.quantize import dynamic_map
 from bmt_kernels.rounding import round_stochastically
@@ -45,6 +46,7 @@ __all__ = [
     "lamb_moments",
     "lamb_update",
     "linear_cross_entropy",
+    "pack_blocks",
     "parallel_cross_entropy",
     "parallel_linear_cross_entropy",
     "pinned_zeros",
@@ -52,4 +54,5 @@ __all__ = [
     "quantize_blockwise",
     "round_stochastically",
     "square_sums",
+    "unpack_blocks",
 ]

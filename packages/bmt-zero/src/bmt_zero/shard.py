@@ -332,7 +332,7 @@ def _plan(
 
 def build_group(slots: Sequence[Slot], context: ParallelContext, options: Options) -> ParameterGroup:
     """Shard the parameters in ``slots``, the same objects."""
-    check_compression(options, context)
+    check_compression(options, context, slots)
     by_param = {id(slot.param): slot for slot in reversed(slots)}
     first = [slot for slot in slots if by_param[id(slot.param)] is slot]  # of each parameter
     if options.communicators is not None and (context.tp_size > 1 or options.stage_local):
@@ -363,7 +363,7 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
     return ParameterGroup(reducers, context, options, step_context(context), slots)
 
 
-def check_compression(options: Options, context: ParallelContext) -> None:
+def check_compression(options: Options, context: ParallelContext, slots: Sequence[Slot]) -> None:
     """Raise where communication cannot be compressed."""
     if options.precision.compression is None:
         return
@@ -372,6 +372,10 @@ def check_compression(options: Options, context: ParallelContext) -> None:
             "compression is of the all-gather of parameters and the reduce-scatter of gradients, and zero_level=0 "
             "has neither; choose zero_level 1, 2 or 3"
         )
+    for slot in slots:
+        if torch.float64 in (slot.param.dtype, options.precision.param_dtype):
+            dtype = options.precision.param_dtype or slot.param.dtype
+            raise ValueError(f"compression is for fp32, bf16 and fp16, and {slot.path!r} is {dtype}")
     if context.deterministic and options.precision.packs_gradients:
         raise ValueError(
             "deterministic=True gives the same bits on any number of ranks, and gradients that travel compressed are "

@@ -21,6 +21,7 @@ from bmt_kernels.reference.factored import (
 from bmt_kernels.reference.lamb import lamb_moments, lamb_update
 from bmt_kernels.reference.norms import power_sum
 from bmt_kernels.reference.overflow import has_inf_or_nan
+from bmt_kernels.reference.packing import pack_blocks, unpack_blocks
 from bmt_kernels.reference.quantize import dequantize_blockwise, dynamic_map, quantize_blockwise
 from bmt_kernels.reference.rounding import round_stochastically
 
@@ -39,7 +40,9 @@ __all__ = [
     "has_inf_or_nan",
     "lamb_moments",
     "lamb_update",
+    "pack_blocks",
     "power_sum",
     "quantize_blockwise",
     "round_stochastically",
+    "unpack_blocks",
 ]

@@ -1,0 +1,28 @@
+"""Numbers in 8 bits in one buffer, with their scales."""
+
+import sys
+
+import pytest
+import torch
+
+from bmt_comm import packing
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+@pytest.mark.parametrize("numel", [1, 255, 256, 1000])
+def test_numbers_come_back_from_a_buffer(kind, numel):
+    pytest.importorskip("bmt_kernels")
+    torch.manual_seed(0)
+    values, out = torch.randn(numel), torch.full((numel,), 2.0)
+    packed = torch.full((packing.packed_bytes(numel, 256),), 77, dtype=torch.uint8)
+    packing.pack(packed, values, kind, 256)
+    packing.unpack(out, packed, kind, 256, add=True)
+    for found, wanted in zip((out - 2.0).split(256), values.split(256)):
+        assert (found - wanted).abs().max() <= wanted.abs().max() / (254 if kind == "int8" else 27) + 1e-6
+    assert len(packed) % 16 == 0
+
+
+def test_without_kernels_the_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bmt_kernels", None)
+    with pytest.raises(RuntimeError, match="compressed communication needs bmt-kernels: pip install bmt-kernels"):
+        packing.kernels()

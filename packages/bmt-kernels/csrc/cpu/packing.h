@@ -1,0 +1,23 @@
+// What a variant offers for numbers that travel between ranks in 8 bits.
+#pragma once
+
+#include "common/table.h"
+
+namespace bmt {
+
+struct PackRow {
+  int64_t values;
+  int64_t numbers;  // 8 bits each
+  int64_t scales;   // fp32, one for each block
+  int64_t block;    // how many numbers share a scale
+  int64_t numel;
+};
+
+struct PackKernels {
+  // Blocks [first, last); [dtype of the values][in float8].
+  void (*pack[kDTypes][2])(const PackRow& row, int64_t first, int64_t last);
+  // The same; [dtype of the values][in float8][added to the values].
+  void (*unpack[kDTypes][2][2])(const PackRow& row, int64_t first, int64_t last);
+};
+
+}  // namespace bmt
