@@ -210,6 +210,36 @@ def test_layers_on_meta_copies_and_states(ctx: ParallelContext) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_model_of_hugging_face_under_the_wrapper(ctx: ParallelContext, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make(gathered: bool) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=50, max_position_embeddings=16, **sizes))
+        in_float8(model.model.layers, gathered)
+        return model.train()
+
+    plain, model = make(False), bmt_zero.BMTrainModelWrapper(make(True))
+    start = copy.deepcopy(plain.state_dict())
+    assert list(model.state_dict()) == list(start)
+    for step in range(5):
+        ids = [torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(2 * step + rank)) for rank in (0, 1)]
+        for each, mine in ((plain, ids), (model, [ids[ctx.rank]])):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            sum(each(input_ids=batch, labels=batch).loss / 2 for batch in mine).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    bmt_zero.save(model, tmp_path / "model.safetensors")
+    ctx.world.barrier()
+    loaded = make(False)
+    bmt_zero.load(loaded, tmp_path / "model.safetensors")
+    for name, wanted in plain.state_dict().items():
+        assert (model.state_dict()[name] - wanted).norm() <= 1e-5 * (wanted - start[name]).norm(), name
+        assert (loaded.state_dict()[name] - wanted).norm() <= 1e-5 * (wanted - start[name]).norm(), name
+
+
+@pytest.mark.ranks(2)
 def test_ranks_must_agree_on_float8(ctx: ParallelContext) -> None:
     layer = Layer()
     if ctx.rank == 0:

@@ -64,3 +64,23 @@ def test_owners_have_what_the_layout_says_and_together_what_was_allocated(ctx, t
 
     memory.draw(tmp_path / f"{ctx.rank}.svg")
     assert "optimizer state" in (tmp_path / f"{ctx.rank}.svg").read_text()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_that_wait_to_be_reduced_are_gradients(ctx, deterministic):
+    model = shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), zero_level=1)
+    [flat] = flats(model)
+    for param in model.parameters():
+        param.handle.reducer.has_fixed_order = deterministic
+    x, owned = torch.randn(3, WIDTH), []
+    with bmt.memory_timeline(model) as memory:
+        with bmt.no_sync(model):
+            model(x).square().mean().backward()
+            model(x)
+        owned.append(memory.samples[-1].bytes["gradients"])
+        model(x).square().mean().backward()
+    shards, unreduced = 4 * flat.shard.numel(), 4 * flat.layout.numel
+    # Zeros in .grad show whether they were zeroed since; sums in a fixed order are of this rank's shard.
+    assert owned == [2 * shards if deterministic else shards + unreduced]
+    assert memory.samples[-1].bytes["gradients"] == shards

@@ -113,8 +113,8 @@ class Communicator:
 
     With ``async_op`` a collective returns at once, and its result is there after ``wait`` of what it returns. Ranks may
     wait for several in different orders. A rank that waits needs the others to have called the collective, and, for
-    all-reduces of more than 256 KiB on the CPU, to come to a wait. On the CPU, 4096 may be in flight that some rank has
-    not waited for.
+    all-reduces of more than 256 KiB on the CPU and for all collectives over several hosts that share memory on each,
+    to come to a wait. On the CPU, 4096 may be in flight that some rank has not waited for.
 
     Ranks whose next collectives differ do not take each other's data: through shared memory all of them raise a
     RuntimeError that names both, and with gloo they time out. Collectives are the same if they have the same reduction

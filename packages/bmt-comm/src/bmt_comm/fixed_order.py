@@ -54,9 +54,14 @@ class TreeSum:
             value, self._partial[k] = earlier.add_(value), None
         self._partial.append(value)
 
+    @property
+    def partials(self) -> list[Tensor]:
+        """The sums of what has come; they are added up in the end."""
+        return [partial for partial in self._partial if partial is not None]
+
     def total(self) -> Tensor:
         """The sum; no more can be added."""
-        total, *earlier = [partial for partial in self._partial if partial is not None]
+        total, *earlier = self.partials
         for partial in earlier:
             total = partial.add_(total)
         self._partial = []

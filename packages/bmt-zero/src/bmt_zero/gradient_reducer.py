@@ -159,6 +159,15 @@ class GradientReducer:
         waits = self._accumulated is not None or bool(self._trees)
         return self.flat.options.level <= 1 and (self.no_sync or waits)
 
+    def waiting(self) -> Iterator[Tensor]:
+        """Gradients that are not in ``.grad``: not reduced yet, on the way, or waiting for the other ranks."""
+        found = [self._accumulated, self.partial, *self.undecided]
+        if self.pending is not None:
+            found += [self.pending.total, self.pending.reduced]
+        for tree in self._trees:
+            found += tree.partials
+        return (tensor for tensor in found if tensor is not None)
+
     def drop(self) -> None:
         """Forget what an interrupted backward has left."""
         reduction, self.pending = self.pending, None

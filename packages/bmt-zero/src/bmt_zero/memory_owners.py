@@ -1,4 +1,4 @@
-"""Which storages belong to parameters, to their gradients, and to what is unsharded."""
+"""Which storages belong to parameters, to their gradients (also unreduced ones), and to what is unsharded."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def owned_storages(params: Iterable[Tensor]) -> Iterator[tuple[str, torch.Untype
     for param in params:
         if param.grad is not None:
             yield "gradients", local_tensor(param.grad).untyped_storage()
+        handle = getattr(param, "handle", None)
+        for gradient in handle.reducer.waiting() if handle is not None else ():
+            yield "gradients", gradient.untyped_storage()  # at levels 2 and 3 that of unsharded parameters, lent
     for param in params:
         handle = getattr(param, "handle", None)
         if handle is not None:

@@ -77,8 +77,8 @@ def memory_timeline(
         print(memory.peak)
         memory.draw("memory.svg")
 
-    Activations are what autograd keeps for backward. Gradients that wait to be reduced, and results that nothing keeps,
-    have no owner: on CUDA they are in "other".
+    Activations are what autograd keeps for backward. Results that nothing keeps, and gradients of activations, have no
+    owner: on CUDA they are in "other".
 
     Args:
         model: whose modules and parameters are looked at.
