@@ -295,7 +295,7 @@ def optimizers(session: nox.Session) -> None:
 @summarized
 def frameworks(session: nox.Session) -> None:
     """In the loops of Lightning, Fabric, accelerate, Trainer and torchtitan; with layers of torchao; four minutes."""
-    needed = ["lightning", "torchtitan", "triton", "torchao"]
+    needed = ["lightning", "torchtitan>=0.3", "triton", "torchao"]
     install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS, *needed)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
