@@ -136,7 +136,8 @@ def lint(session: nox.Session) -> None:
     install(session, *OUR_NEEDS, "numpy", "safetensors", "ruff", "mypy", *TOOL_NEEDS)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("mypy", *[str(path) for path in sorted(ROOT.glob("packages/*/src/*"))])
+    examples = ["examples/gpt2", "examples/recipes"]
+    session.run("mypy", *[str(path) for path in sorted(ROOT.glob("packages/*/src/*"))], *examples)
     files = ["tests/test_versions.py", "tests/test_layering.py"]
     run_tests(session, "lint: versions, layering", "-q", "--noconftest", *files)
 

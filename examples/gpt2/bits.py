@@ -18,7 +18,7 @@ def token_bytes(tokenizer: Tokenizer) -> Tensor:
     """How many bytes of text each token id stands for: (V,). The end of a text stands for none."""
     # A byte-level vocabulary writes every byte as one character.
     tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
-    return torch.tensor([0 if token == END_OF_TEXT else len(token) for token in tokens])
+    return torch.tensor([0 if token is None or token == END_OF_TEXT else len(token) for token in tokens])
 
 
 def bits_per_byte(loss: float, num_tokens: float, num_bytes: float) -> float:

@@ -43,7 +43,7 @@ def generate(
     model.eval()
     context = bmt.config["topology"]
     generator = torch.Generator().manual_seed(seed)
-    ids = tokenizer.encode(prompt).ids or [tokenizer.token_to_id(END_OF_TEXT)]
+    ids = tokenizer.encode(prompt).ids or [tokenizer.token_to_id(END_OF_TEXT) or 0]
     for _ in range(num_tokens):
         seen = ids[-model.config.seq_len :]
         # Tensor-parallel ranks share out the sequence evenly; what comes after a position does not matter to it.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
+from bmt_comm import slice_of
 from models import GPT
 
 LEARNING_RATES = {
@@ -29,13 +30,13 @@ def make_optimizers(model: GPT, args: argparse.Namespace) -> list[torch.optim.Op
     """The optimizers that together step all parameters of the model, each parameter by one of them."""
     name, decay = args.optimizer, args.weight_decay
     if name == "galore":
-        matrices = bmt.optim.get_galore_param_groups(
+        projected = bmt.optim.get_galore_param_groups(
             model, decay, rank=args.galore_rank, update_proj_gap=args.galore_gap
         )
-        return [bmt.optim.GaLoreAdamW(matrices, betas=BETAS)]
+        return [bmt.optim.GaLoreAdamW(projected, betas=BETAS)]
     if name == "muon":
         # Of embeddings and of the head, a row belongs to a token: they are lists of vectors more than they are maps.
-        matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+        matrices = [p for p in model.layers.parameters() if len(slice_of(p).shape) >= 2]
         others = set(model.parameters()) - set(matrices)
         rest = parameter_groups((p for p in model.parameters() if p in others), decay)
         return [

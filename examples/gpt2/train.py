@@ -32,7 +32,7 @@ from metrics import Metrics, peak_memory, plot
 from models import GPT
 from optimizers import make_optimizers
 
-SCHEDULES = {
+SCHEDULES: dict[str, Callable[..., bmt.lr_scheduler.WarmupLRScheduler]] = {
     "cosine": bmt.lr_scheduler.Cosine,
     "linear": bmt.lr_scheduler.Linear,
     "noam": bmt.lr_scheduler.Noam,
@@ -127,7 +127,7 @@ class Trainer:
         """The length of the text that is predicted in sequences (B, S + 1)."""
         return int(self.token_bytes[sequences[:, 1:]].sum())
 
-    def train_step(self) -> tuple[Tensor, int, Tensor, bool]:
+    def train_step(self) -> tuple[Tensor, int, Tensor, bool | None]:
         """Take one step; or skip it, if a gradient on any rank is not finite.
 
         Returns:
@@ -219,8 +219,8 @@ class Trainer:
                 if args.roll_back:
                     self.roll_back()
             elif self.step % args.log_interval == 0 or is_last:
-                *means, mean_bytes = bmt.sum_loss(torch.cat([losses, losses.new_tensor([num_bytes])])).unbind()
-                mean_loss, mean_bytes = bmt.tree_sum(means).item() / args.accumulation, mean_bytes.item()
+                *means, last = bmt.sum_loss(torch.cat([losses, losses.new_tensor([num_bytes])])).unbind()
+                mean_loss, mean_bytes = bmt.tree_sum(means).item() / args.accumulation, last.item()
                 tokens = self.sequences_per_step * args.config.seq_len
                 metrics.write({
                     "step": self.step,

@@ -44,11 +44,12 @@ class ShardedTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the ordinary weights, which ``from_pretrained`` loads; all ranks must call this."""
-        folder = Path(output_dir or self.args.output_dir)
+        model: Any = self.model
+        folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
-        bmt.save(self.model, folder / "model.safetensors")
+        bmt.save(model, folder / "model.safetensors")
         if bmt.rank() == 0:
-            self.model.config.save_pretrained(folder)
+            model.config.save_pretrained(folder)
 
 
 def main() -> None:

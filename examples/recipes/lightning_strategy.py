@@ -62,7 +62,8 @@ class Autoencoder(LightningModule):
 
 
 def main() -> None:
-    data = DataLoader(torch.randn(256, 32, generator=torch.Generator().manual_seed(0)), batch_size=8)
+    rows: Any = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(rows, batch_size=8)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = Trainer(devices=ranks, strategy=ShardedStrategy(), max_epochs=2, logger=False, enable_checkpointing=False)
     trainer.fit(Autoencoder(), data)

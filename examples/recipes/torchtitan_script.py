@@ -44,9 +44,9 @@ class CausalAttention(nn.Module):
     """In the place of torchtitan's flex attention, which has no backward on CPU. Tensors are (B, S, heads, size)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **options: Any) -> Tensor:
-        heads = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         gqa = options.get("enable_gqa", False)
-        return F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=gqa).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa).transpose(1, 2)
 
 
 def build(layers: int = 2) -> nn.Module:
@@ -57,7 +57,7 @@ def build(layers: int = 2) -> nn.Module:
     model: nn.Module = config.build()
     model.init_states(buffer_device=torch.device("cpu"))  # type: ignore[operator]
     if not torch.cuda.is_available():
-        for layer in model.layers.values():  # type: ignore[operator,union-attr]
+        for layer in model.layers.values():  # type: ignore[operator]
             layer.attention.inner_attention = CausalAttention()
     return model
 

@@ -37,7 +37,7 @@ class ExpertFeedForward(bmt.DistributedModule):
         self.down = self.packed((held, hidden_size, inner), out_std, dtype)
 
     @staticmethod
-    def packed(shape: tuple[int, int, int], std: float, dtype: torch.dtype | None) -> bmt.DistributedParameter:
+    def packed(shape: tuple[int, int, int], std: float, dtype: torch.dtype | None) -> torch.nn.Parameter:
         """A weight of this tensor-parallel rank's experts."""
         initializer = bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=std)
         weight = torch.empty(shape, dtype=dtype, device="meta")

@@ -1,5 +1,7 @@
 """Linear maps, which tensor-parallel ranks share out: one by its outputs, the next by its inputs."""
 
+from typing import Any
+
 import torch
 
 import bmtrain as bmt
@@ -55,5 +57,6 @@ def initialize_as_gpt2(layer: torch.nn.Module, std: float) -> None:
     """Let ``bmt.init_parameters`` draw weights from a normal distribution, and begin with biases of 0."""
     initializers = {"weight": bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=std)}
     initializers["bias"] = bmt.ParameterInitializer(torch.nn.init.zeros_)
+    param: Any
     for name, param in layer.named_parameters():
         param.init_method = initializers[name]

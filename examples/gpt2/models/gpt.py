@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Literal
+
+from torch import Tensor, nn
 
 import bmtrain as bmt
 from layers import Attention, ExpertFeedForward, FeedForward, LayerNorm, PositionEmbedding, TokenEmbedding, dropout
@@ -21,6 +23,7 @@ class GPTLayer(bmt.DistributedModule):
         self.attention_norm = LayerNorm(hidden, dtype=dtype)
         self.attention = Attention(hidden, config.num_heads, config.dropout, out_std, dtype, context_parallel, float8)
         self.feedforward_norm = LayerNorm(hidden, dtype=dtype)
+        self.feedforward: nn.Module
         if config.num_experts:
             self.feedforward = ExpertFeedForward(hidden, config.num_experts, config.dropout, out_std, dtype)
         else:
@@ -56,7 +59,7 @@ class GPT(bmt.DistributedModule):
         tail_schedule: str | None = None,
         context_parallel: bool = False,
         float8: bool = False,
-        compression: str | None = None,
+        compression: Literal["int8", "float8"] | None = None,
     ):
         super().__init__()
         self.config = config
@@ -70,6 +73,7 @@ class GPT(bmt.DistributedModule):
             bmt.Block(GPTLayer(config, context_parallel, float8), use_checkpoint=use_checkpoint, precision=precision)
             for _ in range(config.num_layers)
         ]
+        self.layers: bmt.PipelineTransformerBlockList | bmt.TransformerBlockList
         if bmt.config["pipe_size"] > 1:
             self.layers = bmt.PipelineTransformerBlockList(layers, interleave=interleave, tail_schedule=tail_schedule)
         else:
