@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bmt_comm import select_rows, slice_of
+from bmt_comm import Communicator, select_rows, slice_of
 from bmt_zero import Block, DistributedParameter
 from bmt_zero.shard import group_of
 
@@ -52,6 +54,14 @@ def assert_same_parameters(model: nn.Module, plain: nn.Module, tolerance: float 
         torch.testing.assert_close(param.detach(), rows_of(expected[name].detach(), param), atol=tolerance, rtol=1e-5)
 
 
+def compare_updates(model: nn.Module, plain: nn.Module, start: Sequence[Tensor], tolerance: float = 1e-5) -> None:
+    """This rank's rows have moved as those of the plain model have, whose parameters were ``start``."""
+    for (name, param), expected, before in zip(model.named_parameters(), plain.parameters(), start, strict=True):
+        wanted = rows_of(expected.detach() - before, param)
+        error = (param.detach() - rows_of(before, param) - wanted).norm()
+        assert error <= tolerance * (expected.detach() - before).norm(), f"{name}: {error} of {wanted.norm()}"
+
+
 def total(loss: Tensor) -> float:
     """The sum over ranks of a loss."""
     loss = loss.detach().clone()
@@ -60,8 +70,17 @@ def total(loss: Tensor) -> float:
 
 
 def space(block: Block) -> int:
-    """Bytes of gathered parameters that a Block holds."""
-    return sum(f.unsharded.untyped_storage().nbytes() for f in group_of(block).flats if not f.is_shard)
+    """Bytes of unsharded parameters that this rank holds for a Block, beside what all ranks share."""
+    flats = [f for f in group_of(block).flats if not f.is_shard and not f.is_shared]
+    return sum(f.unsharded.untyped_storage().nbytes() for f in flats)
+
+
+@contextlib.contextmanager
+def own_memory() -> Iterator[None]:
+    """Within (or for a test that it decorates), each rank gathers parameters in memory of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "shared_vector", lambda *_: None)
+        yield
 
 
 def write_data(model: nn.Module, plain: nn.Module, seed: int) -> None:

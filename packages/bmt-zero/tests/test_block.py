@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from block_helpers import (
     assert_same_gradients,
     assert_same_parameters,
+    own_memory,
     pair,
     seeded,
     space,
@@ -191,6 +192,7 @@ def test_forward_runs_again_in_backward_only_under_checkpointing(ctx, level):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("level", [2, 3])
+@own_memory()
 def test_full_parameters_are_freed_when_they_should_be(ctx, level, checkpointing):
     blocks = TransformerBlockList([Block(nn.Linear(5, 5), checkpointing, level) for _ in range(3)])
     whole = 4 * group_of(blocks[0]).flats[0].layout.numel
@@ -208,6 +210,7 @@ def test_full_parameters_are_freed_when_they_should_be(ctx, level, checkpointing
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checkpointing", [False, True])
+@own_memory()
 def test_level_3_never_holds_more_than_two_blocks_in_backward(ctx, checkpointing):
     blocks = TransformerBlockList([Block(nn.Linear(5, 5), checkpointing, 3) for _ in range(5)])
     held = []

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from block_helpers import assert_same_gradients, rows_of, seeded, space
+from block_helpers import assert_same_gradients, own_memory, rows_of, seeded, space
 from torch import nn
 
 from bmt_comm import Communicator
@@ -118,6 +118,7 @@ class Counted:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checkpointing", [False, True])
+@own_memory()
 def test_collectives_per_step(ctx, checkpointing):
     expected = {
         3: {"all_gather": 4 * 2 - 1, "reduce_scatter": 4},  # the last one is kept from forward to backward
@@ -140,6 +141,7 @@ def test_collectives_per_step(ctx, checkpointing):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checkpointing", [False, True])
+@own_memory()
 def test_accumulation_at_level_1_gathers_once_and_reduces_once(ctx, checkpointing):
     blocks = TransformerBlockList([Block(nn.Linear(5, 5), checkpointing, 1) for _ in range(3)])
     optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
@@ -157,6 +159,7 @@ def test_accumulation_at_level_1_gathers_once_and_reduces_once(ctx, checkpointin
 
 
 @pytest.mark.ranks(2)
+@own_memory()
 def test_the_next_layer_is_gathered_while_one_computes(ctx):
     blocks = TransformerBlockList([nn.Linear(5, 5) for _ in range(4)])
     held = []

@@ -187,12 +187,12 @@ def with_fault(fault, victim, rank):
     """``GradientReducer.reduce``, with a fault in the gradients of one parameter."""
     reduce, micro_steps = GradientReducer.reduce, itertools.count()
 
-    def broken(reducer, grads, needed):
+    def broken(reducer, grads, needed, *target):
         grads = [
             fault(grad, rank, next(micro_steps)) if param is victim and grad is not None else grad
             for param, grad in zip(reducer.flat.params, grads, strict=True)
         ]
-        reduce(reducer, grads, needed)
+        reduce(reducer, grads, needed, *target)
 
     return broken
 

@@ -30,6 +30,7 @@ from .hosts import HostsCollectives, connect
 from .journal import Journal, begin_wait, end_wait, journals, waits
 from .operation import Operation, describe
 from .shared_memory import SharedMemoryCollectives
+from .shared_vector import make_shared_vector
 from .watch import explained
 from .work import DONE, Pending, Work
 
@@ -215,6 +216,30 @@ class Communicator:
                 _host_collectives[self.group] = connected
         return isinstance(self._on_host, SharedMemoryCollectives)
 
+    @_compat.not_compiled
+    def shared_vector(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A vector of zeros in memory that all ranks share: each sees what the others write. Every rank must call this.
+
+        :meth:`barrier` tells that all have written, or read. The memory is free when the tensors of all ranks are gone.
+        None on every rank where the ranks do not share memory.
+        """
+        on_host = self._on_host if self.size > 1 and self.device.type == "cpu" else None
+        return make_shared_vector(self, numel, dtype) if isinstance(on_host, SharedMemoryCollectives) else None
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised vector to be the ``src`` of one :meth:`reduce_scatter`; no view of it is valid afterwards.
+
+        Where ranks share memory, it lies there, and the others read it without a copy.
+        """
+        on_host = self._on_host if self.size > 1 and self.device.type == "cpu" else None
+        vector = on_host.empty(numel, dtype) if isinstance(on_host, SharedMemoryCollectives) else None
+        return torch.empty(numel, dtype=dtype, device=self.device) if vector is None else vector
+
+    def discard(self, vector: Tensor) -> None:
+        """A vector that :meth:`empty` has made will not be reduced."""
+        if self.size > 1 and isinstance(self._on_host, SharedMemoryCollectives):
+            self._on_host.discard(vector)
+
     @property
     def shares_within_hosts(self) -> bool:
         """Whether the ranks are on several hosts, and those of each share memory (see :meth:`share_memory`)."""
@@ -271,7 +296,8 @@ class Communicator:
         """Reduce ``src`` over the ranks and keep this rank's part of the result in ``out``.
 
         ``src`` (size × numel) and ``out`` (numel) are contiguous and do not overlap. On CPU ``src`` must
-        stay unchanged until ``wait``. They have one dtype; that of ``out`` may be another one for ``TREE_SUM``.
+        stay unchanged until ``wait``; one that :meth:`empty` has made is not to be used afterwards, either. They have
+        one dtype; that of ``out`` may be another one for ``TREE_SUM``.
         """
         check_op(op, src)
         self._check_contiguous(out=out, src=src)
@@ -406,12 +432,23 @@ class Communicator:
         return self._finish_now(Pending(works, None, (sends, recvs)), async_op, operation, peers)
 
     @_compat.not_compiled
-    def barrier(self) -> None:
-        """Return once every rank has called this."""
-        if self.size > 1:
-            token = torch.zeros(1, device=self.device)
-            self.all_reduce(token)
-            token.item()  # on CUDA: until the device has done it
+    def barrier(self, async_op: bool = False, label: str = "") -> Work:
+        """Return, or ``wait``, once every rank has called this.
+
+        On CUDA, ``wait`` of an asynchronous one lets the stream wait, and not the host.
+        """
+        if self.size == 1:
+            return DONE
+        self._count("barrier", self.size - 1)
+        tokens = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+        operation = self._begin("barrier", "", tokens, label)
+        if self.device.type == "cpu":
+            chunks = list(tokens.split(1))
+            return self._finish_now(self._on_host.all_gather(chunks, chunks[self.rank], operation), async_op, operation)
+        work = dist.all_reduce(tokens, group=self.group, async_op=async_op)
+        if not async_op:
+            tokens[0].item()  # until the device has done it
+        return self._finish_now(work, async_op, operation)
 
     def wait_for(self, work: Work, name: str) -> None:
         """Wait for ``work``, which needs all ranks, as for a collective of this name."""

@@ -60,7 +60,10 @@ class PlannedCommunicator(Communicator):
             self._count("send", tensor.nbytes)
         return DONE
 
-    def barrier(self) -> None:
+    def barrier(self, async_op: bool = False, label: str = "") -> Work:
+        return DONE
+
+    def shared_vector(self, numel: int, dtype: torch.dtype) -> None:
         return None
 
     def all_gather_object(self, obj: Any) -> list[Any]:

@@ -48,6 +48,14 @@ class Exchange(Protocol):
 
     def try_send(self, parts: Sequence[Tensor], operation: int, name: bytes) -> bool: ...
 
+    def reserve(self, size: int) -> int | None: ...
+
+    def reserved(self, place: int, dtype: torch.dtype) -> Tensor: ...
+
+    def send_reserved(self, place: int, operation: int, name: bytes) -> bool: ...
+
+    def give_back(self, place: int) -> None: ...
+
     def receive(self, sizes: Sequence[int | None], dtype: torch.dtype, operation: int, name: bytes) -> list[Tensor]: ...
 
     def release(self) -> None: ...
@@ -67,6 +75,7 @@ class _Piece:
         dtype: of all of it.
         read: called with the ranks' messages as vectors.
         needs: how many pieces of the collective must have been read before ``parts`` are what is to be sent.
+        place: where what this rank sends lies already, in place of ``parts``.
         number, name: of the operation; ranks compare them.
     """
 
@@ -75,6 +84,7 @@ class _Piece:
     dtype: torch.dtype
     read: Callable[[list[Tensor]], None]
     needs: int = 0
+    place: int | None = None
     number: int = 0
     name: bytes = b""
 
@@ -102,6 +112,24 @@ class SharedMemoryCollectives:
         self.direct = direct
         self._order = _Order()
         self._whole, self._pieces = _Lane(whole, self._order), _Lane(pieces, self._order)
+        self._exchange = whole
+        self._places: dict[int, int] = {}  # of the vectors that :meth:`empty` has made, by their addresses
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A vector for one :meth:`reduce_scatter`, which sends it without a copy; None: it would be too large."""
+        size = numel * dtype.itemsize
+        place = self._exchange.reserve(size) if 0 < size <= _LARGEST_BYTES else None
+        if place is None:
+            return None
+        vector = self._exchange.reserved(place, dtype)
+        self._places[vector.data_ptr()] = place
+        return vector
+
+    def discard(self, vector: Tensor) -> None:
+        """A vector of :meth:`empty` will not be reduced."""
+        place = self._places.pop(vector.data_ptr(), None)
+        if place is not None:
+            self._exchange.give_back(place)
 
     def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
         if mine.nbytes > _LARGEST_BYTES:
@@ -111,7 +139,9 @@ class SharedMemoryCollectives:
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
         if chunks[0].nbytes * (self.size - 1) > _LARGEST_BYTES:
             return self._by_messages().reduce_scatter(out, chunks, op, operation)
-        return self._whole.start([self._reduce(out, chunks, op)], operation)
+        place = self._places.pop(chunks[0].data_ptr(), None)
+        piece = self._reduce(out, chunks, op) if place is None else self._reduce_there(out, chunks, op, place)
+        return self._whole.start([piece], operation)
 
     def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
         if flat.nbytes > _LARGEST_BYTES:
@@ -231,6 +261,19 @@ class SharedMemoryCollectives:
         parts[self.rank] = mine.clone() if self.rank > 1 and out.data_ptr() == mine.data_ptr() else mine
         combine(out, parts, op)
 
+    def _reduce_there(self, out: Tensor, chunks: Sequence[Tensor], op: str, place: int) -> _Piece:
+        """As :meth:`_reduce` does, of chunks that lie in the memory that others read."""
+        sizes = [sum(chunk.nbytes for chunk in chunks)] * self.size
+        sizes[self.rank] = 0
+        before, mine = sum(chunk.numel() for chunk in chunks[: self.rank]), chunks[self.rank]
+
+        def read(messages: list[Tensor]) -> None:
+            parts = [message[before : before + mine.numel()] for message in messages]
+            parts[self.rank] = mine
+            combine(out, parts, op)
+
+        return _Piece([], sizes, mine.dtype, read, place=place)
+
     def _reduce_all(self, flat: Tensor, op: str) -> _Piece:
         """Every rank sends everything to all."""
         sizes = [flat.nbytes] * self.size
@@ -346,9 +389,14 @@ class _Lane:
     def _send_ahead(self) -> None:
         while self._unsent:
             piece = self._unsent[0]
-            if piece.needs > self._read or not self._exchange.try_send(piece.parts, piece.number, piece.name):
+            if piece.needs > self._read or not self._try_send(piece):
                 return
             self._unsent.popleft()
+
+    def _try_send(self, piece: _Piece) -> bool:
+        if piece.place is not None:
+            return self._exchange.send_reserved(piece.place, piece.number, piece.name)
+        return self._exchange.try_send(piece.parts, piece.number, piece.name)
 
 
 _OBSTACLES = (

@@ -63,6 +63,9 @@ class SharedMemoryExchange:
     All processes send and receive the same number of messages, in the same order. There is room for 4096 messages, and
     ``capacity`` bytes, that some process has not received.
 
+    A message that is large is better written where it will lie: :meth:`reserve` gives a place for it,
+    :meth:`send_reserved` sends it from there without a copy.
+
     A message may carry the number and the name of the operation that it belongs to. Each process compares those of the
     others with its own. That of an empty message, which is not waited for, is compared once it is there.
 
@@ -103,7 +106,8 @@ class SharedMemoryExchange:
         self._counter_set, self._counter_wait = _native.cpu_module.counter_set, _native.cpu_module.counter_wait
         self._sent = self._received = 0
         self._in_use: deque[tuple[int, int, int]] = deque()  # numbers of messages, and where they begin and end
-        self._taken: list[tuple[int, int]] = []  # where these begin and end, in the order of places
+        self._taken: list[tuple[int, int]] = []  # where these and reserved places begin and end, in their order
+        self._reserved: dict[int, int] = {}  # bytes of the places that are reserved, by where they begin
         # Of empty messages that were not there yet: by rank, their numbers, and the operations they must belong to.
         self._uncompared: dict[int, deque[tuple[int, int, bytes]]] = {}
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
@@ -181,18 +185,55 @@ class SharedMemoryExchange:
         place = self._free_place(size)
         if place is None:
             return False
-        own, number, begin = self._memories[self.rank], self._sent + 1, place
+        own, begin = self._memories[self.rank], place
         for part in parts:
             nbytes = part.nbytes
             own.message(begin, nbytes, part.dtype).copy_(part)
             begin += nbytes
-        own.describe(self._entry(number), place, size, number, operation, _padded(name))
-        end = place + _pages(size)
-        self._in_use.append((number, place, end))
-        bisect.insort(self._taken, (place, end))
+        bisect.insort(self._taken, (place, place + _pages(size)))
+        self._publish(place, size, operation, name)
+        return True
+
+    def _publish(self, place: int, size: int, operation: int, name: bytes) -> None:
+        """Send what lies at a place."""
+        number = self._sent + 1
+        self._memories[self.rank].describe(self._entry(number), place, size, number, operation, _padded(name))
+        self._in_use.append((number, place, place + _pages(size)))
         self._sent = number
         self._set(_SENT, number)
+
+    def reserve(self, size: int) -> int | None:
+        """A place where a message of ``size`` bytes can be written, and sent by :meth:`send_reserved`.
+
+        None: there is no room. Its memory stays this process's.
+        """
+        self._check_size(size)
+        place = self._free_place(size)
+        if place is not None:
+            bisect.insort(self._taken, (place, place + _pages(size)))
+            self._reserved[place] = size
+            self._kept = max(self._kept, place + _pages(size))
+        return place
+
+    def reserved(self, place: int, dtype: torch.dtype) -> Tensor:
+        """What lies at a reserved place, a vector of ``dtype``. It may be written until it is sent."""
+        return self._memories[self.rank].message(place, self._reserved[place], dtype)
+
+    def send_reserved(self, place: int, operation: int = 0, name: bytes = b"") -> bool:
+        """Send what was written at a reserved place; whether there was room in the table of messages.
+
+        The place may have another message after all processes have received this one.
+        """
+        if len(self._in_use) == _MOST_MESSAGES:
+            self._free_places()
+            if len(self._in_use) == _MOST_MESSAGES:
+                return False
+        self._publish(place, self._reserved.pop(place), operation, name)
         return True
+
+    def give_back(self, place: int) -> None:
+        """A reserved place will not be used."""
+        self._taken.remove((place, place + _pages(self._reserved.pop(place))))
 
     def receive(
         self, sizes: Sequence[int | None], dtype: torch.dtype, operation: int = 0, name: bytes = b""
@@ -273,8 +314,8 @@ class SharedMemoryExchange:
         if size > self.capacity:
             raise ValueError(f"a message of {size} bytes is larger than the capacity of {self.capacity}")
 
-    def _free_place(self, size: int) -> int | None:
-        """The first place for a message, when those that all processes have received are gone."""
+    def _free_places(self) -> None:
+        """Forget the messages that all processes have received."""
         while self._in_use and self._all_have_received(self._in_use[0][0]):
             _, begin, end = self._in_use.popleft()
             self._taken.remove((begin, end))
@@ -283,6 +324,10 @@ class SharedMemoryExchange:
                 self._kept = max(self._kept, min(end, (_KEPT - others) // _PAGE * _PAGE))
                 if end > self._kept:
                     self._memories[self.rank].give_back(max(begin, self._kept), end)
+
+    def _free_place(self, size: int) -> int | None:
+        """The first place for a message, when those that all processes have received are gone."""
+        self._free_places()
         if len(self._in_use) == _MOST_MESSAGES:
             return None
         size, cursor = _pages(size), 0

@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from bmt_comm import CallSequences, ParallelContext, begin_backward, forget_scale, not_compiled
+from bmt_comm import CallSequences, Communicator, ParallelContext, begin_backward, forget_scale, not_compiled
 
 from .gradient_reducer import GradientReducer, UseAgreement
+from .gradient_target import GradientTarget
 from .parameter_group import ParameterGroup
 
 
@@ -85,6 +86,7 @@ class StepContext:
         self._adding: dict[GradientReducer, None] = {}  # whose sums over micro-batches have not ended
         self._prefetched: dict[ParameterGroup, bool] = {}  # whether they are kept until they are used
         self.use = UseAgreement()
+        self._read: dict[Communicator, None] = {}  # whose ranks' memory this one computes with
         self._nested = 0
         self.splits_backward = False
         self.part = BackwardPart.ALL
@@ -101,12 +103,31 @@ class StepContext:
         for comm in group.unsharding_communicators if current_backward() is None else group.communicators:
             self.sequences.add(comm, group.label)
 
+    def begin_use(self, group: ParameterGroup) -> None:
+        """This rank computes with parameters of ``group`` from now on."""
+        for flat in group.flats:
+            if flat.is_shared:
+                self._read[flat.shard_comm] = None
+
+    def end_use(self) -> None:
+        """Nothing is computed any more: meet the ranks that share memory, so that all may write to parameters.
+
+        In a pipeline other micro-batches follow.
+        """
+        if not self._read or self.calls or self._passes or self._nested:
+            return
+        read, self._read = self._read, {}
+        for comm in sorted(read, key=lambda comm: comm.ranks):
+            comm.barrier(label="the end of a forward or backward pass")
+
     # --- forward ----------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """A call begins: forget calls that ended with an exception without a hook."""
         while self.calls and not _is_running(self.calls[-1].frame):
             self.calls.pop().abandon()
+        if not self.calls and current_backward() is None:
+            self.end_use()  # of one that an exception has ended
 
     def end_forward(self, call: Any) -> None:
         """A call ends, and all calls within it."""
@@ -135,6 +156,7 @@ class StepContext:
     def enter(self, group: ParameterGroup) -> None:
         """``group`` takes part in the backward pass that is running."""
         self.begin_pass()[group] = None
+        self.begin_use(group)
 
     def begin_pass(self) -> dict[ParameterGroup, None]:
         """The groups that take part in the backward pass that is running, which begins with the first call of this."""
@@ -164,6 +186,7 @@ class StepContext:
             if not self._nested:
                 self.use.settle()
                 self.sequences.compare()
+            self.end_use()
 
     def _end_sums(self) -> None:
         """A backward pass has ended, and outside of ``no_sync`` the sums in a fixed order."""
@@ -189,6 +212,7 @@ class StepContext:
             raise
         finally:
             self._nested -= 1
+        self.end_use()
 
     @contextmanager
     def computing(self, part: BackwardPart) -> Iterator[None]:
@@ -208,11 +232,15 @@ class StepContext:
         finally:
             self.splits_backward = before
 
-    def reduce(self, work: Sequence[tuple[GradientReducer, Sequence[Tensor | None]]], needed: bool) -> None:
+    def reduce(
+        self,
+        work: Sequence[tuple[GradientReducer, Sequence[Tensor | None], GradientTarget | None]],
+        needed: bool,
+    ) -> None:
         """Start to reduce gradients, one for each parameter of a reducer; see :meth:`GradientReducer.reduce`."""
         self.finish_reductions()
-        for reducer, grads in work:
-            reducer.reduce(grads, needed)
+        for reducer, grads, target in work:
+            reducer.reduce(grads, needed, target)
             self._reducing.append(reducer)
 
     def finish_reductions(self) -> None:

@@ -8,8 +8,17 @@
                    valid. Where one rank holds everything, it is ``shard``. At level 1 its storage is never released,
                    and ``shard`` is a part of it, unless numbers are rounded on the way to it.
 
-    Gradients are reduced from a flat buffer, too. At levels 2 and 3 they borrow the storage of ``unsharded``: at that
-    point of backward the parameters are not needed any more.
+    Gradients are reduced from a flat buffer, too. At levels 2 and 3 they borrow the storage of ``unsharded`` if it is
+    released: at that point of backward the parameters are not needed any more.
+
+[Note: memory that ranks share]
+    Where the ranks of the shard group share memory (CPU ranks of one host), ``unsharded`` is one buffer for all of
+    them, and ``shard`` this rank's part of it: nothing is gathered, released or held twice. To unshard is to wait until
+    all ranks have begun to, and so have written their parts. Nobody may write again before the others have computed:
+    ranks meet when a forward or a backward pass ends (``StepContext.end_use``).
+
+    With parameters that are rounded for computation, ``unsharded`` is shared at levels 1 and 2, and ``shard`` is apart;
+    at level 3 the rounded parameters of the whole model would take memory that level 3 is to save.
 
 [Note: streams]
     On CUDA, the collectives of a flat parameter and the storage of ``unsharded`` belong to one side stream. Before that
@@ -103,6 +112,8 @@ class FlatParameter:
         self._borrower: Callable[[], object] | None = None  # returns the storage of ``unsharded``
         self.label = ""  # names the collectives
         self.names: list[str] = []  # of the parameters
+        self.is_shared = False  # whether ``unsharded`` is one buffer for all ranks
+        self._may_share = False  # whether it is to be found out
         self.use_storage(shard)
 
     # --- storage ----------------------------------------------------------------------------------
@@ -121,6 +132,14 @@ class FlatParameter:
         self.releases = not self.is_shard and not is_kept
         packs = self.allocate and not self.is_shard and shard.is_floating_point() and self.float8 is None
         self.compression = self.options.precision.packs_parameters if packs else None
+        self.is_shared = False
+        self._may_share = (
+            self.allocate
+            and not self.is_shard
+            and self.float8 is None
+            and self.compression is None
+            and not (self.casts and self.options.level == 3)
+        )
         self.shard = self.unsharded = shard
         if not self.is_shard:
             with on_stream(self.stream if self.releases else None):
@@ -128,17 +147,41 @@ class FlatParameter:
             if is_kept and not self.casts and self.compression is None:
                 self.shard = self._own_part(self.unsharded)
                 self.shard.copy_(shard)
+        self._follow_unsharded()
+        if self.releases:
+            self._storage.resize_(0)
+        self._bind_parameters()
+
+    def _follow_unsharded(self) -> None:
+        """``unsharded`` has new storage."""
         self._storage = self.unsharded.untyped_storage()
         self._bytes = self._storage.nbytes()
         self._templates = self._make_templates()  # while the storage is there: set_ would grow it otherwise
-        if self.releases:
-            self._storage.resize_(0)
+
+    def _bind_parameters(self) -> None:
+        """Let the parameters be views of ``shard``."""
         for param, view in zip(self.params, self.local_views(self.shard), strict=True):
             grad, param.grad = param.grad, None
             param.data = view
             if grad is not None:  # moved to another device or dtype
-                param.grad = sharded_gradient(local_rows(grad).to(shard.device, shard.dtype), param)
+                param.grad = sharded_gradient(local_rows(grad).to(view.device, view.dtype), param)
         self._places = self._places_now()
+
+    def _share_memory(self) -> None:
+        """Move ``unsharded`` to memory that the ranks share, if they do; a collective. See [Note: memory that ranks
+        share]."""
+        self._may_share = False
+        shared = self.shard_comm.shared_vector(self.layout.numel, self.unsharded.dtype)
+        if shared is None:
+            return
+        self.is_shared, self.releases = True, False
+        self.unsharded = shared
+        self._follow_unsharded()
+        if not self.casts:
+            own = self._own_part(shared)
+            own.copy_(self.shard.data)
+            self.shard = own
+            self._bind_parameters()
 
     def drop_storage(self) -> None:
         """Release all memory now, because reference cycles would keep it until Python's garbage collector runs.
@@ -220,9 +263,14 @@ class FlatParameter:
         views = [template.data for template in self._templates]
         return views if self.float8 is None else self.float8.tensors(views, self.dtype)
 
+    @property
+    def is_temporary(self) -> bool:
+        """Whether the values of ``unsharded`` are there only while parameters are unsharded."""
+        return self.releases or (self.is_shared and self.options.level > 1)
+
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in storage that is released when the parameters are resharded."""
-        return self.releases and tensor.untyped_storage()._cdata == self._storage._cdata
+        """Whether a tensor has values that may go when the parameters are resharded."""
+        return self.is_temporary and tensor.untyped_storage()._cdata == self._storage._cdata
 
     # --- transitions ------------------------------------------------------------------------------
 
@@ -234,6 +282,9 @@ class FlatParameter:
         version = sum([param._version for param in self.params])
         if self.state is not State.SHARDED and self._version == version:
             return
+        if self._may_share:
+            self._share_memory()
+            version = sum([param._version for param in self.params])
         if self._borrower is not None:
             self._borrower()
         self.wait()
@@ -253,7 +304,10 @@ class FlatParameter:
                     unsharded, own = unsharded.view(torch.uint8), own.view(torch.uint8)
                 elif own.data_ptr() != self.shard.data_ptr():
                     own.copy_(self.shard.data)
-                self._work = comm.all_gather(unsharded, own, async_op=on_cpu, label=self.label)
+                if self.is_shared:
+                    self._work = comm.barrier(async_op=True, label=self.label)
+                else:
+                    self._work = comm.all_gather(unsharded, own, async_op=on_cpu, label=self.label)
             self._arrived = record_event(self.stream)
         self.state = State.UNSHARDING
         self._version = version
@@ -276,7 +330,7 @@ class FlatParameter:
             with named_range("reshard", self.label):
                 self.let_side_stream_wait()  # for what the compute stream has yet to read
                 self._storage.resize_(0)
-        if self.state is State.UNSHARDED:
+        if self.state is State.UNSHARDED and not self.is_shared:  # until the next computation nobody writes
             self.state = State.SHARDED
 
     def lend_storage(self, give_back: Callable[[], object]) -> Tensor | None:

@@ -71,6 +71,7 @@ class UnshardHandle:
                 views = Call(hooks).enter() if torch.is_grad_enabled() else group.views()
                 # Copies, because autograd may save them: the storage of the views is released before backward.
                 group.show([view.clone() for view in views])
+                group.step.end_use()
 
 
 class FSDPModule:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from bmt_comm import TREE_SUM, Communicator, TreeSum, Work, current_context, named_range
 
 from .flat_parameter import FlatParameter, on_stream, record_event, wait_event
+from .gradient_target import Filled, GradientTarget
 from .replica_check import check_replicas
 from .sharded_gradient import ShardedGradient, sharded_gradient
 
@@ -84,6 +85,7 @@ class GradientReducer:
         self.partial: Tensor | None = None  # summed over the shard group and not over the replicate group
         self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _accumulated began
         self._placeholders: dict[nn.Parameter, Tensor] = {}  # zeros that stand for gradients of other ranks
+        self._zeros: dict[nn.Parameter, tuple[Tensor, int]] = {}  # .grad that has waited for a gradient, its version
         self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
         self.agrees = True  # the ranks know which parameters the reduced gradients are of
         self.undecided: list[Tensor | None] = []  # reduced gradients that wait for :meth:`decide`
@@ -91,8 +93,24 @@ class GradientReducer:
         self._trees: list[TreeSum] = []  # of the first, second, ... reductions of backward passes
         self._tree = 0  # which of them is next in this backward pass
         self._gaps = flat.layout.gaps
+        self._targets: dict[GradientTarget, Tensor] = {}  # flat gradients that are being filled
 
-    def reduce(self, grads: Sequence[Tensor | None], needed: bool) -> None:
+    def open_target(self, target: GradientTarget) -> tuple[Tensor, bool]:
+        """A flat gradient for a call's backward to fill, and whether to add to what it has."""
+        with torch.no_grad():
+            self.finish()
+            self._forget_zeroed()
+            if self._accumulated is not None:
+                return self._accumulated, True
+            total = self._targets[target] = self._new_total(may_borrow=False)
+            return total, False
+
+    def writes(self, index: int) -> bool:
+        """Whether a call's backward may compute the gradient of a parameter in a flat gradient."""
+        scaled = self.grad_scale != 1.0 and self.flat.params[index].sequence_parallel
+        return self._dtype == self.flat.dtype and self.flat.float8 is None and not scaled
+
+    def reduce(self, grads: Sequence[Tensor | None], needed: bool, target: GradientTarget | None = None) -> None:
         """Start to sum gradients of the unsharded parameters over the ranks; gradient mode is off.
 
         Every rank must call this, even if its gradients are all None (they count as zeros).
@@ -100,24 +118,33 @@ class GradientReducer:
         Args:
             grads: one for each parameter.
             needed: whether the unsharded parameters are still needed in this backward pass.
+            target: where some of them lie already.
         """
         self.finish()
         self._forget_zeroed()
+        filled = None if target is None else target.take()
+        if target is not None:
+            self._targets.pop(target, None)
         grads = self._prepared(grads)
         if not self._has_checked and self.grad_scale != 1.0:
             self._check_replicas(grads)
         if not all(self._used_here):
             self._used_here = [u or g is not None for u, g in zip(self._used_here, grads, strict=True)]
-        accumulate = self.no_sync and self.settings.keeps_unsharded and not self.has_fixed_order
+        accumulate = self._keeps_unreduced
         total = self._accumulated
         if total is not None:
-            self._write(total, grads, add=True)
+            self._write(total, grads, True, filled)
+            if filled is not None and filled.total is not total:
+                self.flat.shard_comm.discard(filled.total)
+        elif filled is not None:
+            total = filled.total
+            self._write(total, grads, False, filled)
         elif not accumulate and self._is_flat(grads[0]):
             assert grads[0] is not None
             total = grads[0].reshape(-1)
         else:
-            total = self._new_total(may_borrow=not needed and not accumulate)
-            self._write(total, grads, add=False)
+            total = self._new_total(may_borrow=not needed)
+            self._write(total, grads, False)
         if not accumulate:
             self._accumulated = None
             self.pending = _Reduction(self, total)
@@ -154,6 +181,11 @@ class GradientReducer:
             self._add_gradient(reduced)
 
     @property
+    def _keeps_unreduced(self) -> bool:
+        """Whether the gradients of the backward pass that is running are accumulated unreduced."""
+        return self.no_sync and self.settings.keeps_unsharded and not self.has_fixed_order
+
+    @property
     def accumulates(self) -> bool:
         """Whether parameters stay unsharded from one micro-batch to the next."""
         waits = self._accumulated is not None or bool(self._trees)
@@ -162,6 +194,7 @@ class GradientReducer:
     def waiting(self) -> Iterator[Tensor]:
         """Gradients that are not in ``.grad``: not reduced yet, on the way, or waiting for the other ranks."""
         found = [self._accumulated, self.partial, *self.undecided]
+        found += self._targets.values()
         if self.pending is not None:
             found += [self.pending.total, self.pending.reduced]
         for tree in self._trees:
@@ -173,6 +206,9 @@ class GradientReducer:
         reduction, self.pending = self.pending, None
         if reduction is not None:
             reduction.finish()
+        for total in self._targets.values():
+            self.flat.shard_comm.discard(total)
+        self._targets = {}
         self._accumulated = self.partial = None
         self._trees, self._tree = [], 0
         self._grads_then = []
@@ -282,7 +318,8 @@ class GradientReducer:
             if param._post_accumulate_grad_hooks:
                 hooked.append(param)
             before = param.grad
-            if before is not None:
+            zeros, version = self._zeros.pop(param, (None, 0))
+            if before is not None and (before is not zeros or before._version != version):
                 grads.append(before)
                 added.append(new)
             else:
@@ -326,6 +363,7 @@ class GradientReducer:
             for param, view, used in zip(params, zeros, self._used_here, strict=True):
                 if (used or of_others) and param.requires_grad:
                     param.grad = sharded_gradient(view, param)
+                    self._zeros[param] = param.grad, param.grad._version
                     if not used:
                         self._placeholders[param] = param.grad
         self._grads_then = [(p.grad, p.grad._version) for p in params if p.grad is not None]
@@ -404,22 +442,42 @@ class GradientReducer:
         return 2.0 ** math.ceil(math.log2(divisor) / 2) if halves else 1.0
 
     def _new_total(self, may_borrow: bool) -> Tensor:
-        flat, dtype = self.flat, self._dtype
-        borrowed = flat.lend_storage(self.finish) if may_borrow and dtype == flat.unsharded.dtype else None
+        """A flat gradient: where other ranks can read it, if it is to be reduced at once."""
+        flat, dtype, is_kept = self.flat, self._dtype, self._keeps_unreduced
+        borrows = may_borrow and not is_kept and dtype == flat.unsharded.dtype
+        borrowed = flat.lend_storage(self.finish) if borrows else None
         if borrowed is not None:
             return borrowed
+        if flat.is_shared and not is_kept:
+            return flat.shard_comm.empty(flat.layout.numel, dtype)
         return torch.empty(flat.layout.numel, dtype=dtype, device=flat.unsharded.device)
 
-    def _write(self, total: Tensor, grads: Sequence[Tensor | None], add: bool) -> None:
-        """Write gradients into a flat one, or add them to it."""
-        present = [i for i, grad in enumerate(grads) if grad is not None]
+    def _write(self, total: Tensor, grads: Sequence[Tensor | None], add: bool, filled: Filled | None = None) -> None:
+        """Write gradients into a flat one, or add them to it, but for those that lie there already (``filled``)."""
+        there = [False] * len(grads)
+        written: set[int] = set()
+        if filled is not None and filled.total is total:
+            there, written = [filled.holds(i, grad) for i, grad in enumerate(grads)], filled.written
+        views = self.flat.unsharded_views(total)
         if not add:  # optimizers and norms may read the flat gradient as a whole
-            for start, stop in self._gaps if len(present) == len(grads) else [(0, total.numel())]:
+            for start, stop in self._gaps:
                 total[start:stop].zero_()
-        if present:
-            views = self.flat.unsharded_views(total)
-            write: Any = torch._foreach_add_ if add else torch._foreach_copy_
-            write([views[i] for i in present], [grads[i] for i in present])
+            absent = [views[i] for i, grad in enumerate(grads) if grad is None]
+            if absent:
+                torch._foreach_zero_(absent)
+        present = [i for i, grad in enumerate(grads) if grad is not None and not there[i]]
+        # What autograd has added to a gradient that was written has that, and what it was added to, in it.
+        added = [i for i in present if add and i not in written]
+        copied = [i for i in present if not add or i in written]
+        if added:
+            torch._foreach_add_([views[i] for i in added], [_given(grads[i]) for i in added])
+        if copied:
+            torch._foreach_copy_([views[i] for i in copied], [_given(grads[i]) for i in copied])
+
+
+def _given(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad
 
 
 class _Reduction:

@@ -30,6 +30,8 @@ from torch.utils._pytree import tree_map, tree_map_only
 from bmt_comm import not_compiled, note_place
 
 from .backward_context import BackwardPart, current_backward
+from .gradient_reducer import GradientReducer
+from .gradient_target import GradientTarget
 from .outputs import find_tensors
 from .parameter_group import Enter, ParameterGroup
 from .registrations import registrations
@@ -39,7 +41,7 @@ from .sharded_parameter import ShardedParameter
 class Call:
     """One use of a group's unsharded parameters in a computation that may be differentiated."""
 
-    __slots__ = ("_awaited_inputs", "_awaits_params", "group", "hooks", "inputs", "trainable")
+    __slots__ = ("_awaited_inputs", "_awaits_params", "_targets", "group", "hooks", "inputs", "trainable")
 
     def __init__(self, hooks: ForwardHooks) -> None:
         self.hooks = hooks
@@ -48,10 +50,11 @@ class Call:
         self.inputs: list[Any] = []  # nodes of inputs whose gradients end the call, beside those of the parameters
         self._awaits_params = False
         self._awaited_inputs: dict[Any, Any] = {}  # such nodes, and the handles of the hooks on them
+        self._targets: dict[GradientReducer, GradientTarget] = {}
 
     def enter(self) -> list[Tensor]:
         """The unsharded parameters, in the order of ``group.params``; their gradients come to this call."""
-        views = self.group.views()
+        views, self._targets = self.group.views_with_targets()
         trainable = list(itertools.compress(views, self.trainable))
         entered = Enter.apply(self, trainable, self.group.anchor) if trainable else ()
         if self.group.step.splits_backward:
@@ -92,7 +95,7 @@ class Call:
         group, part = self.group, self.group.step.part
         if self in group.in_backward or part is BackwardPart.WEIGHTS:
             return
-        if torch.is_grad_enabled() and any(flat.releases for flat in group.flats):
+        if torch.is_grad_enabled() and any(flat.is_temporary for flat in group.flats):
             raise RuntimeError(
                 f"create_graph=True: {group.name} releases its parameters after backward (ZeRO level {group.level}), "
                 f"and the backward of backward would need them; use zero_level=1 for it"
@@ -118,7 +121,7 @@ class Call:
         self._awaits_params = False
         self._end_if_complete()
         if torch._C._will_engine_execute_node(group.accumulates):  # not in torch.autograd.grad(loss, inputs)
-            group.reduce_call(self.trainable, grads)
+            group.reduce_call(self.trainable, grads, self._targets)
         group.reshard_in_backward()
 
     @not_compiled
@@ -254,6 +257,7 @@ class ForwardHooks:
         dtype = group.precision.output_dtype
         result = output if dtype is None else _cast(output, dtype)
         if not call.views:  # replacements, or no parameters
+            step.end_use()
             return result if result is not output else None
         tensors = find_tensors(result)
         if any(self._is_parameter(tensor) for tensor in tensors):
@@ -271,6 +275,7 @@ class ForwardHooks:
         begins_backward = asked is None and self.next is None and self.previous is not None
         if not differentiable or (group.reshard_after_forward and not begins_backward):
             group.reshard()
+        step.end_use()
         return result if result is not output else None
 
     def _unsharded(self) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:

@@ -27,8 +27,10 @@ from bmt_comm import ParallelContext, not_compiled, select_rows
 
 from .flat_parameter import FlatParameter, State
 from .gradient_reducer import GradientReducer, ReducedGradient
+from .gradient_target import GradientTarget
 from .options import Options
 from .sharded_parameter import ShardedParameter
+from .unsharded_parameter import LEAST_BYTES, UnshardedParameter
 
 
 class GroupHandle:
@@ -109,7 +111,7 @@ class GroupHandle:
         """Reduce a gradient of the unsharded parameter in the backward pass that is running."""
         grads: list[Tensor | None] = [None] * len(self.flat.params)
         grads[self.index] = grad
-        self.group.reduce([(self.reducer, grads)])
+        self.group.reduce([(self.reducer, grads, None)])
 
     def params_arrived(self, grads: Sequence[Tensor | None]) -> None:
         """The gradient of the tensor that :meth:`gather` returned has arrived: reduce it."""
@@ -232,6 +234,27 @@ class ParameterGroup:
         """The unsharded parameters, as new tensors, in the order of ``params``."""
         return [view for flat in self.flats for view in flat.views()]
 
+    def views_with_targets(self) -> tuple[list[Tensor], dict[GradientReducer, GradientTarget]]:
+        """:meth:`views` for a call that may be differentiated, and where the gradients of large weights go.
+
+        Autograd has to see how gradients are computed that a pipeline computes in two parts, or that are compiled.
+        """
+        views = self.views()
+        targets: dict[GradientReducer, GradientTarget] = {}
+        if self.step.splits_backward or self._is_compiled():
+            return views, targets
+        for reducer, part in self._parts:
+            for number, (view, trains) in enumerate(zip(views[part], self.trains[part], strict=True)):
+                if trains and view.dim() == 2 and view.nbytes >= LEAST_BYTES and reducer.writes(number):
+                    target = targets.get(reducer)
+                    if target is None:
+                        target = targets[reducer] = GradientTarget(reducer, self.accumulates)
+                    views[part.start + number] = UnshardedParameter.of(view, target, number)
+        return views, targets
+
+    def _is_compiled(self) -> bool:
+        return any(slot.module._compiled_call_impl is not None for slot in self.slots)
+
     # --- unsharding -------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
@@ -262,6 +285,7 @@ class ParameterGroup:
             self.step.begin_unsharding(self)
             for flat in self.flats:
                 flat.unshard()
+            self.step.begin_use(self)
         except RuntimeError as error:
             raise RuntimeError(f"while {self.name} was unsharded: {error}") from error
 
@@ -385,14 +409,20 @@ class ParameterGroup:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def reduce_call(self, trainable: Sequence[bool], grads: Sequence[Tensor | None]) -> None:
+    def reduce_call(
+        self,
+        trainable: Sequence[bool],
+        grads: Sequence[Tensor | None],
+        targets: Mapping[GradientReducer, GradientTarget],
+    ) -> None:
         """Reduce the gradients of the parameters that a call computed with, one for each ``trainable`` one."""
         if len(grads) < len(trainable):
             arrived = iter(grads)
             grads = [next(arrived) if trains else None for trains in trainable]
-        self.reduce([(reducer, grads[part]) for reducer, part in self._parts if any(trainable[part])])
+        parts = [(reducer, part) for reducer, part in self._parts if any(trainable[part])]
+        self.reduce([(reducer, grads[part], targets.get(reducer)) for reducer, part in parts])
 
-    def reduce(self, work: Sequence[tuple[GradientReducer, Sequence[Tensor | None]]]) -> None:
+    def reduce(self, work: Sequence[tuple[GradientReducer, Sequence[Tensor | None], GradientTarget | None]]) -> None:
         """Start to reduce gradients, one for each parameter of a reducer."""
         self.step.enter(self)
         needed = bool(self.in_backward) or self.held or not self.reshard_after_backward

@@ -1,0 +1,58 @@
+"""A vector in memory that all ranks of a communicator on one host share: each sees what the others write."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+_LABEL = "a vector in shared memory"
+
+
+def make_shared_vector(comm: Communicator, numel: int, dtype: torch.dtype) -> Tensor | None:
+    """A vector of zeros in anonymous memory of the first rank, which the others map; a collective.
+
+    Nothing is left behind, whatever happens to the processes: the memory has no name, and it is free when the tensors
+    of all ranks are gone. None, on every rank, where the system of one does not give it.
+    """
+    fd = -1
+    try:
+        if comm.rank == 0:
+            fd = _create(numel * dtype.itemsize)
+        told = torch.tensor([os.getpid(), fd], device="cpu")
+        comm.broadcast(told, 0, label=_LABEL)
+        process, number = told.tolist()
+        vector = _map(f"/proc/{process}/fd/{number}", numel, dtype) if number >= 0 else None
+        mapped = torch.empty(comm.size, dtype=torch.uint8, device="cpu")
+        mapped[comm.rank] = vector is not None
+        comm.all_gather(mapped, mapped[comm.rank], label=_LABEL)  # after which all have opened it
+        return vector if mapped.all() else None
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _create(size: int) -> int:
+    """Anonymous memory of ``size`` bytes; -1 if there is none."""
+    try:
+        fd = os.memfd_create("bmt_comm")
+    except OSError:
+        return -1
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        return -1
+    return fd
+
+
+def _map(path: str, numel: int, dtype: torch.dtype) -> Tensor | None:
+    try:
+        return torch.from_file(path, shared=True, size=numel, dtype=dtype, device="cpu")
+    except RuntimeError:
+        return None
