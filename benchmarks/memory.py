@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 
 import torch
+from candidates import build
 from launch import default_ranks, launched, machine, on_ranks
 from models import GPT, GPTShape
-from train_step import build
 
 import bmt_comm
 
