@@ -13,9 +13,9 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from models import GPT, GPTShape
@@ -47,13 +47,19 @@ class Options:
     compiled: bool = False
 
 
-def candidates(systems: list[str]) -> list[str]:
-    """Names of candidates: the systems over each transport. DeepSpeed has gloo only, and needs to be installed."""
+def candidates(systems: Sequence[str], transports: Sequence[str] = (GLOO, SHARED)) -> list[str]:
+    """Names of candidates: the systems over each transport. DeepSpeed has gloo only, and takes part if installed."""
     systems = [name for name in systems if find_spec("deepspeed") or not name.startswith("DeepSpeed")]
     if torch.cuda.is_available():
-        return [PLAIN, *systems]
-    pairs = [(transport, name) for transport in (GLOO, SHARED) for name in systems]
-    return [PLAIN] + [f"{n} over {t}" for t, n in pairs if not (n.startswith("DeepSpeed") and t == SHARED)]
+        return systems
+    names = [name for name in systems if name == PLAIN]
+    for transport in transports:
+        names += [
+            f"{name} over {transport}"
+            for name in systems
+            if name != PLAIN and (transport == GLOO or not name.startswith("DeepSpeed"))
+        ]
+    return names
 
 
 def split(name: str) -> tuple[str, str]:
@@ -74,7 +80,7 @@ def start(name: str) -> bmt_comm.ParallelContext:
     return context
 
 
-def build(name: str, shape: GPTShape, context: bmt_comm.ParallelContext, options: Options = Options()) -> Step:  # noqa: B008
+def build(name: str, shape: GPTShape, context: bmt_comm.ParallelContext, options: Options = Options()) -> Step:
     """One candidate's training step, over the process groups and communicators of ``context``."""
     system, _ = split(name)
     torch.manual_seed(0)
@@ -92,8 +98,8 @@ def build(name: str, shape: GPTShape, context: bmt_comm.ParallelContext, options
     if system == PLAIN:
         return _torch_step(model, context, autocast=options.bf16)
     if system == "DDP":
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-        return _torch_step(model, context, autocast=options.bf16)
+        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+        return _torch_step(ddp, context, autocast=options.bf16)
     if system == "FSDP2":
         _fully_shard(model, context, options)
         return _torch_step(model, context, autocast=False)
@@ -156,9 +162,10 @@ def _deepspeed_step(model: nn.Module, stage: int, context: bmt_comm.ParallelCont
 
 def _bmtrain_step(system: str, shape: GPTShape, context: bmt_comm.ParallelContext, options: Options) -> Step:
     level, *variant = system.rpartition("-")[2].split()
-    compression = variant.pop() if variant and variant[0] in get_args(Kind) else None
-    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if options.bf16 else {}
-    precision = bmt_zero.MixedPrecision(**bf16, compression=compression)
+    compression = cast(Kind, variant.pop()) if variant and variant[0] in get_args(Kind) else None
+    precision = bmt_zero.MixedPrecision(compression=compression)
+    if options.bf16:
+        precision = dataclasses.replace(precision, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
         model = GPT(shape)
     bmt_zero.BMTrainModelWrapper(

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def on_ranks(script: str, ranks: int, arguments: Sequence[str]) -> int:
-    """Run ``script`` on ``ranks`` processes of this machine, one thread each on CPU; the first exit code but 0, or 0."""
+    """Run ``script`` on ``ranks`` processes of this machine, one thread each on CPU; returns an exit code."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

@@ -45,7 +45,7 @@ def hosts(count: int, rate: str) -> Iterator[list[str]]:
 
 
 def on_hosts(script: str, ranks: int, arguments: Sequence[str], rate: str) -> int:
-    """Run ``script`` on ``ranks`` hosts, one process each, one thread each; the first exit code but 0, or 0."""
+    """Run ``script`` on ``ranks`` hosts, one process each, one thread each; returns an exit code."""
     own = {"GLOO_SOCKET_IFNAME": "eth0", "LOCAL_RANK": "0", "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": PORT}
     with hosts(ranks, rate) as names:
         command = [sys.executable, "-W", "ignore", script, *arguments]

@@ -17,6 +17,15 @@ class GPTShape:
     vocab: int = 8192
     positions: int = 1024
 
+    def __str__(self) -> str:
+        words = f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, vocabulary {self.vocab}"
+        return f"{words}, {self.parameters / 1e6:.1f} M parameters"
+
+    @property
+    def parameters(self) -> int:
+        layer = 12 * self.hidden**2 + 13 * self.hidden
+        return self.layers * layer + (2 * self.vocab + self.positions + 2) * self.hidden
+
     def flops_per_token(self, length: int) -> float:
         """Of a training step on sequences of ``length`` tokens, without recomputation (PaLM, arXiv:2204.02311, app. B).
 

@@ -30,7 +30,7 @@ from models import GPTShape
 
 import bmt_comm
 
-SYSTEMS = ["DDP", "FSDP2", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3", "bmtrain ZeRO-2", "bmtrain ZeRO-3"]
+SYSTEMS = [PLAIN, "DDP", "FSDP2", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3", "bmtrain ZeRO-2", "bmtrain ZeRO-3"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Setting:
     batch: int = 1
     length: int = 64
     ranks: int = 2
-    shape: GPTShape = GPTShape()
-    options: Options = Options()
+    shape: GPTShape = dataclasses.field(default_factory=GPTShape)
+    options: Options = dataclasses.field(default_factory=Options)
     link: str = ""
     warm_up: int = 2
     steps: int = 5
