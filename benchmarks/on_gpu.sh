@@ -5,7 +5,7 @@
 #
 # Uses the python3 (or $PYTHON) that holds torch and changes nothing in it: the kernels are installed into the
 # results folder, the pure packages are imported from where they lie. Needs torch, pytest, hypothesis, numpy,
-# scikit-build-core, pybind11, cmake and ninja there, and nvcc on the PATH for the CUDA kernels.
+# scikit-build-core, pybind11, matplotlib, cmake and ninja there, and nvcc on the PATH for the CUDA kernels.
 # Works without a GPU, too, and then tests and measures the CPU paths.
 set -euo pipefail
 case "${1:-}" in -h | --help) sed -n '2,9p' "$0" | cut -c3-; exit 0 ;; esac

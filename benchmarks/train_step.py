@@ -82,7 +82,11 @@ class Found:
 
 
 def measure(name: str, setting: Setting) -> Found:
-    """Start one candidate once, on ranks of its own."""
+    """Start one candidate once, on ranks of its own.
+
+    Raises:
+        RuntimeError: a rank has failed; its own message is on stderr.
+    """
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder, "found.json")
         arguments = ["--alone", name, "--setting", setting.to_json(), "--into", str(into)]
@@ -91,7 +95,7 @@ def measure(name: str, setting: Setting) -> Found:
         else:
             code = on_ranks(__file__, setting.ranks, arguments)
         if code:
-            sys.exit(f"{name!r} has failed: {setting}, {setting.shape}")
+            raise RuntimeError(f"{name!r} has failed: {setting}; {setting.shape}")
         return Found(**json.loads(into.read_text()))
 
 
@@ -120,23 +124,25 @@ def run_alone(name: str, setting: Setting, into: Path) -> None:
     bmt_comm.shutdown()
 
 
-def table(rounds: Mapping[str, Sequence[Found]], setting: Setting, peak_flops: float = 0) -> Iterator[list[str]]:
+def table(
+    rounds: Mapping[str, Sequence[Found]], setting: Setting, on_gpus: bool, peak_flops: float = 0
+) -> Iterator[list[str]]:
     """The rows of a table, its head first, from what each candidate has found in each round.
 
     Args:
-        rounds, setting: what was measured, and how.
+        rounds, setting, on_gpus: what was measured, how, and where.
         peak_flops: of a GPU; with it, the table has tokens per second and model FLOPs utilisation.
     """
-    has_transports = any(candidates.split(name)[1] for name in rounds)
     head = ["", "transport", "seconds per step", "speed, FSDP2 on this transport = 1", "speed, no communication = 1"]
     throughput = ["tokens/s", "MFU, %"] if peak_flops else []
-    yield [*head, *throughput, "host memory, MiB" if has_transports else "memory of a GPU, MiB"]
+    yield [*head, *throughput, "memory of a GPU, MiB" if on_gpus else "host memory, MiB"]
     for name, found in rounds.items():
         system, transport = candidates.split(name)
         seconds = [each.seconds for each in found]
         yardsticks = [f"FSDP2 over {transport}" if transport else "FSDP2", PLAIN]
         if name == PLAIN:
             yardsticks[0] = ""
+        if name == PLAIN or setting.ranks == 1:
             transport = "none"
         row = [system, transport or "NCCL", spread(seconds)]
         for yardstick in yardsticks:
@@ -199,6 +205,11 @@ def main() -> int:
             torch.set_num_threads(1)
         run_alone(arguments.alone, arguments.setting, arguments.into)
         return 0
+    for name in arguments.candidates:
+        if name != PLAIN and bool(candidates.split(name)[1]) == torch.cuda.is_available():
+            parser.error(
+                f"--candidates {name!r}: on the CPU add ' over gloo' or ' over shared memory', on GPUs nothing"
+            )
     shape = GPTShape(arguments.layers, arguments.hidden, arguments.heads, arguments.vocab)
     options = Options(arguments.bf16, arguments.checkpointing, arguments.compiled)
     print(f"{machine()}; {shape}; {arguments.rounds} rounds", flush=True)
@@ -213,7 +224,7 @@ def main() -> int:
                 if sys.stderr.isatty():
                     print(f"\rround {round_ + 1} of {arguments.rounds}: {name:40s}", end="", file=sys.stderr)
                 found.append(measure(name, setting))
-        print(f"\n{setting}\n\n{markdown(table(rounds, setting))}", flush=True)
+        print(f"\n{setting}\n\n{markdown(table(rounds, setting, torch.cuda.is_available()))}", flush=True)
     return 0
 
 

@@ -140,8 +140,8 @@ def sections_of(machine: dict[str, Any]) -> list[Section]:
     return gpu_sections(machine["gpus"], machine["gpu_memory"]) if machine["gpus"] else cpu_sections()
 
 
-def measure_all(results: Results, rounds: int) -> None:
-    """Measure all starts that the results do not have yet."""
+def measure_all(results: Results, rounds: int) -> list[str]:
+    """Measure all starts that the results do not have yet. Returns messages about those that failed."""
     machine = this_machine()
     if (results.machine or machine) != machine:
         sys.exit(f"{results.path} is of another machine or commit: remove it, or name another file by --results")
@@ -155,11 +155,18 @@ def measure_all(results: Results, rounds: int) -> None:
         if len(results.of(setting).get(name, ())) <= round_
     ]
     took: dict[Setting, list[float]] = {}
+    failed: dict[tuple[Setting, str], str] = {}
     for number, (setting, name) in enumerate(missing):
+        if (setting, name) in failed:
+            continue
         print(f"[{number + 1} of {len(missing)}] {setting}: {name}; {time_left(missing[number:], took)}", flush=True)
         begun = time.monotonic()
-        results.add(setting, name, measure(name, setting))
+        try:
+            results.add(setting, name, measure(name, setting))
+        except RuntimeError as error:  # it may need more memory than there is; the others go on
+            failed[setting, name] = str(error)
         took.setdefault(setting, []).append(time.monotonic() - begun)
+    return list(failed.values())
 
 
 def time_left(missing: Sequence[tuple[Setting, str]], took: dict[Setting, list[float]]) -> str:
@@ -186,7 +193,9 @@ def written(results: Results, picture: str) -> str:
         for setting in section.settings:
             if found := results.of(setting):
                 parts.append(f"**{setting}**; {setting.shape}:")
-                parts.append(markdown(table(found, setting, peak if setting.options.bf16 else 0)))
+                parts.append(
+                    markdown(table(found, setting, bool(machine["gpus"]), peak if setting.options.bf16 else 0))
+                )
     return "\n\n".join(parts)
 
 
@@ -203,7 +212,7 @@ def write(results: Results) -> None:
     if not (found and ended):
         sys.exit(f"{PAGE} has no lines {begin} and {end}")
     PAGE.write_text(f"{before}{begin}\n\n{written(results, picture)}\n\n{end}{after}")
-    print(f"wrote {PAGE} and {PAGE.parent / picture}; the README quotes them")
+    print(f"wrote {PAGE} and {PAGE.parent / picture}; the README may quote them")
 
 
 # Of Okabe and Ito's palette, which the colour-blind tell apart.
@@ -216,13 +225,14 @@ def draw(tables: dict[Setting, dict[str, list[Found]]], path: Path) -> None:
 
     figure = Figure(figsize=(5.2 * len(tables), 4.2), dpi=120, layout="constrained")
     for axes, (setting, rounds) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
-        place, places, labels, previous = 0.0, [], [], ""
+        place, places, labels, previous = 0, [], [], None
         names = sorted((name for name in rounds if name != PLAIN), key=lambda name: split(name)[1])
         for name in names:
             system, transport = split(name)
             if transport != previous:  # a group of its own
                 place += 1
-                axes.text(0.02, place - 0.1, f"over {transport}", transform=axes.get_yaxis_transform(), style="italic")
+                label = f"over {transport}" if transport else "over NCCL"
+                axes.text(0.02, place + 0.2, label, transform=axes.get_yaxis_transform(), va="center", style="italic")
                 previous = transport
             place += 1
             ratios = [ours.seconds / plain.seconds for ours, plain in zip(rounds[name], rounds[PLAIN], strict=False)]
@@ -233,7 +243,7 @@ def draw(tables: dict[Setting, dict[str, list[Found]]], path: Path) -> None:
             places.append(place)
             labels.append(system)
         axes.set_yticks(places, labels)
-        axes.invert_yaxis()
+        axes.set_ylim(place + 0.6, 0.7)
         axes.axvline(1, color="black", linewidth=1, linestyle="--")
         axes.margins(x=0.15)
         axes.set_title(str(setting), fontsize=10)
@@ -245,17 +255,23 @@ def draw(tables: dict[Setting, dict[str, list[Found]]], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2, help="starts of each candidate (default: 2, about 25 minutes)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of results (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="starts of each candidate (default: 2, 20 to 25 minutes on two cores)"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the file of results (default: build/train-step.json)"
+    )
     parser.add_argument("--from", dest="source", type=Path, help="measure nothing; write what this file of results has")
     arguments = parser.parse_args()
     results = Results(arguments.source or arguments.results)
+    failed: list[str] = []
     if not arguments.source:
-        measure_all(results, arguments.rounds)
+        failed = measure_all(results, arguments.rounds)
     elif not results.machine:
         parser.error(f"--from {arguments.source}: there is no such file")
     write(results)
-    return 0
+    print(*failed, sep="\n", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
