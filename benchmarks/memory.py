@@ -76,10 +76,10 @@ def main() -> int:
     with torch.device("meta"):
         model = GPT(shape)
     ranks = arguments.ranks
-    whole = sum(p.numel() for p in model.parameters()) * 4
+    parameters = sum(p.numel() for p in model.parameters()) * 4
     layer = sum(p.numel() for p in model.layers[0].parameters()) * 4
-    shards, layers, outside = 4 * whole, 3 * ranks * layer, 2 * ranks * (whole - layer * shape.layers)
-    activations = peaks["no communication"] - 4 * ranks * whole
+    shards, layers, outside = 4 * parameters, 3 * ranks * layer, 2 * ranks * (parameters - layer * shape.layers)
+    activations = peaks["no communication"] - 4 * ranks * parameters
     formula = shards + layers + activations
     print(f"{machine()}; {ranks} ranks; batch {arguments.size}; {shape}")
     print("peak MB of all ranks together:")

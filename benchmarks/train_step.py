@@ -68,8 +68,8 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What one start of a candidate has found.
+class Result:
+    """What one start of a candidate measured.
 
     Attributes:
         seconds: of a step, the median.
@@ -81,14 +81,14 @@ class Found:
     mib: float
 
 
-def measure(name: str, setting: Setting) -> Found:
+def measure(name: str, setting: Setting) -> Result:
     """Start one candidate once, on ranks of its own.
 
     Raises:
         RuntimeError: a rank has failed; its own message is on stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
-        into = Path(folder, "found.json")
+        into = Path(folder, "result.json")
         arguments = ["--alone", name, "--setting", setting.to_json(), "--into", str(into)]
         if setting.link:
             code = on_hosts(__file__, setting.ranks, arguments, setting.link)
@@ -96,7 +96,7 @@ def measure(name: str, setting: Setting) -> Found:
             code = on_ranks(__file__, setting.ranks, arguments)
         if code:
             raise RuntimeError(f"{name!r} has failed: {setting}; {setting.shape}")
-        return Found(**json.loads(into.read_text()))
+        return Result(**json.loads(into.read_text()))
 
 
 def run_alone(name: str, setting: Setting, into: Path) -> None:
@@ -120,14 +120,14 @@ def run_alone(name: str, setting: Setting, into: Path) -> None:
     mib = torch.tensor([peak.bytes / 2**20], device=context.device)
     context.world.all_reduce(mib, "max" if mib.is_cuda else "sum")
     if context.rank == 0:
-        into.write_text(json.dumps(dataclasses.asdict(Found(statistics.median(times), mib.item()))))
+        into.write_text(json.dumps(dataclasses.asdict(Result(statistics.median(times), mib.item()))))
     bmt_comm.shutdown()
 
 
 def table(
-    rounds: Mapping[str, Sequence[Found]], setting: Setting, on_gpus: bool, peak_flops: float = 0
+    rounds: Mapping[str, Sequence[Result]], setting: Setting, on_gpus: bool, peak_flops: float = 0
 ) -> Iterator[list[str]]:
-    """The rows of a table, its head first, from what each candidate has found in each round.
+    """The rows of a table, its head first, from what each candidate measured in each round.
 
     Args:
         rounds, setting, on_gpus: what was measured, how, and where.
@@ -136,9 +136,9 @@ def table(
     head = ["", "transport", "seconds per step", "speed, FSDP2 on this transport = 1", "speed, no communication = 1"]
     throughput = ["tokens/s", "MFU, %"] if peak_flops else []
     yield [*head, *throughput, "memory of a GPU, MiB" if on_gpus else "host memory, MiB"]
-    for name, found in rounds.items():
+    for name, starts in rounds.items():
         system, transport = candidates.split(name)
-        seconds = [each.seconds for each in found]
+        seconds = [each.seconds for each in starts]
         yardsticks = [f"FSDP2 over {transport}" if transport else "FSDP2", PLAIN]
         if name == PLAIN:
             yardsticks[0] = ""
@@ -153,7 +153,7 @@ def table(
             tokens = setting.batch * setting.length / statistics.median(seconds)
             mfu = tokens * setting.shape.flops_per_token(setting.length) / peak_flops
             row += [f"{tokens * setting.ranks:.0f}", f"{100 * mfu:.1f}"]
-        yield [*row, f"{statistics.median(each.mib for each in found):.0f}"]
+        yield [*row, f"{statistics.median(each.mib for each in starts):.0f}"]
 
 
 def spread(values: Sequence[float]) -> str:
@@ -165,7 +165,8 @@ def spread(values: Sequence[float]) -> str:
 def markdown(rows: Iterator[list[str]]) -> str:
     """A table of Markdown."""
     head, *body = rows
-    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in [head, ["---"] * len(head), *body])
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|" for line in lines)
 
 
 def main() -> int:
@@ -218,12 +219,12 @@ def main() -> int:
         setting = Setting(
             batch, length, arguments.ranks, shape, options, arguments.link, arguments.warm_up, arguments.steps
         )
-        rounds: dict[str, list[Found]] = {name: [] for name in arguments.candidates}
+        rounds: dict[str, list[Result]] = {name: [] for name in arguments.candidates}
         for round_ in range(arguments.rounds):
-            for name, found in rounds.items():
+            for name, starts in rounds.items():
                 if sys.stderr.isatty():
                     print(f"\rround {round_ + 1} of {arguments.rounds}: {name:40s}", end="", file=sys.stderr)
-                found.append(measure(name, setting))
+                starts.append(measure(name, setting))
         print(f"\n{setting}\n\n{markdown(table(rounds, setting, torch.cuda.is_available()))}", flush=True)
     return 0
 

@@ -26,7 +26,7 @@ import torch
 from candidates import GLOO, PLAIN, SHARED, Options, candidates, split
 from launch import ROOT, commit, device
 from models import GPTShape
-from train_step import SYSTEMS, Found, Setting, markdown, measure, table
+from train_step import SYSTEMS, Result, Setting, markdown, measure, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "build" / "train-step.json"
@@ -55,7 +55,11 @@ def cpu_sections() -> list[Section]:
     bf16, checkpointing, compiled = Options(bf16=True), Options(checkpointing=True), Options(compiled=True)
     return [
         Section("Every candidate in fp32", SYSTEMS, [SMALL, LARGE]),
-        Section("In bf16", [PLAIN, "DDP", *SHARDED[1:]], [dataclasses.replace(LARGE, options=bf16)]),
+        Section(
+            "In bf16",
+            [PLAIN, "DDP", "FSDP2", "DeepSpeed ZeRO-3", "bmtrain ZeRO-3"],
+            [dataclasses.replace(LARGE, options=bf16)],
+        ),
         Section("With activation checkpointing", SHARDED, [dataclasses.replace(LARGE, options=checkpointing)]),
         Section("With compiled layers", SHARDED, [dataclasses.replace(SMALL, options=compiled)]),
         Section("On other numbers of ranks", SHARDED, [dataclasses.replace(SMALL, ranks=n) for n in (1, 3, 4)]),
@@ -99,30 +103,33 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 class Results:
-    """The file of results: the machine, and what each candidate of each setting has found in each round."""
+    """The file of results: the machine, and what each candidate of each setting measured in each round."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.machine: dict[str, Any] = {}
         self.date = ""
-        self.found: dict[str, dict[str, list[Found]]] = {}
+        self.starts: dict[str, dict[str, list[Result]]] = {}
         if path.exists():
             read = json.loads(path.read_text())
             self.machine, self.date = read["machine"], read["date"]
-            for setting, rounds in read["found"].items():
-                self.found[setting] = {name: [Found(**each) for each in found] for name, found in rounds.items()}
+            for setting, rounds in read["starts"].items():
+                self.starts[setting] = {name: [Result(**each) for each in starts] for name, starts in rounds.items()}
 
-    def add(self, setting: Setting, name: str, found: Found) -> None:
-        self.of(setting).setdefault(name, []).append(found)
+    def add(self, setting: Setting, name: str, result: Result) -> None:
+        self.of(setting).setdefault(name, []).append(result)
         self.date = datetime.date.today().isoformat()
-        rounds = {key: {name: [vars(f) for f in each] for name, each in of.items()} for key, of in self.found.items()}
+        rounds = {
+            key: {name: [vars(result) for result in each] for name, each in of.items()}
+            for key, of in self.starts.items()
+        }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = self.path.with_suffix(".part")
-        written.write_text(json.dumps({"machine": self.machine, "date": self.date, "found": rounds}, indent=1))
+        written.write_text(json.dumps({"machine": self.machine, "date": self.date, "starts": rounds}, indent=1))
         written.replace(self.path)
 
-    def of(self, setting: Setting) -> dict[str, list[Found]]:
-        return self.found.setdefault(setting.to_json(), {})
+    def of(self, setting: Setting) -> dict[str, list[Result]]:
+        return self.starts.setdefault(setting.to_json(), {})
 
 
 def this_machine() -> dict[str, Any]:
@@ -191,10 +198,10 @@ def written(results: Results, picture: str) -> str:
     for section in sections:
         parts.append(f"### {section.title}")
         for setting in section.settings:
-            if found := results.of(setting):
+            if rounds := results.of(setting):
                 parts.append(f"**{setting}**; {setting.shape}:")
                 parts.append(
-                    markdown(table(found, setting, bool(machine["gpus"]), peak if setting.options.bf16 else 0))
+                    markdown(table(rounds, setting, bool(machine["gpus"]), peak if setting.options.bf16 else 0))
                 )
     return "\n\n".join(parts)
 
@@ -204,12 +211,14 @@ def write(results: Results) -> None:
     where = "train-step-gpu" if results.machine["gpus"] else "train-step"
     first = sections_of(results.machine)[0]
     shown = [setting for setting in first.settings if PLAIN in results.of(setting)]
+    if not shown:
+        sys.exit("there are no results to write")
     picture = f"images/{where}.png"
     draw({setting: results.of(setting) for setting in shown}, PAGE.parent / picture)
     begin, end = f"<!-- {where}: begin -->", f"<!-- {where}: end -->"
-    before, found, rest = PAGE.read_text().partition(begin)
+    before, begun, rest = PAGE.read_text().partition(begin)
     _, ended, after = rest.partition(end)
-    if not (found and ended):
+    if not (begun and ended):
         sys.exit(f"{PAGE} has no lines {begin} and {end}")
     PAGE.write_text(f"{before}{begin}\n\n{written(results, picture)}\n\n{end}{after}")
     print(f"wrote {PAGE} and {PAGE.parent / picture}; the README may quote them")
@@ -219,7 +228,7 @@ def write(results: Results) -> None:
 COLORS = {"DDP": "#999999", "FSDP2": "#E69F00", "DeepSpeed": "#009E73", "bmtrain": "#0072B2"}
 
 
-def draw(tables: dict[Setting, dict[str, list[Found]]], path: Path) -> None:
+def draw(tables: dict[Setting, dict[str, list[Result]]], path: Path) -> None:
     """Bars: the time of each candidate's step relative to a step without communication, with the spread of rounds."""
     from matplotlib.figure import Figure
 
