@@ -279,7 +279,8 @@ def main() -> int:
     elif not results.machine:
         parser.error(f"--from {arguments.source}: there is no such file")
     write(results)
-    print(*failed, sep="\n", file=sys.stderr)
+    for message in failed:
+        print(message, file=sys.stderr)
     return 1 if failed else 0
 
 
