@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def run_ranks(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[
 
     Returns the first exit code that is not 0, or 0.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the ranks end, too
     processes = []
     try:
         for rank, (command, own) in enumerate(zip(commands, environments, strict=True)):
