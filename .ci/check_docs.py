@@ -3,8 +3,8 @@
 Every block fenced as ``python`` is run as a script of its own, in an empty folder, as a single process; one that
 defines ``test_…`` functions is run by pytest. ``<!-- no-run -->`` on the line before a block exempts it; so does any
 other language, such as ``console`` or ``text``. Shell scripts are parsed, not run, with the options that they give to
-Slurm. The messages that ``docs/troubleshooting.md`` explains must be in the sources, and pictures are those that
-``docs/pictures.py`` draws.
+Slurm. The messages that ``docs/troubleshooting.md`` explains must be in the sources, the README's figures of what
+training costs in the tables of ``docs/benchmarks.md``, and pictures are those that ``docs/pictures.py`` draws.
 
 Arguments: the files to check; by default all of them.
 """
@@ -115,6 +115,21 @@ def missing_messages() -> Iterator[str]:
                 yield f"docs/troubleshooting.md: no source has the message {message!r}"
 
 
+def unmeasured_figures() -> Iterator[str]:
+    """Figures of the README's section "What it costs" that the tables of training steps do not have."""
+    readme = (ROOT / "README.md").read_text()
+    section = readme.partition("\n## What it costs\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    tables = page.partition("<!-- train-step: begin -->")[2].partition("<!-- train-step: end -->")[0]
+    measured = set(re.findall(r"\d+\.\d+", "\n".join(re.findall(r"^\|.*$", tables, re.M))))
+    quoted = re.findall(r"\d+\.\d+", section)
+    if not quoted:
+        yield "README.md: the section 'What it costs' quotes no figure"
+    for figure in quoted:
+        if figure not in measured:
+            yield f"README.md: docs/benchmarks.md has no {figure} in its tables of training steps"
+
+
 def old_pictures() -> Iterator[str]:
     """Pictures that are not what the code draws; that of memory depends on PyTorch's version."""
     names = ["flat-buffer", "pipeline-timelines", "optimizer-rounds", "checkpoint-files"]
@@ -184,6 +199,7 @@ def main(arguments: list[str]) -> int:
     problems = [f"{path.relative_to(ROOT)}: {problem}" for path in paths for problem in broken_links(path)]
     problems += [f"{path.relative_to(ROOT)}: {problem}" for path in paths for problem in broken_scripts(path)]
     problems += missing_messages()
+    problems += unmeasured_figures()
     problems += [] if arguments else old_pictures()
     folder = Path(tempfile.mkdtemp())
     problems += failures([example for path in paths for example in examples(path)], folder)

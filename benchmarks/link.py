@@ -6,8 +6,9 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from launch import run_ranks
 
 PORT = "29500"  # in namespaces of their own
 
@@ -43,25 +44,9 @@ def hosts(count: int, rate: str) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30)
 
 
-def on_hosts(script: str, ranks: int, arguments: list[str], rate: str) -> int:
-    """Run ``script`` on ``ranks`` hosts, one process each, one thread each; an exit code that is not 0, if one is."""
+def on_hosts(script: str, ranks: int, arguments: Sequence[str], rate: str) -> int:
+    """Run ``script`` on ``ranks`` hosts, one process each, one thread each; returns an exit code."""
+    own = {"GLOO_SOCKET_IFNAME": "eth0", "LOCAL_RANK": "0", "MASTER_ADDR": "10.78.0.1", "MASTER_PORT": PORT}
     with hosts(ranks, rate) as names:
-        processes = []
-        for rank, name in enumerate(names):
-            environment = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "LOCAL_RANK": "0",
-                "RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "10.78.0.1",
-                "MASTER_PORT": PORT,
-            }
-            command = ["ip", "netns", "exec", name, sys.executable, script, *arguments]
-            processes.append(subprocess.Popen(command, env=environment))
-        while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
-            time.sleep(0.1)
-        for process in processes:  # of ranks that wait for one that has failed
-            process.kill()
-    return next((process.returncode for process in processes if process.returncode), 0)
+        command = [sys.executable, "-W", "ignore", script, *arguments]
+        return run_ranks([["ip", "netns", "exec", name, *command] for name in names], [own] * ranks)

@@ -1,35 +1,29 @@
-"""Peak memory of training steps per rank: bmtrain at level 3 and FSDP2, against what must be held.
+"""Peak memory of training steps on all ranks: bmtrain at level 3 and FSDP2, against what must be held.
 
-Every candidate runs in processes of its own. On CPU the figure is the peak resident set above what the
-process had before the model was built, on CUDA the peak of allocated memory. The formula is what level 3
-cannot do without: the shards (parameters, gradients, two moments), two gathered layers, one layer's
-gradients, and what one process without sharding has on top of its parameters, gradients and moments: the
-activations.
+Every candidate runs in processes of its own. The figure is what training steps take at most above what the processes
+had before the model was built, summed over the ranks: on the CPU in proportional set sizes (see memory_peak.py), on
+CUDA in allocated memory. The formula is what level 3 cannot do without: the shards (parameters, gradients, two
+moments), and on each rank two gathered layers, one layer's gradients, and what one process without sharding has on top
+of its parameters, gradients and moments: the activations.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from candidates import build
 from launch import default_ranks, launched, machine, on_ranks
+from memory_peak import MemoryPeak, memory_taken
 from models import GPT, GPTShape
-from train_step import build
 
 import bmt_comm
 
 MB = 1e6
-
-
-def _resident() -> dict[str, int]:
-    with open("/proc/self/status") as status:
-        fields = dict(line.split(":", 1) for line in status if ":" in line)
-    return {name: int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")}
 
 
 def peak_of(name: str, shape: GPTShape, size: str, steps: int) -> float:
@@ -40,21 +34,15 @@ def peak_of(name: str, shape: GPTShape, size: str, steps: int) -> float:
     warm = torch.nn.Linear(64, 64).to(context.device)
     warm(torch.randn(8, 64, device=context.device)).sum().backward()
     context.world.all_reduce(torch.ones(1 << 18, device=context.device))
-    cuda = context.device.type == "cuda"
-    before = torch.cuda.memory_allocated() if cuda else _resident()["VmRSS"]
+    before = memory_taken(context.device)
     step = build(name, shape, context)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    else:  # the model was whole for a moment: peaks count from here
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
     tokens = torch.randint(shape.vocab, (batch, length + 1)).to(context.device)
-    for _ in range(steps):
-        step(tokens[:, :-1], tokens[:, 1:])
-    context.synchronize()
-    peak = torch.cuda.max_memory_allocated() if cuda else _resident()["VmHWM"]
+    with MemoryPeak(context.device) as peak:
+        for _ in range(steps):
+            step(tokens[:, :-1], tokens[:, 1:])
+        context.synchronize()
     bmt_comm.shutdown()
-    return float(peak - before)
+    return float(peak.bytes - before)
 
 
 def main() -> int:
@@ -83,24 +71,23 @@ def main() -> int:
             code = on_ranks(__file__, arguments.ranks, [*flags, f"--one={name}", f"--out={out}"])
             if code:
                 return code
-            peaks[name] = max(json.loads(line) for line in (Path(out) / "peaks").read_text().splitlines())
+            peaks[name] = sum(json.loads(line) for line in (Path(out) / "peaks").read_text().splitlines())
         print(f"{name}: done", file=sys.stderr)
     with torch.device("meta"):
         model = GPT(shape)
-    total = sum(p.numel() for p in model.parameters()) * 4
+    ranks = arguments.ranks
+    parameters = sum(p.numel() for p in model.parameters()) * 4
     layer = sum(p.numel() for p in model.layers[0].parameters()) * 4
-    outside = total - layer * shape.layers
-    activations = peaks["no communication"] - 4 * total
-    formula = 4 * total / arguments.ranks + 3 * layer + activations
-    print(f"{machine()}; {arguments.ranks} ranks; {shape}; batch {arguments.size}; {total / 4e6:.1f} M parameters")
-    print("peak MB per rank (the largest of the ranks):")
+    shards, layers, outside = 4 * parameters, 3 * ranks * layer, 2 * ranks * (parameters - layer * shape.layers)
+    activations = peaks["no communication"] - 4 * ranks * parameters
+    formula = shards + layers + activations
+    print(f"{machine()}; {ranks} ranks; batch {arguments.size}; {shape}")
+    print("peak MB of all ranks together:")
     for name, peak in peaks.items():
         print(f"  {name:18s} {peak / MB:8.0f}   {peak / peaks.get('FSDP2', peak):5.2f}x FSDP2")
-    print(
-        f"  {'formula, level 3':18s} {formula / MB:8.0f}   (shards {4 * total / arguments.ranks / MB:.0f}, two gathered"
-    )
-    print(f"    layers and one layer's gradients {3 * layer / MB:.0f}, activations {activations / MB:.0f};")
-    print(f"    embedding and head outside the layers, gathered with gradients, add up to {2 * outside / MB:.0f})")
+    print(f"  {'formula, level 3':18s} {formula / MB:8.0f}   (shards {shards / MB:.0f}, two gathered")
+    print(f"    layers and one layer's gradients {layers / MB:.0f}, activations {activations / MB:.0f};")
+    print(f"    embedding and head outside the layers, gathered with gradients, add up to {outside / MB:.0f})")
     return 0
 
 

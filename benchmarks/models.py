@@ -17,6 +17,23 @@ class GPTShape:
     vocab: int = 8192
     positions: int = 1024
 
+    def __str__(self) -> str:
+        words = f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads, vocabulary {self.vocab}"
+        return f"{words}, {self.parameters / 1e6:.1f} M parameters"
+
+    @property
+    def parameters(self) -> int:
+        layer = 12 * self.hidden**2 + 13 * self.hidden
+        return self.layers * layer + (2 * self.vocab + self.positions + 2) * self.hidden
+
+    def flops_per_token(self, length: int) -> float:
+        """Of a training step on sequences of ``length`` tokens, without recomputation (PaLM, arXiv:2204.02311, app. B).
+
+        Matrices of the layers and the head take 6 FLOPs per parameter, attention 12 per layer, channel and position.
+        """
+        matrices = 12 * self.layers * self.hidden**2 + self.vocab * self.hidden
+        return 6.0 * matrices + 12.0 * self.layers * self.hidden * length
+
 
 class Layer(nn.Module):
     def __init__(self, shape: GPTShape) -> None:

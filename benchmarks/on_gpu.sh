@@ -5,7 +5,7 @@
 #
 # Uses the python3 (or $PYTHON) that holds torch and changes nothing in it: the kernels are installed into the
 # results folder, the pure packages are imported from where they lie. Needs torch, pytest, hypothesis, numpy,
-# scikit-build-core, pybind11, cmake and ninja there, and nvcc on the PATH for the CUDA kernels.
+# scikit-build-core, pybind11, matplotlib, cmake and ninja there, and nvcc on the PATH for the CUDA kernels.
 # Works without a GPU, too, and then tests and measures the CPU paths.
 set -euo pipefail
 case "${1:-}" in -h | --help) sed -n '2,9p' "$0" | cut -c3-; exit 0 ;; esac
@@ -45,7 +45,8 @@ run optimizers "$python" benchmarks/optimizers.py --plot "$out/optimizers.png"
 run lamb "$python" benchmarks/lamb.py
 run overhead "$python" benchmarks/overhead.py
 run memory "$python" benchmarks/memory.py
-run train-step "$python" benchmarks/train_step.py
+# Writes its tables to docs/benchmarks.md. If it is interrupted, the next run measures what is missing.
+run train-step "$python" -W ignore benchmarks/train_step_report.py --results "$out/train-step.json"
 run tensor-parallel "$python" benchmarks/tensor_parallel.py
 run pipeline "$python" benchmarks/pipeline.py
 exit $failed

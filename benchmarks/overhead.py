@@ -13,9 +13,9 @@ import sys
 import time
 
 import torch
+from candidates import build
 from launch import machine
 from models import GPTShape
-from train_step import build
 
 import bmt_comm
 
