@@ -302,8 +302,10 @@ class FlatParameter:
                     rows, values = self.local_views(own), self.local_views(self.shard.data)
                     self.float8.write(rows, values, comm, self.label)
                     unsharded, own = unsharded.view(torch.uint8), own.view(torch.uint8)
-                elif own.data_ptr() != self.shard.data_ptr():
+                elif self.casts:
                     own.copy_(self.shard.data)
+                else:
+                    own = self.shard.data
                 if self.is_shared:
                     self._work = comm.barrier(async_op=True, label=self.label)
                 else:

@@ -93,6 +93,7 @@ class GradientReducer:
         self._trees: list[TreeSum] = []  # of the first, second, ... reductions of backward passes
         self._tree = 0  # which of them is next in this backward pass
         self._gaps = flat.layout.gaps
+        self._written: tuple[Tensor | None, list[Tensor]] = (None, [])  # what one rank reduces
         self._targets: dict[GradientTarget, Tensor] = {}  # flat gradients that are being filled
 
     def open_target(self, target: GradientTarget) -> tuple[Tensor, bool]:
@@ -131,22 +132,23 @@ class GradientReducer:
         if not all(self._used_here):
             self._used_here = [u or g is not None for u, g in zip(self._used_here, grads, strict=True)]
         accumulate = self._keeps_unreduced
-        total = self._accumulated
+        total, views = self._accumulated, []
         if total is not None:
-            self._write(total, grads, True, filled)
+            views = self._write(total, grads, True, filled)
             if filled is not None and filled.total is not total:
                 self.flat.shard_comm.discard(filled.total)
         elif filled is not None:
             total = filled.total
-            self._write(total, grads, False, filled)
+            views = self._write(total, grads, False, filled)
         elif not accumulate and self._is_flat(grads[0]):
             assert grads[0] is not None
             total = grads[0].reshape(-1)
         else:
             total = self._new_total(may_borrow=not needed)
-            self._write(total, grads, False)
+            views = self._write(total, grads, False)
         if not accumulate:
             self._accumulated = None
+            self._written = (total, views) if self.flat.shard_comm.size == 1 else (None, [])
             self.pending = _Reduction(self, total)
         elif self._accumulated is None or not self._grads_then:
             self._accumulated = total
@@ -209,6 +211,7 @@ class GradientReducer:
         for total in self._targets.values():
             self.flat.shard_comm.discard(total)
         self._targets = {}
+        self._written = None, []
         self._accumulated = self.partial = None
         self._trees, self._tree = [], 0
         self._grads_then = []
@@ -288,7 +291,9 @@ class GradientReducer:
                 before.total.add_(reduced)
             return
         self._grads_then, self.agrees = [], False
-        views: Sequence[Tensor | None] = self.flat.local_views(reduced)
+        written, there = self._written
+        self._written = None, []
+        views: Sequence[Tensor | None] = there if there and written is reduced else self.flat.local_views(reduced)
         now = [used and not p._backward_hooks for p, used in zip(params, self._used_here, strict=True)]
         if not all(now):
             waiting = self.undecided or [None] * len(views)
@@ -318,18 +323,24 @@ class GradientReducer:
             if param._post_accumulate_grad_hooks:
                 hooked.append(param)
             before = param.grad
-            zeros, version = self._zeros.pop(param, (None, 0))
-            if before is not None and (before is not zeros or before._version != version):
+            if before is not None and not self._is_zero(param, before):
                 grads.append(before)
                 added.append(new)
             else:
                 param.grad = sharded_gradient(new, param)
+        self._zeros = {}
         if grads:
             torch._foreach_add_(grads, added)
-        with torch._C._EnableTorchFunction():
-            for param in hooked:
-                for hook in list(param._post_accumulate_grad_hooks.values()):
-                    hook(param)
+        if hooked:
+            with torch._C._EnableTorchFunction():
+                for param in hooked:
+                    for hook in list(param._post_accumulate_grad_hooks.values()):
+                        hook(param)
+
+    def _is_zero(self, param: nn.Parameter, grad: Tensor) -> bool:
+        """Whether a gradient is zeros that have waited for this one, and that nothing was written to."""
+        zeros, version = self._zeros.get(param, (None, 0)) if self._zeros else (None, 0)
+        return grad is zeros and grad._version == version
 
     @contextmanager
     def apart(self, arrived: dict[GradientReducer, ReducedGradient]) -> Iterator[None]:
@@ -452,13 +463,18 @@ class GradientReducer:
             return flat.shard_comm.empty(flat.layout.numel, dtype)
         return torch.empty(flat.layout.numel, dtype=dtype, device=flat.unsharded.device)
 
-    def _write(self, total: Tensor, grads: Sequence[Tensor | None], add: bool, filled: Filled | None = None) -> None:
-        """Write gradients into a flat one, or add them to it, but for those that lie there already (``filled``)."""
+    def _write(
+        self, total: Tensor, grads: Sequence[Tensor | None], add: bool, filled: Filled | None = None
+    ) -> list[Tensor]:
+        """Write gradients into a flat one, or add them to it, but for those that lie there already (``filled``).
+
+        Returns the views of it.
+        """
         there = [False] * len(grads)
         written: set[int] = set()
         if filled is not None and filled.total is total:
             there, written = [filled.holds(i, grad) for i, grad in enumerate(grads)], filled.written
-        views = self.flat.unsharded_views(total)
+        views = self.flat.unsharded_views(total) if filled is None or filled.total is not total else filled.views
         if not add:  # optimizers and norms may read the flat gradient as a whole
             for start, stop in self._gaps:
                 total[start:stop].zero_()
@@ -473,6 +489,7 @@ class GradientReducer:
             torch._foreach_add_([views[i] for i in added], [_given(grads[i]) for i in added])
         if copied:
             torch._foreach_copy_([views[i] for i in copied], [_given(grads[i]) for i in copied])
+        return views
 
 
 def _given(grad: Tensor | None) -> Tensor:

@@ -221,10 +221,13 @@ class ParameterGroup:
         self.params: list[ShardedParameter] = []
         self.unfilled: list[ShardedParameter] = []
         self._parts: list[tuple[GradientReducer, slice]] = []  # reducers, and which of ``params`` are theirs
+        self._matrices: list[tuple[int, GradientReducer, int]] = []  # places in ``params``, and in the reducers
         for reducer in self.reducers:
             start = len(self.params)
             self.params += reducer.flat.params
             self._parts.append((reducer, slice(start, len(self.params))))
+            shapes = [param.bmt_slice.shape for param in reducer.flat.params]
+            self._matrices += [(start + n, reducer, n) for n, shape in enumerate(shapes) if len(shape) == 2]
             for index, param in enumerate(reducer.flat.params):
                 param.handle = GroupHandle(self, reducer, index)
                 if param.is_unfilled:
@@ -241,15 +244,15 @@ class ParameterGroup:
         """
         views = self.views()
         targets: dict[GradientReducer, GradientTarget] = {}
-        if self.step.splits_backward or self._is_compiled():
+        if not self._matrices or self.step.splits_backward or self._is_compiled():
             return views, targets
-        for reducer, part in self._parts:
-            for number, (view, trains) in enumerate(zip(views[part], self.trains[part], strict=True)):
-                if trains and view.dim() == 2 and view.nbytes >= LEAST_BYTES and reducer.writes(number):
-                    target = targets.get(reducer)
-                    if target is None:
-                        target = targets[reducer] = GradientTarget(reducer, self.accumulates)
-                    views[part.start + number] = UnshardedParameter.of(view, target, number)
+        for position, reducer, number in self._matrices:
+            view = views[position]
+            if self.trains[position] and view.nbytes >= LEAST_BYTES and reducer.writes(number):
+                target = targets.get(reducer)
+                if target is None:
+                    target = targets[reducer] = GradientTarget(reducer, self.accumulates)
+                views[position] = UnshardedParameter.of(view, target, number)
         return views, targets
 
     def _is_compiled(self) -> bool:

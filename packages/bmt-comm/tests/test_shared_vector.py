@@ -1,0 +1,113 @@
+"""Vectors that ranks share, and those that others read where they lie."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from bmt_comm import Communicator
+from bmt_comm.shared_memory import SharedMemoryCollectives
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def shares(comm: Communicator) -> bool:
+    return isinstance(comm._on_host, SharedMemoryCollectives)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_each_rank_sees_what_the_others_write(ctx):
+    comm = ctx.world
+    vector = comm.shared_vector(3 * comm.size, torch.float32)
+    if comm.size == 1 or not shares(comm):
+        assert vector is None
+        return
+    assert not vector.any()
+    comm.barrier()
+    for value in range(3):
+        vector.view(comm.size, 3)[comm.rank] = 10 * value + comm.rank
+        comm.barrier()
+        expected = 10 * value + torch.arange(comm.size, dtype=torch.float32).repeat_interleave(3)
+        assert torch.equal(vector, expected)
+        comm.barrier(async_op=True).wait()
+
+
+@pytest.mark.ranks(2)
+def test_the_memory_is_given_back_with_the_tensors(ctx):
+    comm = ctx.world
+    if not shares(comm):
+        return
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:bmt_comm")
+
+    before, files = mapped(), len(os.listdir("/proc/self/fd"))
+    vectors = [comm.shared_vector(1 << 12, torch.float32) for _ in range(5)]
+    assert mapped() == before + 5
+    assert len(os.listdir("/proc/self/fd")) == files
+    view = vectors[0][:3]
+    vectors.clear()
+    gc.collect()
+    assert mapped() == before + 1
+    view.fill_(1)
+    del view
+    gc.collect()
+    assert mapped() == before
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_memory_lets_all_know(ctx, monkeypatch):
+    comm = ctx.world
+    if not shares(comm):
+        return
+    if ctx.rank == 1:
+        monkeypatch.setattr("bmt_comm.shared_vector._map", lambda *_: None)
+    assert comm.shared_vector(8, torch.float32) is None
+    if ctx.rank == 1:
+        monkeypatch.undo()
+    if ctx.rank == 0:
+        monkeypatch.setattr("bmt_comm.shared_vector._create", lambda *_: -1)
+    assert comm.shared_vector(8, torch.float32) is None
+    comm.barrier()
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+def test_a_vector_that_lies_where_others_read_it_is_reduced_as_another(ctx, dtype, op):
+    comm, numel = ctx.world, 7
+    works = []
+    for step in range(5):
+        values = torch.randn(comm.size * numel, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        source = comm.empty(comm.size * numel, dtype)
+        source.copy_(values)
+        out, expected = source.new_empty(numel), torch.empty(numel, dtype=dtype)
+        works.append((comm.reduce_scatter(out, source, op, async_op=True), out, expected))
+        comm.reduce_scatter(expected, values.to(dtype), op)
+        unused = comm.empty(100, dtype)
+        comm.discard(unused)
+        if step % 2:  # two are under way
+            for work, found, wanted in works:
+                work.wait()
+                assert torch.equal(found, wanted)
+            works.clear()
+
+
+@pytest.mark.ranks(2)
+def test_vectors_lie_in_the_same_memory_again(ctx):
+    comm = ctx.world
+    if not shares(comm):
+        return
+    addresses = set()
+    for _ in range(20):
+        source = comm.empty(1 << 12, torch.float32).fill_(comm.rank)
+        addresses.add(source.data_ptr())
+        out = torch.empty(1 << 11)
+        comm.reduce_scatter(out, source)
+        assert torch.equal(out, torch.ones(1 << 11))
+        comm.barrier()
+    assert len(addresses) <= 2
