@@ -29,7 +29,7 @@ from .fixed_order import TREE_SUM
 from .hosts import HostsCollectives, connect
 from .journal import Journal, begin_wait, end_wait, journals, waits
 from .operation import Operation, describe
-from .shared_memory import SharedMemoryCollectives
+from .shared_memory import Messages, SharedMemoryCollectives
 from .watch import explained
 from .work import DONE, Pending, Work
 
@@ -56,6 +56,9 @@ _BACKEND_DTYPES = frozenset(
         torch.uint8,
     )
 )
+
+
+_STAGED_BYTES = 1 << 24  # of a message that is put into shared memory as a whole even if its sender waits
 
 
 @dataclass
@@ -355,12 +358,18 @@ class Communicator:
 
     @_compat.not_compiled
     def send(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
-        """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv` with the same tag."""
+        """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv` with the same tag.
+
+        Through shared memory it need not wait for the receive, unless 64 MiB wait for theirs.
+        """
         data = self._message(tensor, peer, tag)
         self._count("send", _bytes(tensor))
         operation = self._note("send to", peer, tensor)
         if self._transport is not None:
             return self._finish_now(self._transport.send(data, peer, tag), async_op, operation, (peer,))
+        if (messages := self._messages(data)) is not None:
+            sent = messages.send(data, peer, tag)
+            return DONE if sent is None else self._finish_now(sent, async_op, operation, (peer,))
         work = dist.isend(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(Pending([work], None, tensor), async_op, operation, (peer,))
 
@@ -371,6 +380,8 @@ class Communicator:
         operation = self._note("receive from", peer, tensor)
         if self._transport is not None:
             return self._finish_now(self._transport.recv(data, peer, tag), async_op, operation, (peer,))
+        if (messages := self._messages(data)) is not None:
+            return self._finish_now(messages.receive(data, peer, tag), async_op, operation, (peer,))
         work = dist.irecv(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(Pending([work], None, tensor), async_op, operation, (peer,))
 
@@ -396,6 +407,11 @@ class Communicator:
             self._count("send", _bytes(tensor))
         if self._transport is not None:
             works: list[Any] = self._transport.send_recv(outgoing, incoming)
+        elif (messages := self._messages((incoming or outgoing)[0][0])) is not None:
+            works = [messages.receive(data, peer) for data, peer in incoming]
+            # Who waits anyway lets large ones go when they are received, which takes less memory and time.
+            sent = [messages.send(d, peer, stage=async_op or d.nbytes <= _STAGED_BYTES) for d, peer in outgoing]
+            works += [work for work in sent if work is not None]
         else:
             ops = [dist.P2POp(dist.irecv, data, self.ranks[peer], self.group) for data, peer in incoming]
             ops += [dist.P2POp(dist.isend, data, self.ranks[peer], self.group) for data, peer in outgoing]
@@ -452,6 +468,11 @@ class Communicator:
             return self._transport
         assert self.group is not None
         return _host_collectives[self.group]
+
+    def _messages(self, data: Tensor) -> Messages | None:
+        """What carries single messages through memory that the ranks share; None: the process group carries them."""
+        on_host = None if data.is_cuda else _host_collectives.get(self.group)
+        return on_host.messages if isinstance(on_host, SharedMemoryCollectives) else None
 
     # --- checks -----------------------------------------------------------------------------------
 

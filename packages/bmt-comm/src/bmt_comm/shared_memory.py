@@ -34,6 +34,7 @@ _LARGEST_BYTES = 1 << 30  # of a message that is sent at the call
 _PIECE_BYTES = 1 << 19
 _CAPACITIES = (16 * _LARGEST_BYTES, 8 * _PIECE_BYTES)
 """Of the exchanges for what is sent at the call and in pieces. Of the first, memory is only taken as far as needed."""
+_EXCHANGES = 3  # those, and the one for messages between two ranks
 
 
 class Exchange(Protocol):
@@ -53,6 +54,34 @@ class Exchange(Protocol):
     def release(self) -> None: ...
 
     def abandon(self) -> None: ...
+
+    def stop(self, why: str) -> None: ...
+
+
+class MessageWork(Work, Protocol):
+    """A single message in flight; ``peer`` is the other rank, known of each message that is done."""
+
+    peer: int | None
+
+    def wait(self, timeout: float | None = None) -> None: ...
+
+
+class Messages(Protocol):
+    """What ``bmt_kernels.SharedMemoryMessages`` does."""
+
+    @property
+    def handle(self) -> tuple[int, int, int]: ...
+
+    def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool: ...
+
+    def send(self, data: Tensor, peer: int, tag: int = 0, stage: bool = True) -> MessageWork | None: ...
+
+    def receive(self, data: Tensor, peer: int | None, tag: int = 0) -> MessageWork: ...
+
+    def progress(self) -> None: ...
+
+    @property
+    def is_under_way(self) -> bool: ...
 
     def stop(self, why: str) -> None: ...
 
@@ -94,11 +123,13 @@ class SharedMemoryCollectives:
     Args:
         whole: the exchange for what is sent at the call; connected, like the next.
         pieces: the exchange for what is sent in pieces.
+        messages: the exchange for single messages between two ranks; connected.
         direct: for messages that are too large.
     """
 
-    def __init__(self, whole: Exchange, pieces: Exchange, direct: DirectExchange) -> None:
+    def __init__(self, whole: Exchange, pieces: Exchange, messages: Messages, direct: DirectExchange) -> None:
         self.rank, self.size = direct.rank, direct.size
+        self.messages = messages
         self.direct = direct
         self._order = _Order()
         self._whole, self._pieces = _Lane(whole, self._order), _Lane(pieces, self._order)
@@ -190,6 +221,7 @@ class SharedMemoryCollectives:
         """Let waits, in other threads too, end with an error."""
         for lane in (self._whole, self._pieces):
             lane.stop(why)
+        self.messages.stop(why)
 
     def give_up(self, error: BaseException) -> None:
         """After ``error``, no rank's collective passes for done that needs one of this rank's which is not."""
@@ -372,7 +404,7 @@ def connect_shared_memory(
         lanes, obstacle = _create(direct.rank, [f"rank {rank}" for rank in ranks], seconds)
     except Exception as error:  # to be raised when the others know
         failure = error
-    told = [(0, 0, 0)] * len(_CAPACITIES) if lanes is None else [lane.handle for lane in lanes]
+    told = [(0, 0, 0)] * _EXCHANGES if lanes is None else [lane.handle for lane in lanes]
     mine = torch.tensor(told, device="cpu")
     handles = mine.repeat(direct.size, 1, 1)
     meeting = Operation(0, b"share_memory", 0)
@@ -391,17 +423,21 @@ def connect_shared_memory(
 
 def _create(
     rank: int, names: Sequence[str], timeout: float | Callable[[], float]
-) -> tuple[tuple[Exchange, Exchange] | None, int]:
-    """The exchanges for what is sent at the call and in pieces, where this process can share memory; or an obstacle."""
+) -> tuple[tuple[Exchange, Exchange, Messages] | None, int]:
+    """The exchanges for what is sent at the call, in pieces, and between two ranks, where this process can share memory.
+
+    Or an obstacle.
+    """
     try:
-        from bmt_kernels import SharedMemoryExchange
+        from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages
     except ImportError:
         return None, 0
     if not SharedMemoryExchange.available():
         return None, 0
     whole, pieces = _CAPACITIES
     try:
-        lanes = SharedMemoryExchange(rank, names, whole, timeout), SharedMemoryExchange(rank, names, pieces, timeout)
+        exchanges = [SharedMemoryExchange(rank, names, capacity, timeout) for capacity in (whole, pieces)]
+        lanes = exchanges[0], exchanges[1], SharedMemoryMessages(rank, names, timeout)
     except OSError:
         return None, 1
     return lanes, len(_OBSTACLES)

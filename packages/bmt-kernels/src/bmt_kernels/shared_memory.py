@@ -29,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,11 @@ _KEPT = 1 << 26  # bytes that stay this process's when messages are gone, in all
 
 _SPIN = 100e-6  # seconds: longer than waking up takes
 _SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
+
+
+# Exchanges of messages between two processes. They have no thread: whoever waits for something else looks after them.
+exchanges_between_two: weakref.WeakSet[Any] = weakref.WeakSet()
+_POLL = 1e-3  # seconds between two looks at what is under way there
 
 
 class MismatchError(RuntimeError):
@@ -312,18 +317,34 @@ class SharedMemoryExchange:
             return
         timeout = self.timeout() if callable(self.timeout) else self.timeout
         deadline = time.monotonic() + (0.0 if rank in self._late else timeout)
-        while not self._reached(rank, counter, number, sleep=0.0 if rank in self._late else _SLEEP):
+        while not self._reached(rank, counter, number, sleep=0.0 if rank in self._late else longest_sleep()):
             # What it has done before it went still counts.
             gone = self._memories[rank].is_gone()
             if rank in self._uncompared:
                 self._compare_late(rank)  # it may have found that it is elsewhere, and wait for nothing
             if gone and not self._reached(rank, counter, number):
                 raise RuntimeError(f"{self.names[rank]} has ended or closed its memory, and a message of it is missing")
+            make_progress()
             if self._stopped:
                 raise RuntimeError(self._stopped)
             if time.monotonic() > deadline:
                 self._late.add(rank)
                 raise RuntimeError(f"{self.names[rank]} has not sent or received a message for {timeout:g} seconds")
+
+
+def make_progress(but: object = None) -> None:
+    """Receive and send what can be without waiting, in all exchanges between two processes but one."""
+    for exchange in list(exchanges_between_two):
+        if exchange is not but and exchange.is_under_way:
+            exchange.progress()
+
+
+def longest_sleep(but: object = None) -> float:
+    """Seconds that a process may sleep until it calls :func:`make_progress` again."""
+    if not exchanges_between_two:
+        return _SLEEP
+    others = (exchange for exchange in list(exchanges_between_two) if exchange is not but)
+    return _POLL if any(exchange.is_under_way for exchange in others) else _SLEEP
 
 
 def processors(root: Path = Path("/")) -> float:
@@ -365,9 +386,9 @@ def _granted(folder: Path, first_version: bool) -> float:
 class _Memory:
     """One process's memory, as this process sees it."""
 
-    def __init__(self, fd: int, capacity: int, process: int | None = None) -> None:
-        self._mapped = mmap.mmap(fd, _HEADER + capacity)
-        self._header = memoryview(self._mapped)[:_HEADER]
+    def __init__(self, fd: int, capacity: int, process: int | None = None, header: int = _HEADER) -> None:
+        self._mapped = mmap.mmap(fd, header + capacity)
+        self._header = memoryview(self._mapped)[:header]
         self.words = self._header.cast("q")  # of 8 bytes
         self.address = torch.frombuffer(self._mapped, dtype=torch.uint8, count=1).data_ptr()
         self._process = None if process is None else _Process.of(process)
@@ -448,15 +469,15 @@ def _pages(size: int) -> int:
     return max(1, -(-size // _PAGE)) * _PAGE
 
 
-def _open(process: int, fd: int, token: int, capacity: int) -> _Memory | None:
+def _open(process: int, fd: int, token: int, capacity: int, header: int = _HEADER) -> _Memory | None:
     """The memory that a process has told of, if it can be had from here."""
     path = f"/proc/{process}/fd/{fd}"
     try:
-        if os.stat(path).st_size != _HEADER + capacity:  # another process of that number
+        if os.stat(path).st_size != header + capacity:  # another process of that number
             return None
         here = os.open(path, os.O_RDWR)
         try:
-            memory = _Memory(here, capacity, process)
+            memory = _Memory(here, capacity, process, header)
         finally:
             os.close(here)
     except OSError:
