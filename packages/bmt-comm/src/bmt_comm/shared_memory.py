@@ -34,6 +34,8 @@ _LARGEST_BYTES = 1 << 30  # of a message that is sent at the call
 _PIECE_BYTES = 1 << 19
 _CAPACITIES = (16 * _LARGEST_BYTES, 8 * _PIECE_BYTES)
 """Of the exchanges for what is sent at the call and in pieces. Of the first, memory is only taken as far as needed."""
+_STAGE_BYTES = 1 << 26
+"""Of single messages that a rank has sent, without having waited, and others have not received."""
 _EXCHANGES = 3  # those, and the one for messages between two ranks
 
 
@@ -59,9 +61,15 @@ class Exchange(Protocol):
 
 
 class MessageWork(Work, Protocol):
-    """A single message in flight; ``peer`` is the other rank, known of each message that is done."""
+    """A single message in flight.
+
+    Attributes:
+        peer: the other rank; None: any, before it is done.
+        error: how it has failed.
+    """
 
     peer: int | None
+    error: Exception | None
 
     def wait(self, timeout: float | None = None) -> None: ...
 
@@ -424,10 +432,7 @@ def connect_shared_memory(
 def _create(
     rank: int, names: Sequence[str], timeout: float | Callable[[], float]
 ) -> tuple[tuple[Exchange, Exchange, Messages] | None, int]:
-    """The exchanges for what is sent at the call, in pieces, and between two ranks, where this process can share memory.
-
-    Or an obstacle.
-    """
+    """The exchanges for what is sent at the call, in pieces, and between two ranks; or an obstacle to have them."""
     try:
         from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages
     except ImportError:
@@ -437,7 +442,7 @@ def _create(
     whole, pieces = _CAPACITIES
     try:
         exchanges = [SharedMemoryExchange(rank, names, capacity, timeout) for capacity in (whole, pieces)]
-        lanes = exchanges[0], exchanges[1], SharedMemoryMessages(rank, names, timeout)
+        lanes = exchanges[0], exchanges[1], SharedMemoryMessages(rank, names, timeout, _STAGE_BYTES)
     except OSError:
         return None, 1
     return lanes, len(_OBSTACLES)

@@ -1,18 +1,18 @@
 """Messages from one process to another of the same host, through memory that they share.
 
 [Note: mailboxes]
-    Each process owns a piece of memory, as in [Note: memory of messages] of :mod:`bmt_kernels.shared_memory`. In it lie,
-    for each other process, a *mailbox*: entries for 1024 messages, with their tags and sizes, that the other one has
-    not received. The other process compares entries with the receives that were posted, in the order in which messages
-    were sent, and marks in the entry how far it has read. Whoever has changed something rings the *bell* of the other
+    Each process owns a piece of memory, as in [Note: memory of messages] of :mod:`bmt_kernels.shared_memory`. For each
+    other process it has a *mailbox*: entries for 1024 messages, with their tags and sizes, that the other one has not
+    received. The other process compares entries with the receives that were posted, in the order in which messages were
+    sent, and marks in the entry how far it has read. Whoever has changed something rings the *bell* of the other
     process, a counter on which that one sleeps while it waits.
 
-    A message goes one of two ways. Where there is room, its data is put into the memory at once (the *stage*, 64 MiB for
-    all that others have not received), and the send is done. Else the entry only tells of it. When the receiver has a
-    receive for it, the data goes through a *window* of 2 MiB, in pieces that stay in the caches, while both processes
+    A message goes one of two ways. Where there is room, its data is put into the memory at once (the *stage*, 64 MiB
+    for all that others have not received), and the send is done. Else the entry only tells of it. When the receiver has
+    a receive for it, the data goes through a *window* of 2 MiB, in pieces that stay in the caches, while both processes
     wait for something in this exchange. So messages that nobody receives never stand in the way of others.
 
-    No thread works here: whatever can be received and sent is, in every call, and while a process waits for a message or
+    No thread works here: what can be received and sent is, in every call, and while a process waits for a message or
     for a collective through shared memory.
 """
 
@@ -179,25 +179,23 @@ class SharedMemoryMessages:
                 continue
             make_progress(self)
             if self._stopped:
-                self._give_up(work)
-                raise RuntimeError(self._stopped)
+                raise self._failure(work, self._stopped)
             gone = [rank for rank in peers if self._memories[rank].is_gone()]
             if len(gone) == len(peers) and native.is_pending(number):  # what it has done before it went still counts
-                self._give_up(work)
                 named = " and ".join(self.names[rank] for rank in gone)
-                raise RuntimeError(f"{named} has ended or closed its memory, and a message with it is missing")
+                raise self._failure(work, f"{named} has ended or closed its memory, and a message with it is missing")
             if time.monotonic() > deadline and native.is_pending(number):
-                if self._give_up(work):
-                    self._late.update(peers)
+                self._late.update(peers)
                 named = " and ".join(self.names[rank] for rank in peers)
-                raise RuntimeError(f"{named} has not sent or received a message for {timeout:g} seconds")
+                raise self._failure(work, f"{named} has not sent or received a message for {timeout:g} seconds")
 
-    def _give_up(self, work: MessageWork) -> bool:
-        """Nothing is to be written into the tensor of a receive that has failed; whether it was not too late."""
-        if not self._native.cancel(work.number):
-            return False
-        self._unfinished.pop(work.number, None)
-        return True
+    def _failure(self, work: MessageWork, text: str) -> RuntimeError:
+        """How a wait has failed. Nothing is written into the tensor of a receive after that, if no message has come."""
+        error = RuntimeError(text)
+        if self._native.cancel(work.number):
+            self._unfinished.pop(work.number, None)
+            work._end(work.peer, error)
+        return error
 
 
 class MessageWork:
@@ -205,18 +203,19 @@ class MessageWork:
 
     Attributes:
         is_done: whether it was received, or ``data`` has been read.
+        error: how it has failed, if it has.
         peer: the other process's rank; of a receive from any process None until it is done.
     """
 
-    __slots__ = ("_data", "_error", "_exchange", "is_done", "is_receive", "nbytes", "number", "peer", "tag")
+    __slots__ = ("_data", "error", "exchange", "is_done", "is_receive", "nbytes", "number", "peer", "tag")
 
     def __init__(
         self, exchange: SharedMemoryMessages, number: int, data: Tensor, peer: int | None, tag: int, is_receive: bool
     ) -> None:
-        self._exchange, self.number = exchange, number
+        self.exchange, self.number = exchange, number
         self._data: Tensor | None = data
         self.nbytes, self.peer, self.tag, self.is_receive = data.nbytes, peer, tag, is_receive
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self.is_done = False
 
     def wait(self, timeout: float | None = None) -> None:
@@ -226,22 +225,22 @@ class MessageWork:
             MismatchError: one has sent as many bytes as the other does not expect.
             RuntimeError: the other process has gone, or has not sent or received in time.
         """
-        if not self.is_done:
+        if not self.is_done and self.error is None:
             try:
-                self._exchange._wait(self, timeout)
+                self.exchange._wait(self, timeout)
             except Exception as error:
-                self._error = self._error or error
+                self.error = self.error or error
                 raise
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def is_completed(self) -> bool:
         """Whether it is done, after what can be done without waiting."""
         if not self.is_done:
-            self._exchange.progress()
+            self.exchange.progress()
         return self.is_done
 
-    def _end(self, peer: int, error: Exception | None) -> None:
-        self.peer, self._error = peer, error
+    def _end(self, peer: int | None, error: Exception | None) -> None:
+        self.peer, self.error = peer, error
         self._data = None  # which may be used for something else
         self.is_done = True
