@@ -689,3 +689,31 @@ def test_threads_wait_for_messages_at_the_same_time(ctx):
         for send in sends:
             send.result()
         assert [set(box.tolist()) for box in boxes] == [{float(tag)} for tag in range(8)]
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+def test_a_root_does_not_run_ahead_without_bounds(ctx):
+    with pair(ctx, room=1 << 24) as (shared, by_gloo), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_comm.shared_memory, "_LARGEST_BYTES", 1 << 20)
+        patch.setattr(bmt_comm.shared_memory, "_RUN_AHEAD_BYTES", 1 << 20)
+        exchange = shared._on_host._whole._exchange
+        most, count = 0, 40
+        for number in range(count):
+            x = torch.full((50_000,), float(number if ctx.rank == 0 else -1))
+            if ctx.rank == 0:
+                shared.broadcast(x, 0)
+                most = max(most, exchange._bytes_in_use)
+            else:
+                time.sleep(1e-3 * ctx.rank)
+                shared.broadcast(x, 0)
+                assert set(x.tolist()) == {float(number)}
+        assert most <= (1 << 20) + 2 * 204_800
+        # The others must have called it, and need not have waited.
+        works = [shared.broadcast(torch.ones(50_000), 0, async_op=True) for _ in range(30)]
+        if ctx.rank == 0:
+            for work in works:
+                work.wait()
+        by_gloo.barrier()
+        if ctx.rank != 0:
+            for work in works:
+                work.wait()

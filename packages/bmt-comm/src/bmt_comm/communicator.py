@@ -341,8 +341,8 @@ class Communicator:
     def broadcast(self, tensor: Tensor, root: int, async_op: bool = False, label: str = "") -> Work:
         """Copy rank ``root``'s ``tensor`` (contiguous) to every rank's, in place.
 
-        The root does not wait for the others. On the CPU, what they have not received yet takes shared memory: let it
-        wait (:meth:`barrier`) now and then where it sends much.
+        On the CPU the root does not wait for the others, as long as what they have not received is not more than
+        256 MiB, over all communicators. Beyond that it waits until they have called this, too.
         """
         self._check_rank("root", root)
         self._check_contiguous(tensor=tensor)

@@ -8,7 +8,16 @@
 [Note: two lanes]
     Most collectives are one piece, which is sent at the call: a rank that waits needs the others to have called it,
     too, and no more, so that ranks may do different things between the call and the wait. The messages take as much
-    memory as the receive buffers of an exchange by messages would. An all-reduce of more than half a megabyte goes over
+    memory as the receive buffers of an exchange by messages would: no more than what some rank has called and not
+    waited for, whose tensors that rank holds.
+
+    Only a rank that has nothing to receive, as the root of a broadcast, could leave behind any number of messages for
+    which the others have not called anything yet. Its wait is over at once as long as 256 MiB, over all process groups,
+    wait to be received. Beyond that, its wait needs the others to have called the collective, like that of any other
+    collective. It does not need them to wait, and a call itself never waits for anything, so nothing stops that would
+    go on by messages, which need a receive for each send.
+
+    An all-reduce of more than half a megabyte goes over
     a lane of its own, in many pieces, which are sent and read while ranks wait, and stay in the caches on their way. A
     rank that waits for it needs the others to come to a wait, too, as with one by messages.
 """
@@ -32,6 +41,7 @@ from .work import Pending, Work
 
 _LARGEST_BYTES = 1 << 30  # of a message that is sent at the call
 _PIECE_BYTES = 1 << 19
+_RUN_AHEAD_BYTES = 1 << 28  # that others have not received, of what they may not even have called
 _CAPACITIES = (16 * _LARGEST_BYTES, 8 * _PIECE_BYTES)
 """Of the exchanges for what is sent at the call and in pieces. Of the first, memory is only taken as far as needed."""
 _STAGE_BYTES = 1 << 26
@@ -48,6 +58,8 @@ class Exchange(Protocol):
     def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool: ...
 
     def wait_for_room(self, size: int) -> None: ...
+
+    def wait_for_others(self, most: int) -> None: ...
 
     def try_send(self, parts: Sequence[Tensor], operation: int, name: bytes) -> bool: ...
 
@@ -379,6 +391,8 @@ class _Lane:
                 self._exchange.release()
                 self._unread.popleft()
                 self._read += 1
+                if all(size == 0 for size in piece.sizes):  # it might have been sent long before others come
+                    self._exchange.wait_for_others(_RUN_AHEAD_BYTES)
         except BaseException as error:
             self._order.give_up(error)
             raise

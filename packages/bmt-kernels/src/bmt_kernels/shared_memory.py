@@ -7,6 +7,9 @@
     processes have received it. A message takes the first place that is large enough: as long as the others keep up, all
     messages lie in the same few pages, which stay in the caches, and no memory is taken for the rest.
 
+    What all processes have received is given back, beyond what this one keeps, when it sends again: in this exchange,
+    or something large in any of its exchanges.
+
     Whoever waits for a counter looks at it for a moment and then sleeps on it (a futex): messages need no thread that
     would have to get a processor first, and a message that is there already costs no system call.
 
@@ -24,6 +27,7 @@ import mmap
 import os
 import secrets
 import select
+import threading
 import time
 import weakref
 from collections import deque
@@ -106,9 +110,10 @@ class SharedMemoryExchange:
         self._memories, self._own_address = {rank: own}, own.address
         assert _native.cpu_module is not None
         self._counter_set, self._counter_wait = _native.cpu_module.counter_set, _native.cpu_module.counter_wait
-        self._sent = self._received = 0
+        self._sent = self._received = self._bytes_in_use = 0
         self._in_use: deque[tuple[int, int, int]] = deque()  # numbers of messages, and where they begin and end
         self._taken: list[tuple[int, int]] = []  # where these begin and end, in the order of places
+        self._places = threading.Lock()  # of these two: another exchange may ask for what is not in use any more
         # Of empty messages that were not there yet: by rank, their numbers, and the operations they must belong to.
         self._uncompared: dict[int, deque[tuple[int, int, bytes]]] = {}
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
@@ -165,6 +170,24 @@ class SharedMemoryExchange:
             for rank in self._memories:
                 self._wait(rank, _RECEIVED, self._in_use[0][0])
 
+    def wait_for_others(self, most: int) -> None:
+        """Wait until each process has sent as many messages as this one has received, empty ones among them.
+
+        It does so only if more than ``most`` bytes of messages have not been received by all, in all exchanges of this
+        process.
+
+        Raises:
+            RuntimeError: a process has gone, or has not sent them in time.
+        """
+        if sum(exchange._bytes_in_use for exchange in list(self._alive)) <= most:
+            return
+        self._collect_all()
+        if sum(exchange._bytes_in_use for exchange in list(self._alive)) <= most:
+            return
+        for rank in self._memories:
+            if rank != self.rank:
+                self._wait(rank, _SENT, self._received)
+
     def send(self, parts: Sequence[Tensor], operation: int = 0, name: bytes = b"") -> None:
         """Send the next message: ``parts`` (CPU, one-dimensional, of one dtype), end to end.
 
@@ -193,8 +216,10 @@ class SharedMemoryExchange:
             begin += nbytes
         own.describe(self._entry(number), place, size, number, operation, _padded(name))
         end = place + _pages(size)
-        self._in_use.append((number, place, end))
-        bisect.insort(self._taken, (place, end))
+        with self._places:
+            self._in_use.append((number, place, end))
+            bisect.insort(self._taken, (place, end))
+            self._bytes_in_use += end - place
         self._sent = number
         self._set(_SENT, number)
         return True
@@ -280,22 +305,41 @@ class SharedMemoryExchange:
 
     def _free_place(self, size: int) -> int | None:
         """The first place for a message, when those that all processes have received are gone."""
+        with self._places:
+            self._collect()
+            if len(self._in_use) == _MOST_MESSAGES:
+                return None
+            size, cursor = _pages(size), 0
+            for begin, end in self._taken:
+                if begin - cursor >= size:
+                    break
+                cursor = end
+            else:
+                if self.capacity - cursor < size:
+                    return None
+        if size > _KEPT:
+            self._collect_all()
+        return cursor
+
+    def _collect_all(self) -> None:
+        """Give back what is not in use any more, in all exchanges of the process that are not at work."""
+        for exchange in list(self._alive):
+            if exchange._in_use and exchange._places.acquire(blocking=False):
+                try:
+                    exchange._collect()
+                finally:
+                    exchange._places.release()
+
+    def _collect(self) -> None:
         while self._in_use and self._all_have_received(self._in_use[0][0]):
             _, begin, end = self._in_use.popleft()
             self._taken.remove((begin, end))
+            self._bytes_in_use -= end - begin
             if end > self._kept:  # all exchanges of the process have _KEPT in common
                 others = sum(exchange._kept for exchange in self._alive) - self._kept
                 self._kept = max(self._kept, min(end, (_KEPT - others) // _PAGE * _PAGE))
                 if end > self._kept:
                     self._memories[self.rank].give_back(max(begin, self._kept), end)
-        if len(self._in_use) == _MOST_MESSAGES:
-            return None
-        size, cursor = _pages(size), 0
-        for begin, end in self._taken:
-            if begin - cursor >= size:
-                return cursor
-            cursor = end
-        return cursor if self.capacity - cursor >= size else None
 
     def _all_have_received(self, number: int) -> bool:
         others = [rank for rank in self._memories if rank != self.rank]
