@@ -225,7 +225,9 @@ class Communicator:
 
     def _count(self, op: str, sent: int) -> None:
         if self.size > 1:
-            traffic = self.traffic.setdefault(op, Traffic())
+            traffic = self.traffic.get(op)
+            if traffic is None:
+                traffic = self.traffic[op] = Traffic()
             traffic.calls += 1
             traffic.bytes += sent
 
@@ -592,7 +594,7 @@ def _bytes(tensor: Tensor) -> int:
 
 def _flat(tensor: Tensor) -> Tensor:
     """A contiguous tensor in one dimension, without its history: what is received may go into a parameter."""
-    return tensor.detach().view(-1)
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
 def _wire(flat: Tensor) -> Tensor:

@@ -116,6 +116,7 @@ class _Piece:
         dtype: of all of it.
         read: called with the ranks' messages as vectors.
         needs: how many pieces of the collective must have been read before ``parts`` are what is to be sent.
+        runs_ahead: whether this rank receives nothing, so that it might be long before the others come.
         number, name: of the operation; ranks compare them.
     """
 
@@ -124,6 +125,7 @@ class _Piece:
     dtype: torch.dtype
     read: Callable[[list[Tensor]], None]
     needs: int = 0
+    runs_ahead: bool = False
     number: int = 0
     name: bytes = b""
 
@@ -169,7 +171,9 @@ class SharedMemoryCollectives:
             return self._by_messages().broadcast(flat, root, operation)
         nothing = flat[:0]
         chunks = [flat if r == root else nothing for r in range(self.size)]
-        return self._whole.start([self._gather(chunks, chunks[self.rank])], operation)
+        piece = self._gather(chunks, chunks[self.rank])
+        piece.runs_ahead = self.rank == root
+        return self._whole.start([piece], operation)
 
     def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
         if flat.nbytes <= _PIECE_BYTES:
@@ -196,13 +200,14 @@ class SharedMemoryCollectives:
     ) -> Work:
         reads = self.rank == root
         sizes = [like.nbytes if reads and rank != root else 0 for rank in range(self.size)]
-        return self._whole.start([_Piece(parts, sizes, like.dtype, read if reads else _ignore)], operation)
+        piece = _Piece(parts, sizes, like.dtype, read if reads else _ignore, runs_ahead=not reads)
+        return self._whole.start([piece], operation)
 
     def scatter(self, mine: Tensor, chunks: Sequence[Tensor], root: int, operation: Operation) -> Work:
         """Each of ``chunks`` of rank ``root`` into ``mine`` of one rank; that of the root is not touched."""
         if self.rank == root:
             others = [chunk for rank, chunk in enumerate(chunks) if rank != root]
-            return self._whole.start([_Piece(others, [0] * self.size, mine.dtype, _ignore)], operation)
+            return self._whole.start([_Piece(others, [0] * self.size, mine.dtype, _ignore, runs_ahead=True)], operation)
         sizes = [mine.nbytes * (self.size - 1) if rank == root else 0 for rank in range(self.size)]
         begin = mine.numel() * (self.rank - (self.rank > root))
 
@@ -384,14 +389,15 @@ class _Lane:
         try:
             while self._read < last:
                 piece = self._unread[0]
-                if self._unsent and self._unsent[0] is piece:
-                    self._exchange.wait_for_room(piece.sent_bytes)
-                self._send_ahead()
+                if self._unsent:
+                    if self._unsent[0] is piece:
+                        self._exchange.wait_for_room(piece.sent_bytes)
+                    self._send_ahead()
                 piece.read(self._exchange.receive(piece.sizes, piece.dtype, piece.number, piece.name))
                 self._exchange.release()
                 self._unread.popleft()
                 self._read += 1
-                if all(size == 0 for size in piece.sizes):  # it might have been sent long before others come
+                if piece.runs_ahead:
                     self._exchange.wait_for_others(_RUN_AHEAD_BYTES)
         except BaseException as error:
             self._order.give_up(error)

@@ -48,6 +48,7 @@ _ENTRY = 128  # bytes: place, size, number of the message, number of the operati
 _WORDS = 4  # of 8 bytes, before the name
 _NAME = _ENTRY - 8 * _WORDS  # bytes; a longer name is cut
 _PAGE = mmap.PAGESIZE
+_SMALL = 1 << 14  # bytes
 _MOST_VIEWS = 256  # tensors of messages that are kept: small messages lie where others have lain
 _HEADER = (_TABLE + _ENTRY * _MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
 _MASK = (1 << 32) - 1  # of the counters
@@ -110,10 +111,13 @@ class SharedMemoryExchange:
         self._memories, self._own_address = {rank: own}, own.address
         assert _native.cpu_module is not None
         self._counter_set, self._counter_wait = _native.cpu_module.counter_set, _native.cpu_module.counter_wait
-        self._sent = self._received = self._bytes_in_use = 0
+        self._copy = _native.cpu_module.copy
+        self._make_tables = _native.cpu_module.Tables
+        self._tables = self._make_tables(0, [own.address])
+        self._sent = self._received = 0
         self._in_use: deque[tuple[int, int, int]] = deque()  # numbers of messages, and where they begin and end
         self._taken: list[tuple[int, int]] = []  # where these begin and end, in the order of places
-        self._places = threading.Lock()  # of these two: another exchange may ask for what is not in use any more
+        self._freeing = threading.Lock()  # these two: another exchange may do it, in another thread
         # Of empty messages that were not there yet: by rank, their numbers, and the operations they must belong to.
         self._uncompared: dict[int, deque[tuple[int, int, bytes]]] = {}
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
@@ -152,6 +156,7 @@ class SharedMemoryExchange:
                 return False
             self._memories[rank] = memory
         self._memories = dict(sorted(self._memories.items()))
+        self._tables = self._make_tables(self.rank, [memory.address for memory in self._memories.values()])
         return True
 
     def has_room(self, size: int) -> bool:
@@ -179,10 +184,7 @@ class SharedMemoryExchange:
         Raises:
             RuntimeError: a process has gone, or has not sent them in time.
         """
-        if sum(exchange._bytes_in_use for exchange in list(self._alive)) <= most:
-            return
-        self._collect_all()
-        if sum(exchange._bytes_in_use for exchange in list(self._alive)) <= most:
+        if self._free_places_of_all() <= most:
             return
         for rank in self._memories:
             if rank != self.rank:
@@ -212,14 +214,15 @@ class SharedMemoryExchange:
         own, number, begin = self._memories[self.rank], self._sent + 1, place
         for part in parts:
             nbytes = part.nbytes
-            own.message(begin, nbytes, part.dtype).copy_(part)
+            if nbytes <= _SMALL:  # a call of torch costs more than the copy
+                self._copy(self._own_address + _HEADER + begin, part.data_ptr(), nbytes)
+            else:
+                own.message(begin, nbytes, part.dtype).copy_(part)
             begin += nbytes
         own.describe(self._entry(number), place, size, number, operation, _padded(name))
         end = place + _pages(size)
-        with self._places:
-            self._in_use.append((number, place, end))
-            bisect.insort(self._taken, (place, end))
-            self._bytes_in_use += end - place
+        self._in_use.append((number, place, end))
+        bisect.insort(self._taken, (place, end))
         self._sent = number
         self._set(_SENT, number)
         return True
@@ -240,8 +243,12 @@ class SharedMemoryExchange:
         """
         number = self._received + 1
         entry = self._entry(number)
-        messages = []
         name = _padded(name)
+        if not self._uncompared:  # what is there, or comes soon
+            found = self._tables.receive(sizes, number & _MASK, 8 * entry, operation, name, self._spin)
+            if found is not None:
+                return [m.message(*lies, dtype) for m, lies in zip(self._memories.values(), found, strict=True)]
+        messages = []
         for (rank, memory), size in zip(self._memories.items(), sizes, strict=True):
             if rank in self._uncompared:
                 self._compare_late(rank)
@@ -257,13 +264,13 @@ class SharedMemoryExchange:
             if rank != self.rank or self._sent < number:
                 self._wait(rank, _SENT, number)
                 self._compare(rank, number, operation, name)
-            begin, found = memory.words[entry], memory.words[entry + 1]
-            if size is not None and found != size:
+            begin, sent = memory.words[entry], memory.words[entry + 1]
+            if size is not None and sent != size:
                 raise MismatchError(
-                    f"{self.names[rank]} has sent {found} bytes where {self.names[self.rank]} expects {size}: "
+                    f"{self.names[rank]} has sent {sent} bytes where {self.names[self.rank]} expects {size}: "
                     "they call different collectives, or with different shapes or dtypes"
                 )
-            messages.append(memory.message(begin, found, dtype))
+            messages.append(memory.message(begin, sent, dtype))
         return messages
 
     def _compare(self, rank: int, number: int, operation: int, name: bytes) -> None:
@@ -305,45 +312,48 @@ class SharedMemoryExchange:
 
     def _free_place(self, size: int) -> int | None:
         """The first place for a message, when those that all processes have received are gone."""
-        with self._places:
-            self._collect()
-            if len(self._in_use) == _MOST_MESSAGES:
-                return None
-            size, cursor = _pages(size), 0
-            for begin, end in self._taken:
-                if begin - cursor >= size:
-                    break
-                cursor = end
-            else:
-                if self.capacity - cursor < size:
-                    return None
+        if self._in_use:
+            with self._freeing:
+                self._free_places()
+        if len(self._in_use) == _MOST_MESSAGES:
+            return None
         if size > _KEPT:
-            self._collect_all()
-        return cursor
+            self._free_places_of_all()
+        size, cursor = _pages(size), 0
+        for begin, end in tuple(self._taken):  # another thread may free some
+            if begin - cursor >= size:
+                return cursor
+            cursor = end
+        return cursor if self.capacity - cursor >= size else None
 
-    def _collect_all(self) -> None:
-        """Give back what is not in use any more, in all exchanges of the process that are not at work."""
-        for exchange in list(self._alive):
-            if exchange._in_use and exchange._places.acquire(blocking=False):
-                try:
-                    exchange._collect()
-                finally:
-                    exchange._places.release()
-
-    def _collect(self) -> None:
+    def _free_places(self) -> None:
+        """Forget the messages that all processes have received."""
         while self._in_use and self._all_have_received(self._in_use[0][0]):
             _, begin, end = self._in_use.popleft()
             self._taken.remove((begin, end))
-            self._bytes_in_use -= end - begin
             if end > self._kept:  # all exchanges of the process have _KEPT in common
                 others = sum(exchange._kept for exchange in self._alive) - self._kept
                 self._kept = max(self._kept, min(end, (_KEPT - others) // _PAGE * _PAGE))
                 if end > self._kept:
                     self._memories[self.rank].give_back(max(begin, self._kept), end)
 
+    def _free_places_of_all(self) -> int:
+        """Of all exchanges of this process; the bytes that are in use after that."""
+        exchanges = list(self._alive)
+        for exchange in exchanges:
+            if exchange._in_use and exchange._freeing.acquire(blocking=False):
+                try:
+                    exchange._free_places()
+                finally:
+                    exchange._freeing.release()
+        return sum(exchange._bytes_in_use for exchange in exchanges)
+
+    @property
+    def _bytes_in_use(self) -> int:
+        return sum(end - begin for _, begin, end in tuple(self._in_use))
+
     def _all_have_received(self, number: int) -> bool:
-        others = [rank for rank in self._memories if rank != self.rank]
-        return self._received >= number and all(self._reached(rank, _RECEIVED, number) for rank in others)
+        return self._received >= number and self._tables.reached(_RECEIVED, number & _MASK)
 
     @staticmethod
     def _entry(number: int) -> int:
@@ -435,6 +445,8 @@ class _Memory:
         self._header = memoryview(self._mapped)[:header]
         self.words = self._header.cast("q")  # of 8 bytes
         self.address = torch.frombuffer(self._mapped, dtype=torch.uint8, count=1).data_ptr()
+        assert _native.cpu_module is not None
+        self._describe = _native.cpu_module.describe
         self._process = None if process is None else _Process.of(process)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
@@ -455,9 +467,7 @@ class _Memory:
 
     def describe(self, entry: int, place: int, size: int, number: int, operation: int, name: bytes) -> None:
         """Write an entry of the table."""
-        words, begin = self.words, 8 * (entry + _WORDS)
-        words[entry], words[entry + 1], words[entry + 2], words[entry + 3] = place, size, number & _MASK, operation
-        self._header[begin : begin + _NAME] = name
+        self._describe(self.address + 8 * entry, place, size, number & _MASK, operation, name)
 
     def name(self, entry: int) -> memoryview:
         """Of an operation, padded with zeros."""
