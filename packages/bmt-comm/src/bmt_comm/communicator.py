@@ -117,7 +117,7 @@ class Communicator:
     With ``async_op`` a collective returns at once, and its result is there after ``wait`` of what it returns. Ranks may
     wait for several in different orders. A rank that waits needs the others to have called the collective, and, for
     all-reduces of more than 256 KiB on the CPU and for all collectives over several hosts that share memory on each,
-    to come to a wait. On the CPU, 4096 may be in flight that some rank has not waited for.
+    to come to a wait. On the CPU, 4096 may be in flight that some rank has not waited for, 256 of large ones.
 
     Ranks whose next collectives differ do not take each other's data: through shared memory all of them raise a
     RuntimeError that names both, and with gloo they time out. Collectives are the same if they have the same reduction
@@ -267,7 +267,12 @@ class Communicator:
             return self._finish_now(work, async_op, operation)
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         _copy_unless_same(chunks[self.rank], mine)
-        return self._finish_now(self._on_host.all_gather(chunks, mine, operation), async_op, operation)
+        on_host = self._on_host
+        if isinstance(on_host, SharedMemoryCollectives):
+            work = on_host.all_gather(chunks, mine, operation, waits_at_once=not async_op)
+        else:
+            work = on_host.all_gather(chunks, mine, operation)
+        return self._finish_now(work, async_op, operation)
 
     @_compat.not_compiled
     def reduce_scatter(
@@ -301,7 +306,12 @@ class Communicator:
             work = _compat.reduce_scatter_single(mine, flat, _REDUCE_OPS[op], group=self.group, async_op=async_op)
             return self._finish_now(work, async_op, operation)
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
-        return self._finish_now(self._on_host.reduce_scatter(mine, chunks, op, operation), async_op, operation)
+        on_host = self._on_host
+        if isinstance(on_host, SharedMemoryCollectives):
+            work = on_host.reduce_scatter(mine, chunks, op, operation, waits_at_once=not async_op)
+        else:
+            work = on_host.reduce_scatter(mine, chunks, op, operation)
+        return self._finish_now(work, async_op, operation)
 
     @_compat.not_compiled
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False, label: str = "") -> Work:

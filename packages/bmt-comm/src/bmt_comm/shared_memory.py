@@ -6,10 +6,12 @@
     order, that of the calls.
 
 [Note: two lanes]
-    Most collectives are one piece, which is sent at the call: a rank that waits needs the others to have called it,
-    too, and no more, so that ranks may do different things between the call and the wait. The messages take as much
-    memory as the receive buffers of an exchange by messages would: no more than what some rank has called and not
-    waited for, whose tensors that rank holds.
+    Most collectives are sent at the call, in one piece or, if a rank sends more than two megabytes, in up to 16: a rank
+    that waits needs the others to have called it, too, and no more, so that ranks may do different things between the
+    call and the wait. The messages take as much memory as the receive buffers of an exchange by messages would: no more
+    than what some rank has called and not waited for, whose tensors that rank holds. A rank that waits as soon as it
+    has called sends each of several pieces shortly before it reads those of the others, so that all of them are read
+    while they are in the caches.
 
     Only a rank that has nothing to receive, as the root of a broadcast, could leave behind any number of messages for
     which the others have not called anything yet. Its wait is over at once as long as 256 MiB, over all process groups,
@@ -41,6 +43,8 @@ from .work import Pending, Work
 
 _LARGEST_BYTES = 1 << 30  # of a message that is sent at the call
 _PIECE_BYTES = 1 << 19
+_MOST_PIECES = 16  # of a collective that is sent at the call
+_AHEAD = 2  # pieces that a rank that waits sends before it reads the first
 _RUN_AHEAD_BYTES = 1 << 28  # that others have not received, of what they may not even have called
 _CAPACITIES = (16 * _LARGEST_BYTES, 8 * _PIECE_BYTES)
 """Of the exchanges for what is sent at the call and in pieces. Of the first, memory is only taken as far as needed."""
@@ -156,15 +160,29 @@ class SharedMemoryCollectives:
         self._order = _Order()
         self._whole, self._pieces = _Lane(whole, self._order), _Lane(pieces, self._order)
 
-    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
+    def all_gather(
+        self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation, waits_at_once: bool = False
+    ) -> Work:
+        """Every rank's ``mine`` into ``chunks``. ``waits_at_once``: nothing comes between this call and the wait."""
         if mine.nbytes > _LARGEST_BYTES:
             return self._by_messages().all_gather(chunks, mine, operation)
-        return self._whole.start([self._gather(chunks, mine)], operation)
+        if mine.nbytes <= 4 * _PIECE_BYTES:
+            return self._whole.start([self._gather(chunks, mine)], operation)
+        cuts = zip(_cut_in_few([mine], 1), _cut_in_few(chunks, 1), strict=True)
+        return self._whole.start([self._gather(cut, part) for (part,), cut in cuts], operation, waits_at_once)
 
-    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation, waits_at_once: bool = False
+    ) -> Work:
+        """Reduce ``chunks`` into ``out`` of one rank each."""
         if chunks[0].nbytes * (self.size - 1) > _LARGEST_BYTES:
             return self._by_messages().reduce_scatter(out, chunks, op, operation)
-        return self._whole.start([self._reduce(out, chunks, op)], operation)
+        if chunks[0].nbytes * (self.size - 1) <= 4 * _PIECE_BYTES or len({chunk.numel() for chunk in chunks}) > 1:
+            return self._whole.start([self._reduce(out, chunks, op)], operation)
+        cuts = _cut_in_few(chunks, self.size - 1)
+        step = cuts[0][0].numel()
+        pieces = [self._reduce(part, cut, op) for part, cut in zip(out.split(step), cuts, strict=True)]
+        return self._whole.start(pieces, operation, waits_at_once)
 
     def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
         if flat.nbytes > _LARGEST_BYTES:
@@ -311,11 +329,20 @@ def _bytes(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _cut_up(chunks: Sequence[Tensor], together: int) -> list[list[Tensor]]:
-    """Parts of all chunks, so small that as many as go ``together`` make up a piece. A short chunk's last are empty."""
-    step = max(1, _PIECE_BYTES // (chunks[0].element_size() * together))
+def _cut_up(chunks: Sequence[Tensor], together: int, least: int = 0) -> list[list[Tensor]]:
+    """Parts of all chunks, so small that as many as go ``together`` make up a piece. A short chunk's last are empty.
+
+    They have ``least`` elements at least, but for the last.
+    """
+    step = max(1, least, _PIECE_BYTES // (chunks[0].element_size() * together))
     longest = max(chunk.numel() for chunk in chunks)
     return [[chunk[begin : begin + step] for chunk in chunks] for begin in range(0, longest, step)]
+
+
+def _cut_in_few(chunks: Sequence[Tensor], together: int) -> list[list[Tensor]]:
+    """Parts of all chunks, twice as large or larger, for what is sent at the call: there is room for 4096 pieces."""
+    numel, itemsize = chunks[0].numel(), chunks[0].element_size()
+    return _cut_up(chunks, together, max(-(-numel // _MOST_PIECES), 2 * _PIECE_BYTES // (itemsize * together)))
 
 
 class _Order:
@@ -361,7 +388,7 @@ class _Lane:
         self._started = self._read = 0  # pieces
         order.add(exchange, self._unsent, self._unread)
 
-    def start(self, pieces: Iterable[_Piece], operation: Operation) -> Work:
+    def start(self, pieces: Iterable[_Piece], operation: Operation, waits_at_once: bool = False) -> Work:
         """Begin a collective."""
         self._order.check()
         before = self._started
@@ -373,7 +400,7 @@ class _Lane:
                 self._unsent.append(piece)
                 self._unread.append(piece)
                 self._started += 1
-            self._send_ahead()
+            self._send_ahead(self._read + _AHEAD if waits_at_once else self._started)
         except BaseException as error:
             self._order.give_up(error)
             raise
@@ -392,19 +419,21 @@ class _Lane:
                 if self._unsent:
                     if self._unsent[0] is piece:
                         self._exchange.wait_for_room(piece.sent_bytes)
-                    self._send_ahead()
+                    self._send_ahead(self._read + _AHEAD)
                 piece.read(self._exchange.receive(piece.sizes, piece.dtype, piece.number, piece.name))
                 self._exchange.release()
                 self._unread.popleft()
                 self._read += 1
                 if piece.runs_ahead:
                     self._exchange.wait_for_others(_RUN_AHEAD_BYTES)
+            self._send_ahead(self._started)
         except BaseException as error:
             self._order.give_up(error)
             raise
 
-    def _send_ahead(self) -> None:
-        while self._unsent:
+    def _send_ahead(self, last: int) -> None:
+        """Send pieces up to number ``last``, as far as there is room."""
+        while self._unsent and self._started - len(self._unsent) < last:
             piece = self._unsent[0]
             if piece.needs > self._read or not self._exchange.try_send(piece.parts, piece.number, piece.name):
                 return
