@@ -483,7 +483,7 @@ class Communicator:
 
     def _messages(self, data: Tensor) -> Messages | None:
         """What carries single messages through memory that the ranks share; None: the process group carries them."""
-        on_host = None if data.is_cuda else _host_collectives.get(self.group)
+        on_host = None if data.is_cuda or self.group is None else _host_collectives.get(self.group)
         return on_host.messages if isinstance(on_host, SharedMemoryCollectives) else None
 
     # --- checks -----------------------------------------------------------------------------------

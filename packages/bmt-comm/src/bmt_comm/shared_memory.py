@@ -461,13 +461,15 @@ def connect_shared_memory(
         lanes, obstacle = _create(direct.rank, [f"rank {rank}" for rank in ranks], seconds)
     except Exception as error:  # to be raised when the others know
         failure = error
-    told = [(0, 0, 0)] * _EXCHANGES if lanes is None else [lane.handle for lane in lanes]
+    exchanges: tuple[Exchange | Messages, ...] = lanes or ()
+    told = [exchange.handle for exchange in exchanges] or [(0, 0, 0)] * _EXCHANGES
     mine = torch.tensor(told, device="cpu")
     handles = mine.repeat(direct.size, 1, 1)
     meeting = Operation(0, b"share_memory", 0)
     direct.all_gather([theirs.flatten() for theirs in handles], mine.flatten(), meeting).wait()
     if lanes is not None:
-        connected = all(lane.connect([(a, b, c) for a, b, c in handles[:, n].tolist()]) for n, lane in enumerate(lanes))
+        told_by_all = [[(a, b, c) for a, b, c in handles[:, n].tolist()] for n in range(_EXCHANGES)]
+        connected = all(lane.connect(theirs) for lane, theirs in zip(exchanges, told_by_all, strict=True))
         obstacle = len(_OBSTACLES) - (0 if connected else 1)
     least = torch.tensor([obstacle], device="cpu")
     direct.all_reduce(least, "min", meeting).wait()

@@ -247,7 +247,8 @@ class SharedMemoryExchange:
         if not self._uncompared:  # what is there, or comes soon
             found = self._tables.receive(sizes, number & _MASK, 8 * entry, operation, name, self._spin)
             if found is not None:
-                return [m.message(*lies, dtype) for m, lies in zip(self._memories.values(), found, strict=True)]
+                places = zip(self._memories.values(), found, strict=True)
+                return [memory.message(begin, size, dtype) for memory, (begin, size) in places]
         messages = []
         for (rank, memory), size in zip(self._memories.items(), sizes, strict=True):
             if rank in self._uncompared:
