@@ -604,7 +604,9 @@ def _bytes(tensor: Tensor) -> int:
 
 def _flat(tensor: Tensor) -> Tensor:
     """A contiguous tensor in one dimension, without its history: what is received may go into a parameter."""
-    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
+    if type(tensor) is Tensor and tensor.dim() == 1 and not tensor.requires_grad:
+        return tensor
+    return tensor.detach().view(-1)
 
 
 def _wire(flat: Tensor) -> Tensor:
