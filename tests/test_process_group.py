@@ -543,3 +543,57 @@ def test_a_process_may_end_while_collectives_are_under_way(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:2] == ["2.0", "2.0"]
+
+
+@pytest.mark.ranks(3, init=False)
+def test_single_messages_from_any_rank_through_shared_memory():
+    with job():
+        rank = dist.get_rank()
+        x, box = torch.full((3,), float(rank)), torch.zeros(3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist.group.WORLD, "_rest", None)  # gloo is not used
+            if rank == 0:
+                works = [dist.irecv(box[i : i + 1], tag=i) for i in range(2)]
+                sources = []
+                for work in works:
+                    work.wait()
+                    sources.append(work._source_rank())
+                assert sources == [1, 2]
+                assert box.tolist() == [1.0, 2.0, 0.0]
+                assert sorted(dist.recv(box, tag=2) for _ in range(2)) == [1, 2]
+            else:
+                dist.send(x[:1], 0, tag=rank - 1)
+                dist.isend(x, 0, tag=2)
+            to, source = (rank + 1) % 3, (rank - 1) % 3
+            big, large = torch.full((9_000_000,), float(rank)), torch.empty(9_000_000)
+            calls = [dist.P2POp(dist.isend, big, to), dist.P2POp(dist.irecv, large, source)]
+            for work in dist.batch_isend_irecv(calls):
+                work.wait()
+                assert work.is_completed()
+            assert large[::1_000_000].tolist() == [float(source)] * 9
+            for half in (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64)):
+                if rank == 0:
+                    dist.send(half * 3, 1)
+                elif rank == 1:
+                    dist.recv(half, 0)
+                    assert torch.equal(half, torch.ones_like(half) * 3)
+            with pytest.raises((ValueError, RuntimeError)):
+                dist.group.WORLD.send([x], rank, 0)
+
+
+@pytest.mark.ranks(2, init=False)
+def test_a_large_message_that_nobody_waits_for_goes_on():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_comm.shared_memory, "_STAGE_BYTES", 4096)
+        with job():
+            rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+            x = torch.full((3_000_000,), float(rank))
+            for sender in (0, 1):  # one of them waits and the other does something else
+                work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
+                if rank == sender:
+                    store.wait([f"arrived {sender}"], datetime.timedelta(seconds=30))
+                    assert work.is_completed()
+                else:
+                    work.wait()
+                    store.set(f"arrived {sender}", "")
+            assert set(x[::100_000].tolist()) == {0.0}

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -341,8 +342,14 @@ if ctx.rank == 1:
     time.sleep(0.3)  # the other sleeps by then
     os.kill(os.getpid(), signal.SIGKILL)
 start = time.monotonic()
+x = torch.ones(abs(int(sys.argv[2])))
 try:
-    ctx.world.all_reduce(torch.ones(int(sys.argv[2])))
+    if int(sys.argv[2]) > 0:
+        ctx.world.all_reduce(x)
+    elif len(x) > 1000:
+        ctx.world.send(x, 1)
+    else:
+        ctx.world.recv(x, 1)
 except RuntimeError as error:
     print(error, flush=True)
 assert time.monotonic() - start < 15
@@ -350,7 +357,7 @@ os._exit(0)  # the other is not there to say goodbye to
 """
 
 
-@pytest.mark.parametrize("numel", [2, 1_000_000])
+@pytest.mark.parametrize("numel", [2, 1_000_000, -2, -20_000_000])  # below 0: of single messages
 def test_a_rank_that_is_killed_is_missed_at_once(tmp_path, numel):
     ranks = []
     try:
@@ -413,9 +420,9 @@ def test_shutdown_gives_all_back_whoever_holds_a_communicator():
         for _ in range(2):
             ctx.world.all_reduce(torch.ones(2))
             ctx.tp.all_reduce(torch.ones(1_000_000))
-        # For what is sent at the call, and for what is sent in pieces: both ranks' memory (each map has a copy of its
-        # file's descriptor). And the other's process.
-        assert [new - old for new, old in zip(held(), before)] == [4, 0, 6, 1]
+        # For what is sent at the call, what is sent in pieces, and single messages: both ranks' memory (each map has a
+        # copy of its file's descriptor). And the other's process.
+        assert [new - old for new, old in zip(held(), before)] == [6, 0, 9, 1]
         shutdown()
         assert held() == before
 
@@ -550,3 +557,163 @@ def test_torchs_default_device_does_not_matter(ctx):
         assert Communicator(dist.new_group([0, 1])).share_memory()
     finally:
         torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def messages(ctx, stage=1 << 20, timeout=30):
+    """A communicator with little room for single messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_comm.shared_memory, "_STAGE_BYTES", stage)
+        comm = Communicator(dist.new_group(list(range(ctx.world_size))))
+        assert comm.share_memory(datetime.timedelta(seconds=timeout))
+        for name in ("isend", "irecv", "batch_isend_irecv"):
+            patch.setattr(dist, name, None)  # by which a communicator uses gloo
+        yield comm
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+@pytest.mark.parametrize("stage", [4096, 1 << 22])
+def test_single_messages_in_any_order(ctx, stage):
+    with messages(ctx, stage) as comm:
+        for seed in range(6):
+            # The same plan on every rank: source, target, tag, numbers, dtype. Some are larger than a window.
+            plan = random.Random(seed)
+            sizes = [0, 1, 7, 1000, 70_000, 700_001]
+            pairs = [(a, b) for a in range(comm.size) for b in range(comm.size) if a != b]
+            sent = [
+                (*plan.choice(pairs), plan.randrange(3), plan.choice(sizes), plan.choice(DTYPES)) for _ in range(40)
+            ]
+            outgoing = [(place, *each) for place, each in enumerate(sent) if each[0] == comm.rank]
+            incoming = [(place, *each) for place, each in enumerate(sent) if each[1] == comm.rank]
+            # Of one source and tag, receives are posted in the order of the sends, and waited for in any.
+            own = random.Random(10 * seed + comm.rank)
+            order = sorted(range(3), key=lambda _: own.random())
+            incoming.sort(key=lambda each: order[each[3]])
+            calls = [("send", *each) for each in outgoing]
+            for each in [("recv", *each) for each in incoming]:
+                behind = [n for n, call in enumerate(calls) if call[0] == "recv"]
+                calls.insert(own.randrange(behind[-1] + 1 if behind else 0, len(calls) + 1), each)
+            works, boxes = [], []
+            for kind, place, source, target, tag, numel, dtype in calls:
+                if kind == "send":
+                    works.append(comm.send(values(source, numel, dtype, place), target, tag, async_op=True))
+                else:
+                    box = torch.empty(numel, dtype=dtype)
+                    works.append(comm.recv(box, source, tag, async_op=True))
+                    boxes.append((box, values(source, numel, dtype, place)))
+            own.shuffle(works)
+            for work in works:
+                work.wait()
+                assert work.is_completed()
+            for box, wanted in boxes:
+                assert torch.equal(box, wanted)
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+def test_large_messages_cross_each_other(ctx):
+    with messages(ctx) as comm:
+        to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        x, box = torch.full((5_000_000,), float(comm.rank)), torch.empty(5_000_000)
+        for async_op in (False, True):
+            comm.send_recv([(x, to)], [(box, source)], async_op).wait()
+            assert box[::100_000].tolist() == [float(source)] * 50
+            box.zero_()
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_a_wait_for_something_else_lets_messages_through(ctx):
+    # Rank 0 has posted the receive of what there is no room for, and goes on to a collective of another group.
+    with messages(ctx, stage=4096) as comm:
+        x = torch.full((1_000_000,), float(comm.rank))
+        if comm.rank == 0:
+            work = comm.recv(x, 1, async_op=True)
+        else:
+            comm.send(x, 0)
+        ctx.world.barrier()
+        if comm.rank == 0:
+            work.wait()
+        assert x[::100_000].tolist() == [1.0] * 10
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_a_send_ends_without_its_receive_while_there_is_room(ctx):
+    with messages(ctx, stage=1 << 20, timeout=1) as comm:
+        x = torch.full((200_000,), 1.0)
+        if comm.rank == 0:
+            comm.send(x, 1)
+            x.fill_(2.0)
+            work = comm.send(x, 1, async_op=True)
+            assert not work.is_completed()
+            with pytest.raises(RuntimeError, match="rank 1 has not sent or received a message for 1 seconds"):
+                work.wait()
+        ctx.world.barrier()
+        if comm.rank == 1:
+            comm.recv(x, 0)
+            assert set(x.tolist()) == {1.0}
+        ctx.world.barrier()
+
+
+@pytest.mark.ranks(2, timeout=30)
+@pytest.mark.parametrize("numel", [5, 2_000_000])  # what is sent at once, and what waits for its receive
+def test_a_message_of_another_size_is_refused(ctx, numel):
+    with messages(ctx) as comm:
+        if comm.rank == 0:
+            work = comm.send(torch.ones(numel), 1, tag=7, async_op=True)
+            if numel == 5:
+                work.wait()
+            else:
+                with pytest.raises(
+                    RuntimeError, match=r"rank 0 has sent 8000000 bytes with tag 7 where rank 1 expects"
+                ):
+                    work.wait()
+        else:
+            work = comm.recv(torch.ones(3), 0, tag=7, async_op=True)
+            for _ in range(2):
+                with pytest.raises(
+                    RuntimeError, match=f"rank 0 has sent {4 * numel} bytes with tag 7 where rank 1 exp"
+                ):
+                    work.wait()
+        box = torch.full((2,), float(comm.rank))
+        comm.send_recv([(box.clone(), 1 - comm.rank)], [(box, 1 - comm.rank)])  # later ones are not concerned
+        assert box.tolist() == [1.0 - comm.rank] * 2
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_threads_wait_for_messages_at_the_same_time(ctx):
+    with messages(ctx, stage=4096) as comm, ThreadPoolExecutor(4) as pool:
+        boxes = [torch.empty(100_000) for _ in range(8)]
+        sends = [pool.submit(comm.send, torch.full((100_000,), float(tag)), 1 - comm.rank, tag) for tag in range(8)]
+        receives = [comm.recv(box, 1 - comm.rank, tag, async_op=True) for tag, box in enumerate(boxes)]
+        for work in reversed(receives):
+            work.wait()
+        for send in sends:
+            send.result()
+        assert [set(box.tolist()) for box in boxes] == [{float(tag)} for tag in range(8)]
+
+
+@pytest.mark.ranks(2, 3, timeout=60)
+def test_a_root_does_not_run_ahead_without_bounds(ctx):
+    with pair(ctx, room=1 << 24) as (shared, by_gloo), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_comm.shared_memory, "_LARGEST_BYTES", 1 << 20)
+        patch.setattr(bmt_comm.shared_memory, "_RUN_AHEAD_BYTES", 1 << 20)
+        exchange = shared._on_host._whole._exchange
+        most, count = 0, 40
+        for number in range(count):
+            x = torch.full((50_000,), float(number if ctx.rank == 0 else -1))
+            if ctx.rank == 0:
+                shared.broadcast(x, 0)
+                most = max(most, exchange._bytes_in_use)
+            else:
+                time.sleep(1e-3 * ctx.rank)
+                shared.broadcast(x, 0)
+                assert set(x.tolist()) == {float(number)}
+        assert most <= (1 << 20) + 2 * 204_800
+        # The others must have called it, and need not have waited.
+        works = [shared.broadcast(torch.ones(50_000), 0, async_op=True) for _ in range(30)]
+        if ctx.rank == 0:
+            for work in works:
+                work.wait()
+        by_gloo.barrier()
+        if ctx.rank != 0:
+            for work in works:
+                work.wait()

@@ -23,14 +23,20 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
 
 
+_defined: set[tuple[str, torch.dtype, bool]] = set()  # reductions that were checked
+
+
 def check_op(op: str, tensor: Tensor) -> None:
     """Raise unless ``op`` is a reduction, and defined for tensors like this one."""
+    if (op, tensor.dtype, tensor.is_cpu) in _defined:
+        return
     if op not in REDUCE_OPS and op != TREE_SUM:
         raise ValueError(f"op={op!r} is not a reduction; choose one of {', '.join(REDUCE_OPS)}")
     dtype = tensor.dtype
     undefined = (op in ("max", "min") and dtype.is_complex) or (op == "avg" and dtype == torch.bool)
     if undefined or (tensor.device.type == "cpu" and not combines(op, dtype)):
         raise TypeError(f"op={op!r} is not defined for {dtype}")
+    _defined.add((op, dtype, tensor.is_cpu))
 
 
 _combinations: dict[tuple[str, torch.dtype], bool] = {}

@@ -29,7 +29,7 @@ from .fixed_order import TREE_SUM
 from .hosts import HostsCollectives, connect
 from .journal import Journal, begin_wait, end_wait, journals, waits
 from .operation import Operation, describe
-from .shared_memory import SharedMemoryCollectives
+from .shared_memory import Messages, SharedMemoryCollectives
 from .shared_vector import make_shared_vector
 from .watch import explained
 from .work import DONE, Pending, Work
@@ -57,6 +57,9 @@ _BACKEND_DTYPES = frozenset(
         torch.uint8,
     )
 )
+
+
+_STAGED_BYTES = 1 << 24  # of a message that is put into shared memory as a whole even if its sender waits
 
 
 @dataclass
@@ -115,7 +118,7 @@ class Communicator:
     With ``async_op`` a collective returns at once, and its result is there after ``wait`` of what it returns. Ranks may
     wait for several in different orders. A rank that waits needs the others to have called the collective, and, for
     all-reduces of more than 256 KiB on the CPU and for all collectives over several hosts that share memory on each,
-    to come to a wait. On the CPU, 4096 may be in flight that some rank has not waited for.
+    to come to a wait. On the CPU, 4096 may be in flight that some rank has not waited for, 256 of large ones.
 
     Ranks whose next collectives differ do not take each other's data: through shared memory all of them raise a
     RuntimeError that names both, and with gloo they time out. Collectives are the same if they have the same reduction
@@ -247,7 +250,9 @@ class Communicator:
 
     def _count(self, op: str, sent: int) -> None:
         if self.size > 1:
-            traffic = self.traffic.setdefault(op, Traffic())
+            traffic = self.traffic.get(op)
+            if traffic is None:
+                traffic = self.traffic[op] = Traffic()
             traffic.calls += 1
             traffic.bytes += sent
 
@@ -287,7 +292,12 @@ class Communicator:
             return self._finish_now(work, async_op, operation)
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         _copy_unless_same(chunks[self.rank], mine)
-        return self._finish_now(self._on_host.all_gather(chunks, mine, operation), async_op, operation)
+        on_host = self._on_host
+        if isinstance(on_host, SharedMemoryCollectives):
+            work = on_host.all_gather(chunks, mine, operation, waits_at_once=not async_op)
+        else:
+            work = on_host.all_gather(chunks, mine, operation)
+        return self._finish_now(work, async_op, operation)
 
     @_compat.not_compiled
     def reduce_scatter(
@@ -322,7 +332,12 @@ class Communicator:
             work = _compat.reduce_scatter_single(mine, flat, _REDUCE_OPS[op], group=self.group, async_op=async_op)
             return self._finish_now(work, async_op, operation)
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
-        return self._finish_now(self._on_host.reduce_scatter(mine, chunks, op, operation), async_op, operation)
+        on_host = self._on_host
+        if isinstance(on_host, SharedMemoryCollectives):
+            work = on_host.reduce_scatter(mine, chunks, op, operation, waits_at_once=not async_op)
+        else:
+            work = on_host.reduce_scatter(mine, chunks, op, operation)
+        return self._finish_now(work, async_op, operation)
 
     @_compat.not_compiled
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False, label: str = "") -> Work:
@@ -364,8 +379,8 @@ class Communicator:
     def broadcast(self, tensor: Tensor, root: int, async_op: bool = False, label: str = "") -> Work:
         """Copy rank ``root``'s ``tensor`` (contiguous) to every rank's, in place.
 
-        The root does not wait for the others. On the CPU, what they have not received yet takes shared memory: let it
-        wait (:meth:`barrier`) now and then where it sends much.
+        On the CPU the root does not wait for the others, as long as what they have not received is not more than
+        256 MiB, over all communicators. Beyond that it waits until they have called this, too.
         """
         self._check_rank("root", root)
         self._check_contiguous(tensor=tensor)
@@ -381,12 +396,18 @@ class Communicator:
 
     @_compat.not_compiled
     def send(self, tensor: Tensor, peer: int, tag: int = 0, async_op: bool = False) -> Work:
-        """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv` with the same tag."""
+        """Send ``tensor`` (contiguous) to rank ``peer``, which must call :meth:`recv` with the same tag.
+
+        Through shared memory it need not wait for the receive, unless 64 MiB wait for theirs.
+        """
         data = self._message(tensor, peer, tag)
         self._count("send", _bytes(tensor))
         operation = self._note("send to", peer, tensor)
         if self._transport is not None:
             return self._finish_now(self._transport.send(data, peer, tag), async_op, operation, (peer,))
+        if (messages := self._messages(data)) is not None:
+            sent = messages.send(data, peer, tag)
+            return DONE if sent is None else self._finish_now(sent, async_op, operation, (peer,))
         work = dist.isend(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(Pending([work], None, tensor), async_op, operation, (peer,))
 
@@ -397,6 +418,8 @@ class Communicator:
         operation = self._note("receive from", peer, tensor)
         if self._transport is not None:
             return self._finish_now(self._transport.recv(data, peer, tag), async_op, operation, (peer,))
+        if (messages := self._messages(data)) is not None:
+            return self._finish_now(messages.receive(data, peer, tag), async_op, operation, (peer,))
         work = dist.irecv(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(Pending([work], None, tensor), async_op, operation, (peer,))
 
@@ -422,6 +445,11 @@ class Communicator:
             self._count("send", _bytes(tensor))
         if self._transport is not None:
             works: list[Any] = self._transport.send_recv(outgoing, incoming)
+        elif (messages := self._messages((incoming or outgoing)[0][0])) is not None:
+            works = [messages.receive(data, peer) for data, peer in incoming]
+            # Who waits anyway lets large ones go when they are received, which takes less memory and time.
+            sent = [messages.send(d, peer, stage=async_op or d.nbytes <= _STAGED_BYTES) for d, peer in outgoing]
+            works += [work for work in sent if work is not None]
         else:
             ops = [dist.P2POp(dist.irecv, data, self.ranks[peer], self.group) for data, peer in incoming]
             ops += [dist.P2POp(dist.isend, data, self.ranks[peer], self.group) for data, peer in outgoing]
@@ -489,6 +517,11 @@ class Communicator:
             return self._transport
         assert self.group is not None
         return _host_collectives[self.group]
+
+    def _messages(self, data: Tensor) -> Messages | None:
+        """What carries single messages through memory that the ranks share; None: the process group carries them."""
+        on_host = None if data.is_cuda or self.group is None else _host_collectives.get(self.group)
+        return on_host.messages if isinstance(on_host, SharedMemoryCollectives) else None
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -608,6 +641,8 @@ def _bytes(tensor: Tensor) -> int:
 
 def _flat(tensor: Tensor) -> Tensor:
     """A contiguous tensor in one dimension, without its history: what is received may go into a parameter."""
+    if type(tensor) is Tensor and tensor.dim() == 1 and not tensor.requires_grad:
+        return tensor
     return tensor.detach().view(-1)
 
 

@@ -54,7 +54,7 @@ class DirectExchange:
         self._members = range(group.size()) if members is None else members
         self.rank, self.size = self._members.index(group.rank()), len(self._members)
         self._group = weakref.ref(group)  # this is kept as long as the group is
-        self._is_pair = group.size() == len(self._members) == 2
+        self._are_all = group.size() == len(self._members)
         self._tags = itertools.count(lane, _LANES)
         self._all_reduces: deque[_SegmentedAllReduce] = deque()
         """Those in flight, in the order in which they began."""
@@ -82,11 +82,11 @@ class DirectExchange:
         return Pending(self.exchange(sends, recvs, self.next_tag(operation)), None, flat)
 
     def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
-        # Not gloo's: its max and min lose a NaN, or keep it, depending on who holds it, and sums of more than two
-        # ranks have another order.
+        # Gloo's, which is faster, only of large sums: its max and min lose a NaN, or keep it, depending on who holds
+        # it. Its ring gives every rank the same bits, but of more than two ranks in another order.
         if flat.nbytes * max(self.size, _ONE_TRIP_RANKS) <= _ONE_TRIP_BYTES * _ONE_TRIP_RANKS:
             return self._one_trip_all_reduce(flat, op, operation)
-        if self._is_pair and op in ("sum", "avg") and flat.dtype in (torch.float32, torch.float64):
+        if self._are_all and op in ("sum", "avg") and flat.dtype in (torch.float32, torch.float64):
             return self._all_reduce_by_gloo(flat, op, operation)
         return self._all_reduce_in_segments(flat, op, operation)
 
@@ -103,16 +103,17 @@ class DirectExchange:
     def _all_reduce_by_gloo(self, flat: Tensor, op: str, operation: Operation) -> Work:
         group = self._group()
         assert group is not None
-        # Gloo adds up whatever the other rank reduces at the time. These messages say that it is the same.
+        # Gloo adds up whatever the other ranks reduce at the time. These messages say that it is the same.
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        tokens = self.exchange([token] * 2, [torch.empty_like(token) for _ in range(2)], self.next_tag(operation))
+        received = [torch.empty_like(token) for _ in range(self.size)]
+        tokens = self.exchange([token] * self.size, received, self.next_tag(operation))
         reducing = group.allreduce([flat], dist.AllreduceOptions())
 
         def finish() -> None:
             if op == "avg":
-                flat.div_(2)
+                flat.div_(self.size)
 
-        return Pending([reducing, *tokens], finish, flat)
+        return Pending([reducing, *tokens], finish, (flat, token, received))
 
     def _all_reduce_in_segments(self, flat: Tensor, op: str, operation: Operation) -> Work:
         all_reduce = _SegmentedAllReduce(self, flat, op, operation)
@@ -153,23 +154,28 @@ class DirectExchange:
 class _SegmentedAllReduce:
     """An all-reduce of which few segments are under way at a time, so that it takes little memory and no new pages.
 
-    A segment is reduced in parts, one on each rank, and these are gathered while later segments are reduced.
+    A segment is reduced in parts, one on each rank, and these are gathered while later segments are reduced. Two ranks
+    send each other all of it, which is as much, and need not gather.
     """
 
     def __init__(self, exchange: DirectExchange, flat: Tensor, op: str, operation: Operation) -> None:
         self.done = False
         self._exchange, self._op = exchange, op
-        self._segments = flat.split(_SEGMENT_BYTES // flat.element_size() * exchange.size)
+        self._is_pair = exchange.size == 2
+        self._segments = flat.split(_SEGMENT_BYTES // flat.element_size() * (1 if self._is_pair else exchange.size))
         # Taken now, so that ranks which wait for their collectives in different orders still agree.
         self._tags = [[exchange.next_tag(operation) for _ in range(2)] for _ in self._segments]
         count = min(_UNDER_WAY, len(self._segments))
-        self._buffers = flat.new_empty(count, exchange.size - 1, -(-self._segments[0].numel() // exchange.size))
+        longest = len(self._chunks(0)[0]) if self._is_pair else -(-self._segments[0].numel() // exchange.size)
+        self._buffers = flat.new_empty(count, exchange.size - 1, longest)
         self._reducing = deque(self._reduce(number) for number in range(count))
         self._gathering: deque[list[Any]] = deque()
         self._reduced = 0  # segments
 
     def _chunks(self, number: int) -> list[Tensor]:
         """What each rank reduces of a segment."""
+        if self._is_pair:
+            return [self._segments[number]] * 2
         return evenly_cut(self._segments[number], self._exchange.size)
 
     def _reduce(self, number: int) -> tuple[list[Any], list[Tensor]]:
@@ -191,8 +197,9 @@ class _SegmentedAllReduce:
             combine(mine, parts, self._op)
             self._reducing.popleft()
             number, self._reduced = self._reduced, self._reduced + 1
-            chunks = self._chunks(number)
-            self._gathering.append(self._exchange.exchange([mine] * len(chunks), chunks, self._tags[number][1]))
+            if not self._is_pair:
+                chunks = self._chunks(number)
+                self._gathering.append(self._exchange.exchange([mine] * len(chunks), chunks, self._tags[number][1]))
             if number + len(self._buffers) < len(self._segments):
                 self._reducing.append(self._reduce(number + len(self._buffers)))
             while len(self._gathering) > _UNDER_WAY:

@@ -1,14 +1,14 @@
 """Shared memory as a backend of ``torch.distributed``: ``dist.init_process_group("bmt")``.
 
 [Note: the process group "bmt"]
-    Collectives on CPU tensors go through memory that the ranks share, where they are processes of one host that have
-    bmt_kernels. On several hosts with as many ranks each, they go through memory within a host and by messages of gloo
-    between hosts. Everything else goes to a process group of torch with gloo for CPU tensors and, where there is NCCL,
-    NCCL for CUDA tensors: single messages, CUDA tensors, sparse tensors, and all collectives of a group whose ranks
-    cannot share memory.
+    Collectives on CPU tensors and single messages go through memory that the ranks share, where they are processes of
+    one host that have bmt_kernels. On several hosts with as many ranks each, collectives go through memory within a
+    host and by messages of gloo between hosts, and single messages over gloo. Everything else goes to a process group
+    of torch with gloo for CPU tensors and, where there is NCCL, NCCL for CUDA tensors: CUDA tensors, sparse tensors,
+    and all that a group does whose ranks cannot share memory.
 
     Which way a collective goes depends on what all ranks know: the operation and the dtype. It does not depend on how
-    a tensor lies in memory.
+    a tensor lies in memory. All single messages of CPU tensors in a group go one way, so that each finds its receive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .direct_exchange import DirectExchange
 from .hosts import HostsCollectives, connect
 from .operation import Operation, describe
 from .progress import CollectiveWork, Progress
-from .shared_memory import SharedMemoryCollectives
+from .shared_memory import Messages, MessageWork, SharedMemoryCollectives
 from .work import DONE, Pending, Work
 
 NAME = "bmt"
@@ -48,6 +48,8 @@ _OPS = {
     dist.ReduceOp.BOR: "bor",
     dist.ReduceOp.BXOR: "bxor",
 }
+_NO_LIMIT = datetime.timedelta(0)
+_SMALL_BYTES = 1 << 18  # of messages that, as a rule, are in the memory when their receivers come
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # Without its annotations: they are overloads, with names of arguments that differ between versions of torch.
@@ -328,6 +330,58 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         call.all_to_all(call.outs(outputs), call.ins(inputs))
         return call.post()
 
+    # --- single messages --------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+        tensors = _listed(tensors)
+        messages = self._messages(tensors, tag, dstRank)
+        if messages is None:
+            return self._rest.send(tensors, dstRank, tag)
+        sent = messages.send(tensors[0].data, dstRank, tag)
+        return self._done if sent is None else self._look_after(_MessageWork(self, sent))
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+        tensors = _listed(tensors)
+        messages = self._messages(tensors, tag, srcRank)
+        if messages is None:
+            return self._rest.recv(tensors, srcRank, tag)
+        return self._receive(messages, tensors[0].data, srcRank, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        tensors = _listed(tensors)
+        messages = self._messages(tensors, tag)
+        if messages is None:
+            return self._rest.recv_anysource(tensors, tag)
+        return self._receive(messages, tensors[0].data, None, tag)
+
+    def _receive(self, messages: Messages, data: Tensor, source: int | None, tag: int) -> _MessageWork:
+        work = _MessageWork(self, messages.receive(data, source, tag))
+        return work if data.nbytes <= _SMALL_BYTES else self._look_after(work)
+
+    def _look_after(self, work: _MessageWork) -> _MessageWork:
+        """It needs this rank's doing, also if the caller does not wait for it."""
+        if not work.is_done:
+            self._progress.attend()
+        return work
+
+    def _messages(self, tensors: list[Tensor], tag: int, peer: int | None = None) -> Messages | None:
+        """What carries single messages of these tensors; None: the rest does, which says what is wrong with them."""
+        if not isinstance(self._shared, SharedMemoryCollectives) or len(tensors) != 1 or not self._takes(tensors):
+            return None
+        if not tensors[0].is_contiguous() or tag < 0 or (peer is not None and not 0 <= peer < self._size):
+            return None
+        if peer == self._rank:
+            raise ValueError(f"rank {peer} cannot send to or receive from itself")
+        return self._shared.messages
+
+    def progress_messages(self) -> bool:
+        """Receive and send what can be without waiting; whether some of it is still under way."""
+        shared = self._shared
+        if not isinstance(shared, SharedMemoryCollectives) or not shared.messages.is_under_way:
+            return False
+        shared.messages.progress()
+        return shared.messages.is_under_way
+
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         opts = _options(c10d.BarrierOptions, timeout if opts is None else opts)
         device = getattr(opts, "device", None)
@@ -382,6 +436,41 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         self._begun += 1
         operation = Operation(self._begun, *describe(kind, detail, flat.dtype, flat.shape, ""))
         return getattr(self._shared, method)(*arguments, operation)
+
+
+class _MessageWork(dist.Work):
+    """A single message in flight."""
+
+    def __init__(self, group: SharedMemoryProcessGroup, message: MessageWork) -> None:
+        super().__init__()
+        self._message, self._seconds = message, group._gloo.options._timeout.total_seconds()
+
+    @property
+    def is_done(self) -> bool:
+        return self._message.is_completed()
+
+    def wait(self, timeout: datetime.timedelta = _NO_LIMIT) -> bool:
+        self._message.wait(timeout.total_seconds() if timeout else self._seconds)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._message.is_completed()
+
+    def is_success(self) -> bool:
+        return self.exception() is None
+
+    def exception(self) -> Exception | None:
+        return self._message.error
+
+    def _source_rank(self) -> int:
+        return -1 if self._message.peer is None else self._message.peer
+
+    source_rank = _source_rank
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
 
 
 class _Call:

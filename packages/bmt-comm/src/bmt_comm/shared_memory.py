@@ -6,9 +6,20 @@
     order, that of the calls.
 
 [Note: two lanes]
-    Most collectives are one piece, which is sent at the call: a rank that waits needs the others to have called it,
-    too, and no more, so that ranks may do different things between the call and the wait. The messages take as much
-    memory as the receive buffers of an exchange by messages would. An all-reduce of more than half a megabyte goes over
+    Most collectives are sent at the call, in one piece or, if a rank sends more than two megabytes, in up to 16: a rank
+    that waits needs the others to have called it, too, and no more, so that ranks may do different things between the
+    call and the wait. The messages take as much memory as the receive buffers of an exchange by messages would: no more
+    than what some rank has called and not waited for, whose tensors that rank holds. A rank that waits as soon as it
+    has called sends each of several pieces shortly before it reads those of the others, so that all of them are read
+    while they are in the caches.
+
+    Only a rank that has nothing to receive, as the root of a broadcast, could leave behind any number of messages for
+    which the others have not called anything yet. Its wait is over at once as long as 256 MiB, over all process groups,
+    wait to be received. Beyond that, its wait needs the others to have called the collective, like that of any other
+    collective. It does not need them to wait, and a call itself never waits for anything, so nothing stops that would
+    go on by messages, which need a receive for each send.
+
+    An all-reduce of more than half a megabyte goes over
     a lane of its own, in many pieces, which are sent and read while ranks wait, and stay in the caches on their way. A
     rank that waits for it needs the others to come to a wait, too, as with one by messages.
 """
@@ -32,8 +43,14 @@ from .work import Pending, Work
 
 _LARGEST_BYTES = 1 << 30  # of a message that is sent at the call
 _PIECE_BYTES = 1 << 19
+_MOST_PIECES = 16  # of a collective that is sent at the call
+_AHEAD = 2  # pieces that a rank that waits sends before it reads the first
+_RUN_AHEAD_BYTES = 1 << 28  # that others have not received, of what they may not even have called
 _CAPACITIES = (16 * _LARGEST_BYTES, 8 * _PIECE_BYTES)
 """Of the exchanges for what is sent at the call and in pieces. Of the first, memory is only taken as far as needed."""
+_STAGE_BYTES = 1 << 26
+"""Of single messages that a rank has sent, without having waited, and others have not received."""
+_EXCHANGES = 3  # those, and the one for messages between two ranks
 
 
 class Exchange(Protocol):
@@ -45,6 +62,8 @@ class Exchange(Protocol):
     def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool: ...
 
     def wait_for_room(self, size: int) -> None: ...
+
+    def wait_for_others(self, most: int) -> None: ...
 
     def try_send(self, parts: Sequence[Tensor], operation: int, name: bytes) -> bool: ...
 
@@ -65,6 +84,40 @@ class Exchange(Protocol):
     def stop(self, why: str) -> None: ...
 
 
+class MessageWork(Work, Protocol):
+    """A single message in flight.
+
+    Attributes:
+        peer: the other rank; None: any, before it is done.
+        error: how it has failed.
+    """
+
+    peer: int | None
+    error: Exception | None
+
+    def wait(self, timeout: float | None = None) -> None: ...
+
+
+class Messages(Protocol):
+    """What ``bmt_kernels.SharedMemoryMessages`` does."""
+
+    @property
+    def handle(self) -> tuple[int, int, int]: ...
+
+    def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool: ...
+
+    def send(self, data: Tensor, peer: int, tag: int = 0, stage: bool = True) -> MessageWork | None: ...
+
+    def receive(self, data: Tensor, peer: int | None, tag: int = 0) -> MessageWork: ...
+
+    def progress(self) -> None: ...
+
+    @property
+    def is_under_way(self) -> bool: ...
+
+    def stop(self, why: str) -> None: ...
+
+
 @dataclass(eq=False, slots=True)
 class _Piece:
     """One message of every rank, and what follows from them.
@@ -76,6 +129,7 @@ class _Piece:
         read: called with the ranks' messages as vectors.
         needs: how many pieces of the collective must have been read before ``parts`` are what is to be sent.
         place: where what this rank sends lies already, in place of ``parts``.
+        runs_ahead: whether this rank receives nothing, so that it might be long before the others come.
         number, name: of the operation; ranks compare them.
     """
 
@@ -85,6 +139,7 @@ class _Piece:
     read: Callable[[list[Tensor]], None]
     needs: int = 0
     place: int | None = None
+    runs_ahead: bool = False
     number: int = 0
     name: bytes = b""
 
@@ -104,11 +159,13 @@ class SharedMemoryCollectives:
     Args:
         whole: the exchange for what is sent at the call; connected, like the next.
         pieces: the exchange for what is sent in pieces.
+        messages: the exchange for single messages between two ranks; connected.
         direct: for messages that are too large.
     """
 
-    def __init__(self, whole: Exchange, pieces: Exchange, direct: DirectExchange) -> None:
+    def __init__(self, whole: Exchange, pieces: Exchange, messages: Messages, direct: DirectExchange) -> None:
         self.rank, self.size = direct.rank, direct.size
+        self.messages = messages
         self.direct = direct
         self._order = _Order()
         self._whole, self._pieces = _Lane(whole, self._order), _Lane(pieces, self._order)
@@ -131,24 +188,41 @@ class SharedMemoryCollectives:
         if place is not None:
             self._exchange.give_back(place)
 
-    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
+    def all_gather(
+        self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation, waits_at_once: bool = False
+    ) -> Work:
+        """Every rank's ``mine`` into ``chunks``. ``waits_at_once``: nothing comes between this call and the wait."""
         if mine.nbytes > _LARGEST_BYTES:
             return self._by_messages().all_gather(chunks, mine, operation)
-        return self._whole.start([self._gather(chunks, mine)], operation)
+        if mine.nbytes <= 4 * _PIECE_BYTES:
+            return self._whole.start([self._gather(chunks, mine)], operation)
+        cuts = zip(_cut_in_few([mine], 1), _cut_in_few(chunks, 1), strict=True)
+        return self._whole.start([self._gather(cut, part) for (part,), cut in cuts], operation, waits_at_once)
 
-    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation, waits_at_once: bool = False
+    ) -> Work:
+        """Reduce ``chunks`` into ``out`` of one rank each."""
         if chunks[0].nbytes * (self.size - 1) > _LARGEST_BYTES:
             return self._by_messages().reduce_scatter(out, chunks, op, operation)
         place = self._places.pop(chunks[0].data_ptr(), None)
-        piece = self._reduce(out, chunks, op) if place is None else self._reduce_there(out, chunks, op, place)
-        return self._whole.start([piece], operation)
+        if place is not None:
+            return self._whole.start([self._reduce_there(out, chunks, op, place)], operation)
+        if chunks[0].nbytes * (self.size - 1) <= 4 * _PIECE_BYTES or len({chunk.numel() for chunk in chunks}) > 1:
+            return self._whole.start([self._reduce(out, chunks, op)], operation)
+        cuts = _cut_in_few(chunks, self.size - 1)
+        step = cuts[0][0].numel()
+        pieces = [self._reduce(part, cut, op) for part, cut in zip(out.split(step), cuts, strict=True)]
+        return self._whole.start(pieces, operation, waits_at_once)
 
     def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
         if flat.nbytes > _LARGEST_BYTES:
             return self._by_messages().broadcast(flat, root, operation)
         nothing = flat[:0]
         chunks = [flat if r == root else nothing for r in range(self.size)]
-        return self._whole.start([self._gather(chunks, chunks[self.rank])], operation)
+        piece = self._gather(chunks, chunks[self.rank])
+        piece.runs_ahead = self.rank == root
+        return self._whole.start([piece], operation)
 
     def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
         if flat.nbytes <= _PIECE_BYTES:
@@ -175,13 +249,14 @@ class SharedMemoryCollectives:
     ) -> Work:
         reads = self.rank == root
         sizes = [like.nbytes if reads and rank != root else 0 for rank in range(self.size)]
-        return self._whole.start([_Piece(parts, sizes, like.dtype, read if reads else _ignore)], operation)
+        piece = _Piece(parts, sizes, like.dtype, read if reads else _ignore, runs_ahead=not reads)
+        return self._whole.start([piece], operation)
 
     def scatter(self, mine: Tensor, chunks: Sequence[Tensor], root: int, operation: Operation) -> Work:
         """Each of ``chunks`` of rank ``root`` into ``mine`` of one rank; that of the root is not touched."""
         if self.rank == root:
             others = [chunk for rank, chunk in enumerate(chunks) if rank != root]
-            return self._whole.start([_Piece(others, [0] * self.size, mine.dtype, _ignore)], operation)
+            return self._whole.start([_Piece(others, [0] * self.size, mine.dtype, _ignore, runs_ahead=True)], operation)
         sizes = [mine.nbytes * (self.size - 1) if rank == root else 0 for rank in range(self.size)]
         begin = mine.numel() * (self.rank - (self.rank > root))
 
@@ -220,6 +295,7 @@ class SharedMemoryCollectives:
         """Let waits, in other threads too, end with an error."""
         for lane in (self._whole, self._pieces):
             lane.stop(why)
+        self.messages.stop(why)
 
     def give_up(self, error: BaseException) -> None:
         """After ``error``, no rank's collective passes for done that needs one of this rank's which is not."""
@@ -297,11 +373,20 @@ def _bytes(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _cut_up(chunks: Sequence[Tensor], together: int) -> list[list[Tensor]]:
-    """Parts of all chunks, so small that as many as go ``together`` make up a piece. A short chunk's last are empty."""
-    step = max(1, _PIECE_BYTES // (chunks[0].element_size() * together))
+def _cut_up(chunks: Sequence[Tensor], together: int, least: int = 0) -> list[list[Tensor]]:
+    """Parts of all chunks, so small that as many as go ``together`` make up a piece. A short chunk's last are empty.
+
+    They have ``least`` elements at least, but for the last.
+    """
+    step = max(1, least, _PIECE_BYTES // (chunks[0].element_size() * together))
     longest = max(chunk.numel() for chunk in chunks)
     return [[chunk[begin : begin + step] for chunk in chunks] for begin in range(0, longest, step)]
+
+
+def _cut_in_few(chunks: Sequence[Tensor], together: int) -> list[list[Tensor]]:
+    """Parts of all chunks, twice as large or larger, for what is sent at the call: there is room for 4096 pieces."""
+    numel, itemsize = chunks[0].numel(), chunks[0].element_size()
+    return _cut_up(chunks, together, max(-(-numel // _MOST_PIECES), 2 * _PIECE_BYTES // (itemsize * together)))
 
 
 class _Order:
@@ -347,7 +432,7 @@ class _Lane:
         self._started = self._read = 0  # pieces
         order.add(exchange, self._unsent, self._unread)
 
-    def start(self, pieces: Iterable[_Piece], operation: Operation) -> Work:
+    def start(self, pieces: Iterable[_Piece], operation: Operation, waits_at_once: bool = False) -> Work:
         """Begin a collective."""
         self._order.check()
         before = self._started
@@ -359,7 +444,7 @@ class _Lane:
                 self._unsent.append(piece)
                 self._unread.append(piece)
                 self._started += 1
-            self._send_ahead()
+            self._send_ahead(self._read + _AHEAD if waits_at_once else self._started)
         except BaseException as error:
             self._order.give_up(error)
             raise
@@ -375,19 +460,24 @@ class _Lane:
         try:
             while self._read < last:
                 piece = self._unread[0]
-                if self._unsent and self._unsent[0] is piece:
-                    self._exchange.wait_for_room(piece.sent_bytes)
-                self._send_ahead()
+                if self._unsent:
+                    if self._unsent[0] is piece:
+                        self._exchange.wait_for_room(piece.sent_bytes)
+                    self._send_ahead(self._read + _AHEAD)
                 piece.read(self._exchange.receive(piece.sizes, piece.dtype, piece.number, piece.name))
                 self._exchange.release()
                 self._unread.popleft()
                 self._read += 1
+                if piece.runs_ahead:
+                    self._exchange.wait_for_others(_RUN_AHEAD_BYTES)
+            self._send_ahead(self._started)
         except BaseException as error:
             self._order.give_up(error)
             raise
 
-    def _send_ahead(self) -> None:
-        while self._unsent:
+    def _send_ahead(self, last: int) -> None:
+        """Send pieces up to number ``last``, as far as there is room."""
+        while self._unsent and self._started - len(self._unsent) < last:
             piece = self._unsent[0]
             if piece.needs > self._read or not self._try_send(piece):
                 return
@@ -420,13 +510,15 @@ def connect_shared_memory(
         lanes, obstacle = _create(direct.rank, [f"rank {rank}" for rank in ranks], seconds)
     except Exception as error:  # to be raised when the others know
         failure = error
-    told = [(0, 0, 0)] * len(_CAPACITIES) if lanes is None else [lane.handle for lane in lanes]
+    exchanges: tuple[Exchange | Messages, ...] = lanes or ()
+    told = [exchange.handle for exchange in exchanges] or [(0, 0, 0)] * _EXCHANGES
     mine = torch.tensor(told, device="cpu")
     handles = mine.repeat(direct.size, 1, 1)
     meeting = Operation(0, b"share_memory", 0)
     direct.all_gather([theirs.flatten() for theirs in handles], mine.flatten(), meeting).wait()
     if lanes is not None:
-        connected = all(lane.connect([(a, b, c) for a, b, c in handles[:, n].tolist()]) for n, lane in enumerate(lanes))
+        told_by_all = [[(a, b, c) for a, b, c in handles[:, n].tolist()] for n in range(_EXCHANGES)]
+        connected = all(lane.connect(theirs) for lane, theirs in zip(exchanges, told_by_all, strict=True))
         obstacle = len(_OBSTACLES) - (0 if connected else 1)
     least = torch.tensor([obstacle], device="cpu")
     direct.all_reduce(least, "min", meeting).wait()
@@ -439,17 +531,18 @@ def connect_shared_memory(
 
 def _create(
     rank: int, names: Sequence[str], timeout: float | Callable[[], float]
-) -> tuple[tuple[Exchange, Exchange] | None, int]:
-    """The exchanges for what is sent at the call and in pieces, where this process can share memory; or an obstacle."""
+) -> tuple[tuple[Exchange, Exchange, Messages] | None, int]:
+    """The exchanges for what is sent at the call, in pieces, and between two ranks; or an obstacle to have them."""
     try:
-        from bmt_kernels import SharedMemoryExchange
+        from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages
     except ImportError:
         return None, 0
     if not SharedMemoryExchange.available():
         return None, 0
     whole, pieces = _CAPACITIES
     try:
-        lanes = SharedMemoryExchange(rank, names, whole, timeout), SharedMemoryExchange(rank, names, pieces, timeout)
+        exchanges = [SharedMemoryExchange(rank, names, capacity, timeout) for capacity in (whole, pieces)]
+        lanes = exchanges[0], exchanges[1], SharedMemoryMessages(rank, names, timeout, _STAGE_BYTES)
     except OSError:
         return None, 1
     return lanes, len(_OBSTACLES)

@@ -16,6 +16,7 @@ void bind_cross_entropy(pybind11::module_& m);
 void bind_factored(pybind11::module_& m);
 void bind_factored_averages(pybind11::module_& m);
 void bind_lamb(pybind11::module_& m);
+void bind_messages(pybind11::module_& m);  // on Linux only
 void bind_norms(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);
 void bind_packing(pybind11::module_& m);

@@ -66,6 +66,7 @@ PYBIND11_MODULE(_cpu, m) {
   bind_factored(m);
   bind_factored_averages(m);
   bind_lamb(m);
+  bind_messages(m);
   bind_norms(m);
   bind_overflow(m);
   bind_packing(m);

@@ -1,19 +1,16 @@
-// Counters in memory that several processes map: one process moves a counter, others wait until it has come so far.
+// What Python does with counters in memory that several processes map.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
 
 #include "cpu/bindings.h"
+#include "cpu/counter.h"
 
 #if defined(__linux__)
-
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <climits>
 
 #include "common/table.h"
 
@@ -22,74 +19,111 @@ namespace {
 
 namespace py = pybind11;
 
-struct Counter {
-  std::atomic<uint32_t> value;
-  std::atomic<uint32_t> sleepers;
-};
-static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(Counter) == 8, "processes share counters");
-
-// Counters wrap around; those that are compared are never half their range apart.
-bool has_reached(const Counter& counter, uint32_t value) {
-  return static_cast<int32_t>(counter.value.load(std::memory_order_acquire) - value) >= 0;
-}
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-double now() {
-  timespec time{};
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
-  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
-}
-
 // What was written before is visible to those who find the counter here.
 void counter_set(int64_t where, uint32_t value) {
   auto& counter = *address<Counter>(where);
-  // In one order with the sleepers' own steps below: either they see the value, or this sees them.
   counter.value.store(value, std::memory_order_seq_cst);
-  if (counter.sleepers.load(std::memory_order_seq_cst) != 0) futex(counter.value, FUTEX_WAKE, INT_MAX, nullptr);
+  wake(counter);
 }
 
-// Looks at the counter for `spin` seconds and then sleeps for up to `sleep` seconds; whether it has come so far. May
-// return early.
 bool counter_wait(int64_t where, uint32_t value, double spin, double sleep) {
   auto& counter = *address<Counter>(where);
   if (has_reached(counter, value)) return true;
   if (spin <= 0 && sleep <= 0) return false;
   py::gil_scoped_release release;
-  if (spin > 0) {
-    const double end = now() + spin;
-    do {
-      for (int i = 0; i < 32; ++i) {
-        if (has_reached(counter, value)) return true;
-        relax();
-      }
-    } while (now() < end);
-  }
-  if (sleep > 0) {
-    timespec timeout{};
-    timeout.tv_sec = static_cast<time_t>(sleep);
-    timeout.tv_nsec = static_cast<long>((sleep - static_cast<double>(timeout.tv_sec)) * 1e9);
-    counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const uint32_t seen = counter.value.load(std::memory_order_seq_cst);
-    if (static_cast<int32_t>(seen - value) < 0) futex(counter.value, FUTEX_WAIT, seen, &timeout);
-    counter.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-  }
-  return has_reached(counter, value);
+  return wait_for(counter, value, spin, sleep);
 }
+
+// Where things lie; bmt_kernels/shared_memory.py explains them.
+constexpr int64_t kSent = 64;
+constexpr int64_t kWords = 4;   // of 8 bytes in an entry: place, size, number of the message, number of the operation
+constexpr int64_t kName = 96;   // bytes after these
+
+// Write an entry of a table.
+void describe(int64_t entry, int64_t place, int64_t size, uint32_t number, int64_t operation, const py::bytes& name) {
+  auto* words = address<int64_t>(entry);
+  words[0] = place;
+  words[1] = size;
+  words[2] = number;
+  words[3] = operation;
+  std::memcpy(words + kWords, PyBytes_AS_STRING(name.ptr()), static_cast<size_t>(kName));
+}
+
+void copy(int64_t to, int64_t from, int64_t size) {
+  std::memcpy(address<char>(to), address<const char>(from), static_cast<size_t>(size));
+}
+
+// The counters and tables of all processes.
+class Tables {
+ public:
+  Tables(int rank, std::vector<int64_t> memories) : rank_(static_cast<size_t>(rank)), memories_(std::move(memories)) {}
+
+  // Whether the counters of all others have come so far.
+  bool reached(int64_t counter, uint32_t number) const {
+    for (size_t rank = 0; rank < memories_.size(); ++rank) {
+      if (rank != rank_ && !has_reached(*address<Counter>(memories_[rank] + counter), number)) return false;
+    }
+    return true;
+  }
+
+  // Where the messages of all lie, and how long they are, if all have been sent within `spin` seconds and are of this
+  // operation and these sizes (None: any; 0: it is not read). Else None.
+  py::object receive(const py::sequence& sizes, uint32_t number, int64_t entry, int64_t operation, const py::bytes& name,
+                     double spin) const {
+    const char* text = PyBytes_AS_STRING(name.ptr());
+    if (PyBytes_GET_SIZE(name.ptr()) != kName || sizes.size() != memories_.size()) return py::none();
+    std::vector<int64_t> wanted;
+    for (const auto& size : sizes) wanted.push_back(size.is_none() ? kAny : size.cast<int64_t>());
+    if (!have_sent(number, wanted)) {
+      if (spin <= 0) return py::none();
+      py::gil_scoped_release release;
+      const double end = now() + spin;
+      while (!have_sent(number, wanted) && now() < end) relax();
+    }
+    py::list places;
+    for (size_t rank = 0; rank < memories_.size(); ++rank) {
+      const int64_t memory = memories_[rank];
+      if (!has_reached(*address<Counter>(memory + kSent), number)) return py::none();
+      const auto* words = address<const int64_t>(memory + entry);
+      if (rank != rank_ && (words[2] != number || words[3] != operation ||
+                            std::memcmp(words + kWords, text, static_cast<size_t>(kName)) != 0)) {
+        return py::none();
+      }
+      if (wanted[rank] == 0) {
+        places.append(py::make_tuple(0, 0));
+      } else if (wanted[rank] == kAny || wanted[rank] == words[1]) {
+        places.append(py::make_tuple(words[0], words[1]));
+      } else {
+        return py::none();
+      }
+    }
+    return places;
+  }
+
+ private:
+  static constexpr int64_t kAny = -1;
+
+  // Whether those whose messages are to be read have sent them.
+  bool have_sent(uint32_t number, const std::vector<int64_t>& wanted) const {
+    for (size_t rank = 0; rank < memories_.size(); ++rank) {
+      if (wanted[rank] != 0 && !has_reached(*address<Counter>(memories_[rank] + kSent), number)) return false;
+    }
+    return true;
+  }
+
+  size_t rank_;
+  std::vector<int64_t> memories_;
+};
 
 }  // namespace
 
 void bind_shared_memory(py::module_& m) {
+  py::class_<Tables>(m, "Tables")
+      .def(py::init<int, std::vector<int64_t>>())
+      .def("reached", &Tables::reached)
+      .def("receive", &Tables::receive);
+  m.def("describe", &describe);
+  m.def("copy", &copy);
   m.def("counter_set", &counter_set);
   m.def("counter_wait", &counter_wait);
 }

@@ -14,6 +14,7 @@ from bmt_kernels.factored_averages import factored_averages, factored_totals
 from bmt_kernels.info import BuildInfo, build_info
 from bmt_kernels.lamb import lamb_moments, lamb_update
 from bmt_kernels.linear_cross_entropy import linear_cross_entropy, parallel_linear_cross_entropy
+from bmt_kernels.messages import SharedMemoryMessages
 from bmt_kernels.norms import PowerSum, power_sum, square_sums
 from bmt_kernels.offload import OffloadPipeline, OffloadRow, pinned_zeros
 from bmt_kernels.overflow import has_inf_or_nan
@@ -29,6 +30,7 @@ __all__ = [
     "OffloadRow",
     "PowerSum",
     "SharedMemoryExchange",
+    "SharedMemoryMessages",
     "__version__",
     "adam8bit_step",
     "adam_step",

@@ -7,6 +7,9 @@
     processes have received it. A message takes the first place that is large enough: as long as the others keep up, all
     messages lie in the same few pages, which stay in the caches, and no memory is taken for the rest.
 
+    What all processes have received is given back, beyond what this one keeps, when it sends again: in this exchange,
+    or something large in any of its exchanges.
+
     Whoever waits for a counter looks at it for a moment and then sleeps on it (a futex): messages need no thread that
     would have to get a processor first, and a message that is there already costs no system call.
 
@@ -24,12 +27,13 @@ import mmap
 import os
 import secrets
 import select
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,13 +48,19 @@ _ENTRY = 128  # bytes: place, size, number of the message, number of the operati
 _WORDS = 4  # of 8 bytes, before the name
 _NAME = _ENTRY - 8 * _WORDS  # bytes; a longer name is cut
 _PAGE = mmap.PAGESIZE
+_SMALL = 1 << 14  # bytes
 _MOST_VIEWS = 256  # tensors of messages that are kept: small messages lie where others have lain
 _HEADER = (_TABLE + _ENTRY * _MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
 _MASK = (1 << 32) - 1  # of the counters
-_KEPT = 1 << 26  # bytes that stay this process's when messages are gone, in all exchanges; the others are given back
+_KEPT = 1 << 27  # bytes that stay this process's when messages are gone, in all exchanges; the others are given back
 
 _SPIN = 100e-6  # seconds: longer than waking up takes
 _SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
+
+
+# Exchanges of messages between two processes. They have no thread: whoever waits for something else looks after them.
+exchanges_between_two: weakref.WeakSet[Any] = weakref.WeakSet()
+_POLL = 1e-3  # seconds between two looks at what is under way there
 
 
 class MismatchError(RuntimeError):
@@ -104,10 +114,14 @@ class SharedMemoryExchange:
         self._memories, self._own_address = {rank: own}, own.address
         assert _native.cpu_module is not None
         self._counter_set, self._counter_wait = _native.cpu_module.counter_set, _native.cpu_module.counter_wait
+        self._copy = _native.cpu_module.copy
+        self._make_tables = _native.cpu_module.Tables
+        self._tables = self._make_tables(0, [own.address])
         self._sent = self._received = 0
         self._in_use: deque[tuple[int, int, int]] = deque()  # numbers of messages, and where they begin and end
         self._taken: list[tuple[int, int]] = []  # where these and reserved places begin and end, in their order
         self._reserved: dict[int, int] = {}  # bytes of the places that are reserved, by where they begin
+        self._freeing = threading.Lock()  # these, but reserved ones: another exchange may do it, in another thread
         # Of empty messages that were not there yet: by rank, their numbers, and the operations they must belong to.
         self._uncompared: dict[int, deque[tuple[int, int, bytes]]] = {}
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
@@ -146,6 +160,7 @@ class SharedMemoryExchange:
                 return False
             self._memories[rank] = memory
         self._memories = dict(sorted(self._memories.items()))
+        self._tables = self._make_tables(self.rank, [memory.address for memory in self._memories.values()])
         return True
 
     def has_room(self, size: int) -> bool:
@@ -163,6 +178,21 @@ class SharedMemoryExchange:
         while not self.has_room(size):
             for rank in self._memories:
                 self._wait(rank, _RECEIVED, self._in_use[0][0])
+
+    def wait_for_others(self, most: int) -> None:
+        """Wait until each process has sent as many messages as this one has received, empty ones among them.
+
+        It does so only if more than ``most`` bytes of messages have not been received by all, in all exchanges of this
+        process.
+
+        Raises:
+            RuntimeError: a process has gone, or has not sent them in time.
+        """
+        if self._free_places_of_all() <= most:
+            return
+        for rank in self._memories:
+            if rank != self.rank:
+                self._wait(rank, _SENT, self._received)
 
     def send(self, parts: Sequence[Tensor], operation: int = 0, name: bytes = b"") -> None:
         """Send the next message: ``parts`` (CPU, one-dimensional, of one dtype), end to end.
@@ -188,7 +218,10 @@ class SharedMemoryExchange:
         own, begin = self._memories[self.rank], place
         for part in parts:
             nbytes = part.nbytes
-            own.message(begin, nbytes, part.dtype).copy_(part)
+            if nbytes <= _SMALL:  # a call of torch costs more than the copy
+                self._copy(self._own_address + _HEADER + begin, part.data_ptr(), nbytes)
+            else:
+                own.message(begin, nbytes, part.dtype).copy_(part)
             begin += nbytes
         bisect.insort(self._taken, (place, place + _pages(size)))
         self._publish(place, size, operation, name)
@@ -203,16 +236,12 @@ class SharedMemoryExchange:
         self._set(_SENT, number)
 
     def reserve(self, size: int) -> int | None:
-        """A place where a message of ``size`` bytes can be written, and sent by :meth:`send_reserved`.
-
-        None: there is no room. Its memory stays this process's.
-        """
+        """A place where a message of ``size`` bytes can be written, to be sent by :meth:`send_reserved`, if any."""
         self._check_size(size)
         place = self._free_place(size)
         if place is not None:
             bisect.insort(self._taken, (place, place + _pages(size)))
             self._reserved[place] = size
-            self._kept = max(self._kept, place + _pages(size))
         return place
 
     def reserved(self, place: int, dtype: torch.dtype) -> Tensor:
@@ -225,7 +254,8 @@ class SharedMemoryExchange:
         The place may have another message after all processes have received this one.
         """
         if len(self._in_use) == _MOST_MESSAGES:
-            self._free_places()
+            with self._freeing:
+                self._free_places()
             if len(self._in_use) == _MOST_MESSAGES:
                 return False
         self._publish(place, self._reserved.pop(place), operation, name)
@@ -251,8 +281,13 @@ class SharedMemoryExchange:
         """
         number = self._received + 1
         entry = self._entry(number)
-        messages = []
         name = _padded(name)
+        if not self._uncompared:  # what is there, or comes soon
+            found = self._tables.receive(sizes, number & _MASK, 8 * entry, operation, name, self._spin)
+            if found is not None:
+                places = zip(self._memories.values(), found, strict=True)
+                return [memory.message(begin, size, dtype) for memory, (begin, size) in places]
+        messages = []
         for (rank, memory), size in zip(self._memories.items(), sizes, strict=True):
             if rank in self._uncompared:
                 self._compare_late(rank)
@@ -268,13 +303,13 @@ class SharedMemoryExchange:
             if rank != self.rank or self._sent < number:
                 self._wait(rank, _SENT, number)
                 self._compare(rank, number, operation, name)
-            begin, found = memory.words[entry], memory.words[entry + 1]
-            if size is not None and found != size:
+            begin, sent = memory.words[entry], memory.words[entry + 1]
+            if size is not None and sent != size:
                 raise MismatchError(
-                    f"{self.names[rank]} has sent {found} bytes where {self.names[self.rank]} expects {size}: "
+                    f"{self.names[rank]} has sent {sent} bytes where {self.names[self.rank]} expects {size}: "
                     "they call different collectives, or with different shapes or dtypes"
                 )
-            messages.append(memory.message(begin, found, dtype))
+            messages.append(memory.message(begin, sent, dtype))
         return messages
 
     def _compare(self, rank: int, number: int, operation: int, name: bytes) -> None:
@@ -314,6 +349,22 @@ class SharedMemoryExchange:
         if size > self.capacity:
             raise ValueError(f"a message of {size} bytes is larger than the capacity of {self.capacity}")
 
+    def _free_place(self, size: int) -> int | None:
+        """The first place for a message, when those that all processes have received are gone."""
+        if self._in_use:
+            with self._freeing:
+                self._free_places()
+        if len(self._in_use) == _MOST_MESSAGES:
+            return None
+        if size > _KEPT:
+            self._free_places_of_all()
+        size, cursor = _pages(size), 0
+        for begin, end in tuple(self._taken):  # another thread may free some
+            if begin - cursor >= size:
+                return cursor
+            cursor = end
+        return cursor if self.capacity - cursor >= size else None
+
     def _free_places(self) -> None:
         """Forget the messages that all processes have received."""
         while self._in_use and self._all_have_received(self._in_use[0][0]):
@@ -325,21 +376,23 @@ class SharedMemoryExchange:
                 if end > self._kept:
                     self._memories[self.rank].give_back(max(begin, self._kept), end)
 
-    def _free_place(self, size: int) -> int | None:
-        """The first place for a message, when those that all processes have received are gone."""
-        self._free_places()
-        if len(self._in_use) == _MOST_MESSAGES:
-            return None
-        size, cursor = _pages(size), 0
-        for begin, end in self._taken:
-            if begin - cursor >= size:
-                return cursor
-            cursor = end
-        return cursor if self.capacity - cursor >= size else None
+    def _free_places_of_all(self) -> int:
+        """Of all exchanges of this process; the bytes that are in use after that."""
+        exchanges = list(self._alive)
+        for exchange in exchanges:
+            if exchange._in_use and exchange._freeing.acquire(blocking=False):
+                try:
+                    exchange._free_places()
+                finally:
+                    exchange._freeing.release()
+        return sum(exchange._bytes_in_use for exchange in exchanges)
+
+    @property
+    def _bytes_in_use(self) -> int:
+        return sum(end - begin for _, begin, end in tuple(self._in_use))
 
     def _all_have_received(self, number: int) -> bool:
-        others = [rank for rank in self._memories if rank != self.rank]
-        return self._received >= number and all(self._reached(rank, _RECEIVED, number) for rank in others)
+        return self._received >= number and self._tables.reached(_RECEIVED, number & _MASK)
 
     @staticmethod
     def _entry(number: int) -> int:
@@ -357,18 +410,34 @@ class SharedMemoryExchange:
             return
         timeout = self.timeout() if callable(self.timeout) else self.timeout
         deadline = time.monotonic() + (0.0 if rank in self._late else timeout)
-        while not self._reached(rank, counter, number, sleep=0.0 if rank in self._late else _SLEEP):
+        while not self._reached(rank, counter, number, sleep=0.0 if rank in self._late else longest_sleep()):
             # What it has done before it went still counts.
             gone = self._memories[rank].is_gone()
             if rank in self._uncompared:
                 self._compare_late(rank)  # it may have found that it is elsewhere, and wait for nothing
             if gone and not self._reached(rank, counter, number):
                 raise RuntimeError(f"{self.names[rank]} has ended or closed its memory, and a message of it is missing")
+            make_progress()
             if self._stopped:
                 raise RuntimeError(self._stopped)
             if time.monotonic() > deadline:
                 self._late.add(rank)
                 raise RuntimeError(f"{self.names[rank]} has not sent or received a message for {timeout:g} seconds")
+
+
+def make_progress(but: object = None) -> None:
+    """Receive and send what can be without waiting, in all exchanges between two processes but one."""
+    for exchange in list(exchanges_between_two):
+        if exchange is not but and exchange.is_under_way:
+            exchange.progress()
+
+
+def longest_sleep(but: object = None) -> float:
+    """Seconds that a process may sleep until it calls :func:`make_progress` again."""
+    if not exchanges_between_two:
+        return _SLEEP
+    others = (exchange for exchange in list(exchanges_between_two) if exchange is not but)
+    return _POLL if any(exchange.is_under_way for exchange in others) else _SLEEP
 
 
 def processors(root: Path = Path("/")) -> float:
@@ -410,11 +479,13 @@ def _granted(folder: Path, first_version: bool) -> float:
 class _Memory:
     """One process's memory, as this process sees it."""
 
-    def __init__(self, fd: int, capacity: int, process: int | None = None) -> None:
-        self._mapped = mmap.mmap(fd, _HEADER + capacity)
-        self._header = memoryview(self._mapped)[:_HEADER]
+    def __init__(self, fd: int, capacity: int, process: int | None = None, header: int = _HEADER) -> None:
+        self._mapped = mmap.mmap(fd, header + capacity)
+        self._header = memoryview(self._mapped)[:header]
         self.words = self._header.cast("q")  # of 8 bytes
         self.address = torch.frombuffer(self._mapped, dtype=torch.uint8, count=1).data_ptr()
+        assert _native.cpu_module is not None
+        self._describe = _native.cpu_module.describe
         self._process = None if process is None else _Process.of(process)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
@@ -435,9 +506,7 @@ class _Memory:
 
     def describe(self, entry: int, place: int, size: int, number: int, operation: int, name: bytes) -> None:
         """Write an entry of the table."""
-        words, begin = self.words, 8 * (entry + _WORDS)
-        words[entry], words[entry + 1], words[entry + 2], words[entry + 3] = place, size, number & _MASK, operation
-        self._header[begin : begin + _NAME] = name
+        self._describe(self.address + 8 * entry, place, size, number & _MASK, operation, name)
 
     def name(self, entry: int) -> memoryview:
         """Of an operation, padded with zeros."""
@@ -493,15 +562,15 @@ def _pages(size: int) -> int:
     return max(1, -(-size // _PAGE)) * _PAGE
 
 
-def _open(process: int, fd: int, token: int, capacity: int) -> _Memory | None:
+def _open(process: int, fd: int, token: int, capacity: int, header: int = _HEADER) -> _Memory | None:
     """The memory that a process has told of, if it can be had from here."""
     path = f"/proc/{process}/fd/{fd}"
     try:
-        if os.stat(path).st_size != _HEADER + capacity:  # another process of that number
+        if os.stat(path).st_size != header + capacity:  # another process of that number
             return None
         here = os.open(path, os.O_RDWR)
         try:
-            memory = _Memory(here, capacity, process)
+            memory = _Memory(here, capacity, process, header)
         finally:
             os.close(here)
     except OSError:

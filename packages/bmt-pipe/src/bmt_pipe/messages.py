@@ -316,6 +316,8 @@ _holder: threading.Thread | None = None
 def _hold(work: Work) -> None:
     """Keep what is being sent until it has left; CPU backends tell only those that wait for it."""
     global _holder
+    if work.is_completed():  # it is in the memory that ranks share
+        return
     if _holder is None or not _holder.is_alive():
         _holder = threading.Thread(target=_release_in_order, name="bmt-pipe-sends", daemon=True)
         _holder.start()

@@ -1,0 +1,508 @@
+// Messages between two processes of one host through memory that they share; bmt_kernels/messages.py explains them.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cpu/bindings.h"
+#include "cpu/counter.h"
+
+#if defined(__linux__)
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "common/table.h"
+
+namespace bmt {
+namespace messages {
+
+namespace py = pybind11;
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kBell = 64;            // where a process's bell lies in its memory
+constexpr int64_t kMailboxes = 256;      // where its mailboxes begin
+constexpr uint32_t kEntries = 1024;      // of a mailbox: messages to one process that it has not received
+constexpr int64_t kPiece = 256 << 10;    // bytes that are copied at a time
+constexpr int64_t kWindow = 8 * kPiece;  // bytes of a message under way, where there is no room for it as a whole
+constexpr int64_t kKept = 64 << 20;      // bytes that stay with the process when messages are gone, of all its groups
+constexpr int kAny = -1;
+
+enum State : uint32_t { kSent = 1, kWanted = 2, kReceived = 3, kRefused = 4 };
+
+// A message, in the memory of its sender. What each side writes lies on a cache line of its own.
+struct alignas(128) Entry {
+  // By the sender:
+  std::atomic<int64_t> written;  // bytes
+  int64_t tag, size;
+  int64_t place, room;  // byte i lies at place + i % room; room 0: the window, when the receiver wants the message
+  // By the receiver, from kSent on:
+  alignas(64) std::atomic<uint32_t> state;
+  std::atomic<int64_t> read;
+  int64_t expected;  // bytes, if it refuses the message
+};
+static_assert(std::atomic<int64_t>::is_always_lock_free && sizeof(Entry) == 128, "processes share entries");
+
+// From one process to another; in the memory of the sender.
+struct Mailbox {
+  alignas(128) std::atomic<uint32_t> sent;  // messages so far
+  Entry entries[kEntries];
+};
+
+struct Finished {
+  int64_t number;
+  bool refused;
+  int peer;        // of the message
+  int64_t length;  // of the message; what the receiver expects, of one that it has refused
+};
+
+struct Send {
+  int64_t number;
+  const char* data;
+  int64_t size, tag;
+  bool stage;
+  Entry* entry = nullptr;
+  int64_t position = 0;
+};
+
+struct Receive {
+  int64_t number;
+  char* data;
+  int64_t size, tag;
+  int source;
+  Entry* entry = nullptr;
+  int64_t position = 0;
+};
+
+std::atomic<int64_t> kept_by_all{0};
+
+class Messages {
+ public:
+  // `memories`: by rank, where each process's memory begins. Its data begins after `header` bytes: a window for each
+  // process, and `stage` bytes for messages as a whole.
+  Messages(int rank, const std::vector<int64_t>& memories, int64_t header, int64_t stage)
+      : rank_(rank), size_(static_cast<int>(memories.size())), header_(header), stage_(stage) {
+    for (int64_t memory : memories) memories_.push_back(address<char>(memory));
+    peers_.resize(memories.size());
+    for (auto& peer : peers_) peer.busy.resize(kEntries);
+  }
+  ~Messages() {
+    kept_by_all -= kept_;
+    for (const auto& peer : peers_) kept_by_all -= peer.kept;
+  }
+
+  static int64_t header_bytes(int count) {
+    return (kMailboxes + count * static_cast<int64_t>(sizeof(Mailbox)) + kPage - 1) / kPage * kPage;
+  }
+  static int64_t data_bytes(int count, int64_t stage) { return count * kWindow + stage; }
+
+  // Whether it is done. The caller chooses the number, which no other operation has.
+  bool send(int64_t number, int64_t data, int64_t size, int peer, int64_t tag, bool stage) {
+    const Locked locked(mutex_);
+    Peer& to = peers_[static_cast<size_t>(peer)];
+    if (!to.unsent.empty()) send_on(peer);
+    Send message{number, address<const char>(data), size, tag, stage};
+    if (!to.unsent.empty() || !publish(peer, message)) {
+      to.unsent.push_back(message);
+    } else if (message.position == size) {
+      return true;
+    } else {
+      to.under_way.push_back(message);
+    }
+    pending_.insert(number);
+    return false;
+  }
+
+  void receive(int64_t number, int64_t data, int64_t size, int source, int64_t tag) {
+    const Locked locked(mutex_);
+    const Receive receive{number, address<char>(data), size, tag, source};
+    pending_.insert(number);
+    const int begin = source == kAny ? 0 : source, end = source == kAny ? size_ : source + 1;
+    for (int peer = begin; peer < end; ++peer) {
+      look_for_new(peer);
+      auto& waiting = peers_[static_cast<size_t>(peer)].unmatched;
+      const auto first =
+          std::find_if(waiting.begin(), waiting.end(), [&](const Entry* entry) { return entry->tag == tag; });
+      if (first == waiting.end()) continue;
+      Entry* entry = *first;
+      waiting.erase(first);
+      match(receive, peer, entry);
+      return;
+    }
+    posted_.push_back(receive);
+  }
+
+  // Receive and send what can be without waiting.
+  void progress() {
+    const Locked locked(mutex_);
+    advance();
+  }
+
+  // For up to `spin` + `sleep` seconds, until the operation is done; whether it is.
+  bool wait(int64_t number, double spin, double sleep) {
+    py::gil_scoped_release release;
+    auto& bell = bell_of(rank_);
+    const double begin = now();
+    double last = begin;  // when something has happened
+    while (true) {
+      const uint32_t heard = bell.value.load(std::memory_order_acquire);
+      bool advanced;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        advanced = advance();
+        if (pending_.count(number) == 0) return true;
+      }
+      const double time = now();
+      if (time - begin >= spin + sleep) return false;
+      if (advanced) {
+        last = time;
+        continue;
+      }
+      wait_for(bell, heard + 1, std::max(0.0, spin - (time - last)), begin + spin + sleep - time);
+    }
+  }
+
+  bool is_pending(int64_t number) {
+    const Locked locked(mutex_);
+    advance();
+    return pending_.count(number) != 0;
+  }
+
+  // Forget a receive for which no message has come; whether there was one.
+  bool cancel(int64_t number) {
+    const Locked locked(mutex_);
+    const auto receive =
+        std::find_if(posted_.begin(), posted_.end(), [&](const Receive& each) { return each.number == number; });
+    if (receive == posted_.end()) return false;
+    posted_.erase(receive);
+    pending_.erase(number);
+    return true;
+  }
+
+  // What has been done since the last call: number, whether it was refused, rank of the peer, bytes.
+  py::list finished() {
+    std::vector<Finished> all;
+    {
+      const Locked locked(mutex_);
+      all.swap(finished_);
+    }
+    py::list result;
+    for (const auto& each : all) result.append(py::make_tuple(each.number, each.refused, each.peer, each.length));
+    return result;
+  }
+
+ private:
+  struct Peer {
+    uint32_t sent = 0;                // messages to it
+    uint32_t seen = 0;                // messages of it
+    std::vector<bool> busy;           // entries in use of the mailbox to it
+    std::deque<Send> unsent;          // for which there was no entry
+    std::list<Send> under_way;        // that wait to be wanted, or go through the window
+    const Entry* in_window = nullptr;
+    int64_t kept = 0;                 // bytes of the window
+    std::list<Entry*> unmatched;      // messages of it that no receive was there for
+  };
+
+  // Whoever waits for this lock must not have the interpreter's.
+  struct Locked {
+    explicit Locked(std::mutex& mutex) : lock(mutex) {}
+    py::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock;
+  };
+
+  Counter& bell_of(int rank) { return *reinterpret_cast<Counter*>(memories_[static_cast<size_t>(rank)] + kBell); }
+
+  // Let a process know that something has changed.
+  void ring(int rank) {
+    auto& bell = bell_of(rank);
+    bell.value.fetch_add(1, std::memory_order_seq_cst);
+    wake(bell);
+  }
+
+  Mailbox& mailbox(int from, int to) {
+    return reinterpret_cast<Mailbox*>(memories_[static_cast<size_t>(from)] + kMailboxes)[to];
+  }
+
+  char* data_of(int rank) { return memories_[static_cast<size_t>(rank)] + header_; }
+
+  void finish(int64_t number, bool refused, int peer, int64_t length) {
+    if (pending_.erase(number) != 0) finished_.push_back({number, refused, peer, length});
+  }
+
+  bool advance() {
+    bool any = false;
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == rank_) continue;
+      any |= look_for_new(peer);
+      any |= send_on(peer);
+    }
+    for (auto receive = active_.begin(); receive != active_.end();) {
+      any |= read(*receive);
+      receive = receive->position == receive->size ? end_of(receive) : std::next(receive);
+    }
+    return any;
+  }
+
+  // --- the sending side -------------------------------------------------------------------------
+
+  // Put a message into the mailbox, and its data into the memory if there is room; whether there was an entry.
+  bool publish(int peer, Send& message) {
+    Peer& to = peers_[static_cast<size_t>(peer)];
+    Mailbox& box = mailbox(rank_, peer);
+    const uint32_t index = to.sent % kEntries;
+    Entry& entry = box.entries[index];
+    if (to.busy[index]) {
+      const uint32_t state = entry.state.load(std::memory_order_acquire);
+      if (state < kReceived) return false;
+      if (state == kRefused) refused(to, peer, entry);
+      if (to.in_window == &entry) leave_window(to, peer);
+      staged_.remove(&entry);
+    }
+    to.busy[index] = true;
+    message.entry = &entry;
+    entry.tag = message.tag;
+    entry.size = message.size;
+    entry.place = entry.room = 0;
+    entry.read.store(0, std::memory_order_relaxed);
+    entry.written.store(0, std::memory_order_relaxed);
+    if (message.size > 0 && (message.stage || message.size <= kPiece)) take_place(entry);
+    entry.state.store(kSent, std::memory_order_relaxed);
+    const bool goes_at_once = entry.room == message.size;
+    if (goes_at_once) write(message, kPiece);  // before the receiver can look, so that it looks once at a small one
+    box.sent.store(++to.sent, std::memory_order_release);
+    ring(peer);
+    while (goes_at_once && message.position < message.size) {
+      write(message, kPiece);
+      ring(peer);
+    }
+    return true;
+  }
+
+  // Up to `most` bytes, where there is room.
+  bool write(Send& message, int64_t most) {
+    Entry& entry = *message.entry;
+    const int64_t free = entry.room - (message.position - entry.read.load(std::memory_order_acquire));
+    const int64_t count = std::min({most, free, message.size - message.position,
+                                    entry.room == 0 ? 0 : entry.room - message.position % entry.room});
+    if (count <= 0) return false;
+    std::memcpy(data_of(rank_) + entry.place + message.position % entry.room, message.data + message.position,
+                static_cast<size_t>(count));
+    message.position += count;
+    entry.written.store(message.position, std::memory_order_release);
+    return true;
+  }
+
+  bool send_on(int peer) {
+    Peer& to = peers_[static_cast<size_t>(peer)];
+    bool any = false;
+    if (to.in_window != nullptr && to.in_window->state.load(std::memory_order_acquire) >= kReceived) {
+      leave_window(to, peer);
+    }
+    for (auto message = to.under_way.begin(); message != to.under_way.end();) {
+      Entry& entry = *message->entry;
+      const uint32_t state = entry.state.load(std::memory_order_acquire);
+      if (state == kRefused) {
+        ++message;
+        refused(to, peer, entry);
+        any = true;
+        continue;
+      }
+      if (state == kWanted && to.in_window == nullptr) {
+        to.in_window = &entry;
+        entry.place = peer * kWindow;
+        entry.room = kWindow;
+      }
+      if (to.in_window == &entry) {
+        for (int piece = 0; piece < 2 && write(*message, kPiece); ++piece) {
+          ring(peer);
+          any = true;
+        }
+        if (message->position == message->size) {
+          finish(message->number, false, peer, message->size);
+          message = to.under_way.erase(message);
+          continue;
+        }
+      }
+      ++message;
+    }
+    while (!to.unsent.empty() && publish(peer, to.unsent.front())) {
+      any = true;
+      Send message = to.unsent.front();
+      to.unsent.pop_front();
+      if (message.position == message.size) {
+        finish(message.number, false, peer, message.size);
+      } else {
+        to.under_way.push_back(message);
+      }
+    }
+    return any;
+  }
+
+  // The receiver expects another size: what waits to be sent fails, too.
+  void refused(Peer& to, int peer, Entry& entry) {
+    to.under_way.remove_if([&](const Send& message) {
+      if (message.entry != &entry) return false;
+      finish(message.number, true, peer, entry.expected);
+      return true;
+    });
+  }
+
+  void leave_window(Peer& to, int peer) {
+    to.in_window = nullptr;
+    if (!keep(to.kept, kWindow)) madvise(data_of(rank_) + peer * kWindow, kWindow, MADV_REMOVE);
+  }
+
+  // The first place in the stage that is large enough, if there is one.
+  void take_place(Entry& entry) {
+    const int64_t size = (entry.size + 63) / 64 * 64, begin = size_ * kWindow;
+    int64_t cursor = begin;
+    for (auto held = staged_.begin(); held != staged_.end();) {
+      if ((*held)->state.load(std::memory_order_acquire) >= kReceived) {
+        held = staged_.erase(held);
+        continue;
+      }
+      if ((*held)->place - cursor >= size) break;
+      cursor = (*held)->place + ((*held)->room + 63) / 64 * 64;
+      ++held;
+    }
+    if (staged_.empty() && highest_ > 0) give_back();
+    if (begin + stage_ - cursor < size) return;
+    entry.place = cursor;
+    entry.room = entry.size;
+    highest_ = std::max(highest_, cursor + size);
+    staged_.insert(std::find_if(staged_.begin(), staged_.end(), [&](auto* held) { return held->place > cursor; }),
+                   &entry);
+  }
+
+  // Nothing is staged: give back the memory that is not to be kept.
+  void give_back() {
+    const int64_t used = (highest_ - size_ * kWindow + kPage - 1) / kPage * kPage;
+    if (!keep(kept_, used)) madvise(data_of(rank_) + size_ * kWindow + kept_, used - kept_, MADV_REMOVE);
+    highest_ = 0;
+  }
+
+  // Whether `bytes` may stay when messages are gone, of which `kept` are known to.
+  static bool keep(int64_t& kept, int64_t bytes) {
+    if (bytes > kept) {
+      const int64_t room = std::max<int64_t>(0, kKept - kept_by_all.load()) / kPage * kPage;
+      const int64_t more = std::min(bytes - kept, room);
+      kept_by_all += more;
+      kept += more;
+    }
+    return bytes <= kept;
+  }
+
+  // --- the receiving side -----------------------------------------------------------------------
+
+  bool look_for_new(int peer) {
+    if (peer == rank_) return false;
+    Peer& from = peers_[static_cast<size_t>(peer)];
+    Mailbox& box = mailbox(peer, rank_);
+    const uint32_t sent = box.sent.load(std::memory_order_acquire);
+    if (from.seen == sent) return false;
+    for (; from.seen != sent; ++from.seen) {
+      Entry* entry = &box.entries[from.seen % kEntries];
+      const auto receive = std::find_if(posted_.begin(), posted_.end(), [&](const Receive& each) {
+        return (each.source == peer || each.source == kAny) && each.tag == entry->tag;
+      });
+      if (receive == posted_.end()) {
+        from.unmatched.push_back(entry);
+      } else {
+        const Receive found = *receive;
+        posted_.erase(receive);
+        match(found, peer, entry);
+      }
+    }
+    return true;
+  }
+
+  void match(Receive receive, int peer, Entry* entry) {
+    if (entry->size != receive.size) {
+      entry->expected = receive.size;
+      const int64_t length = entry->size;
+      entry->state.store(kRefused, std::memory_order_release);
+      finish(receive.number, true, peer, length);
+      ring(peer);
+      return;
+    }
+    receive.source = peer;
+    receive.entry = entry;
+    if (entry->written.load(std::memory_order_acquire) == 0 && entry->size > 0) {
+      entry->state.store(kWanted, std::memory_order_release);
+      ring(peer);
+    }
+    active_.push_back(receive);
+    auto last = std::prev(active_.end());
+    read(*last);
+    if (last->position == last->size) end_of(last);
+  }
+
+  bool read(Receive& receive) {
+    Entry& entry = *receive.entry;
+    const int64_t written = entry.written.load(std::memory_order_acquire);
+    bool any = false;
+    while (receive.position < written) {
+      const int64_t offset = receive.position % entry.room;
+      const int64_t count = std::min({kPiece, written - receive.position, entry.room - offset});
+      std::memcpy(receive.data + receive.position, data_of(receive.source) + entry.place + offset,
+                  static_cast<size_t>(count));
+      receive.position += count;
+      entry.read.store(receive.position, std::memory_order_release);
+      if (entry.room != entry.size) ring(receive.source);
+      any = true;
+    }
+    return any;
+  }
+
+  std::list<Receive>::iterator end_of(std::list<Receive>::iterator receive) {
+    // From here on the entry is the sender's again.
+    receive->entry->state.store(kReceived, std::memory_order_release);
+    ring(receive->source);
+    finish(receive->number, false, receive->source, receive->size);
+    return active_.erase(receive);
+  }
+
+  const int rank_, size_;
+  const int64_t header_, stage_;
+  std::vector<char*> memories_;
+  std::vector<Peer> peers_;
+  std::list<Entry*> staged_;    // whose data lies in the stage as a whole, in the order of places
+  std::list<Receive> posted_;   // for which no message has come, in the order of the calls
+  std::list<Receive> active_;   // whose messages have begun to come
+  std::unordered_set<int64_t> pending_;
+  std::vector<Finished> finished_;
+  int64_t kept_ = 0, highest_ = 0;
+  std::mutex mutex_;
+};
+
+}  // namespace messages
+
+void bind_messages(pybind11::module_& m) {
+  using messages::Messages;
+  pybind11::class_<Messages>(m, "Messages")
+      .def(pybind11::init<int, const std::vector<int64_t>&, int64_t, int64_t>())
+      .def_static("header_bytes", &Messages::header_bytes)
+      .def_static("data_bytes", &Messages::data_bytes)
+      .def("send", &Messages::send)
+      .def("receive", &Messages::receive)
+      .def("progress", &Messages::progress)
+      .def("wait", &Messages::wait)
+      .def("is_pending", &Messages::is_pending)
+      .def("cancel", &Messages::cancel)
+      .def("finished", &Messages::finished);
+}
+
+}  // namespace bmt
+
+#else
+
+void bmt::bind_messages(pybind11::module_&) {}
+
+#endif

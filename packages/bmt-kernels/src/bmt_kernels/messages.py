@@ -1,0 +1,249 @@
+"""Messages from one process to another of the same host, through memory that they share.
+
+[Note: mailboxes]
+    Each process owns a piece of memory, as in [Note: memory of messages] of :mod:`bmt_kernels.shared_memory`. For each
+    other process it has a *mailbox*: entries for 1024 messages, with their tags and sizes, that the other one has not
+    received. The other process compares entries with the receives that were posted, in the order in which messages were
+    sent, and marks in the entry how far it has read. Whoever has changed something rings the *bell* of the other
+    process, a counter on which that one sleeps while it waits.
+
+    A message goes one of two ways. Where there is room, its data is put into the memory at once (the *stage*, 64 MiB
+    for all that others have not received), and the send is done. Else the entry only tells of it. When the receiver has
+    a receive for it, the data goes through a *window* of 2 MiB, in pieces that stay in the caches, while both processes
+    wait for something in this exchange. So messages that nobody receives never stand in the way of others.
+
+    Memory that is not needed any more is given back when this process sends again, beyond 128 MiB that it keeps over all
+    exchanges of this kind.
+
+    No thread works here: what can be received and sent is, in every call, and while a process waits for a message or
+    for a collective through shared memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from bmt_kernels import _native
+from bmt_kernels.shared_memory import (
+    _CLOSED,
+    _SPIN,
+    _TOKEN,
+    MismatchError,
+    _close,
+    _Memory,
+    _open,
+    exchanges_between_two,
+    longest_sleep,
+    make_progress,
+    processors,
+)
+
+_STAGE_BYTES = 1 << 26
+_ANY = -1
+
+
+class SharedMemoryMessages:
+    """Messages between any two processes of one host. Threads may use it at the same time.
+
+    Args:
+        rank: this process's place among the processes.
+        names: of the processes, for messages of errors.
+        timeout: seconds that this one waits for another, or a function that returns them.
+        stage_bytes: of messages that others have not received and whose senders need not wait; the same for all.
+
+    Raises:
+        OSError: the system does not give such memory.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[str],
+        timeout: float | Callable[[], float] = 1800.0,
+        stage_bytes: int = _STAGE_BYTES,
+    ) -> None:
+        assert _native.cpu_module is not None
+        self.rank, self.names, self.timeout = rank, tuple(names), timeout
+        self._make = _native.cpu_module.Messages
+        self._stage_bytes = stage_bytes
+        self._header_bytes = self._make.header_bytes(len(names))
+        self._data_bytes = self._make.data_bytes(len(names), stage_bytes)
+        self._token = secrets.randbits(62)
+        self._fd = os.memfd_create("bmt_kernels")
+        try:
+            os.ftruncate(self._fd, self._header_bytes + self._data_bytes)
+            own = _Memory(self._fd, self._data_bytes, header=self._header_bytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        own.words[_TOKEN // 8] = self._token
+        self._memories = {rank: own}
+        self._unfinished: dict[int, MessageWork] = {}  # which it keeps alive, with their tensors
+        self._numbers = itertools.count(1)
+        self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
+        self._stopped = ""
+        self._spin = _SPIN if len(names) <= processors() else 0.0
+        weakref.finalize(self, _close, own, self._fd, os.getpid()).atexit = False
+
+    @property
+    def handle(self) -> tuple[int, int, int]:
+        """By which other processes find this one's memory: three integers below 2⁶²."""
+        return os.getpid(), self._fd, self._token
+
+    def connect(self, handles: Sequence[tuple[int, int, int]]) -> bool:
+        """Map the memory of all processes, whose handles are given by rank; whether that has worked.
+
+        It must have for every process before any of them sends.
+        """
+        for rank, (process, fd, token) in enumerate(handles):
+            if rank != self.rank:
+                memory = _open(process, fd, token, self._data_bytes, self._header_bytes)
+                if memory is None:
+                    return False
+                self._memories[rank] = memory
+        addresses = [self._memories[rank].address for rank in range(len(handles))]
+        self._native = self._make(self.rank, addresses, self._header_bytes, self._stage_bytes)
+        exchanges_between_two.add(self)
+        return True
+
+    def send(self, data: Tensor, peer: int, tag: int = 0, stage: bool = True) -> MessageWork | None:
+        """Send ``data`` (CPU, contiguous), which must not change until the work is done; None: it is done.
+
+        ``stage``: put it into the memory at once, if there is room. Else, if it has more than 256 KiB, it goes when
+        the other process receives it and this one waits: less work for the processors than with room.
+        """
+        work = MessageWork(self, next(self._numbers), data, peer, tag, is_receive=False)
+        self._unfinished[work.number] = work  # before another thread can find that it is done
+        if self._native.send(work.number, data.data_ptr(), work.nbytes, peer, tag, stage):
+            del self._unfinished[work.number]
+            return None
+        return work
+
+    def receive(self, data: Tensor, peer: int | None, tag: int = 0) -> MessageWork:
+        """Receive into ``data`` (CPU, contiguous) the next message of ``peer`` with this tag; None: of any process."""
+        work = MessageWork(self, next(self._numbers), data, peer, tag, is_receive=True)
+        self._unfinished[work.number] = work
+        self._native.receive(work.number, data.data_ptr(), work.nbytes, _ANY if peer is None else peer, tag)
+        self._conclude()
+        return work
+
+    def progress(self) -> None:
+        """Receive and send what can be without waiting."""
+        self._native.progress()
+        self._conclude()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there are receives and sends that are not done."""
+        return bool(self._unfinished)
+
+    def abandon(self) -> None:
+        """Let the others, which may wait for messages, know that this process sends no more."""
+        self._memories[self.rank].words[_CLOSED // 8] = 1
+
+    def stop(self, why: str) -> None:
+        """Let what waits here, in another thread, raise a RuntimeError within a tenth of a second."""
+        self._stopped = why
+
+    def _conclude(self) -> None:
+        """Let works know that they are done."""
+        for number, refused, peer, size in self._native.finished():
+            work = self._unfinished.pop(number, None)
+            if work is not None:
+                work._end(peer, self._mismatch(work, peer, size) if refused else None)
+
+    def _mismatch(self, work: MessageWork, peer: int, theirs: int) -> MismatchError:
+        me, other, mine = self.names[self.rank], self.names[peer], work.nbytes
+        if work.is_receive:
+            return MismatchError(f"{other} has sent {theirs} bytes with tag {work.tag} where {me} expects {mine}")
+        return MismatchError(f"{me} has sent {mine} bytes with tag {work.tag} where {other} expects {theirs}")
+
+    def _wait(self, work: MessageWork, timeout: float | None = None) -> None:
+        native, number = self._native, work.number
+        if timeout is None:
+            timeout = self.timeout() if callable(self.timeout) else self.timeout
+        peers = [rank for rank in self._memories if rank != self.rank] if work.peer is None else [work.peer]
+        late = self._late.issuperset(peers)
+        deadline = time.monotonic() + (0.0 if late else timeout)
+        while True:
+            is_done = native.wait(number, *((0.0, 0.0) if late else (self._spin, longest_sleep(self))))
+            self._conclude()
+            if work.is_done:
+                return
+            if is_done:  # another thread is about to tell this one so
+                time.sleep(0)
+                continue
+            make_progress(self)
+            if self._stopped:
+                raise self._failure(work, self._stopped)
+            gone = [rank for rank in peers if self._memories[rank].is_gone()]
+            if len(gone) == len(peers) and native.is_pending(number):  # what it has done before it went still counts
+                named = " and ".join(self.names[rank] for rank in gone)
+                raise self._failure(work, f"{named} has ended or closed its memory, and a message with it is missing")
+            if time.monotonic() > deadline and native.is_pending(number):
+                self._late.update(peers)
+                named = " and ".join(self.names[rank] for rank in peers)
+                raise self._failure(work, f"{named} has not sent or received a message for {timeout:g} seconds")
+
+    def _failure(self, work: MessageWork, text: str) -> RuntimeError:
+        """How a wait has failed. Nothing is written into the tensor of a receive after that, if no message has come."""
+        error = RuntimeError(text)
+        if self._native.cancel(work.number):
+            self._unfinished.pop(work.number, None)
+            work._end(work.peer, error)
+        return error
+
+
+class MessageWork:
+    """A message in flight.
+
+    Attributes:
+        is_done: whether it was received, or ``data`` has been read.
+        error: how it has failed, if it has.
+        peer: the other process's rank; of a receive from any process None until it is done.
+    """
+
+    __slots__ = ("_data", "error", "exchange", "is_done", "is_receive", "nbytes", "number", "peer", "tag")
+
+    def __init__(
+        self, exchange: SharedMemoryMessages, number: int, data: Tensor, peer: int | None, tag: int, is_receive: bool
+    ) -> None:
+        self.exchange, self.number = exchange, number
+        self._data: Tensor | None = data
+        self.nbytes, self.peer, self.tag, self.is_receive = data.nbytes, peer, tag, is_receive
+        self.error: Exception | None = None
+        self.is_done = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is done, for ``timeout`` seconds if given.
+
+        Raises:
+            MismatchError: one has sent as many bytes as the other does not expect.
+            RuntimeError: the other process has gone, or has not sent or received in time.
+        """
+        if not self.is_done and self.error is None:
+            try:
+                self.exchange._wait(self, timeout)
+            except Exception as error:
+                self.error = self.error or error
+                raise
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        """Whether it is done, after what can be done without waiting."""
+        if not self.is_done:
+            self.exchange.progress()
+        return self.is_done
+
+    def _end(self, peer: int | None, error: Exception | None) -> None:
+        self.peer, self.error = peer, error
+        self._data = None  # which may be used for something else
+        self.is_done = True

@@ -1,0 +1,234 @@
+"""Messages between two processes: which receive gets which, room, errors, and memory that is given back."""
+
+import gc
+import mmap
+import os
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages
+from bmt_kernels.shared_memory import MismatchError
+
+pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
+
+PAGE = mmap.PAGESIZE
+PIECE = 1 << 18
+WINDOW = 8 * PIECE
+ENTRIES = 1024
+
+
+def connected(count, timeout=20.0, stage_bytes=1 << 20):
+    """Exchanges between members of this process, each of which maps the others' memory like any process would."""
+    names = [f"member {i}" for i in range(count)]
+    members = [SharedMemoryMessages(i, names, timeout, stage_bytes) for i in range(count)]
+    handles = [member.handle for member in members]
+    for member in members:
+        assert member.connect(handles)
+    return members
+
+
+def numbered(number, size=8):
+    return (torch.arange(size) * 13 + number * 31).to(torch.uint8)
+
+
+def wait_all(*works):
+    """Wait for works of several members, as their processes would at the same time."""
+    pending = [work for work in works if work is not None]
+    deadline = time.monotonic() + 20
+    while any(not work.is_done for work in pending):
+        for exchange in {work.exchange for work in pending}:
+            exchange.progress()
+        assert time.monotonic() < deadline
+    for work in pending:
+        work.wait()
+
+
+@pytest.mark.parametrize("posted_first", [False, True])
+@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize(
+    "size", [0, 1, PIECE, PIECE + 1, 3 * PIECE, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3 * PIECE + 5]
+)
+def test_every_size_arrives_as_it_was_sent(size, stage, posted_first):
+    a, b = connected(2, stage_bytes=3 * WINDOW)
+    box = torch.zeros(size, dtype=torch.uint8)
+    receive = b.receive(box, 0) if posted_first else None
+    send = a.send(numbered(1, size), 1, stage=stage)
+    assert (send is None) == (stage or size <= PIECE)
+    wait_all(send, receive or b.receive(box, 0))
+    assert torch.equal(box, numbered(1, size))
+    assert not a.is_under_way
+    assert not b.is_under_way
+
+
+def test_tags_and_sources_are_told_apart_and_each_keeps_its_order():
+    a, b, c = connected(3)
+    for number, (sender, tag) in enumerate([(a, 1), (b, 1), (a, 2), (a, 1), (b, 2), (b, 1)]):
+        sender.send(numbered(number), 2, tag)
+    boxes = [torch.zeros(8, dtype=torch.uint8) for _ in range(6)]
+    calls = [(1, 2, 4), (0, 2, 2), (1, 1, 1), (0, 1, 0), (0, 1, 3), (1, 1, 5)]  # source, tag, expected
+    for (source, tag, number), box in zip(calls, boxes):
+        c.receive(box, source, tag).wait()
+        assert torch.equal(box, numbered(number))
+
+
+def test_receives_of_any_process_stand_in_one_line_with_the_others():
+    a, b, c = connected(3)
+    boxes = [torch.zeros(8, dtype=torch.uint8) for _ in range(4)]
+    works = [c.receive(box, source) for box, source in zip(boxes, [None, 0, None, 0])]
+    b.send(numbered(0), 2)
+    assert works[0].is_completed()
+    for number in (1, 2, 3):
+        a.send(numbered(number), 2)
+    for work in reversed(works):
+        work.wait()
+    assert [work.peer for work in works] == [1, 0, 0, 0]
+    for number, box in enumerate(boxes):
+        assert torch.equal(box, numbered(number))
+    a.send(numbered(9), 2, 5)
+    work = c.receive(boxes[0], None, 5)
+    work.wait()
+    assert work.peer == 0
+
+
+@pytest.mark.parametrize("size", [8, PIECE + 1])
+def test_more_messages_than_entries_wait_for_their_turn(size):
+    a, b = connected(2, stage_bytes=PAGE)
+    count = ENTRIES + 50
+    works = [a.send(numbered(number, size if number == 3 else 8), 1, number % 2) for number in range(count)]
+    boxes = [torch.zeros(size if number == 3 else 8, dtype=torch.uint8) for number in range(count)]
+    order = sorted(range(count), key=lambda number: (number % 2 == 0, number))
+    works += [b.receive(boxes[number], 0, number % 2) for number in order]
+    wait_all(*works)
+    for number, box in enumerate(boxes):
+        assert torch.equal(box, numbered(number, len(box)))
+
+
+def test_what_nobody_receives_stands_in_no_others_way():
+    a, b, c = connected(3, stage_bytes=PAGE)
+    large = [a.send(numbered(number, WINDOW + number), 1, tag=number) for number in range(3)]
+    small = a.send(numbered(7, 2 * PAGE), 1, tag=7)
+    other = a.send(numbered(8, 2 * PAGE), 2)
+    boxes = [torch.zeros(2 * PAGE, dtype=torch.uint8) for _ in range(2)]
+    wait_all(small, other, b.receive(boxes[0], 0, 7), c.receive(boxes[1], 0))
+    assert torch.equal(boxes[0], numbered(7, 2 * PAGE))
+    assert torch.equal(boxes[1], numbered(8, 2 * PAGE))
+    boxes = [torch.zeros(WINDOW + number, dtype=torch.uint8) for number in range(3)]
+    wait_all(*large, *(b.receive(boxes[number], 0, number) for number in (2, 0, 1)))
+    for number, box in enumerate(boxes):
+        assert torch.equal(box, numbered(number, WINDOW + number))
+
+
+def test_random_messages_between_three():
+    for seed in range(5):
+        chosen = random.Random(seed)
+        members = connected(3, stage_bytes=chosen.choice([PAGE, 16 * PAGE]))
+        sends, receives = {}, {}
+        works = []
+        for number in range(150):
+            source, target = chosen.sample(range(3), 2)
+            key = source, target, chosen.randrange(2)
+            sends.setdefault(key, []).append(numbered(number, chosen.choice([0, 5, 3000, PIECE + 9])))
+        line = [key for key, sent in sends.items() for _ in sent]
+        calls = [(kind, key) for kind in ("send", "receive") for key in line]
+        chosen.shuffle(calls)
+        begun = dict.fromkeys([(kind, key) for kind, key in calls], 0)
+        for kind, key in calls:
+            place = begun[kind, key]
+            begun[kind, key] += 1
+            source, target, tag = key
+            if kind == "send":
+                works.append(members[source].send(sends[key][place], target, tag))
+            else:
+                box = torch.zeros(len(sends[key][place]), dtype=torch.uint8)
+                receives.setdefault(key, []).append(box)
+                works.append(members[target].receive(box, source, tag))
+        wait_all(*works)
+        for key, sent in sends.items():
+            assert all(map(torch.equal, sent, receives[key]))
+
+
+@pytest.mark.parametrize("size", [8, 2 * PIECE])
+def test_a_message_of_another_size_fails_on_both_sides_if_it_has_not_gone(size):
+    a, b = connected(2, stage_bytes=PAGE)
+    work = a.send(numbered(0, size), 1, 4)
+    with pytest.raises(MismatchError, match=f"member 0 has sent {size} bytes with tag 4 where member 1 expects 5"):
+        b.receive(torch.zeros(5, dtype=torch.uint8), 0, 4).wait()
+    if size == 8:
+        assert work is None
+    else:
+        with pytest.raises(MismatchError, match=f"member 0 has sent {size} bytes with tag 4 where member 1 expects 5"):
+            work.wait()
+    box = torch.zeros(8, dtype=torch.uint8)
+    a.send(numbered(1), 1, 4)
+    b.receive(box, 0, 4).wait()
+    assert torch.equal(box, numbered(1))
+
+
+def test_waits_end_when_they_should():
+    a, b = connected(2, timeout=0.2, stage_bytes=PAGE)
+    box = torch.zeros(8, dtype=torch.uint8)
+    start = time.monotonic()
+    works = [b.receive(box, 0) for _ in range(3)]
+    for work in [*works, *works]:  # who was late once is not waited for again
+        with pytest.raises(RuntimeError, match=r"member 0 has not sent or received a message for 0\.2 seconds"):
+            work.wait()
+    assert time.monotonic() - start < 0.55
+    a.send(numbered(3), 1)  # none of those gets it
+    assert box.tolist() == [0] * 8
+    b.receive(box, 0).wait()
+    assert torch.equal(box, numbered(3))
+    work = a.receive(box, None, 1)
+    thread = threading.Timer(0.05, a.stop, ["enough"])
+    thread.start()
+    with pytest.raises(RuntimeError, match="enough"):
+        work.wait(20.0)
+    thread.join()
+
+
+def test_of_one_that_has_gone_what_it_has_sent_still_arrives():
+    a, b = connected(2, stage_bytes=PAGE)
+    a.send(numbered(2), 1)
+    box, large = torch.zeros(8, dtype=torch.uint8), numbered(0, 2 * PIECE)
+    work = b.send(large, 0)
+    a.abandon()
+    b.receive(box, 0).wait()
+    assert torch.equal(box, numbered(2))
+    for waiting in (work, b.receive(box, 0), b.receive(box, None)):
+        with pytest.raises(RuntimeError, match="member 0 has ended or closed its memory, and a message with it"):
+            waiting.wait()
+
+
+def test_tensors_are_kept_until_they_are_sent():
+    a, b = connected(2, stage_bytes=PAGE)
+    a.send(numbered(5, 2 * PIECE), 1)  # the work and the tensor are dropped
+    gc.collect()
+    noise = [torch.zeros(2 * PIECE, dtype=torch.uint8) for _ in range(4)]
+    box = torch.zeros(2 * PIECE, dtype=torch.uint8)
+    work = b.receive(box, 0)
+    while not work.is_completed():
+        a.progress()
+    assert torch.equal(box, numbered(5, 2 * PIECE))
+    assert not any(each.any() for each in noise)
+
+
+def test_memory_is_given_back_beyond_what_the_process_keeps():
+    kept = 1 << 26
+    groups = [connected(2, stage_bytes=3 << 25) for _ in range(2)]
+    for a, b in groups:
+        large = torch.ones(3 << 25, dtype=torch.uint8)
+        box = torch.empty_like(large)
+        for _ in range(2):
+            assert a.send(large, 1) is None
+            b.receive(box, 0).wait()
+        wait_all(a.send(large, 1, stage=False), b.receive(box, 0))
+        for sender, receiver in ((a, 1), (b, 0)):
+            sender.send(large[:8], receiver)
+        a.receive(box[:8], 1).wait()
+        b.receive(box[:8], 0).wait()
+        a.progress()
+    held = sum(512 * os.fstat(member._fd).st_blocks for group in groups for member in group)
+    assert held <= kept + 1_000_000 * 4
