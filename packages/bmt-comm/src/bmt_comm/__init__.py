@@ -4,7 +4,7 @@ from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
 from . import nccl, packing, process_group, store
-from ._compat import not_compiled
+from ._compat import compiler_watches, not_compiled
 from ._version import __version__
 from .agreement import CallSequences, DisagreementError, agreement_time, check_agreement, note_step
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
@@ -77,6 +77,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "check_agreement",
+    "compiler_watches",
     "config",
     "current_context",
     "dtensor_like",

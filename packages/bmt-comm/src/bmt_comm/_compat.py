@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, TypeVar
@@ -30,12 +31,30 @@ def not_compiled(function: _F) -> _F:
         return disabled
 
     def eager(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if _callback() is None else disabled(*args, **kwargs)
+        if _callback() is None:
+            return function(*args, **kwargs)
+        before, _watch.is_on = _watch.is_on, True
+        try:
+            return disabled(*args, **kwargs)
+        finally:
+            _watch.is_on = before
 
     _skip(eager.__code__)  # where its frame runs while the compiler watches
     wrapped: Any = functools.update_wrapper(eager, function)
     wrapped._torchdynamo_disable = True  # where a graph comes to a call
     return wrapped
+
+
+class _Watch(threading.local):
+    is_on = _callback is None or not _can_skip  # where it cannot be known
+
+
+_watch = _Watch()
+
+
+def compiler_watches() -> bool:
+    """In a function that is :func:`not_compiled`: whether what has called it is compiled."""
+    return _watch.is_on
 
 
 def _skip(code: CodeType) -> None:

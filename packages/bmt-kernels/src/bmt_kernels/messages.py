@@ -12,8 +12,8 @@
     a receive for it, the data goes through a *window* of 2 MiB, in pieces that stay in the caches, while both processes
     wait for something in this exchange. So messages that nobody receives never stand in the way of others.
 
-    Memory that is not needed any more is given back when this process sends again, beyond 128 MiB that it keeps over all
-    exchanges of this kind.
+    Memory that is not needed any more is given back when this process sends again, beyond 128 MiB that it keeps over
+    all exchanges of this kind.
 
     No thread works here: what can be received and sent is, in every call, and while a process waits for a message or
     for a collective through shared memory.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import ParallelContext, not_compiled, select_rows
+from bmt_comm import ParallelContext, compiler_watches, not_compiled, select_rows
 
 from .flat_parameter import FlatParameter, State
 from .gradient_reducer import GradientReducer, ReducedGradient
@@ -244,7 +244,7 @@ class ParameterGroup:
         """
         views = self.views()
         targets: dict[GradientReducer, GradientTarget] = {}
-        if not self._matrices or self.step.splits_backward or self._is_compiled():
+        if not self._matrices or self.step.splits_backward or compiler_watches():
             return views, targets
         for position, reducer, number in self._matrices:
             view = views[position]
@@ -254,9 +254,6 @@ class ParameterGroup:
                     target = targets[reducer] = GradientTarget(reducer, self.accumulates)
                 views[position] = UnshardedParameter.of(view, target, number)
         return views, targets
-
-    def _is_compiled(self) -> bool:
-        return any(slot.module._compiled_call_impl is not None for slot in self.slots)
 
     # --- unsharding -------------------------------------------------------------------------------
 
