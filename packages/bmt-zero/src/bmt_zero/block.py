@@ -11,6 +11,7 @@ from bmt_comm import current_context
 
 from .groups import grouped_parameters
 from .initialize import init_parameters
+from .kept_operations import UseCheckpoint, kept_results
 from .shard import check_level, shard, sharding_of
 from .wrapped import blocks_of_wrappers, unwrap
 
@@ -56,7 +57,7 @@ class Block(nn.Module, metaclass=_ShardedByBlock):
     def __new__(  # type: ignore[misc]
         cls,
         inner_module: nn.Module,
-        use_checkpoint: bool = True,
+        use_checkpoint: UseCheckpoint = True,
         zero_level: int | None = None,
         initialized: bool = False,
         mode: str = "BLOCK",
@@ -68,6 +69,7 @@ class Block(nn.Module, metaclass=_ShardedByBlock):
             raise ValueError(f"mode={mode!r} is not a mode of a Block; use 'BLOCK' or 'PIPE'")
         check_no_blocks(inner_module)
         check_level(zero_level, current_context())  # before anything is changed
+        kept_results(use_checkpoint)
         unwrap(inner_module, current_context())
         shard(inner_module, zero_level, use_checkpoint=use_checkpoint, initialized=initialized, **options)
         sharding = sharding_of(inner_module)

@@ -27,6 +27,7 @@ from .float8 import float8_dtype, make_plain
 from .gradient_reducer import GradientReducer
 from .granularity import granularity_of
 from .hooks import ForwardHooks
+from .kept_operations import UseCheckpoint, kept_results
 from .layout import FlatLayout, plan_layouts
 from .options import Options, ranks_of
 from .parameter_group import GroupHandle, ParameterGroup, Slot
@@ -83,7 +84,7 @@ def shard(
     module: M,
     zero_level: int | None = None,
     *,
-    use_checkpoint: bool = False,
+    use_checkpoint: UseCheckpoint = False,
     precision: MixedPrecision | None = None,
     shard_comm: Communicator | None = None,
     replicate_comm: Communicator | None = None,
@@ -108,8 +109,11 @@ def shard(
         zero_level: what is sharded. 0: nothing, gradients are all-reduced; 1: optimizer states; 2: also gradients,
             and parameters from backward to forward; 3: parameters at all times. By default the level of
             ``init_distributed(zero_level=)``, which is 3.
-        use_checkpoint: whether to keep only the inputs for backward and recompute the rest. The instance then has an
-            attributes ``forward`` and ``compile``.
+        use_checkpoint: what is kept for backward; the rest is recomputed there. True: the inputs only. False:
+            everything. "matmuls": also the results of matrix products, convolutions and attention. A set of operators
+            (``{torch.ops.aten.mm.default}``): also their results. A float from 0.0 to 1.0: also results that take this
+            share of the memory that False takes, those that cost most time per byte; the module's first forward with
+            gradients decides which. Unless it is False or 1.0, the instance has attributes ``forward`` and ``compile``.
         precision: dtypes of computation and reduction, and compression of what is communicated.
         shard_comm, replicate_comm: hybrid sharding: the shard group (the ranks of a node, for example) and the
             replicate group. By default all ranks are one shard group.
@@ -123,17 +127,17 @@ def shard(
     Raises:
         RuntimeError: before ``init_distributed``; ranks pass different modules.
         TypeError: ``module`` is not a module.
-        ValueError: it is sharded already, shares a parameter with another sharded module, or has a parameter or
-            buffer that cannot be sharded (of a device, dtype or class); the communicators do not make up the ranks
-            that have the module; ``stage_local`` with parameters that are sharded over other stages (pass them to
-            :func:`stage_block`). The module is then unchanged.
+        ValueError: ``use_checkpoint`` is none of these; the module is sharded already, shares a parameter with another
+            sharded module, or has a parameter or buffer that cannot be sharded (of a device, dtype or class); the
+            communicators do not make up the ranks that have the module; ``stage_local`` with parameters that are
+            sharded over other stages (pass them to :func:`stage_block`). The module is then unchanged.
     """
     context = current_context()
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     if sharding_of(module) is not None:
         raise ValueError(f"module {type(module).__name__} is sharded already; shard each module once")
-    level = check_level(zero_level, context)
+    level, kept = check_level(zero_level, context), kept_results(use_checkpoint)
     if (shard_comm is None) != (replicate_comm is None):
         raise ValueError("shard_comm and replicate_comm must be given together")
     slots = find_slots(module, context)
@@ -145,14 +149,14 @@ def shard(
     group = build_group(slots, context, options)
     share_buffers(module, context, options)
     sharding = add_sharding(module, group, initialized)
-    if use_checkpoint:
+    if kept is not None:
         if module._compiled_call_impl is not None:
             warnings.warn(
-                f"{name} was compiled before it was sharded: with use_checkpoint=True it computes as it is. Call its "
-                "compile() after sharding",
+                f"{name} was compiled before it was sharded: with use_checkpoint={use_checkpoint!r} it computes as it "
+                "is. Call its compile() after sharding",
                 stacklevel=2,
             )
-        sharding.checkpoint = CheckpointedForward(module, group)
+        sharding.checkpoint = CheckpointedForward(module, group, kept)
         module.forward = sharding.checkpoint
         module.__dict__["compile"] = sharding.checkpoint.compile
     return module
