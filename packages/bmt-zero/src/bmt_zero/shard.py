@@ -90,6 +90,7 @@ def shard(
     replicate_comm: Communicator | None = None,
     stage_local: bool = False,
     reshard_after_forward: bool | None = None,
+    offload: bool = False,
     initialized: bool = False,
 ) -> M:
     """Shard a module's parameters in place; unshard them while it computes.
@@ -119,6 +120,8 @@ def shard(
             replicate group. By default all ranks are one shard group.
         stage_local: whether only the ranks of this pipeline stage have the module. They take the values of the first.
         reshard_after_forward: whether parameters are resharded between forward and backward; by default at level 3.
+        offload: whether this rank's rows of parameters and gradients, and so optimizer states, are in host memory; they
+            are copied to the device while the module computes. Optimizers then step on the host.
         initialized: whether ``init_parameters`` leaves the parameters alone.
 
     Returns:
@@ -143,7 +146,8 @@ def shard(
     slots = find_slots(module, context)
     communicators = None if shard_comm is None or replicate_comm is None else (shard_comm, replicate_comm)
     name = f"a {type(module).__name__}"
-    options = Options(level, precision or MixedPrecision(), communicators, stage_local, reshard_after_forward, name)
+    given = level, precision or MixedPrecision(), communicators, stage_local, reshard_after_forward
+    options = Options(*given, check_offload(offload), name=name)
     if stage_local:
         check_stage(slots, context, communicators or ())
     group = build_group(slots, context, options)
@@ -191,6 +195,13 @@ def check_level(zero_level: int | None, context: ParallelContext) -> int:
     if level not in (0, 1, 2, 3):
         raise ValueError(f"zero_level={zero_level!r} is not a ZeRO level; choose 0, 1, 2 or 3")
     return level
+
+
+def check_offload(offload: object) -> bool:
+    """Raise unless it is True or False."""
+    if not isinstance(offload, bool):
+        raise ValueError(f"offload={offload!r} must be True (shards in host memory) or False (on the device)")
+    return offload
 
 
 def find_slots(module: nn.Module, context: ParallelContext, ignored: Iterable[nn.Parameter] = ()) -> list[Slot]:
@@ -429,7 +440,7 @@ def _build(
     """Make a flat parameter of ``params`` with their values, or of a standalone one with ``value``."""
     dtype, tp_mode = params[0].dtype, getattr(params[0], "tp_mode", False)
     communicators = options.groups(context, tp_mode)
-    storage = torch.zeros(layout.shard_numel, dtype=dtype, device=context.device)
+    storage = options.new_storage(layout.shard_numel, dtype, context.device).zero_()
     for param, placement in zip(params, sorted(layout.placements, key=lambda p: p.index), strict=True):
         if not standalone:  # gather one at a time: never more than one is unsharded beside the shards
             value = values_of(param, context.device, *communicators)

@@ -25,6 +25,7 @@ from .shard import (
     agreed,
     build_group,
     check_level,
+    check_offload,
     check_parameter,
     find_slots,
     is_standalone,
@@ -49,6 +50,7 @@ def BMTrainModelWrapper(
     use_checkpoint: UseCheckpoint = True,
     zero_level: int | None = None,
     precision: MixedPrecision | None = None,
+    offload: bool = False,
 ) -> M:
     """Shard all parameters of any module, in place.
 
@@ -63,7 +65,8 @@ def BMTrainModelWrapper(
     again: the same objects, with the values of rank 0. All ranks must add the same ones. A forward raises RuntimeError
     if parameters were replaced.
 
-    ``use_checkpoint`` says what each layer keeps for backward; see :func:`shard`.
+    ``use_checkpoint`` says what each layer keeps for backward, and ``offload`` whether shards are in host memory; see
+    :func:`shard`.
 
     Returns ``model``.
 
@@ -84,6 +87,7 @@ def BMTrainModelWrapper(
     if wrapped and all(isinstance(p, ShardedParameter) for p in model.parameters()):
         return model
     level, kept = check_level(zero_level, context), kept_results(use_checkpoint)
+    check_offload(offload)
     layers = find_layers(model)
     if isinstance(model, nn.RNNBase):
         raise ValueError("a recurrent module by itself is sharded by Block(model)")
@@ -94,10 +98,10 @@ def BMTrainModelWrapper(
     check_agreement(context.outer_zero, f"the parameters of {type(model).__name__}", facts)
     precision = precision or MixedPrecision()
     inside = dataclasses.replace(precision, output_dtype=None)
-    options = Options(level, inside)
+    options = Options(level, inside, offload=offload)
     with agreed():
         for module in layers:
-            Block(module, use_checkpoint, level, precision=inside)
+            Block(module, use_checkpoint, level, precision=inside, offload=offload)
         share_buffers(model, context, options)
         outside = _shard_rest(model, rest, options, precision, context)
     parts = {module: [sharding.hooks] for module in layers if (sharding := sharding_of(module)) is not None}
