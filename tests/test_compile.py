@@ -256,3 +256,22 @@ def test_compiled_layers_keep_a_share_of_their_activations(ctx: Any, backend: st
     layer = bmt_zero.Block(Layer(), use_checkpoint="matmuls")
     with pytest.raises(ValueError, match="use_checkpoint names operators"):
         layer.compile()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("use_checkpoint", ["matmuls", 0.5])
+def test_what_is_compiled_in_a_checkpointed_layer(ctx: Any, use_checkpoint: Any, backend: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = Model()
+    model = copy.deepcopy(plain)
+    model.layers[1].compile(backend=backend)
+    bmt_zero.shard(model, use_checkpoint=use_checkpoint)
+    for _ in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            each(torch.arange(12).view(2, 6)).square().sum().backward()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (param.grad - expected.grad).norm() <= 1e-6 * expected.grad.norm()
+    if hasattr(torch.utils._python_dispatch.TorchDispatchMode, "ignore_compile_internals"):  # not in old torch
+        assert compiled_graphs() == 1

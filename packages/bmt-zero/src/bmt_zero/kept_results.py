@@ -101,7 +101,16 @@ def _describe(args: Any, kwargs: Any) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 class CountingMode(TorchDispatchMode):
-    """Counts the calls of operators."""
+    """Counts the calls of operators.
+
+    Operators of higher order (``flex_attention``) are run and not counted. What is compiled inside runs compiled.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +118,7 @@ class CountingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _uncounted.depth:
+        if _uncounted.depth or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         self._calls[func] += 1
         return self.run((func, self._calls[func] - 1), args, kwargs)
