@@ -6,7 +6,8 @@
     ``unsharded``  the full flat buffer, in the dtype of computation. While it is unsharded, modules compute with views
                    of it. Releasing and refilling resizes the same storage object, so tensors that autograd saved stay
                    valid. Where one rank holds everything, it is ``shard``. At level 1 its storage is never released,
-                   and ``shard`` is a part of it, unless numbers are rounded on the way to it.
+                   and ``shard`` is a part of it, unless numbers are rounded on the way to it. Offloaded parameters
+                   always have both.
 
     Gradients are reduced from a flat buffer, too. At levels 2 and 3 they borrow the storage of ``unsharded`` if it is
     released: at that point of backward the parameters are not needed any more.
