@@ -230,3 +230,48 @@ def test_a_penalty_in_a_compiled_function(ctx: Any, backend: str) -> None:
 
     found = torch.compile(penalty, backend=backend)(list(model.parameters()))
     torch.testing.assert_close(found, penalty(list(plain.parameters())))
+
+
+@pytest.mark.ranks(2, timeout=180)
+def test_compiled_layers_keep_a_share_of_their_activations(ctx: Any, backend: str) -> None:
+    saved = []
+    for share in (0.1, 0.8, 1.0):
+        torch._dynamo.reset()
+        model = bmt_zero.BMTrainModelWrapper(Model(), use_checkpoint=share)
+        for layer in model.layers:
+            layer.compile(backend=backend)
+        check(model, model, ctx)
+        nbytes: dict[int, int] = {}
+
+        def note(tensor: Tensor, nbytes: dict[int, int] = nbytes) -> Tensor:
+            nbytes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            y = model.layers[0](torch.ones(4, 60, WIDTH))
+        saved.append(sum(nbytes.values()))
+        y.sum().backward()
+    assert saved[0] < saved[1] < saved[2]
+    assert compiled_graphs() > 0
+    layer = bmt_zero.Block(Layer(), use_checkpoint="matmuls")
+    with pytest.raises(ValueError, match="use_checkpoint names operators"):
+        layer.compile()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("use_checkpoint", ["matmuls", 0.5])
+def test_what_is_compiled_in_a_checkpointed_layer(ctx: Any, use_checkpoint: Any, backend: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = Model()
+    model = copy.deepcopy(plain)
+    model.layers[1].compile(backend=backend)
+    bmt_zero.shard(model, use_checkpoint=use_checkpoint)
+    for _ in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            each(torch.arange(12).view(2, 6)).square().sum().backward()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (param.grad - expected.grad).norm() <= 1e-6 * expected.grad.norm()
+    if hasattr(torch.utils._python_dispatch.TorchDispatchMode, "ignore_compile_internals"):  # not in old torch
+        assert compiled_graphs() == 1

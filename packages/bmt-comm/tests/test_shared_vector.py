@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import bmt_comm.shared_vector
 from bmt_comm import Communicator
 from bmt_comm.shared_memory import SharedMemoryCollectives
 
@@ -60,19 +61,16 @@ def test_the_memory_is_given_back_with_the_tensors(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_without_memory_lets_all_know(ctx, monkeypatch):
+def test_a_rank_without_memory_lets_all_know(ctx):
     comm = ctx.world
     if not shares(comm):
         return
-    if ctx.rank == 1:
-        monkeypatch.setattr("bmt_comm.shared_vector._map", lambda *_: None)
-    assert comm.shared_vector(8, torch.float32) is None
-    if ctx.rank == 1:
-        monkeypatch.undo()
-    if ctx.rank == 0:
-        monkeypatch.setattr("bmt_comm.shared_vector._create", lambda *_: -1)
-    assert comm.shared_vector(8, torch.float32) is None
-    comm.barrier()
+    for victim, name, nothing in ((1, "_map", None), (0, "_create", -1)):
+        with pytest.MonkeyPatch.context() as patch:
+            if ctx.rank == victim:
+                patch.setattr(bmt_comm.shared_vector, name, lambda *_, result=nothing: result)
+            assert comm.shared_vector(8, torch.float32) is None
+    assert comm.shared_vector(8, torch.float32) is not None
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -120,16 +122,20 @@ def train(ctx, plain: nn.Module, model: nn.Module, micro_batches: int = 1, calls
     compare_updates(model, plain, start)
 
 
-def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bmt_zero.parameter_group, "LEAST_BYTES", 0)
+@contextlib.contextmanager
+def of_any_size(least: int = 0) -> Iterator[None]:
+    """Within (or for a test that it decorates), this is so of small weights, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_zero.parameter_group, "LEAST_BYTES", least)
+        yield
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize(("level", "checkpointing"), [(0, False), (1, True), (2, False), (3, False), (3, True)])
 @pytest.mark.parametrize(("micro_batches", "calls"), [(1, 1), (3, 2)])
-def test_updates_are_those_of_plain_pytorch(ctx, monkeypatch, kind, level, checkpointing, micro_batches, calls):
-    of_any_size(monkeypatch)
+@of_any_size()
+def test_updates_are_those_of_plain_pytorch(ctx, kind, level, checkpointing, micro_batches, calls):
     torch.manual_seed(0)
     plain = MODULES[kind]()
     model = Block(copy.deepcopy(plain), use_checkpoint=checkpointing, zero_level=level)
@@ -139,18 +145,19 @@ def test_updates_are_those_of_plain_pytorch(ctx, monkeypatch, kind, level, check
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [0, 1, 3])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_nothing_is_copied_but_gradients_of_vectors(ctx, monkeypatch, level, micro_batches):
-    of_any_size(monkeypatch)
+@of_any_size()
+def test_nothing_is_copied_but_gradients_of_vectors(ctx, level, micro_batches):
     torch.manual_seed(0)
     plain = nn.Sequential(Products(), Products())
     model = Block(copy.deepcopy(plain), use_checkpoint=False, zero_level=level)
     written = []
-    # At level 3 each micro-batch is reduced, and added to what was reduced before.
-    for name in ["_foreach_copy_", *(["_foreach_add_"] if level < 3 else [])]:
-        original = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda to, *a, f=original: (written.extend(to), f(to, *a))[1])
-    train(ctx, plain, model, micro_batches)
-    assert {tensor.dim() for tensor in written} == {1}
+    with pytest.MonkeyPatch.context() as patch:
+        # At level 3 each micro-batch is reduced, and added to what was reduced before.
+        for name in ["_foreach_copy_", *(["_foreach_add_"] if level < 3 else [])]:
+            function = getattr(torch, name)
+            patch.setattr(torch, name, lambda to, *a, f=function: (written.extend(t.dim() for t in to), f(to, *a))[1])
+        train(ctx, plain, model, micro_batches)
+    assert set(written) == {1}
 
 
 @pytest.mark.skipif(
@@ -179,8 +186,8 @@ def test_a_trace_of_a_step_has_no_copy_of_parameters_or_their_gradients(ctx, lev
 
 
 @pytest.mark.ranks(2)
-def test_a_hook_on_the_weight_that_forward_sees(ctx, monkeypatch):
-    of_any_size(monkeypatch)
+@of_any_size()
+def test_a_hook_on_the_weight_that_forward_sees(ctx):
     seen = []
 
     class Hooked(nn.Linear):
@@ -203,8 +210,8 @@ def test_a_hook_on_the_weight_that_forward_sees(ctx, monkeypatch):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [0, 1, 3])
-def test_a_graph_that_is_used_twice(ctx, monkeypatch, level):
-    of_any_size(monkeypatch)
+@of_any_size()
+def test_a_graph_that_is_used_twice(ctx, level):
     torch.manual_seed(0)
     plain = nn.Linear(WIDTH, WIDTH)
     model = Block(copy.deepcopy(plain), use_checkpoint=False, zero_level=level)
@@ -223,8 +230,8 @@ def test_a_graph_that_is_used_twice(ctx, monkeypatch, level):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_gradient_of_a_gradient(ctx, monkeypatch, level):
-    of_any_size(monkeypatch)
+@of_any_size()
+def test_a_gradient_of_a_gradient(ctx, level):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     model = Block(copy.deepcopy(plain), use_checkpoint=False, zero_level=level)
@@ -243,23 +250,24 @@ def test_a_gradient_of_a_gradient(ctx, monkeypatch, level):
 
 
 @pytest.mark.ranks(2)
-def test_gradients_of_inputs_alone_open_no_target(ctx, monkeypatch):
-    of_any_size(monkeypatch)
+@of_any_size()
+def test_gradients_of_inputs_alone_open_no_target(ctx):
     opened = []
     original = GradientReducer.open_target
-    monkeypatch.setattr(GradientReducer, "open_target", lambda *args: opened.append(1) or original(*args))
-    model = Block(nn.Linear(WIDTH, WIDTH), use_checkpoint=False)
-    x = seeded(ctx.rank, 3, WIDTH).requires_grad_()
-    torch.autograd.grad(model(x).sum(), x)
-    assert not opened
-    model(x).sum().backward()
-    assert opened
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientReducer, "open_target", lambda *args: opened.append(1) or original(*args))
+        model = Block(nn.Linear(WIDTH, WIDTH), use_checkpoint=False)
+        x = seeded(ctx.rank, 3, WIDTH).requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+        assert not opened
+        model(x).sum().backward()
+        assert opened
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [1, 3])
-def test_a_backward_that_fails_leaves_nothing(ctx, monkeypatch, level):
-    of_any_size(monkeypatch)
+@of_any_size()
+def test_a_backward_that_fails_leaves_nothing(ctx, level):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     model = Block(copy.deepcopy(plain), use_checkpoint=False, zero_level=level)
@@ -276,15 +284,15 @@ def test_a_backward_that_fails_leaves_nothing(ctx, monkeypatch, level):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", [MixedPrecision(torch.bfloat16), MixedPrecision(torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("level", [1, 3])
-def test_half_precision_is_rounded_as_autograd_rounds(ctx, monkeypatch, precision, level):
+def test_half_precision_is_rounded_as_autograd_rounds(ctx, precision, level):
     torch.manual_seed(0)
     modules = [Block(Products(), use_checkpoint=False, zero_level=level, precision=precision) for _ in range(2)]
     modules[1].load_state_dict(modules[0].state_dict())
     grads = []
     for module, least in zip(modules, (0, 1 << 60), strict=True):
-        monkeypatch.setattr(bmt_zero.parameter_group, "LEAST_BYTES", least)
-        with no_sync(module):
-            module(seeded(ctx.rank, 2, 3, WIDTH)).sum().backward()
-        module(seeded(ctx.rank + 5, 2, 3, WIDTH)).sum().backward()
+        with of_any_size(least):
+            with no_sync(module):
+                module(seeded(ctx.rank, 2, 3, WIDTH)).sum().backward()
+            module(seeded(ctx.rank + 5, 2, 3, WIDTH)).sum().backward()
         grads.append([param.grad.to_local() for param in module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
-
 _LABEL = "a vector in shared memory"
 
 
-def make_shared_vector(comm: Communicator, numel: int, dtype: torch.dtype) -> Tensor | None:
+class Ranks(Protocol):
+    """What a communicator does."""
+
+    rank: int
+    size: int
+
+    def broadcast(self, tensor: Tensor, root: int, *, label: str) -> Any: ...
+
+    def all_gather(self, out: Tensor, src: Tensor, *, label: str) -> Any: ...
+
+
+def make_shared_vector(comm: Ranks, numel: int, dtype: torch.dtype) -> Tensor | None:
     """A vector of zeros in anonymous memory of the first rank, which the others map; a collective.
 
     Nothing is left behind, whatever happens to the processes: the memory has no name, and it is free when the tensors

@@ -32,6 +32,9 @@ from bmt_comm import not_compiled
 
 from .backward_context import current_backward
 from .caches import with_copied_caches
+from .kept_operations import KeptOperations, KeptShare
+from .kept_results import Forward, Operation, Recomputation, Result
+from .memory_share import Recording, noting_saves, recording
 from .parameter_group import ParameterGroup
 
 # Buffers from before a forward, by (index of module, name); None: a buffer was not copied.
@@ -41,14 +44,20 @@ _Copies = dict[tuple[int, str], Tensor | None]
 class CheckpointedForward:
     """Takes the place of a module's ``forward``, which it calls twice: in forward and in backward.
 
+    Args:
+        module: the module.
+        group: its parameters.
+        kept: the results of operations that are kept beside its inputs.
+
     Attributes:
         enabled: whether it does; otherwise activations are kept.
         replaced: the forward that was set on the instance before; it is called instead of the class's.
     """
 
-    def __init__(self, module: nn.Module, group: ParameterGroup) -> None:
+    def __init__(self, module: nn.Module, group: ParameterGroup, kept: KeptOperations | KeptShare) -> None:
         self.module = module
         self.group = group
+        self.kept = kept
         self.enabled = True
         # Modules with buffers, found at the first call: the module may be a copy that is not filled yet.
         self._modules: list[nn.Module] | None = None
@@ -66,7 +75,18 @@ class CheckpointedForward:
         return forward
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the module's forward; takes the place of its ``compile``. The arguments are ``torch.compile``'s."""
+        """Compile the module's forward; takes the place of its ``compile``. The arguments are ``torch.compile``'s.
+
+        What a compiled forward keeps of a share is torch's choice (``activation_memory_budget``).
+
+        Raises:
+            ValueError: results of some operators are to be kept: the operators of a compiled forward are others.
+        """
+        if isinstance(self.kept, KeptOperations) and self.kept.wanted:
+            raise ValueError(
+                "use_checkpoint names operators to keep results of, and a compiled forward has operators of its own; "
+                "shard the module with use_checkpoint=True, False or a share from 0.0 to 1.0 to compile it"
+            )
         self._compiled = torch.compile(self._forward, *args, **kwargs)
 
     @not_compiled
@@ -76,10 +96,16 @@ class CheckpointedForward:
         calls = {c.hooks.group: c for c in self.group.step.calls if c.hooks.module is self.module}
         if not self.enabled or not calls or any(c.call is None for c in calls.values()):
             return forward(*args, **kwargs)
+        if self._compiled is not None and isinstance(self.kept, KeptShare):
+            from torch._functorch import config
+
+            with config.patch(activation_memory_budget=self.kept.share):  # read when it compiles
+                return forward(*args, **kwargs)
         if self._modules is None:
             self._modules = [m for m in self.module.modules() if m._buffers]
         views, copies = {group: c.views for group, c in calls.items()}, _Copies()
         before = with_copied_caches((args, kwargs))
+        keeping = _Keeping(self.kept)
         first = True
 
         def run(*args: Any) -> Any:
@@ -87,27 +113,31 @@ class CheckpointedForward:
             if not first:
                 given, named = with_copied_caches(before)
                 try:
-                    return self._recompute(views, copies, functools.partial(forward, *given, **named))
+                    return self._recompute(views, copies, keeping, functools.partial(forward, *given, **named))
                 except RuntimeError as error:
                     if "TorchScript" in str(error) and str(error).rstrip().endswith("RuntimeError:"):
                         return None  # it has stopped; see [Note: scripted functions]
                     raise
             first = False
             notes = self._noting_writes(copies) if self._modules else contextlib.nullcontext()
-            with notes:
+            with notes, keeping.forward():
                 return forward(*args, **kwargs)
 
-        return checkpoint(run, *args, use_reentrant=False)
+        return checkpoint(run, *args, use_reentrant=False, determinism_check=keeping.determinism_check)
 
     def _recompute(
-        self, views: Mapping[ParameterGroup, list[Tensor]], copies: _Copies, forward: Callable[[], Any]
+        self,
+        views: Mapping[ParameterGroup, list[Tensor]],
+        copies: _Copies,
+        keeping: _Keeping,
+        forward: Callable[[], Any],
     ) -> Any:
         if current_backward() is not None:
             for group in views:
                 group.unshard_in_backward()
         installed = [group for group, tensors in views.items() if group.install(tensors)]
         try:
-            with self._restored(copies) if self._modules else contextlib.nullcontext():
+            with self._restored(copies) if self._modules else contextlib.nullcontext(), keeping.recomputation():
                 return forward()
         finally:
             for group in installed:
@@ -157,10 +187,38 @@ class CheckpointedForward:
                 module._buffers.update(buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
-        twin = CheckpointedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.group, memo))
+        twin = CheckpointedForward(
+            copy.deepcopy(self.module, memo), copy.deepcopy(self.group, memo), copy.copy(self.kept)
+        )
         twin.enabled = self.enabled
         twin.replaced = copy.deepcopy(self.replaced, memo)
         return twin
+
+
+class _Keeping:
+    """What one forward of a checkpointed module keeps."""
+
+    def __init__(self, kept: KeptOperations | KeptShare) -> None:
+        self.kept = kept
+        self._results: dict[Operation, Result] = {}
+        self.determinism_check = "default" if kept.wanted is not None else noting_saves()
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The first forward runs within."""
+        if self.kept.wanted is not None:
+            with Forward(self.kept.wanted, self._results) if self.kept.wanted else contextlib.nullcontext():
+                yield
+            return
+        assert isinstance(self.kept, KeptShare)
+        recorded = Recording()
+        with recording(recorded):
+            yield
+        self.kept.wanted = recorded.choose(self.kept.share)
+
+    def recomputation(self) -> contextlib.AbstractContextManager[object]:
+        """A recomputation runs within."""
+        return Recomputation(self._results) if self._results else contextlib.nullcontext()
 
 
 def _version(buffer: Tensor) -> int:

@@ -83,6 +83,7 @@ class StepContext:
         self._passes: dict[int, dict[ParameterGroup, None]] = {}
         self._reducing: list[GradientReducer] = []
         self._abandoned: dict[GradientReducer, None] = {}  # whose reductions an exception in a pipeline has ended
+        self._copying: dict[GradientReducer, None] = {}  # whose gradients the host may not have
         self._adding: dict[GradientReducer, None] = {}  # whose sums over micro-batches have not ended
         self._prefetched: dict[ParameterGroup, bool] = {}  # whether they are kept until they are used
         self.use = UseAgreement()
@@ -181,6 +182,7 @@ class StepContext:
             for group in self._passes.pop(task, {}):
                 if not self._passes or not any(group in others for others in self._passes.values()):
                     group.end_backward()
+            self._wait_for_copies()
             if not self._passes:
                 self._end_sums()
             if not self._nested:
@@ -249,9 +251,15 @@ class StepContext:
         reducers, self._reducing = self._reducing, []
         for reducer in reducers:
             reducer.finish()
+            self._copying[reducer] = None
             if reducer.has_fixed_order:
                 self._adding[reducer] = None
             self.use.note(reducer)
+
+    def _wait_for_copies(self) -> None:
+        """Let the host read the gradients of offloaded parameters."""
+        while self._copying:
+            self._copying.popitem()[0].wait_for_copy()
 
     def reduce_accumulated(self, reducers: Sequence[GradientReducer]) -> None:
         """Reduce what was accumulated under ``no_sync`` if no backward will do so; all ranks must call it."""
@@ -260,10 +268,12 @@ class StepContext:
             reducer.reduce_accumulated()
             self._reducing.append(reducer)
         self.finish_reductions()
+        self._wait_for_copies()
 
     def settle(self, reducers: Sequence[GradientReducer]) -> None:
         """Decide which parameters of ``reducers`` have gradients. Their ranks call it after the same reductions."""
         self.finish_reductions()
+        self._wait_for_copies()
         self.use.settle(reducers)
 
     def recover(self) -> None:

@@ -11,7 +11,8 @@ from bmt_comm import current_context
 
 from .groups import grouped_parameters
 from .initialize import init_parameters
-from .shard import check_level, shard, sharding_of
+from .kept_operations import UseCheckpoint, kept_results
+from .shard import check_level, check_offload, shard, sharding_of
 from .wrapped import blocks_of_wrappers, unwrap
 
 
@@ -42,7 +43,8 @@ class Block(nn.Module, metaclass=_ShardedByBlock):
         inner_module: the module.
         use_checkpoint, zero_level, initialized: see :func:`shard`.
         mode: "BLOCK" or "PIPE", which are the same here: a ``PipelineTransformerBlockList`` takes either.
-        options: further options of :func:`shard`: ``precision``, ``shard_comm``, ``replicate_comm``, ``stage_local``.
+        options: further options of :func:`shard`: ``precision``, ``shard_comm``, ``replicate_comm``, ``stage_local``,
+            ``offload``.
 
     Where the module has no attributes of these names, it gets ``_module`` (itself), ``grouped_parameters()`` and
     ``init_parameters()``, which are :func:`bmt_zero.grouped_parameters` and :func:`bmt_zero.init_parameters` of it.
@@ -56,7 +58,7 @@ class Block(nn.Module, metaclass=_ShardedByBlock):
     def __new__(  # type: ignore[misc]
         cls,
         inner_module: nn.Module,
-        use_checkpoint: bool = True,
+        use_checkpoint: UseCheckpoint = True,
         zero_level: int | None = None,
         initialized: bool = False,
         mode: str = "BLOCK",
@@ -68,6 +70,8 @@ class Block(nn.Module, metaclass=_ShardedByBlock):
             raise ValueError(f"mode={mode!r} is not a mode of a Block; use 'BLOCK' or 'PIPE'")
         check_no_blocks(inner_module)
         check_level(zero_level, current_context())  # before anything is changed
+        kept_results(use_checkpoint)
+        check_offload(options.get("offload", False))
         unwrap(inner_module, current_context())
         shard(inner_module, zero_level, use_checkpoint=use_checkpoint, initialized=initialized, **options)
         sharding = sharding_of(inner_module)

@@ -6,7 +6,8 @@
     ``unsharded``  the full flat buffer, in the dtype of computation. While it is unsharded, modules compute with views
                    of it. Releasing and refilling resizes the same storage object, so tensors that autograd saved stay
                    valid. Where one rank holds everything, it is ``shard``. At level 1 its storage is never released,
-                   and ``shard`` is a part of it, unless numbers are rounded on the way to it.
+                   and ``shard`` is a part of it, unless numbers are rounded on the way to it. Offloaded parameters
+                   always have both.
 
     Gradients are reduced from a flat buffer, too. At levels 2 and 3 they borrow the storage of ``unsharded`` if it is
     released: at that point of backward the parameters are not needed any more.
@@ -25,7 +26,20 @@
     stream writes, it waits for everything the compute stream has been given so far: the optimizer's writes, and the
     readers of memory that is used again. (This does not delay a prefetch, which cannot start before the buffer of the
     group before is released.) The compute stream waits for the event after the one collective it needs, not for the
-    side stream, where the next all-gather may be queued already. The host never waits.
+    side stream, where the next all-gather may be queued already. The host never waits, unless parameters are offloaded.
+
+[Note: offloaded parameters]
+    With ``offload=True`` a flat parameter has two devices. ``shard``, and so ``.grad`` and the optimizer's state, is in
+    host memory (pinned, so that copies are asynchronous). ``unsharded`` and the flat gradient are on the device of
+    computation. The side stream copies the shard into this rank's part of ``unsharded`` before it gathers the others,
+    and the reduced gradient to the host after it has reduced it. The host waits
+
+    - before a module computes, for the copy of its shard, which may have been prefetched: whoever writes to the shard
+      later writes after it was read;
+    - before it reads a gradient: once, at the end of a backward pass (``StepContext``), or at once where gradients are
+      added to others or have hooks.
+
+    On a context of the CPU both devices are the host, and the copies are the same.
 """
 
 from __future__ import annotations
@@ -70,6 +84,8 @@ class FlatParameter:
     Attributes:
         communicators: the groups of several ranks among the two.
         stream: for collectives that overlap with computation; None on CPU.
+        offloads: whether ``shard`` is in host memory; see [Note: offloaded parameters].
+        device: of computation.
         dtype: of computation, and so of gradients; ``unsharded`` has it, too, unless the weights are in float8.
     """
 
@@ -88,6 +104,7 @@ class FlatParameter:
         self.communicators = tuple(comm for comm in communicators if comm.size > 1)
         self.stream = (self.communicators or communicators)[0].stream
         self.options = options
+        self.offloads = options.offload
         self.allocate = allocate
         self.placements: list[Placement] = sorted(layout.placements, key=lambda p: p.index)
         self._unsharded_geometry = [_geometry(p.shape, p.offset) for p in self.placements]
@@ -108,6 +125,7 @@ class FlatParameter:
         self.state = State.SHARDED
         self._work: Work | None = None
         self._arrived: torch.cuda.Event | None = None  # recorded after the all-gather in the side stream
+        self._read: torch.cuda.Event | None = None  # recorded after the copy of an offloaded shard in the side stream
         self._version = -1  # sum of the parameters' versions when they were unsharded
         self._borrower: Callable[[], object] | None = None  # returns the storage of ``unsharded``
         self.label = ""  # names the collectives
@@ -122,13 +140,14 @@ class FlatParameter:
         """Make ``shard`` (filled) the storage of the parameters, on its device and in its dtype."""
         assert shard.numel() == self.layout.shard_numel
         self.state = State.SHARDED
+        self.device = self.shard_comm.device if self.offloads else shard.device
         self.dtype = (self.options.precision.param_dtype if shard.is_floating_point() else None) or shard.dtype
         in_float8 = self.allocate and float8_dtype(self.params[0]) is not None
-        self.float8 = Float8Weights(self.params, shard.device) if in_float8 else None
+        self.float8 = Float8Weights(self.params, self.device) if in_float8 else None
         dtype = self.dtype if self.float8 is None else self.float8.dtype
         is_kept = self.options.level <= 1 and self.allocate
         self.casts = dtype != shard.dtype
-        self.is_shard = not self.casts and self.shard_comm.size == 1
+        self.is_shard = not self.casts and not self.offloads and self.shard_comm.size == 1
         self.releases = not self.is_shard and not is_kept
         packs = self.allocate and not self.is_shard and shard.is_floating_point() and self.float8 is None
         self.compression = self.options.precision.packs_parameters if packs else None
@@ -136,6 +155,7 @@ class FlatParameter:
         self._may_share = (
             self.allocate
             and not self.is_shard
+            and not self.offloads
             and self.float8 is None
             and self.compression is None
             and not (self.casts and self.options.level == 3)
@@ -143,8 +163,8 @@ class FlatParameter:
         self.shard = self.unsharded = shard
         if not self.is_shard:
             with on_stream(self.stream if self.releases else None):
-                self.unsharded = torch.empty(self.layout.numel, dtype=dtype, device=shard.device)
-            if is_kept and not self.casts and self.compression is None:
+                self.unsharded = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+            if is_kept and not self.casts and not self.offloads and self.compression is None:
                 self.shard = self._own_part(self.unsharded)
                 self.shard.copy_(shard)
         self._follow_unsharded()
@@ -224,7 +244,13 @@ class FlatParameter:
                 f"parameters that are sharded together were given different dtypes ({', '.join(dtypes)}); convert "
                 f"all parameters of a Block, or convert them before the Block is built"
             )
-        shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
+        if self.offloads and first.device != self.shard.device:
+            raise RuntimeError(
+                f"parameters of {self.label or 'a module'} were sharded with offload=True, which keeps them on "
+                f"{self.shard.device}, and were moved to {first.device}; move them back with "
+                f"model.to({str(self.shard.device)!r}), or shard the model without offload=True"
+            )
+        shard = self.options.new_storage(self.layout.shard_numel, first.dtype, first.device).zero_()
         for index, (param, view) in enumerate(zip(self.params, self.local_views(shard), strict=True)):
             if param.shape != view.shape:
                 raise RuntimeError(
@@ -274,6 +300,14 @@ class FlatParameter:
 
     # --- transitions ------------------------------------------------------------------------------
 
+    def _values(self) -> Tensor:
+        """The shard's values, on the device of computation; the side stream copies them there."""
+        shard = self.shard.data
+        if self.offloads:
+            shard = shard.to(self.device, non_blocking=True)
+            self._read = record_event(self.stream)
+        return shard
+
     def unshard(self) -> None:
         """Start the all-gather, unless the present parameters are unsharded or about to be."""
         if self.is_shard:
@@ -295,15 +329,15 @@ class FlatParameter:
                 self._storage.resize_(self._bytes)
             comm, on_cpu = self.shard_comm, self.stream is None
             if self.compression is not None:
-                self._work = self.compression.all_gather(comm, unsharded, self.shard.data, on_cpu, self.label)
+                self._work = self.compression.all_gather(comm, unsharded, self._values(), on_cpu, self.label)
             else:
                 own = self._own_part(unsharded)
                 if self.float8 is not None:
-                    rows, values = self.local_views(own), self.local_views(self.shard.data)
+                    rows, values = self.local_views(own), self.local_views(self._values())
                     self.float8.write(rows, values, comm, self.label)
                     unsharded, own = unsharded.view(torch.uint8), own.view(torch.uint8)
-                elif self.casts:
-                    own.copy_(self.shard.data)
+                elif self.casts or self.offloads:
+                    own.copy_(self._values())
                 else:
                     own = self.shard.data
                 if self.is_shared:
@@ -322,7 +356,9 @@ class FlatParameter:
         with named_range("wait for unshard", self.label):
             self._work.wait()
         wait_event(self.stream, self._arrived)
-        self._work = self._arrived = None
+        if self._read is not None:
+            self._read.synchronize()
+        self._work = self._arrived = self._read = None
         self.state = State.UNSHARDED
 
     def reshard(self) -> None:
@@ -387,7 +423,7 @@ class FlatParameter:
         """
         comm, placement = self.shard_comm, self.placements[index]
         source = self.params[index].detach() if like is None else like.detach()
-        result = torch.empty(placement.shape, dtype=source.dtype, device=self.shard.device)
+        result = torch.empty(placement.shape, dtype=source.dtype, device=self.device)
         rows = result.view(placement.rows, placement.row_numel)
         parts = [rows[slice(*self.layout.rows_of(placement, rank))] for rank in range(comm.size)]
         own = parts[comm.rank]

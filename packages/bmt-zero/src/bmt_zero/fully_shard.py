@@ -45,10 +45,11 @@ class OffloadPolicy:
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Parameters, gradients and optimizer states are in host memory, where a CPU context has them anyway.
+    """This rank's rows of parameters and gradients, and so optimizer states, are in host memory; see :func:`shard`.
 
     Attributes:
-        pin_memory: whether the host memory is pinned; without meaning on a CPU context.
+        pin_memory: whether the host memory is pinned, so that copies overlap with computation; without meaning on a
+            CPU context.
     """
 
     pin_memory: bool = True
@@ -303,14 +304,14 @@ def fully_shard(
             would reshard counts as True, and 1 as False.
         shard_placement_fn: may return None or ``Shard(0)``.
         mp_policy: dtypes; a :class:`MixedPrecisionPolicy`, or that of torch.
-        offload_policy: a :class:`CPUOffloadPolicy`, or that of torch, is met by a CPU context.
+        offload_policy: a :class:`CPUOffloadPolicy`, or that of torch, keeps shards in host memory.
         ignored_params: parameters that are left alone.
 
     Returns:
         ``module``.
 
     Raises:
-        RuntimeError: ranks pass different modules; a :class:`CPUOffloadPolicy` on a CUDA device.
+        RuntimeError: ranks pass different modules.
         TypeError: ``module`` or a policy is of another type.
         ValueError: the module is sharded already, is a container without a forward, shares a parameter with another
             sharded module, or cannot be sharded (see :func:`shard`); an argument is out of range. The modules are then
@@ -318,7 +319,7 @@ def fully_shard(
     """
     modules = _root_modules(module)
     context = _context_for(mesh)
-    _check_offload(offload_policy, context)
+    offload, pin_memory = _offload(offload_policy)
     precision = _precision(mp_policy)
     communicators, divisor = _communicators_of(mesh, context)
     shard_size = context.outer_tp_zero.size if communicators is None else communicators[0].size
@@ -329,7 +330,7 @@ def fully_shard(
         for slot in slots:
             _check_placement(slot.path, shard_placement_fn(slot.param))
     name = " and ".join(f"a {type(each).__name__}" for each in modules)
-    options = Options(3, precision, communicators, reshard_after_forward=resharded, name=name)
+    options = Options(3, precision, communicators, False, resharded, offload, pin_memory, name)
     group = build_group(slots, context, options)
     if mesh is not None:
         group.mesh = mesh
@@ -442,18 +443,14 @@ def _precision(policy: Any) -> MixedPrecision:
     return MixedPrecision(**options, compression=getattr(policy, "compression", None))
 
 
-def _check_offload(policy: Any, context: ParallelContext) -> None:
-    """Raise unless the policy holds: on a CPU context all memory is the host's."""
+def _offload(policy: Any) -> tuple[bool, bool]:
+    """Whether shards are in host memory, and whether that is pinned."""
     if not isinstance(policy, OffloadPolicy):
         from torch.distributed import fsdp  # takes long to import
 
         if not isinstance(policy, fsdp.OffloadPolicy):
             raise TypeError(f"offload_policy must be an OffloadPolicy, not {type(policy).__name__}")
-    if hasattr(policy, "pin_memory") and context.device.type != "cpu":
-        raise RuntimeError(
-            f"offload_policy={policy!r}: bmt_zero keeps parameters on {context.device}; to keep optimizer states and "
-            f"master weights in host memory, use bmt_optim.AdamOffloadOptimizer"
-        )
+    return hasattr(policy, "pin_memory"), bool(getattr(policy, "pin_memory", True))
 
 
 def _check_resharding(value: bool | int | None, shard_size: int) -> bool | None:

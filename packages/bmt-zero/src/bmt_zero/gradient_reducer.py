@@ -81,6 +81,7 @@ class GradientReducer:
         self.no_sync = False
         self._has_checked = False  # that tensor-parallel ranks find the same gradients
         self.pending: _Reduction | None = None
+        self._copied: torch.cuda.Event | None = None  # after the copy of a gradient to the host, which has not waited
         self._accumulated: Tensor | None = None  # unreduced gradients under no_sync
         self.partial: Tensor | None = None  # summed over the shard group and not over the replicate group
         self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _accumulated began
@@ -175,6 +176,9 @@ class GradientReducer:
         if reduction is None:
             return
         reduced = reduction.finish()
+        self._copied = reduction.copied or self._copied
+        if self._copied is not None and self._reads_gradient:
+            self.wait_for_copy()
         if reduction.is_partial:
             self._watch_gradients(of_others=True)
         elif self.has_fixed_order:
@@ -186,6 +190,23 @@ class GradientReducer:
     def _keeps_unreduced(self) -> bool:
         """Whether the gradients of the backward pass that is running are accumulated unreduced."""
         return self.no_sync and self.settings.keeps_unsharded and not self.has_fixed_order
+
+    @property
+    def _reads_gradient(self) -> bool:
+        """Whether the host reads an offloaded gradient as soon as it arrives."""
+        return (
+            self.has_fixed_order
+            or self._arrived is not None
+            or bool(self.undecided)
+            or any(p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks for p in self.flat.params)
+        )
+
+    def wait_for_copy(self) -> None:
+        """The host waits for gradients that are being copied to it; see [Note: offloaded parameters] in
+        flat_parameter."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            copied.synchronize()
 
     @property
     def accumulates(self) -> bool:
@@ -508,6 +529,7 @@ class _Reduction:
         self.reducer = reducer
         self.total: Tensor | None = total  # read by the side stream until ``done``
         self.done: torch.cuda.Event | None = None
+        self.copied: torch.cuda.Event | None = None  # to the host
         all_reduces = reducer.settings.all_reduces or reducer.has_fixed_order
         self.is_partial = not all_reduces and reducer.flat.replicate_comm.size > 1
         self.divisor_before = reducer.divisor_before
@@ -535,7 +557,11 @@ class _Reduction:
                 self.work = flat.replicate_comm.all_reduce(total, op, on_cpu, flat.label)
             if not on_cpu:
                 self._complete()
+                if comm.size == 1:  # what is copied is ``total``
+                    self._offload()
                 self.done = record_event(flat.stream)
+                if comm.size > 1:
+                    self._offload()
         if not on_cpu:
             flat.storage_returned()  # the side stream releases it after its last reader
 
@@ -547,6 +573,7 @@ class _Reduction:
                 self.work.wait()
         if flat.stream is None:
             self._complete()
+            self._offload()
             flat.storage_returned()
         wait_event(flat.stream, self.done)
         self.total = None
@@ -569,6 +596,15 @@ class _Reduction:
         if settings.hook is not None:
             settings.hook(self.reduced)
         self.reduced = self.reduced.to(reducer.flat.shard.dtype)
+
+    def _offload(self) -> None:
+        """Copy the reduced gradient to where the shard is."""
+        flat = self.reducer.flat
+        if flat.offloads and not self.is_partial:
+            stored = flat.options.new_storage(flat.layout.shard_numel, self.reduced.dtype, flat.device)
+            stored.copy_(self.reduced, non_blocking=True)
+            self.reduced = stored
+            self.copied = record_event(flat.stream)
 
     def _add_partial(self) -> None:
         partial, self.reducer.partial = self.reducer.partial, None
@@ -599,7 +635,7 @@ class UseAgreement:
         for communicators, members in by_ranks.items():
             flags = {reducer: reducer.take_used_here() for reducer in members}
             if communicators:
-                used = _on_device([flag for each in flags.values() for flag in each], members[0].flat.shard.device)
+                used = _on_device([flag for each in flags.values() for flag in each], members[0].flat.device)
                 for comm in communicators:
                     comm.all_reduce(used, "max", label="the parameters that ranks have used")
                 # Where nothing is unknown, the host does not wait for the device.

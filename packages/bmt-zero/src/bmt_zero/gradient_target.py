@@ -6,13 +6,13 @@ reads it, or add it there to that of earlier micro-batches. Other gradients are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .gradient_reducer import GradientReducer
+from .flat_parameter import FlatParameter
 
 
 class Place(NamedTuple):
@@ -33,12 +33,15 @@ class GradientTarget:
     """The flat gradient of one flat parameter that the backward of one call fills.
 
     Args:
-        reducer: of the flat parameter.
+        flat: the flat parameter.
+        open: gives a flat gradient, and tells whether to add to what it has.
         accumulates: the node that runs only in backward passes whose gradients are reduced.
     """
 
-    def __init__(self, reducer: GradientReducer, accumulates: Any) -> None:
-        self._reducer, self._accumulates = reducer, accumulates
+    def __init__(
+        self, flat: FlatParameter, open: Callable[[GradientTarget], tuple[Tensor, bool]], accumulates: Any
+    ) -> None:
+        self._flat, self._open, self._accumulates = flat, open, accumulates
         self._total: Tensor | None = None  # from when an operation writes until the reduction takes it
         self._views: list[Tensor] = []
         self._adds = False
@@ -54,8 +57,8 @@ class GradientTarget:
         if index in self._others or not torch._C._will_engine_execute_node(self._accumulates):
             return None
         if self._total is None:
-            self._total, self._adds = self._reducer.open_target(self)
-            self._views = self._reducer.flat.unsharded_views(self._total)
+            self._total, self._adds = self._open(self)
+            self._views = self._flat.unsharded_views(self._total)
         is_first = index not in self._written
         if (self._adds or not is_first) and self._total.dtype.itemsize < 4:
             return None  # autograd rounds a gradient before it is added

@@ -32,6 +32,7 @@ from bmt_comm import not_compiled, note_place
 from .backward_context import BackwardPart, current_backward
 from .gradient_reducer import GradientReducer
 from .gradient_target import GradientTarget
+from .kept_results import uncounted
 from .outputs import find_tensors
 from .parameter_group import Enter, ParameterGroup
 from .registrations import registrations
@@ -192,6 +193,7 @@ class ForwardHooks:
         return twin
 
     @not_compiled
+    @uncounted
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -243,6 +245,7 @@ class ForwardHooks:
         return None if dtype is None else (args, kwargs)
 
     @not_compiled
+    @uncounted
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         group, step = self.group, self.group.step
         call = next((c for c in reversed(step.calls) if c.hooks is self), None)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from bmt_comm import Communicator, ParallelContext
 
 from .precision import MixedPrecision
@@ -26,6 +29,8 @@ class Options:
         communicators: the shard group and the replicate group; None: by level.
         stage_local: whether only the ranks of this pipeline stage have the parameters.
         reshard_after_forward: whether parameters are resharded between forward and backward; None: at level 3.
+        offload: whether shards lie in host memory, and so gradients and what optimizers make of them.
+        pin_memory: whether that memory is pinned, where the context's device is not the host.
         name: for messages.
     """
 
@@ -34,11 +39,19 @@ class Options:
     communicators: tuple[Communicator, Communicator] | None = None
     stage_local: bool = False
     reshard_after_forward: bool | None = None
+    offload: bool = False
+    pin_memory: bool = True
     name: str = "a parameter"
 
     def ranks(self, context: ParallelContext) -> tuple[Communicator, ...]:
         """The communicators whose ranks together have the module."""
         return self.communicators or (ranks_of(context, False, self.stage_local),)
+
+    def new_storage(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a shard, or its gradient, of parameters that are computed with on ``device``; not filled."""
+        if not self.offload:
+            return torch.empty(numel, dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pin_memory and device.type == "cuda")
 
     def groups(self, context: ParallelContext, tp_mode: bool) -> tuple[Communicator, Communicator]:
         """The shard group and the replicate group of a parameter."""

@@ -251,7 +251,7 @@ class ParameterGroup:
             if self.trains[position] and view.nbytes >= LEAST_BYTES and reducer.writes(number):
                 target = targets.get(reducer)
                 if target is None:
-                    target = targets[reducer] = GradientTarget(reducer, self.accumulates)
+                    target = targets[reducer] = GradientTarget(reducer.flat, reducer.open_target, self.accumulates)
                 views[position] = UnshardedParameter.of(view, target, number)
         return views, targets
 
@@ -523,7 +523,8 @@ def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientRed
         twin.__dict__.update({k: v for k, v in param.__dict__.items() if k != "handle"})
         memo[id(param)] = twin
         twins.append(twin)
-    shard, communicators = flat.shard.detach().clone(), (flat.shard_comm, flat.replicate_comm)
+    communicators = flat.shard_comm, flat.replicate_comm
+    shard = flat.options.new_storage(flat.layout.shard_numel, flat.shard.dtype, flat.device).copy_(flat.shard)
     result = GradientReducer(
         FlatParameter(flat.layout, twins, shard, communicators, flat.options, flat.allocate),
         reducer.grad_scale,

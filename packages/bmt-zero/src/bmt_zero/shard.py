@@ -27,6 +27,7 @@ from .float8 import float8_dtype, make_plain
 from .gradient_reducer import GradientReducer
 from .granularity import granularity_of
 from .hooks import ForwardHooks
+from .kept_operations import UseCheckpoint, kept_results
 from .layout import FlatLayout, plan_layouts
 from .options import Options, ranks_of
 from .parameter_group import GroupHandle, ParameterGroup, Slot
@@ -83,12 +84,13 @@ def shard(
     module: M,
     zero_level: int | None = None,
     *,
-    use_checkpoint: bool = False,
+    use_checkpoint: UseCheckpoint = False,
     precision: MixedPrecision | None = None,
     shard_comm: Communicator | None = None,
     replicate_comm: Communicator | None = None,
     stage_local: bool = False,
     reshard_after_forward: bool | None = None,
+    offload: bool = False,
     initialized: bool = False,
 ) -> M:
     """Shard a module's parameters in place; unshard them while it computes.
@@ -108,13 +110,18 @@ def shard(
         zero_level: what is sharded. 0: nothing, gradients are all-reduced; 1: optimizer states; 2: also gradients,
             and parameters from backward to forward; 3: parameters at all times. By default the level of
             ``init_distributed(zero_level=)``, which is 3.
-        use_checkpoint: whether to keep only the inputs for backward and recompute the rest. The instance then has an
-            attributes ``forward`` and ``compile``.
+        use_checkpoint: what is kept for backward; the rest is recomputed there. True: the inputs only. False:
+            everything. "matmuls": also the results of matrix products, convolutions and attention. A set of operators
+            (``{torch.ops.aten.mm.default}``): also their results. A float from 0.0 to 1.0: also results that take this
+            share of the memory that False takes, those that cost most time per byte; the module's first forward with
+            gradients decides which. Unless it is False or 1.0, the instance has attributes ``forward`` and ``compile``.
         precision: dtypes of computation and reduction, and compression of what is communicated.
         shard_comm, replicate_comm: hybrid sharding: the shard group (the ranks of a node, for example) and the
             replicate group. By default all ranks are one shard group.
         stage_local: whether only the ranks of this pipeline stage have the module. They take the values of the first.
         reshard_after_forward: whether parameters are resharded between forward and backward; by default at level 3.
+        offload: whether this rank's rows of parameters and gradients, and so optimizer states, are in host memory; they
+            are copied to the device while the module computes. Optimizers then step on the host.
         initialized: whether ``init_parameters`` leaves the parameters alone.
 
     Returns:
@@ -123,36 +130,37 @@ def shard(
     Raises:
         RuntimeError: before ``init_distributed``; ranks pass different modules.
         TypeError: ``module`` is not a module.
-        ValueError: it is sharded already, shares a parameter with another sharded module, or has a parameter or
-            buffer that cannot be sharded (of a device, dtype or class); the communicators do not make up the ranks
-            that have the module; ``stage_local`` with parameters that are sharded over other stages (pass them to
-            :func:`stage_block`). The module is then unchanged.
+        ValueError: ``use_checkpoint`` is none of these; the module is sharded already, shares a parameter with another
+            sharded module, or has a parameter or buffer that cannot be sharded (of a device, dtype or class); the
+            communicators do not make up the ranks that have the module; ``stage_local`` with parameters that are
+            sharded over other stages (pass them to :func:`stage_block`). The module is then unchanged.
     """
     context = current_context()
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     if sharding_of(module) is not None:
         raise ValueError(f"module {type(module).__name__} is sharded already; shard each module once")
-    level = check_level(zero_level, context)
+    level, kept = check_level(zero_level, context), kept_results(use_checkpoint)
     if (shard_comm is None) != (replicate_comm is None):
         raise ValueError("shard_comm and replicate_comm must be given together")
     slots = find_slots(module, context)
     communicators = None if shard_comm is None or replicate_comm is None else (shard_comm, replicate_comm)
     name = f"a {type(module).__name__}"
-    options = Options(level, precision or MixedPrecision(), communicators, stage_local, reshard_after_forward, name)
+    given = level, precision or MixedPrecision(), communicators, stage_local, reshard_after_forward
+    options = Options(*given, check_offload(offload), name=name)
     if stage_local:
         check_stage(slots, context, communicators or ())
     group = build_group(slots, context, options)
     share_buffers(module, context, options)
     sharding = add_sharding(module, group, initialized)
-    if use_checkpoint:
+    if kept is not None:
         if module._compiled_call_impl is not None:
             warnings.warn(
-                f"{name} was compiled before it was sharded: with use_checkpoint=True it computes as it is. Call its "
-                "compile() after sharding",
+                f"{name} was compiled before it was sharded: with use_checkpoint={use_checkpoint!r} it computes as it "
+                "is. Call its compile() after sharding",
                 stacklevel=2,
             )
-        sharding.checkpoint = CheckpointedForward(module, group)
+        sharding.checkpoint = CheckpointedForward(module, group, kept)
         module.forward = sharding.checkpoint
         module.__dict__["compile"] = sharding.checkpoint.compile
     return module
@@ -187,6 +195,13 @@ def check_level(zero_level: int | None, context: ParallelContext) -> int:
     if level not in (0, 1, 2, 3):
         raise ValueError(f"zero_level={zero_level!r} is not a ZeRO level; choose 0, 1, 2 or 3")
     return level
+
+
+def check_offload(offload: object) -> bool:
+    """Raise unless it is True or False."""
+    if not isinstance(offload, bool):
+        raise ValueError(f"offload={offload!r} must be True (shards in host memory) or False (on the device)")
+    return offload
 
 
 def find_slots(module: nn.Module, context: ParallelContext, ignored: Iterable[nn.Parameter] = ()) -> list[Slot]:
@@ -425,7 +440,7 @@ def _build(
     """Make a flat parameter of ``params`` with their values, or of a standalone one with ``value``."""
     dtype, tp_mode = params[0].dtype, getattr(params[0], "tp_mode", False)
     communicators = options.groups(context, tp_mode)
-    storage = torch.zeros(layout.shard_numel, dtype=dtype, device=context.device)
+    storage = options.new_storage(layout.shard_numel, dtype, context.device).zero_()
     for param, placement in zip(params, sorted(layout.placements, key=lambda p: p.index), strict=True):
         if not standalone:  # gather one at a time: never more than one is unsharded beside the shards
             value = values_of(param, context.device, *communicators)

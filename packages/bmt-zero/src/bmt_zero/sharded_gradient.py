@@ -136,4 +136,7 @@ def _communicators(grads: Sequence[Tensor]) -> list[Communicator]:
 
 def _reduce(value: Tensor, communicators: Sequence[Communicator], op: str) -> None:
     for comm in communicators:
-        comm.all_reduce(value, op)
+        there = value.to(comm.device)  # gradients of offloaded parameters are in host memory
+        comm.all_reduce(there, op)
+        if there is not value:
+            value.copy_(there)

@@ -15,6 +15,7 @@ from bmt_comm import ParallelContext, check_agreement, current_context, not_comp
 from .block import Block
 from .caches import turn_off_caches
 from .hooks import ForwardHooks, link
+from .kept_operations import UseCheckpoint, kept_results
 from .options import Options
 from .parameter_group import Slot
 from .precision import MixedPrecision
@@ -24,6 +25,7 @@ from .shard import (
     agreed,
     build_group,
     check_level,
+    check_offload,
     check_parameter,
     find_slots,
     is_standalone,
@@ -45,9 +47,10 @@ together, from the beginning of the model's forward to its end in backward."""
 def BMTrainModelWrapper(
     model: M,
     *,
-    use_checkpoint: bool = True,
+    use_checkpoint: UseCheckpoint = True,
     zero_level: int | None = None,
     precision: MixedPrecision | None = None,
+    offload: bool = False,
 ) -> M:
     """Shard all parameters of any module, in place.
 
@@ -61,6 +64,9 @@ def BMTrainModelWrapper(
     Parameters that are added to the model later (adapters) are sharded when its forward begins, or when it is wrapped
     again: the same objects, with the values of rank 0. All ranks must add the same ones. A forward raises RuntimeError
     if parameters were replaced.
+
+    ``use_checkpoint`` says what each layer keeps for backward, and ``offload`` whether shards are in host memory; see
+    :func:`shard`.
 
     Returns ``model``.
 
@@ -80,7 +86,8 @@ def BMTrainModelWrapper(
         hook.look(module)
     if wrapped and all(isinstance(p, ShardedParameter) for p in model.parameters()):
         return model
-    level = check_level(zero_level, context)
+    level, kept = check_level(zero_level, context), kept_results(use_checkpoint)
+    check_offload(offload)
     layers = find_layers(model)
     if isinstance(model, nn.RNNBase):
         raise ValueError("a recurrent module by itself is sharded by Block(model)")
@@ -91,10 +98,10 @@ def BMTrainModelWrapper(
     check_agreement(context.outer_zero, f"the parameters of {type(model).__name__}", facts)
     precision = precision or MixedPrecision()
     inside = dataclasses.replace(precision, output_dtype=None)
-    options = Options(level, inside)
+    options = Options(level, inside, offload=offload)
     with agreed():
         for module in layers:
-            Block(module, use_checkpoint, level, precision=inside)
+            Block(module, use_checkpoint, level, precision=inside, offload=offload)
         share_buffers(model, context, options)
         outside = _shard_rest(model, rest, options, precision, context)
     parts = {module: [sharding.hooks] for module in layers if (sharding := sharding_of(module)) is not None}
@@ -106,7 +113,7 @@ def BMTrainModelWrapper(
     if any(sharding.checkpoint for m in model.modules() if (sharding := sharding_of(m)) is not None):
         turn_off_caches(model)
     _Wrapped(list(model.parameters()), parts | outside, options, precision).register(model)
-    print_rank(_summary(model, layers, outside, use_checkpoint), file=sys.stderr)
+    print_rank(_summary(model, layers, outside, kept), file=sys.stderr)
     return model
 
 
@@ -226,7 +233,7 @@ def _added(model: nn.Module) -> Iterator[tuple[nn.Module | None, Slot]]:
     return visit(model, "", None)
 
 
-def _summary(model: nn.Module, layers: Container[nn.Module], large: Container[nn.Module], use_checkpoint: bool) -> str:
+def _summary(model: nn.Module, layers: Container[nn.Module], large: Container[nn.Module], kept: object) -> str:
     """What has become of the modules of a model, in a few words."""
     paths: dict[tuple[str, str], list[str]] = {}  # of the layers, by container and class
     for path, module in model.named_modules():
@@ -237,8 +244,8 @@ def _summary(model: nn.Module, layers: Container[nn.Module], large: Container[nn
         f"{container or 'the model'}: {len(names)} {kind} ({names[0]}{f' to {names[-1]}' if names[1:] else ''})"
         for (container, kind), names in paths.items()
     ]
-    kept = "recomputed in backward" if use_checkpoint else "their activations are kept"
-    what = f"Blocks ({kept}) in {'; '.join(blocks)}" if blocks else "no repeated layers"
+    activations = "their activations are kept" if kept is None else str(kept)
+    what = f"Blocks ({activations}) in {'; '.join(blocks)}" if blocks else "no repeated layers"
     others = [f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path and module in large]
     alone = f"; unsharded by themselves: {', '.join(others)}" if others else ""
     return f"BMTrainModelWrapper({type(model).__name__}): {what}{alone}"
