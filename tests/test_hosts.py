@@ -15,7 +15,8 @@ import bmt_comm.shared_memory
 import bmt_kernels
 from bmt_comm import REDUCE_OPS, Communicator
 from bmt_comm.hosts import HostsCollectives
-from bmt_zero import shard
+from bmt_comm.packing import Packing
+from bmt_zero import Block, Compression, MixedPrecision, shard
 
 pytestmark = pytest.mark.skipif(
     not bmt_kernels.SharedMemoryExchange.available() or torch.cuda.is_available(),
@@ -93,28 +94,123 @@ def test_results_are_those_of_messages(ctx, kind):
                 assert torch.equal(alike, found.expand_as(alike))  # bit for bit
 
 
+def rounded(flat, kind, block):
+    """Each number to the nearest 8-bit number of its block."""
+    parts = []
+    for part in flat.split(block):
+        scale = part.abs().max() / (127.0 if kind == "int8" else 448.0)
+        scaled = part * scale.reciprocal().nan_to_num(posinf=0.0)
+        parts.append((scaled.round() if kind == "int8" else scaled.to(torch.float8_e4m3fn).float()) * scale)
+    return torch.cat(parts)
+
+
+def sum_of_hosts(by_rank, host_of, rank, kind, block):
+    """What a rank gets of all parts for it: fp32 sums of the hosts, in order, rounded but for its own host's."""
+    sums = {}
+    for other, part in enumerate(by_rank):
+        host = host_of(other)
+        sums[host] = sums[host] + part.float() if host in sums else part.float()
+    first, *rest = [each if host == host_of(rank) else rounded(each, kind, block) for host, each in sums.items()]
+    return sum(rest, first)
+
+
+@pytest.mark.ranks(4, 6)
+@pytest.mark.parametrize("order", ["blocks", "in turn"])
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_packed_sums_are_of_hosts(ctx, kind, order):
+    """With others in flight, waited for in different orders."""
+    per_host = 2 if ctx.world_size == 4 else 3
+    host_of = (lambda rank: rank // per_host) if order == "blocks" else (lambda rank: rank % 2)
+    with hosts(host_of) as (over, messages):
+        calls, pace = [], random.Random(ctx.rank)
+        for seed, (numel, dtype) in enumerate([(n, d) for n in (1, 37, 1000) for d in (torch.float32, torch.bfloat16)]):
+            ranks = range(ctx.world_size)
+            sources = [values(rank, len(ranks) * numel, dtype, seed) * 10.0**rank for rank in ranks]
+            out = torch.full((numel,), 7.0)
+            work = over.packed_reduce_scatter(out, sources[ctx.rank], Packing(kind, 16), async_op=True)
+            parts = [each.view(len(ranks), numel)[ctx.rank] for each in sources]
+            calls.append((work, out, sum_of_hosts(parts, host_of, ctx.rank, kind, 16)))
+            work, out, op = begun(over, "all_reduce", 30_000, torch.float32, seed)
+            expected = begun(messages, "all_reduce", 30_000, torch.float32, seed)
+            expected[0].wait()
+            calls.append((work, out, (expected[1], op)))
+        for work, *_ in pace.sample(calls, len(calls)):
+            work.wait()
+        for _, out, expected in calls:
+            if isinstance(expected, tuple):
+                close(out, *expected)
+            else:
+                assert torch.equal(out, expected)
+
+
+@contextlib.contextmanager
+def counted_messages():
+    """The bytes of each exchange of messages that this rank begins."""
+    sent = []
+    exchange = bmt_comm.hosts.DirectExchange.exchange
+
+    def counting(self, sends, recvs, tag):
+        sent.append(sum(each.nbytes for rank, each in enumerate(sends) if rank != self.rank))
+        return exchange(self, sends, recvs, tag)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_comm.hosts.DirectExchange, "exchange", counting)
+        yield sent
+
+
+@pytest.mark.ranks(6)
+def test_packed_bytes_cross_to_another_host_once(ctx):
+    """By messages each rank sends to the three of the other host, and two of its own."""
+    packing, src = Packing("int8", 64), torch.ones(6 * 1000)
+    with hosts(lambda rank: rank // 3) as (over, messages), counted_messages() as sent:
+        messages.packed_reduce_scatter(torch.empty(1000), src, packing)
+        over.packed_reduce_scatter(torch.empty(1000), src, packing)
+    assert sum(sent) == over.traffic["send"].bytes == packing.bytes(1000)
+    assert messages.traffic["send"].bytes == (3 + 2) * sum(sent)
+    assert over.traffic["reduce_scatter"].bytes == 4 * 4000  # within the host, in fp32
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_compressed_gradients_are_sums_of_hosts(ctx, kind):
+    def host_of(rank):
+        return rank // 2
+
+    class Linear(torch.nn.Module):
+        """Its gradient is what it is called with."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(values(9, 40, torch.float32).view(20, 2))
+
+        def forward(self, x):
+            return (self.weight * x).sum(), self.weight.detach().clone()
+
+    grads = [values(rank, 40, torch.float32) * 10.0**rank for rank in range(4)]
+    expected = sum_of_hosts([grad.chunk(4)[ctx.rank] for grad in grads], host_of, ctx.rank, kind, 4)
+    weights = torch.cat([rounded(part, kind, 4) for part in values(9, 40, torch.float32).chunk(4)])
+    precision = MixedPrecision(compression=Compression(kind, kind, 4))
+    with hosts(host_of) as (over, _):
+        for level in (1, 2, 3):
+            block = Block(Linear(), False, level, precision=precision, shard_comm=over, replicate_comm=ctx.alone)
+            loss, used = block(grads[ctx.rank].view(20, 2))
+            loss.backward()
+            [param] = block.parameters()
+            assert torch.equal(used.flatten(), weights)
+            assert torch.equal(param.grad.to_local().flatten(), expected)
+
+
 @pytest.mark.ranks(4)
 def test_bytes_cross_to_another_host_once(ctx):
-    with hosts(lambda rank: rank // 2) as (over, _):
-        sent = []
-        exchange = bmt_comm.hosts.DirectExchange.exchange
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                bmt_comm.hosts.DirectExchange,
-                "exchange",
-                lambda self, sends, recvs, tag: [
-                    sent.append(sum(s.nbytes for r, s in enumerate(sends) if r != self.rank)),
-                    exchange(self, sends, recvs, tag),
-                ][1],
-            )
-            over.all_gather(torch.empty(4000), torch.ones(1000))
-            assert sum(sent) == 4000
-            sent.clear()
-            over.reduce_scatter(torch.empty(1000), torch.ones(4000))
-            assert sum(sent) == 4000
-            sent.clear()
-            over.all_reduce(torch.ones(20_000))
-            assert sum(sent) == 40_000  # this rank's half, in one trip
+    with hosts(lambda rank: rank // 2) as (over, _), counted_messages() as sent:
+        over.all_gather(torch.empty(4000), torch.ones(1000))
+        assert sum(sent) == 4000
+        sent.clear()
+        over.reduce_scatter(torch.empty(1000), torch.ones(4000))
+        assert sum(sent) == 4000
+        sent.clear()
+        over.all_reduce(torch.ones(20_000))
+        assert sum(sent) == 40_000  # this rank's half, in one trip
 
 
 @pytest.mark.ranks(4)

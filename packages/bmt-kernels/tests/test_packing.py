@@ -12,6 +12,7 @@ from bmt_kernels import pack_blocks, reference, unpack_blocks
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = pytest.mark.parametrize("kind", ["int8", "float8"])
 SIZES = [(0, 256), (1, 256), (255, 256), (256, 256), (1000, 256), (1000, 7), (31, 64), (200_003, 256), (5000, 4096)]
+SIZES += [(9000, 100), (9000, 2049)]
 
 
 def packed(values, kind, block, module=None):
@@ -30,7 +31,7 @@ def inputs(numel, dtype):
     """Numbers of many magnitudes, with zeros of both signs, and blocks that are subnormal, infinite or NaN."""
     generator = torch.Generator().manual_seed(numel)
     x = torch.randn(numel, generator=generator) * torch.exp(4 * torch.randn(numel, generator=generator))
-    if numel >= 200_000:
+    if numel >= 9000:
         x[:256], x[256:300] = 0.0, -0.0
         x[1000:2000] *= 1e-41
         x[3000], x[4000], x[5000] = math.inf, -math.inf, math.nan
@@ -52,6 +53,28 @@ def test_variants_give_the_bits_of_plain_functions(device, dtype, kind, numel, b
         unpack_blocks(numbers, scales, out, kind=kind, block=block, add=add)
         reference.unpack_blocks(numbers, scales, wanted, kind=kind, block=block, add=add)
         assert same(out, wanted)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [256, 100, 3000])
+def test_tensors_may_begin_anywhere(device, dtype, kind, block):
+    """What is beside them is not touched."""
+    values = inputs(7001, dtype).to(device)[1:]
+    around = torch.full((7002,), 99, dtype=torch.uint8, device=device)
+    numbers, scales = around[1:-1], torch.empty(-(-7000 // block), device=device)
+    pack_blocks(values, numbers, scales, kind=kind, block=block)
+    wanted_numbers, wanted_scales = packed(values, kind, block, reference.pack_blocks)
+    assert same(scales, wanted_scales)
+    assert torch.equal(numbers, wanted_numbers)
+    assert around[[0, -1]].tolist() == [99, 99]
+    for add in (False, True):
+        out = torch.full((7002,), 3.0, dtype=dtype, device=device)
+        wanted = out[1:-1].clone()
+        unpack_blocks(numbers, scales, out[1:-1], kind=kind, block=block, add=add)
+        reference.unpack_blocks(numbers, scales, wanted, kind=kind, block=block, add=add)
+        assert same(out[1:-1], wanted)
+        assert out[[0, -1]].tolist() == [3.0, 3.0]
 
 
 @KINDS

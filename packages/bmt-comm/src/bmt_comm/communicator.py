@@ -29,6 +29,7 @@ from .fixed_order import TREE_SUM
 from .hosts import HostsCollectives, connect
 from .journal import Journal, begin_wait, end_wait, journals, waits
 from .operation import Operation, describe
+from .packing import Packing
 from .shared_memory import Messages, SharedMemoryCollectives
 from .shared_vector import make_shared_vector
 from .watch import explained
@@ -338,6 +339,53 @@ class Communicator:
         else:
             work = on_host.reduce_scatter(mine, chunks, op, operation)
         return self._finish_now(work, async_op, operation)
+
+    @_compat.not_compiled
+    def packed_reduce_scatter(
+        self, out: Tensor, src: Tensor, packing: Packing, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """Sum ``src`` over the ranks and keep this rank's part in ``out``; what ranks send is packed.
+
+        Each number is rounded at most once, and sums are in fp32. Every rank packs what it has for each other rank, and
+        adds up in the order of the ranks; what a rank has for itself is not rounded. Where ranks share memory within
+        several hosts, each host adds up first, and what is packed is its sums for other hosts.
+
+        ``src`` (size × numel; float32, bfloat16 or float16) and ``out`` (numel; float32) are contiguous and do not
+        overlap. ``src`` must stay unchanged until ``wait``.
+        """
+        self._check_contiguous(out=out, src=src)
+        if out.dtype != torch.float32:
+            raise TypeError(f"packed_reduce_scatter: out is {out.dtype}; it must be float32")
+        if src.numel() != self.size * out.numel():
+            raise ValueError(
+                f"packed_reduce_scatter: src has {src.numel()} elements; {self.size} ranks × {out.numel()} are needed"
+            )
+        mine, numel = _flat(out), out.numel()
+        if self.size == 1:
+            mine.copy_(_flat(src))
+            return DONE
+        if numel == 0:
+            return DONE
+        chunks = _flat(src).view(self.size, numel).unbind()
+        on_host = self._on_host if self.group is not None and not src.is_cuda else None
+        if isinstance(on_host, HostsCollectives):
+            hosts = on_host.host_count
+            self._count("reduce_scatter", (self.size - hosts) * _bytes(chunks[0]))
+            self._count("send", (hosts - 1) * packing.bytes(numel))
+            operation = self._begin("packed_reduce_scatter", packing, src, label)
+            work = on_host.packed_reduce_scatter(mine, chunks, packing, operation)
+            return self._finish_now(work, async_op, operation)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        packed = out.new_empty((2, self.size, packing.bytes(numel)), dtype=torch.uint8)
+        sent, received = packed[0].unbind(), packed[1].unbind()
+        for rank in others:
+            packing.pack(sent[rank], chunks[rank])
+        work = self.send_recv([(sent[r], r) for r in others], [(received[r], r) for r in others], async_op, label)
+        summing = Pending([work], lambda: packing.add_up(mine, received, self.rank, chunks[self.rank]), sent)
+        if async_op:
+            return summing
+        summing.wait()
+        return DONE
 
     @_compat.not_compiled
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False, label: str = "") -> Work:

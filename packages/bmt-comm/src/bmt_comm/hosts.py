@@ -9,7 +9,7 @@
     collective     first                                then
     ============== ==================================== =========================================
     all-gather     columns: every host's chunk          hosts: the chunks of the other columns
-    reduce-scatter hosts: one sum for each host         columns: the sum of these
+    reduce-scatter hosts: one sum for each host         columns: the sum of these, which may travel packed
     all-reduce     hosts: reduce-scatter                columns: all-reduce; hosts: all-gather
     broadcast      the root's column, and its host      the other hosts
     ============== ==================================== =========================================
@@ -35,6 +35,7 @@ from torch import Tensor
 from .direct_exchange import DirectExchange, evenly_cut
 from .fixed_order import TREE_SUM
 from .operation import Operation
+from .packing import Packing
 from .shared_memory import SharedMemoryCollectives, connect_shared_memory
 from .work import Pending, Work
 
@@ -59,6 +60,7 @@ class HostsCollectives:
         within: tuple[SharedMemoryCollectives, SharedMemoryCollectives],
     ) -> None:
         self.rank, self.size, self.direct = direct.rank, direct.size, direct
+        self.host_count = len(hosts)
         self._hosts = hosts
         self._host, self._place = _place_of(direct.rank, hosts)
         self._column = [host[self._place] for host in hosts]
@@ -86,17 +88,46 @@ class HostsCollectives:
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
         if not _splits(op, out):
             return self._later(self.direct.reduce_scatter(out, chunks, op, operation).wait, chunks)
-        sums = list(chunks[0].new_empty(len(self._hosts), out.numel()).unbind())
-        works = [
-            self._within.reduce_scatter(total, [chunks[rank] for rank in host], op, operation)
-            for total, host in zip(sums, self._hosts)
-        ]
+        sums, works = self._reduce_within(chunks, op, chunks[0].dtype, operation)
 
         def finish() -> None:
             _wait_for(works)
             self._across_later.reduce_scatter(out, sums, op, operation).wait()
 
         return self._later(finish, chunks)
+
+    def packed_reduce_scatter(
+        self, out: Tensor, chunks: Sequence[Tensor], packing: Packing, operation: Operation
+    ) -> Work:
+        """Sum in the dtype of ``out``. The sums of a host are packed for the other hosts, and that for its own is not.
+
+        Within a host sums have the order of a tree; between hosts, that of the hosts.
+        """
+        sums, works = self._reduce_within(chunks, TREE_SUM, out.dtype, operation)
+
+        def finish() -> None:
+            _wait_for(works)
+            packed = out.new_empty((2, self.host_count, packing.bytes(out.numel())), dtype=torch.uint8)
+            sent, received = packed[0].unbind(), packed[1].unbind()
+            for host, total in enumerate(sums):
+                if host != self._host:
+                    packing.pack(sent[host], total)
+            across = self._across_later
+            _wait_for(across.exchange(sent, received, across.next_tag(operation)))
+            packing.add_up(out, received, self._host, sums[self._host])
+
+        return self._later(finish, chunks)
+
+    def _reduce_within(
+        self, chunks: Sequence[Tensor], op: str, dtype: torch.dtype, operation: Operation
+    ) -> tuple[list[Tensor], list[Work]]:
+        """What this rank's host has for this rank's place on every host, and the works that compute it."""
+        sums = list(chunks[0].new_empty((self.host_count, chunks[0].numel()), dtype=dtype).unbind())
+        works = [
+            self._within.reduce_scatter(total, [chunks[rank] for rank in host], op, operation)
+            for total, host in zip(sums, self._hosts)
+        ]
+        return sums, works
 
     def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
         if not _splits(op, flat) or flat.nbytes * self.size <= _ONE_TRIP_BYTES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,22 +12,47 @@ from torch import Tensor
 _ALIGNMENT = 16  # bytes; scales begin on multiples of it
 
 
-def packed_bytes(numel: int, block: int) -> int:
-    """The length of a buffer for ``numel`` numbers in blocks of ``block``."""
-    return _aligned(_aligned(numel) + 4 * -(-numel // block))
+@dataclass(frozen=True)
+class Packing:
+    """How numbers are packed.
 
-
-def pack(packed: Tensor, values: Tensor, kind: str, block: int) -> None:
-    """Write ``values`` (numel,) into ``packed``, (packed_bytes(numel, block),) of uint8.
-
-    ``kind`` is "int8" or "float8"; see :func:`bmt_kernels.pack_blocks`.
+    Attributes:
+        kind: "int8" or "float8"; see :func:`bmt_kernels.pack_blocks`.
+        block: how many numbers share a scale.
     """
-    kernels().pack_blocks(values, *_parts(packed, values.numel(), block), kind=kind, block=block)
 
+    kind: str
+    block: int
 
-def unpack(values: Tensor, packed: Tensor, kind: str, block: int, add: bool = False) -> None:
-    """Write what :func:`pack` has packed into ``values`` (numel,), or add it."""
-    kernels().unpack_blocks(*_parts(packed, values.numel(), block), values, kind=kind, block=block, add=add)
+    def __str__(self) -> str:
+        return f"{self.kind} in blocks of {self.block}"
+
+    def bytes(self, numel: int) -> int:
+        """The length of a buffer for ``numel`` numbers."""
+        return _aligned(_aligned(numel) + 4 * -(-numel // self.block))
+
+    def pack(self, packed: Tensor, values: Tensor) -> None:
+        """Write ``values``, (numel,) of float32, bfloat16 or float16, into ``packed``, (bytes(numel),) of uint8."""
+        kernels().pack_blocks(values, *self._parts(packed, values.numel()), kind=self.kind, block=self.block)
+
+    def unpack(self, values: Tensor, packed: Tensor, add: bool = False) -> None:
+        """Write what :meth:`pack` has packed into ``values`` (numel,), or add it."""
+        parts = self._parts(packed, values.numel())
+        kernels().unpack_blocks(*parts, values, kind=self.kind, block=self.block, add=add)
+
+    def add_up(self, out: Tensor, packed: Sequence[Tensor], place: int, mine: Tensor) -> None:
+        """Write the sum of ``packed`` into ``out``, (numel,) of float32, in their order; at ``place``, of ``mine``."""
+        for number, each in enumerate(packed):
+            if number != place:
+                self.unpack(out, each, add=number > 0)
+            elif number == 0:
+                out.copy_(mine)
+            else:
+                out.add_(mine)
+
+    def _parts(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        begin, count = _aligned(numel), -(-numel // self.block)
+        return packed[:numel], packed[begin : begin + 4 * count].view(torch.float32)
 
 
 def kernels() -> Any:
@@ -43,8 +70,3 @@ def kernels() -> Any:
 
 def _aligned(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
-
-
-def _parts(packed: Tensor, numel: int, block: int) -> tuple[Tensor, Tensor]:
-    begin, count = _aligned(numel), -(-numel // block)
-    return packed[:numel], packed[begin : begin + 4 * count].view(torch.float32)

@@ -1,17 +1,10 @@
 // What a variant offers for numbers that travel between ranks in 8 bits.
 #pragma once
 
+#include "common/packing.h"
 #include "common/table.h"
 
 namespace bmt {
-
-struct PackRow {
-  int64_t values;
-  int64_t numbers;  // 8 bits each
-  int64_t scales;   // fp32, one for each block
-  int64_t block;    // how many numbers share a scale
-  int64_t numel;
-};
 
 struct PackKernels {
   // Blocks [first, last); [dtype of the values][in float8].

@@ -47,6 +47,7 @@ void bind_factored_averages(pybind11::module_& m);
 void bind_lamb(pybind11::module_& m);
 void bind_norms(pybind11::module_& m);
 void bind_overflow(pybind11::module_& m);
+void bind_packing(pybind11::module_& m);
 void bind_quantize(pybind11::module_& m);
 void bind_rounding(pybind11::module_& m);
 

@@ -32,6 +32,7 @@ PYBIND11_MODULE(BMT_CUDA_MODULE, m) {
   bind_lamb(m);
   bind_norms(m);
   bind_overflow(m);
+  bind_packing(m);
   bind_quantize(m);
   bind_rounding(m);
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +23,6 @@ def pack_blocks(values: Tensor, numbers: Tensor, scales: Tensor, *, kind: str, b
     - A block with an infinity or a NaN has the scale NaN, and numbers 0.
     - A block whose scale would be below the smallest normal number of fp32 has the scale 0, and numbers 0.
 
-    On CUDA, plain PyTorch functions serve.
-
     Args:
         values: float32, bfloat16 or float16, of one dimension, contiguous. Only read.
         numbers: uint8, as many, contiguous: where the bytes go.
@@ -33,17 +33,17 @@ def pack_blocks(values: Tensor, numbers: Tensor, scales: Tensor, *, kind: str, b
     Raises:
         TypeError: a tensor has a wrong dtype.
         ValueError: ``kind`` or ``block`` is unknown, or shapes, strides or devices do not fit together.
+        RuntimeError: CUDA failed to launch the kernel.
 
     Source: Wang et al., "ZeRO++", arXiv:2306.10209, section 3.1.
     """
     _check(values, numbers, scales, kind, block)
-    cpu = _native.cpu_kernels() if values.device.type == "cpu" else None
-    if cpu is None:
+    run = _kernel("pack_blocks", values.device)
+    if run is None:
         reference.pack_blocks(values, numbers, scales, kind=kind, block=block)
     elif values.numel():
         where = _address("numbers", numbers), _address("scales", scales), block, values.numel()
-        source = _address("values", values), _DTYPE_CODES[values.dtype]
-        cpu.module.pack_blocks(cpu.variant, *source, *where, kind == "float8", torch.get_num_threads())
+        run(_address("values", values), _DTYPE_CODES[values.dtype], *where, kind == "float8")
         increment_version((numbers, scales))
 
 
@@ -56,17 +56,26 @@ def unpack_blocks(numbers: Tensor, scales: Tensor, out: Tensor, *, kind: str, bl
         add: whether to add.
 
     Raises:
-        TypeError, ValueError: as :func:`pack_blocks`.
+        TypeError, ValueError, RuntimeError: as :func:`pack_blocks`.
     """
     _check(out, numbers, scales, kind, block)
-    cpu = _native.cpu_kernels() if out.device.type == "cpu" else None
-    if cpu is None:
+    run = _kernel("unpack_blocks", out.device)
+    if run is None:
         reference.unpack_blocks(numbers, scales, out, kind=kind, block=block, add=add)
     elif out.numel():
         where = _address("numbers", numbers), _address("scales", scales), block, out.numel()
-        target = _address("out", out), _DTYPE_CODES[out.dtype]
-        cpu.module.unpack_blocks(cpu.variant, *target, *where, kind == "float8", add, torch.get_num_threads())
+        run(_address("out", out), _DTYPE_CODES[out.dtype], *where, kind == "float8", add)
         increment_version((out,))
+
+
+def _kernel(name: str, device: torch.device) -> Callable[..., None] | None:
+    """The compiled function, given (values, dtype, numbers, scales, block, numel, float8, ...); None: reference."""
+    if device.type == "cpu" and (cpu := _native.cpu_kernels()) is not None:
+        function = getattr(cpu.module, name)
+        return lambda *arguments: function(cpu.variant, *arguments, torch.get_num_threads())
+    if (cuda := _native.cuda_kernels(device)) is not None:
+        return functools.partial(getattr(cuda.module, name), cuda.device, cuda.stream)
+    return None
 
 
 def _check(values: Tensor, numbers: Tensor, scales: Tensor, kind: Any, block: Any) -> None:

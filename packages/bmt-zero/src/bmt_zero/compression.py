@@ -8,7 +8,9 @@
     same weights. Shards, which optimizers and checkpoints read, are never rounded.
 
     A reduce-scatter is an exchange of packed gradients, which are unpacked and summed in fp32, in the order of the
-    ranks. Each number is rounded at most once; what a rank has for its own shard is not rounded.
+    ranks. Each number is rounded at most once; what a rank has for its own shard is not rounded. On several hosts whose
+    ranks share memory, each host sums in fp32 first, and exchanges its sums, packed, with the other hosts; what a host
+    has for its own shards is not rounded. The sums are added up in the order of the hosts.
 
     In a block with an infinite number or NaN no number is finite after unpacking: checks for overflow see it. Blocks
     whose scale would be below the smallest normal number of fp32 become zeros.
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from bmt_comm import Communicator, Work, packing
+from bmt_comm.packing import Packing
 
 Kind = Literal["int8", "float8"]
 
@@ -60,66 +63,42 @@ class Compression:
     def all_gather(self, comm: Communicator, out: Tensor, shard: Tensor, async_op: bool, label: str) -> Work:
         """Concatenate every rank's ``shard``, rounded, into ``out``, in rank order."""
         assert self.parameters is not None
-        numel = shard.numel()
-        packed = out.new_empty((comm.size, packing.packed_bytes(numel, self.block)), dtype=torch.uint8)
-        packing.pack(packed[comm.rank], shard, self.parameters, self.block)
+        numel, how = shard.numel(), Packing(self.parameters, self.block)
+        packed = out.new_empty((comm.size, how.bytes(numel)), dtype=torch.uint8)
+        how.pack(packed[comm.rank], shard)
         work = comm.all_gather(packed, packed[comm.rank], async_op, label)
         chunks = out.view(comm.size, numel)
 
         def unpack_all() -> None:
-            assert self.parameters is not None
             for values, each in zip(chunks.unbind(), packed.unbind(), strict=True):
-                packing.unpack(values, each, self.parameters, self.block)
+                how.unpack(values, each)
 
-        return _now_or_later(_Then(work, unpack_all), async_op)
+        unpacking = _Then(work, unpack_all)
+        if not async_op:
+            unpacking.wait()
+        return unpacking
 
     def reduce_scatter(self, comm: Communicator, out: Tensor, src: Tensor, async_op: bool, label: str) -> Work:
-        """Sum ``src`` over the ranks, rounded but for this rank's, and keep this rank's part in ``out`` (fp32).
+        """Sum ``src``, rounded on its way, over the ranks, and keep this rank's part in ``out`` (fp32).
 
         ``src`` must stay unchanged until ``wait``.
         """
         assert self.gradients is not None
-        assert out.dtype == torch.float32
-        chunks = src.view(comm.size, out.numel()).unbind()
-        others = [rank for rank in range(comm.size) if rank != comm.rank]
-        packed = out.new_empty((2, comm.size, packing.packed_bytes(out.numel(), self.block)), dtype=torch.uint8)
-        sent, received = packed[0].unbind(), packed[1].unbind()
-        for rank in others:
-            packing.pack(sent[rank], chunks[rank], self.gradients, self.block)
-        work = comm.send_recv([(sent[r], r) for r in others], [(received[r], r) for r in others], async_op, label)
-
-        def add_up() -> None:
-            assert self.gradients is not None
-            for rank in range(comm.size):
-                if rank != comm.rank:
-                    packing.unpack(out, received[rank], self.gradients, self.block, add=rank > 0)
-                elif rank == 0:
-                    out.copy_(chunks[0])
-                else:
-                    out.add_(chunks[rank])
-
-        return _now_or_later(_Then(work, add_up, sent), async_op)
-
-
-def _now_or_later(work: _Then, async_op: bool) -> Work:
-    if not async_op:
-        work.wait()
-    return work
+        return comm.packed_reduce_scatter(out, src, Packing(self.gradients, self.block), async_op, label)
 
 
 class _Then:
-    """A collective after which ``finish`` runs, in the first ``wait``. Until then it holds what is sent, ``keep``."""
+    """A collective after which ``finish`` runs, in the first ``wait``."""
 
-    def __init__(self, work: Work, finish: Callable[[], None], keep: object = None) -> None:
+    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
         self._work = work
         self._finish: Callable[[], None] | None = finish
-        self._keep = keep
 
     def wait(self) -> None:
         self._work.wait()
         if self._finish is not None:
             self._finish()
-        self._finish = self._keep = None
+        self._finish = None
 
     def is_completed(self) -> bool:
         return self._finish is None
