@@ -150,6 +150,21 @@ def test_an_exception_on_one_rank_after_the_last_layer_was_unsharded(ctx, level)
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_training_after_a_first_forward_in_inference_mode(ctx, level):
+    plain, blocks = layers(level)
+    start = [param.detach().clone() for param in plain.parameters()]
+    with torch.inference_mode():
+        torch.testing.assert_close(blocks(seeded(0, 3, 7)), run(plain, seeded(0, 3, 7)))
+    for rank in range(2):
+        run(plain, seeded(rank, 3, 7)).square().sum().backward()
+    blocks(seeded(ctx.rank, 3, 7)).square().sum().backward()
+    for modules in (plain, blocks):
+        torch.optim.SGD(modules.parameters(), lr=0.1).step()
+    compare_updates(blocks, plain, start)
+
+
+@pytest.mark.ranks(2)
 def test_a_model_that_moves_to_another_dtype_and_a_copy(ctx):
     plain, blocks = layers(3)
     blocks(seeded(0, 3, 7))

@@ -157,6 +157,7 @@ class Communicator:
         self.traffic: dict[str, Traffic] = {}
         self.symmetric_memory = False
         self._stream: torch.cuda.Stream | None = None
+        self._tokens: Tensor | None = None  # of barriers; what they have does not matter
         make_transport = None if group is None else transports.get(dist.get_backend(group))
         self._transport = None if make_transport is None or group is None else make_transport(group)
         if group is not None and group not in _host_collectives:
@@ -516,7 +517,10 @@ class Communicator:
         if self.size == 1:
             return DONE
         self._count("barrier", self.size - 1)
-        tokens = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+        if self._tokens is None:
+            with torch.inference_mode(False):  # they may be written outside of it later
+                self._tokens = torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+        tokens = self._tokens
         operation = self._begin("barrier", "", tokens, label)
         if self.device.type == "cpu":
             chunks = list(tokens.split(1))

@@ -191,17 +191,18 @@ class FlatParameter:
         """Move ``unsharded`` to memory that the ranks share, if they do; a collective. See [Note: memory that ranks
         share]."""
         self._may_share = False
-        shared = self.shard_comm.shared_vector(self.layout.numel, self.unsharded.dtype)
-        if shared is None:
-            return
-        self.is_shared, self.releases = True, False
-        self.unsharded = shared
-        self._follow_unsharded()
-        if not self.casts:
-            own = self._own_part(shared)
-            own.copy_(self.shard.data)
-            self.shard = own
-            self._bind_parameters()
+        with torch.inference_mode(False), torch.no_grad():  # training may follow
+            shared = self.shard_comm.shared_vector(self.layout.numel, self.unsharded.dtype)
+            if shared is None:
+                return
+            self.is_shared, self.releases = True, False
+            self.unsharded = shared
+            self._follow_unsharded()
+            if not self.casts:
+                own = self._own_part(shared)
+                own.copy_(self.shard.data)
+                self.shard = own
+                self._bind_parameters()
 
     def drop_storage(self) -> None:
         """Release all memory now, because reference cycles would keep it until Python's garbage collector runs.
