@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import bmt_tp
 import bmt_zero
+import bmt_zero.parameter_group
 from bmt_comm import Communicator
 
 # Dynamo looks for gradients of the unsharded parameters, which are no leaves.
@@ -55,6 +56,12 @@ def loss_of(model: Callable[..., Tensor], ids: Tensor, count: int) -> Tensor:
 
 
 def train(model: Any, run: Callable[..., Tensor], rank: int, size: int) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_zero.parameter_group, "LEAST_BYTES", 0)  # weights here are small
+        return train_with_weights_of_any_size(model, run, rank, size)
+
+
+def train_with_weights_of_any_size(model: Any, run: Callable[..., Tensor], rank: int, size: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(5):

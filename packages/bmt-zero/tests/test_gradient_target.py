@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from block_helpers import compare_updates, rows_of, seeded
+from block_helpers import assert_same_gradients, compare_updates, rows_of, seeded
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import bmt_kernels
 import bmt_zero.parameter_group
-from bmt_zero import Block, BMTrainModelWrapper, MixedPrecision, no_sync
+from bmt_zero import Block, BMTrainModelWrapper, Compression, MixedPrecision, no_sync
 from bmt_zero.gradient_reducer import GradientReducer
 
 WIDTH = 6
@@ -77,6 +77,45 @@ class Twice(nn.Module):
         return self.linear(y) + self.linear(x)
 
 
+class Hidden(torch.autograd.Function):
+    """A use of a weight that is not seen."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class HiddenUse(nn.Module):
+    """One weight in several products and in a function that is not seen, in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return self.linear(torch.tanh(Hidden.apply(torch.tanh(self.linear(y)), self.linear.weight)))
+
+
+class OtherSignatures(nn.Module):
+    """Calls that are left to autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        y = torch.addmm(self.bias, rows, self.weight, beta=0.5)
+        return torch.addmm(input=self.bias, mat1=torch.tanh(y), mat2=self.weight).view_as(x)
+
+
 class Partly(nn.Module):
     """Parameters that autograd freezes, multiplies in another dtype, or does not reach."""
 
@@ -100,6 +139,8 @@ MODULES = {
     "another use last": lambda: OtherUse(False),
     "twice": Twice,
     "partly": Partly,
+    "hidden use": HiddenUse,
+    "other signatures": OtherSignatures,
 }
 
 
@@ -127,6 +168,7 @@ def of_any_size(least: int = 0) -> Iterator[None]:
     """Within (or for a test that it decorates), this is so of small weights, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bmt_zero.parameter_group, "LEAST_BYTES", least)
+        patch.setattr(bmt_zero.parameter_group, "uses_compiler", lambda: False)  # by other tests
         yield
 
 
@@ -165,6 +207,7 @@ def test_nothing_is_copied_but_gradients_of_vectors(ctx, level, micro_batches):
     reason="ranks are on the CPU of Linux",
 )
 @pytest.mark.ranks(2)
+@of_any_size(1 << 18)
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_trace_of_a_step_has_no_copy_of_parameters_or_their_gradients(ctx, level):
     model = nn.Sequential(nn.Embedding(300, 256), *(nn.Linear(256, 256) for _ in range(4)), nn.Linear(256, 300))
@@ -233,20 +276,61 @@ def test_a_graph_that_is_used_twice(ctx, level):
 @of_any_size()
 def test_a_gradient_of_a_gradient(ctx, level):
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    layer = nn.Linear(WIDTH, WIDTH)
+    plain = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer)
     model = Block(copy.deepcopy(plain), use_checkpoint=False, zero_level=level)
     start = [param.detach().clone() for param in plain.parameters()]
 
     def penalty(module: nn.Module, seed: int) -> Tensor:
         x = seeded(seed, 3, WIDTH).requires_grad_()
-        [grad] = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-        return grad.square().sum()
+        y = module(x)
+        [grad] = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return grad.square().sum() + y.square().sum()
 
     sum(penalty(plain, seed) for seed in range(2)).backward()
     penalty(model, ctx.rank).backward()
     for module in (plain, model):
         torch.optim.SGD(module.parameters(), lr=0.1).step()
     compare_updates(model, plain, start)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 1, 3])
+@of_any_size()
+def test_a_backward_that_fails_and_is_repeated_on_its_graph(ctx, level):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model = Block(copy.deepcopy(plain), use_checkpoint=False, zero_level=level)
+    fails = [True]
+
+    def fail(_grad: Tensor) -> None:
+        if fails.pop():
+            raise ArithmeticError("once")
+        fails.append(False)
+
+    hook = model[1].register_forward_hook(lambda _module, _args, y: y.register_hook(fail) and None)
+    loss = model(seeded(ctx.rank, 3, WIDTH)).square().sum()
+    with pytest.raises(ArithmeticError):
+        loss.backward(retain_graph=True)
+    fails.append(False)
+    for param in model.parameters():
+        param.grad = None
+    loss.backward()
+    hook.remove()
+    for rank in range(2):
+        plain(seeded(rank, 3, WIDTH)).square().sum().backward()
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.ranks(2)
+@of_any_size()
+@pytest.mark.parametrize("compression", [Compression(None, "int8"), Compression("int8", None), None])
+def test_no_places_in_shared_memory_are_left(ctx, compression):
+    model = Block(nn.Linear(64, 64), precision=MixedPrecision(compression=compression))
+    for step in range(3):
+        model(seeded(step, 3, 64)).square().sum().backward()
+        model.zero_grad()
+    assert not getattr(ctx.zero._on_host, "_places", None)
 
 
 @pytest.mark.ranks(2)

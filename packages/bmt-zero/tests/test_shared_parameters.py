@@ -164,6 +164,57 @@ def test_training_after_a_first_forward_in_inference_mode(ctx, level):
     compare_updates(blocks, plain, start)
 
 
+class Writes(nn.Module):
+    """Writes to its weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return self.linear(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_forward_that_writes_to_its_parameters_is_an_error(ctx, level):
+    block = Block(Writes(), use_checkpoint=False, zero_level=level)
+    with pytest.raises(RuntimeError, match="has written to its parameters"):
+        block(seeded(0, 3, 7))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [2, 3])
+def test_an_embedding_that_scales_its_rows_in_forward_has_them_apart(ctx, level):
+    plain = nn.Embedding(9, 7, max_norm=0.5)
+    block = Block(copy.deepcopy(plain), zero_level=level)
+    numbers = torch.tensor([1, 3, 3, 8])
+    torch.testing.assert_close(block(numbers), plain(numbers))
+    assert not group_of(block).flats[0].is_shared
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["data", "to and back", "to"])
+def test_parameters_that_moved_where_one_rank_has_no_rows(ctx, way):
+    plain = nn.Linear(64, 1, bias=False)
+    block = Block(copy.deepcopy(plain), zero_level=3)
+    block(seeded(0, 3, 64))
+    if way == "data":
+        for param in block.parameters():
+            param.data = param.data.clone() * 2
+        plain.weight.data *= 2
+    elif way == "to and back":
+        block.half(), block.float()
+        plain.half(), plain.float()
+    else:
+        block.double(), plain.double()
+    x = seeded(1, 3, 64).to(plain.weight.dtype)
+    torch.testing.assert_close(block(x), plain(x))
+    assert group_of(block).flats[0].is_shared
+
+
 @pytest.mark.ranks(2)
 def test_a_model_that_moves_to_another_dtype_and_a_copy(ctx):
     plain, blocks = layers(3)

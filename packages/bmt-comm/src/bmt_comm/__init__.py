@@ -4,7 +4,7 @@ from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
 from . import nccl, packing, process_group, store
-from ._compat import compiler_watches, not_compiled
+from ._compat import not_compiled, uses_compiler
 from ._version import __version__
 from .agreement import CallSequences, DisagreementError, agreement_time, check_agreement, note_step
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
@@ -77,7 +77,6 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "check_agreement",
-    "compiler_watches",
     "config",
     "current_context",
     "dtensor_like",
@@ -117,6 +116,7 @@ __all__ = [
     "tree_sum",
     "unshard_tp",
     "use_scaler",
+    "uses_compiler",
     "wait_loader",
     "whole",
     "world_size",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import threading
+import sys
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, TypeVar
@@ -31,13 +31,7 @@ def not_compiled(function: _F) -> _F:
         return disabled
 
     def eager(*args: Any, **kwargs: Any) -> Any:
-        if _callback() is None:
-            return function(*args, **kwargs)
-        before, _watch.is_on = _watch.is_on, True
-        try:
-            return disabled(*args, **kwargs)
-        finally:
-            _watch.is_on = before
+        return function(*args, **kwargs) if _callback() is None else disabled(*args, **kwargs)
 
     _skip(eager.__code__)  # where its frame runs while the compiler watches
     wrapped: Any = functools.update_wrapper(eager, function)
@@ -45,16 +39,14 @@ def not_compiled(function: _F) -> _F:
     return wrapped
 
 
-class _Watch(threading.local):
-    is_on = _callback is None or not _can_skip  # where it cannot be known
-
-
-_watch = _Watch()
-
-
-def compiler_watches() -> bool:
-    """In a function that is :func:`not_compiled`: whether what has called it is compiled."""
-    return _watch.is_on
+def uses_compiler() -> bool:
+    """Whether something was compiled by ``torch.compile`` in this process."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    if module is None:
+        return False
+    backends = getattr(module, "cached_backends", None)
+    # What is excluded from compilation has None.
+    return backends is None or any(backend is not None for backend in backends.values())
 
 
 def _skip(code: CodeType) -> None:

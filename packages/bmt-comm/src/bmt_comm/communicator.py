@@ -221,6 +221,16 @@ class Communicator:
                 _host_collectives[self.group] = connected
         return isinstance(self._on_host, SharedMemoryCollectives)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether there are several ranks, which all share memory."""
+        return self._shared is not None
+
+    @property
+    def _shared(self) -> SharedMemoryCollectives | None:
+        found = None if self.group is None or self._transport is not None else _host_collectives.get(self.group)
+        return found if isinstance(found, SharedMemoryCollectives) else None
+
     @_compat.not_compiled
     def shared_vector(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A vector of zeros in memory that all ranks share: each sees what the others write. Every rank must call this.
@@ -228,22 +238,21 @@ class Communicator:
         :meth:`barrier` tells that all have written, or read. The memory is free when the tensors of all ranks are gone.
         None on every rank where the ranks do not share memory.
         """
-        on_host = self._on_host if self.size > 1 and self.device.type == "cpu" else None
-        return make_shared_vector(self, numel, dtype) if isinstance(on_host, SharedMemoryCollectives) else None
+        return make_shared_vector(self, numel, dtype) if self.shares_memory else None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised vector to be the ``src`` of one :meth:`reduce_scatter`; no view of it is valid afterwards.
 
         Where ranks share memory, it lies there, and the others read it without a copy.
         """
-        on_host = self._on_host if self.size > 1 and self.device.type == "cpu" else None
-        vector = on_host.empty(numel, dtype) if isinstance(on_host, SharedMemoryCollectives) else None
+        shared = self._shared
+        vector = None if shared is None else shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device) if vector is None else vector
 
     def discard(self, vector: Tensor) -> None:
         """A vector that :meth:`empty` has made will not be reduced."""
-        if self.size > 1 and isinstance(self._on_host, SharedMemoryCollectives):
-            self._on_host.discard(vector)
+        if self._shared is not None:
+            self._shared.discard(vector)
 
     @property
     def shares_within_hosts(self) -> bool:

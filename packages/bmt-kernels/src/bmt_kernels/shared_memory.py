@@ -263,7 +263,10 @@ class SharedMemoryExchange:
 
     def give_back(self, place: int) -> None:
         """A reserved place will not be used."""
-        self._taken.remove((place, place + _pages(self._reserved.pop(place))))
+        end = place + _pages(self._reserved.pop(place))
+        self._taken.remove((place, end))
+        if end > self._kept:
+            self._memories[self.rank].give_back(max(place, self._kept), end)
 
     def receive(
         self, sizes: Sequence[int | None], dtype: torch.dtype, operation: int = 0, name: bytes = b""

@@ -199,7 +199,8 @@ class Run:
         what, made = self._pass, made or self._made
         learning = what.forward and not self.plan.learned
         self._post = Post(self.context, self.plan.forms, learning, what.expected(self.stage))
-        with self._all_stages(), self._gradients() if what.backward else contextlib.nullcontext():
+        gradients = self._gradients() if what.backward else contextlib.nullcontext()
+        with self._step.deferring(), self._all_stages(), gradients:
             for peer, message in what.before(self.stage):
                 self._post.send(peer, message, made(message))
             for action in what.actions(self.stage):

@@ -88,7 +88,8 @@ class StepContext:
         self._prefetched: dict[ParameterGroup, bool] = {}  # whether they are kept until they are used
         self.use = UseAgreement()
         self._read: dict[Communicator, None] = {}  # whose ranks' memory this one computes with
-        self._nested = 0
+        self._read_again: dict[Communicator, None] = {}  # and may after this pass
+        self._nested = self._deferred = 0
         self.splits_backward = False
         self.part = BackwardPart.ALL
 
@@ -110,14 +111,16 @@ class StepContext:
             if flat.is_shared:
                 self._read[flat.shard_comm] = None
 
-    def end_use(self) -> None:
-        """Nothing is computed any more: meet the ranks that share memory, so that all may write to parameters.
+    def begin_long_use(self, group: ParameterGroup) -> None:
+        """The backward pass that is running will be differentiated, perhaps by one that reaches no parameter."""
+        self._read_again.update((flat.shard_comm, None) for flat in group.flats if flat.is_shared)
 
-        In a pipeline other micro-batches follow.
-        """
-        if not self._read or self.calls or self._passes or self._nested:
+    def end_use(self) -> None:
+        """Nothing is computed any more: meet the ranks that share memory, so that all may write to parameters."""
+        if not self._read or self.calls or self._passes or self._nested or self._deferred:
             return
-        read, self._read = self._read, {}
+        read, self._read = self._read, self._read_again
+        self._read_again = {}
         for comm in sorted(read, key=lambda comm: comm.ranks):
             comm.barrier(label="the end of a forward or backward pass")
 
@@ -127,7 +130,8 @@ class StepContext:
         """A call begins: forget calls that ended with an exception without a hook."""
         while self.calls and not _is_running(self.calls[-1].frame):
             self.calls.pop().abandon()
-        if not self.calls and current_backward() is None:
+        if self._read and not self.calls and current_backward() is None:
+            self.recover()
             self.end_use()  # of one that an exception has ended
 
     def end_forward(self, call: Any) -> None:
@@ -214,6 +218,16 @@ class StepContext:
             raise
         finally:
             self._nested -= 1
+        self.end_use()
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Within, other micro-batches follow a forward or backward pass; ranks meet at the end."""
+        self._deferred += 1
+        try:
+            yield
+        finally:
+            self._deferred -= 1
         self.end_use()
 
     @contextmanager

@@ -132,6 +132,7 @@ class FlatParameter:
         self.names: list[str] = []  # of the parameters
         self.is_shared = False  # whether ``unsharded`` is one buffer for all ranks
         self._may_share = False  # whether it is to be found out
+        self.keeps_apart = False  # whether it must not be: modules write to what they compute with
         self.use_storage(shard)
 
     # --- storage ----------------------------------------------------------------------------------
@@ -251,16 +252,23 @@ class FlatParameter:
                 f"{self.shard.device}, and were moved to {first.device}; move them back with "
                 f"model.to({str(self.shard.device)!r}), or shard the model without offload=True"
             )
-        shard = self.options.new_storage(self.layout.shard_numel, first.dtype, first.device).zero_()
-        for index, (param, view) in enumerate(zip(self.params, self.local_views(shard), strict=True)):
+        for index, (param, view) in enumerate(zip(self.params, self.local_views(self.shard), strict=True)):
             if param.shape != view.shape:
                 raise RuntimeError(
                     f"{self.names[index] if self.names else 'a parameter'} was given a tensor of shape "
                     f"{tuple(param.shape)}; this rank holds {tuple(view.shape)} of {param.bmt_slice.shape}: write into "
                     f"to_local(), and change shapes (resize_token_embeddings) before the model is sharded"
                 )
+        shard = self.options.new_storage(self.layout.shard_numel, first.dtype, first.device).zero_()
+        for param, view in zip(self.params, self.local_views(shard), strict=True):
             view.copy_(param.data)
-        self.use_storage(shard)
+        if shard.dtype == self.shard.dtype and shard.device == self.shard.device:
+            # The storage stays, which other ranks may share: one that has no rows does not notice.
+            self.state = State.SHARDED
+            self.shard.copy_(shard)
+            self._bind_parameters()
+        else:
+            self.use_storage(shard)
 
     def _own_part(self, flat: Tensor) -> Tensor:
         size, rank = self.layout.shard_numel, self.shard_comm.rank
@@ -317,7 +325,7 @@ class FlatParameter:
         version = sum([param._version for param in self.params])
         if self.state is not State.SHARDED and self._version == version:
             return
-        if self._may_share:
+        if self._may_share and not self.keeps_apart:
             self._share_memory()
             version = sum([param._version for param in self.params])
         if self._borrower is not None:

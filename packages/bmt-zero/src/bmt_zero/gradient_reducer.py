@@ -97,15 +97,26 @@ class GradientReducer:
         self._written: tuple[Tensor | None, list[Tensor]] = (None, [])  # what one rank reduces
         self._targets: dict[GradientTarget, Tensor] = {}  # flat gradients that are being filled
 
+    def new_target(self, accumulates: Any) -> GradientTarget:
+        """For a call; ``accumulates`` is the node that runs only in backward passes whose gradients are reduced."""
+        return GradientTarget(self.flat, self.open_target, self.close_target, accumulates)
+
     def open_target(self, target: GradientTarget) -> tuple[Tensor, bool]:
         """A flat gradient for a call's backward to fill, and whether to add to what it has."""
         with torch.no_grad():
-            self.finish()
-            self._forget_zeroed()
-            if self._accumulated is not None:
-                return self._accumulated, True
+            if self.pending is None:  # which is finished where all ranks do so
+                self._forget_zeroed()
+                if self._accumulated is not None:
+                    return self._accumulated, True
             total = self._targets[target] = self._new_total(may_borrow=False)
             return total, False
+
+    def close_target(self, target: GradientTarget) -> None:
+        """The flat gradient of a target will not be reduced: the backward that has filled it has failed."""
+        target.take()
+        total = self._targets.pop(target, None)
+        if total is not None:
+            self.flat.shard_comm.discard(total)
 
     def writes(self, index: int) -> bool:
         """Whether a call's backward may compute the gradient of a parameter in a flat gradient."""
@@ -127,6 +138,8 @@ class GradientReducer:
         filled = None if target is None else target.take()
         if target is not None:
             self._targets.pop(target, None)
+        if filled is not None:
+            grads = filled.with_given(grads)
         grads = self._prepared(grads)
         if not self._has_checked and self.grad_scale != 1.0:
             self._check_replicas(grads)
@@ -229,9 +242,8 @@ class GradientReducer:
         reduction, self.pending = self.pending, None
         if reduction is not None:
             reduction.finish()
-        for total in self._targets.values():
-            self.flat.shard_comm.discard(total)
-        self._targets = {}
+        for target in list(self._targets):
+            self.close_target(target)
         self._written = None, []
         self._accumulated = self.partial = None
         self._trees, self._tree = [], 0
@@ -344,11 +356,13 @@ class GradientReducer:
             if param._post_accumulate_grad_hooks:
                 hooked.append(param)
             before = param.grad
-            if before is not None and not self._is_zero(param, before):
+            if before is None:
+                param.grad = sharded_gradient(new, param)
+            elif self._is_zero(param, before):
+                before.data = new
+            else:
                 grads.append(before)
                 added.append(new)
-            else:
-                param.grad = sharded_gradient(new, param)
         self._zeros = {}
         if grads:
             torch._foreach_add_(grads, added)
@@ -476,12 +490,13 @@ class GradientReducer:
     def _new_total(self, may_borrow: bool) -> Tensor:
         """A flat gradient: where other ranks can read it, if it is to be reduced at once."""
         flat, dtype, is_kept = self.flat, self._dtype, self._keeps_unreduced
+        is_sent = not is_kept and flat.options.precision.packs_gradients is None
+        if is_sent and flat.shard_comm.shares_memory:
+            return flat.shard_comm.empty(flat.layout.numel, dtype)
         borrows = may_borrow and not is_kept and dtype == flat.unsharded.dtype
         borrowed = flat.lend_storage(self.finish) if borrows else None
         if borrowed is not None:
             return borrowed
-        if flat.is_shared and not is_kept:
-            return flat.shard_comm.empty(flat.layout.numel, dtype)
         return torch.empty(flat.layout.numel, dtype=dtype, device=flat.unsharded.device)
 
     def _write(
@@ -491,31 +506,21 @@ class GradientReducer:
 
         Returns the views of it.
         """
-        there = [False] * len(grads)
-        written: set[int] = set()
-        if filled is not None and filled.total is total:
-            there, written = [filled.holds(i, grad) for i, grad in enumerate(grads)], filled.written
+        there: set[int] = set()
         views = self.flat.unsharded_views(total) if filled is None or filled.total is not total else filled.views
+        if filled is not None and filled.total is total:
+            there = filled.written
         if not add:  # optimizers and norms may read the flat gradient as a whole
             for start, stop in self._gaps:
                 total[start:stop].zero_()
             absent = [views[i] for i, grad in enumerate(grads) if grad is None]
             if absent:
                 torch._foreach_zero_(absent)
-        present = [i for i, grad in enumerate(grads) if grad is not None and not there[i]]
-        # What autograd has added to a gradient that was written has that, and what it was added to, in it.
-        added = [i for i in present if add and i not in written]
-        copied = [i for i in present if not add or i in written]
-        if added:
-            torch._foreach_add_([views[i] for i in added], [_given(grads[i]) for i in added])
-        if copied:
-            torch._foreach_copy_([views[i] for i in copied], [_given(grads[i]) for i in copied])
+        present = [i for i, grad in enumerate(grads) if grad is not None and i not in there]
+        if present:
+            write: Any = torch._foreach_add_ if add else torch._foreach_copy_
+            write([views[i] for i in present], [grads[i] for i in present])
         return views
-
-
-def _given(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad
 
 
 class _Reduction:

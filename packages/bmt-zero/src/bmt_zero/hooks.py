@@ -103,6 +103,8 @@ class Call:
             )
         with torch._C.DisableTorchFunctionSubclass():
             group.step.enter(group)
+            if torch.is_grad_enabled():
+                group.step.begin_long_use(group)
             note_place(group.places[1])
             group.in_backward.add(self)
             self._awaits_params = any(self.trainable) and part is BackwardPart.ALL
@@ -257,6 +259,11 @@ class ForwardHooks:
             call.abandon()
             return None
         call.uninstall()
+        if group.shares_memory and any(view._version for view in call.views):
+            raise RuntimeError(
+                f"the forward of {group.name} has written to its parameters, which all ranks have in common: write to "
+                f"them outside of forward, or to buffers"
+            )
         dtype = group.precision.output_dtype
         result = output if dtype is None else _cast(output, dtype)
         if not call.views:  # replacements, or no parameters

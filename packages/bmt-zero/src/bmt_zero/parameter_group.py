@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import ParallelContext, compiler_watches, not_compiled, select_rows
+from bmt_comm import ParallelContext, not_compiled, select_rows, uses_compiler
 
 from .flat_parameter import FlatParameter, State
 from .gradient_reducer import GradientReducer, ReducedGradient
@@ -217,6 +217,10 @@ class ParameterGroup:
         self._labelled_name = ""
         self.places = ("", "")  # of forward and backward, for messages about failures
         self._installed = False
+        for slot in self.slots:
+            if getattr(slot.module, "max_norm", None) is not None:  # an embedding that writes to its weight in forward
+                for flat in self.flats:
+                    flat.keeps_apart = True
         self._recurrent = list({s.module: None for s in self.slots if isinstance(s.module, nn.RNNBase)})
         self.params: list[ShardedParameter] = []
         self.unfilled: list[ShardedParameter] = []
@@ -240,20 +244,26 @@ class ParameterGroup:
     def views_with_targets(self) -> tuple[list[Tensor], dict[GradientReducer, GradientTarget]]:
         """:meth:`views` for a call that may be differentiated, and where the gradients of large weights go.
 
-        Autograd has to see how gradients are computed that a pipeline computes in two parts, or that are compiled.
+        Autograd has to see how gradients are computed that a pipeline computes in two parts. Compiled code takes plain
+        tensors.
         """
         views = self.views()
         targets: dict[GradientReducer, GradientTarget] = {}
-        if not self._matrices or self.step.splits_backward or compiler_watches():
+        if not self._matrices or self.step.splits_backward or uses_compiler():
             return views, targets
         for position, reducer, number in self._matrices:
             view = views[position]
             if self.trains[position] and view.nbytes >= LEAST_BYTES and reducer.writes(number):
                 target = targets.get(reducer)
                 if target is None:
-                    target = targets[reducer] = GradientTarget(reducer.flat, reducer.open_target, self.accumulates)
+                    target = targets[reducer] = reducer.new_target(self.accumulates)
                 views[position] = UnshardedParameter.of(view, target, number)
         return views, targets
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the unsharded parameters lie in memory that the ranks share."""
+        return any(flat.is_shared for flat in self.flats)
 
     # --- unsharding -------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@
     gradient, whichever module calls them. Everything else is left to autograd: other operations, and these in
     ``torch.compile``, autocast and transforms of ``torch.func``, and of inputs that are no plain tensors.
 
-    If another operation uses a parameter in the same call, all of the parameter's gradients are left to autograd, which
-    adds them up.
+    If another operation is seen to use a parameter in the same call, all of the parameter's gradients are left to
+    autograd, which adds them up; hooks on the parameter then see them all. What autograd has of uses that are not seen
+    (by a ``torch.autograd.Function``, say) is added to what was written.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ class UnshardedParameter(Tensor):
 
 
 _READS = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "_version")
+    ),
     *(
         getattr(Tensor, name).__get__
         for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_leaf", "is_quantized")
@@ -93,12 +97,13 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor | None:
     return out if input.dim() == 2 else out.view(*input.shape[:-1], out.shape[-1])
 
 
-def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Tensor | None:
-    if beta != 1 or alpha != 1 or out is not None or not _writes(mat2, mat1, input):
+def _addmm(*args: Any, **kwargs: Any) -> Tensor | None:
+    if len(args) != 3 or kwargs:
         return None
-    if input.dim() != 1 or mat1.dim() != 2:
+    bias, a, b = args
+    if not _writes(b, a, bias) or bias.dim() != 1 or a.dim() != 2:
         return None
-    return _Product.apply(mat1, mat2, input, mat2.target, mat2.number, False)
+    return _Product.apply(a, b, bias, b.target, b.number, False)
 
 
 def _embedding(
@@ -151,6 +156,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, target: GradientTarget, index: int, transposed: bool
     ) -> Tensor:
+        target.note_use(index)
         saved = a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None
         ctx.save_for_backward(*(saved if bias is not None else reversed(saved)))
         ctx.target, ctx.index, ctx.transposed, ctx.has_bias = target, index, transposed, bias is not None
@@ -173,8 +179,6 @@ class _Product(torch.autograd.Function):
                         place.view.addmm_(left, right)
                     else:
                         torch.mm(left, right, out=place.view)
-                    if place.is_first:
-                        grad_b = place.view.t() if ctx.transposed else place.view
             grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
             return grad_a, grad_b, grad_bias, None, None, None
 
@@ -184,6 +188,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, weight: UnshardedParameter, padding_idx: int | None) -> Tensor:
+        weight.target.note_use(weight.number)
         ctx.save_for_backward(numbers)
         ctx.target, ctx.index = weight.target, weight.number
         ctx.rows, ctx.padding = weight.shape[0], -1 if padding_idx is None else padding_idx % weight.shape[0]
@@ -202,7 +207,7 @@ class _Embedding(torch.autograd.Function):
                 kept = chosen != ctx.padding
                 chosen, rows = chosen[kept], rows[kept]
             (place.view if place.adds else place.view.zero_()).index_add_(0, chosen, rows)
-            return None, place.view if place.is_first else None, None
+            return None, None, None
 
 
 def _place(ctx: Any) -> Place | None:
