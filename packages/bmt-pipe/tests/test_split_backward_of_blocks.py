@@ -13,7 +13,7 @@ from pipe_helpers import FusedLinear, rows_of
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from bmt_comm import ParallelContext
+from bmt_comm import Communicator, ParallelContext
 from bmt_pipe.split_backward import SplitBackward
 from bmt_zero import Block, DistributedModule, DistributedParameter, MixedPrecision, TransformerBlockList, no_sync
 from bmt_zero.backward_context import step_context
@@ -203,6 +203,7 @@ def test_a_weight_that_is_used_thrice(ctx: ParallelContext, level: int) -> None:
 
 @pytest.mark.ranks(2)
 @every_level
+@mock.patch.object(Communicator, "shares_memory", False)  # which have one buffer
 def test_weights_that_are_computed(ctx: ParallelContext, level: int) -> None:
     plain, blocks = three(level, Computed)
     in_one(plain, ctx, 0)

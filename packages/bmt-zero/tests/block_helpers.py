@@ -79,7 +79,7 @@ def space(block: Block) -> int:
 def own_memory() -> Iterator[None]:
     """Within (or for a test that it decorates), each rank gathers parameters in memory of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Communicator, "shared_vector", lambda *_: None)
+        patch.setattr(Communicator, "shares_memory", False)
         yield
 
 

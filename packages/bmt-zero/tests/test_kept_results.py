@@ -315,7 +315,7 @@ def test_lists_and_blocks_take_each_kind(ctx: ParallelContext) -> None:
         (("relu_.default",), r"use_checkpoint has aten.relu_.default in it.*in place"),
         (("view",), r"use_checkpoint has aten.view in it.*views"),
     ],
-    ids=str,
+    ids=["above", "below", "nan", "name", "none", "text", "function", "composite", "in place", "view"],
 )
 def test_other_values_are_refused(ctx: ParallelContext, value: Any, match: str) -> None:
     linear = nn.Linear(3, 3)

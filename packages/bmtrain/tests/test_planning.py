@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import bmt_tp
 import bmtrain as bmt
+from bmt_comm import Communicator
 from bmtrain.command import main
 from bmtrain.planning import DEVICES, Choices, Job, PlannedModel, Settings, estimate, load_model, search, trace
 from bmtrain.planning.gpt import GPT, GPTSizes
@@ -93,6 +95,7 @@ def check(ctx: bmt.ParallelContext, layouts: list[tuple[Settings, int, torch.dty
 
 
 @pytest.mark.ranks(2)
+@mock.patch.object(Communicator, "shares_memory", False)  # which have one buffer
 def test_the_peak_of_a_plan_is_within_5_percent(ctx):
     check(
         ctx,
@@ -105,6 +108,7 @@ def test_the_peak_of_a_plan_is_within_5_percent(ctx):
 
 @pytest.mark.thorough
 @pytest.mark.ranks(2)
+@mock.patch.object(Communicator, "shares_memory", False)  # which have one buffer
 def test_the_peak_at_other_levels(ctx):
     check(
         ctx,
@@ -121,6 +125,7 @@ def test_the_peak_at_other_levels(ctx):
 
 @pytest.mark.thorough
 @pytest.mark.ranks(4, tp_size=2)
+@mock.patch.object(Communicator, "shares_memory", False)  # which have one buffer
 def test_the_peak_of_tensor_parallel_ranks(ctx):
     check(
         ctx,
@@ -133,6 +138,7 @@ def test_the_peak_of_tensor_parallel_ranks(ctx):
 
 @pytest.mark.thorough
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4)
+@mock.patch.object(Communicator, "shares_memory", False)  # which have one buffer
 def test_the_peak_of_a_pipeline(ctx):
     check(
         ctx,

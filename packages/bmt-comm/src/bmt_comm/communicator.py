@@ -245,7 +245,7 @@ class Communicator:
 
         Where ranks share memory, it lies there, and the others read it without a copy.
         """
-        shared = self._shared
+        shared = self._shared if self.shares_memory else None
         vector = None if shared is None else shared.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device) if vector is None else vector
 

@@ -356,10 +356,8 @@ class GradientReducer:
             if param._post_accumulate_grad_hooks:
                 hooked.append(param)
             before = param.grad
-            if before is None:
+            if before is None or self._is_zero(param, before):
                 param.grad = sharded_gradient(new, param)
-            elif self._is_zero(param, before):
-                before.data = new
             else:
                 grads.append(before)
                 added.append(new)

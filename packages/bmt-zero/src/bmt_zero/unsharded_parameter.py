@@ -132,7 +132,7 @@ def _writes(weight: Any, *others: Any) -> bool:
             other is None or (type(other) in _PLAIN and other.dtype == weight.dtype and other.device == weight.device)
             for other in others
         )
-        and not torch.is_autocast_enabled(weight.device.type)
+        and (weight.is_meta or not torch.is_autocast_enabled(weight.device.type))
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
     )
