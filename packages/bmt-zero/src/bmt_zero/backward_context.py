@@ -88,7 +88,6 @@ class StepContext:
         self._prefetched: dict[ParameterGroup, bool] = {}  # whether they are kept until they are used
         self.use = UseAgreement()
         self._read: dict[Communicator, None] = {}  # whose ranks' memory this one computes with
-        self._read_again: dict[Communicator, None] = {}  # and may after this pass
         self._nested = self._deferred = 0
         self.splits_backward = False
         self.part = BackwardPart.ALL
@@ -111,16 +110,11 @@ class StepContext:
             if flat.is_shared:
                 self._read[flat.shard_comm] = None
 
-    def begin_long_use(self, group: ParameterGroup) -> None:
-        """The backward pass that is running will be differentiated, perhaps by one that reaches no parameter."""
-        self._read_again.update((flat.shard_comm, None) for flat in group.flats if flat.is_shared)
-
     def end_use(self) -> None:
         """Nothing is computed any more: meet the ranks that share memory, so that all may write to parameters."""
         if not self._read or self.calls or self._passes or self._nested or self._deferred:
             return
-        read, self._read = self._read, self._read_again
-        self._read_again = {}
+        read, self._read = self._read, {}
         for comm in sorted(read, key=lambda comm: comm.ranks):
             comm.barrier(label="the end of a forward or backward pass")
 

@@ -103,8 +103,6 @@ class Call:
             )
         with torch._C.DisableTorchFunctionSubclass():
             group.step.enter(group)
-            if torch.is_grad_enabled():
-                group.step.begin_long_use(group)
             note_place(group.places[1])
             group.in_backward.add(self)
             self._awaits_params = any(self.trainable) and part is BackwardPart.ALL
