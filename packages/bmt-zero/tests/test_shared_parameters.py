@@ -164,27 +164,6 @@ def test_training_after_a_first_forward_in_inference_mode(ctx, level):
     compare_updates(blocks, plain, start)
 
 
-class Writes(nn.Module):
-    """Writes to its weight in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(7, 7)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.linear.weight.clamp_(-0.1, 0.1)
-        return self.linear(x)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_a_forward_that_writes_to_its_parameters_is_an_error(ctx, level):
-    block = Block(Writes(), use_checkpoint=False, zero_level=level)
-    with pytest.raises(RuntimeError, match="has written to its parameters"):
-        block(seeded(0, 3, 7))
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [2, 3])
 def test_an_embedding_that_scales_its_rows_in_forward_has_them_apart(ctx, level):

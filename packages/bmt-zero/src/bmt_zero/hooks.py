@@ -257,11 +257,6 @@ class ForwardHooks:
             call.abandon()
             return None
         call.uninstall()
-        if group.shares_memory and any(view._version for view in call.views):
-            raise RuntimeError(
-                f"the forward of {group.name} has written to its parameters, which all ranks have in common: write to "
-                f"them outside of forward, or to buffers"
-            )
         dtype = group.precision.output_dtype
         result = output if dtype is None else _cast(output, dtype)
         if not call.views:  # replacements, or no parameters

@@ -260,11 +260,6 @@ class ParameterGroup:
                 views[position] = UnshardedParameter.of(view, target, number)
         return views, targets
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether the unsharded parameters lie in memory that the ranks share."""
-        return any(flat.is_shared for flat in self.flats)
-
     # --- unsharding -------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
