@@ -201,6 +201,15 @@ def test_compressed_gradients_are_sums_of_hosts(ctx, kind):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("numel", [2 * 524288 + 1, 2**21 + 1])
+def test_large_sums_of_lengths_that_the_ranks_of_a_host_do_not_divide(ctx, numel):
+    with hosts(lambda rank: rank // 2) as (over, _):
+        x = torch.full((numel,), float(ctx.rank + 1))
+        over.all_reduce(x)
+        assert torch.equal(x, torch.full((numel,), 10.0))
+
+
+@pytest.mark.ranks(4)
 def test_bytes_cross_to_another_host_once(ctx):
     with hosts(lambda rank: rank // 2) as (over, _), counted_messages() as sent:
         over.all_gather(torch.empty(4000), torch.ones(1000))

@@ -334,6 +334,21 @@ def test_no_places_in_shared_memory_are_left(ctx, compression):
 
 
 @pytest.mark.ranks(2)
+def test_gradients_of_the_only_parameter_that_lie_in_other_ways_on_each_rank(ctx):
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: Tensor, dense: bool) -> Tensor:
+            return (self.w * x).sum() if dense else self.w.sum()
+
+    block, x = Block(Weight(), use_checkpoint=False), seeded(0, 64, 64)
+    block(x, ctx.rank == 0).backward()
+    torch.testing.assert_close(block.w.grad.to_local(), rows_of(x + 1, block.w))
+
+
+@pytest.mark.ranks(2)
 @of_any_size()
 def test_gradients_of_inputs_alone_open_no_target(ctx):
     opened = []

@@ -194,7 +194,8 @@ class SharedMemoryCollectives:
         """Every rank's ``mine`` into ``chunks``. ``waits_at_once``: nothing comes between this call and the wait."""
         if mine.nbytes > _LARGEST_BYTES:
             return self._by_messages().all_gather(chunks, mine, operation)
-        if mine.nbytes <= 4 * _PIECE_BYTES:
+        # All ranks must decide alike, whose own chunks may have other lengths.
+        if chunks[0].nbytes <= 4 * _PIECE_BYTES or len({chunk.numel() for chunk in chunks}) > 1:
             return self._whole.start([self._gather(chunks, mine)], operation)
         cuts = zip(_cut_in_few([mine], 1), _cut_in_few(chunks, 1), strict=True)
         return self._whole.start([self._gather(cut, part) for (part,), cut in cuts], operation, waits_at_once)

@@ -39,6 +39,7 @@ from bmt_kernels.shared_memory import (
     _close,
     _Memory,
     _open,
+    add_exchange,
     exchanges_between_two,
     longest_sleep,
     make_progress,
@@ -110,7 +111,7 @@ class SharedMemoryMessages:
                 self._memories[rank] = memory
         addresses = [self._memories[rank].address for rank in range(len(handles))]
         self._native = self._make(self.rank, addresses, self._header_bytes, self._stage_bytes)
-        exchanges_between_two.add(self)
+        add_exchange(exchanges_between_two, self)
         return True
 
     def send(self, data: Tensor, peer: int, tag: int = 0, stage: bool = True) -> MessageWork | None:

@@ -60,6 +60,21 @@ _SLEEP = 0.1  # seconds, after which one that waits looks whether the other proc
 
 # Exchanges of messages between two processes. They have no thread: whoever waits for something else looks after them.
 exchanges_between_two: weakref.WeakSet[Any] = weakref.WeakSet()
+_adding = threading.Lock()
+
+
+def members(exchanges: weakref.WeakSet[Any]) -> list[Any]:
+    """Of a set of exchanges to which another thread may add; see :func:`add_exchange`."""
+    with _adding:
+        return list(exchanges)
+
+
+def add_exchange(exchanges: weakref.WeakSet[Any], exchange: Any) -> None:
+    """Add to a set that other threads may look through."""
+    with _adding:
+        exchanges.add(exchange)
+
+
 _POLL = 1e-3  # seconds between two looks at what is under way there
 
 
@@ -129,7 +144,7 @@ class SharedMemoryExchange:
         self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
         self._spin = _SPIN if len(names) <= processors() else 0.0
         self._kept = 0  # bytes, from the beginning of the memory, that stay when messages are gone
-        self._alive.add(self)
+        add_exchange(self._alive, self)
         # Not at exit: others notice that a process ends, and until then something may still be sent.
         weakref.finalize(self, _close, own, self._fd, os.getpid()).atexit = False
 
@@ -176,8 +191,13 @@ class SharedMemoryExchange:
         """
         self._check_size(size)
         while not self.has_room(size):
+            first = next(iter(tuple(self._in_use)), None)  # another thread may free them
+            if first is None:
+                if self._reserved:
+                    raise RuntimeError(f"reserved places leave no room for a message of {size} bytes")
+                continue
             for rank in self._memories:
-                self._wait(rank, _RECEIVED, self._in_use[0][0])
+                self._wait(rank, _RECEIVED, first[0])
 
     def wait_for_others(self, most: int) -> None:
         """Wait until each process has sent as many messages as this one has received, empty ones among them.
@@ -264,9 +284,9 @@ class SharedMemoryExchange:
     def give_back(self, place: int) -> None:
         """A reserved place will not be used."""
         end = place + _pages(self._reserved.pop(place))
-        self._taken.remove((place, end))
         if end > self._kept:
             self._memories[self.rank].give_back(max(place, self._kept), end)
+        self._taken.remove((place, end))
 
     def receive(
         self, sizes: Sequence[int | None], dtype: torch.dtype, operation: int = 0, name: bytes = b""
@@ -372,16 +392,16 @@ class SharedMemoryExchange:
         """Forget the messages that all processes have received."""
         while self._in_use and self._all_have_received(self._in_use[0][0]):
             _, begin, end = self._in_use.popleft()
-            self._taken.remove((begin, end))
             if end > self._kept:  # all exchanges of the process have _KEPT in common
-                others = sum(exchange._kept for exchange in self._alive) - self._kept
+                others = sum(exchange._kept for exchange in members(self._alive)) - self._kept
                 self._kept = max(self._kept, min(end, (_KEPT - others) // _PAGE * _PAGE))
                 if end > self._kept:
                     self._memories[self.rank].give_back(max(begin, self._kept), end)
+            self._taken.remove((begin, end))  # now that it is empty, another thread may take it
 
     def _free_places_of_all(self) -> int:
         """Of all exchanges of this process; the bytes that are in use after that."""
-        exchanges = list(self._alive)
+        exchanges = members(self._alive)
         for exchange in exchanges:
             if exchange._in_use and exchange._freeing.acquire(blocking=False):
                 try:
@@ -430,7 +450,7 @@ class SharedMemoryExchange:
 
 def make_progress(but: object = None) -> None:
     """Receive and send what can be without waiting, in all exchanges between two processes but one."""
-    for exchange in list(exchanges_between_two):
+    for exchange in members(exchanges_between_two):
         if exchange is not but and exchange.is_under_way:
             exchange.progress()
 
@@ -439,7 +459,7 @@ def longest_sleep(but: object = None) -> float:
     """Seconds that a process may sleep until it calls :func:`make_progress` again."""
     if not exchanges_between_two:
         return _SLEEP
-    others = (exchange for exchange in list(exchanges_between_two) if exchange is not but)
+    others = (exchange for exchange in members(exchanges_between_two) if exchange is not but)
     return _POLL if any(exchange.is_under_way for exchange in others) else _SLEEP
 
 

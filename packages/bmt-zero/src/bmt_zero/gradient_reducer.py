@@ -471,6 +471,7 @@ class GradientReducer:
         return (
             len(flat.params) == 1
             and flat.shard_comm.size > 1
+            and not flat.shard_comm.shares_memory  # of which all ranks read flat gradients where they lie, or none
             and grad is not None
             and grad.is_contiguous()
             and grad.numel() == flat.layout.numel
