@@ -159,7 +159,7 @@ def table(
 def spread(values: Sequence[float]) -> str:
     """The median, the least and the greatest."""
     median, least, greatest = (f"{value:#.3g}" for value in (statistics.median(values), min(values), max(values)))
-    return f"{median} ({least} to {greatest})"
+    return f"{median} ({least} to {greatest})" if len(values) > 1 else median
 
 
 def markdown(rows: Iterator[list[str]]) -> str:

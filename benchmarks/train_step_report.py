@@ -191,7 +191,8 @@ def written(results: Results, picture: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     parts = [
         f"Machine: {machine['device']}; {versions}; commit {machine['commit']}, {results.date}. Each candidate was"
-        f" started {starts} times. Cells have the median over these starts (least to greatest).",
+        f" started {'once' if starts == '1' else f'{starts} times'}. Cells have the median over its starts"
+        f" (least to greatest).",
         f"![Time of a training step, relative to a step without communication]({picture})",
     ]
     peak = max((flops for name, flops in PEAK_FLOPS.items() if name in machine["device"]), default=0)
