@@ -56,7 +56,7 @@ _KEPT = 1 << 27  # bytes that stay this process's when messages are gone, in all
 
 _SPIN = 100e-6  # seconds: longer than waking up takes
 _SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
-
+_POLL = 1e-3  # seconds between two looks at what is under way in exchanges between two processes
 
 # Exchanges of messages between two processes. They have no thread: whoever waits for something else looks after them.
 exchanges_between_two: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -73,9 +73,6 @@ def add_exchange(exchanges: weakref.WeakSet[Any], exchange: Any) -> None:
     """Add to a set that other threads may look through."""
     with _adding:
         exchanges.add(exchange)
-
-
-_POLL = 1e-3  # seconds between two looks at what is under way there
 
 
 class MismatchError(RuntimeError):

@@ -135,9 +135,10 @@ class GradientReducer:
         """
         self.finish()
         self._forget_zeroed()
-        filled = None if target is None else target.take()
+        filled = None
         if target is not None:
             self._targets.pop(target, None)
+            filled = target.take()
         if filled is not None:
             grads = filled.with_given(grads)
         grads = self._prepared(grads)
@@ -505,10 +506,10 @@ class GradientReducer:
 
         Returns the views of it.
         """
-        there: set[int] = set()
-        views = self.flat.unsharded_views(total) if filled is None or filled.total is not total else filled.views
         if filled is not None and filled.total is total:
-            there = filled.written
+            views, there = filled.views, filled.written
+        else:
+            views, there = self.flat.unsharded_views(total), set()
         if not add:  # optimizers and norms may read the flat gradient as a whole
             for start, stop in self._gaps:
                 total[start:stop].zero_()
