@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -109,3 +110,23 @@ def test_vectors_lie_in_the_same_memory_again(ctx):
         assert torch.equal(out, torch.ones(1 << 11))
         comm.barrier()
     assert len(addresses) <= 2
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("numel", [7, 3 << 19])  # more than four pieces, too
+def test_one_rank_that_has_no_room_left_copies_and_the_others_do_not_notice(ctx, numel):
+    comm = ctx.world
+    if not shares(comm):
+        return
+    exchange = comm._shared._exchange
+    for victim in range(comm.size):
+        with mock.patch.object(exchange, "reserve", wraps=exchange.reserve) as reserve:
+            if comm.rank == victim:
+                reserve.side_effect = lambda size: None
+            source = comm.empty(comm.size * numel, torch.float32).fill_(comm.rank + 1)
+            unused = comm.empty(100, torch.float32)
+        comm.discard(unused)
+        out = torch.empty(numel)
+        comm.reduce_scatter(out, source)
+        assert torch.equal(out, torch.full((numel,), comm.size * (comm.size + 1) / 2))
+    assert not comm._shared._places

@@ -6,7 +6,7 @@
     order, that of the calls.
 
 [Note: two lanes]
-    Most collectives are sent at the call, in one piece or, if a rank sends more than two megabytes, in up to 16: a rank
+    Most collectives are sent at the call, in one piece or, if a rank sends more than four megabytes, in up to 16: a rank
     that waits needs the others to have called it, too, and no more, so that ranks may do different things between the
     call and the wait. The messages take as much memory as the receive buffers of an exchange by messages would: no more
     than what some rank has called and not waited for, whose tensors that rank holds. A rank that waits as soon as it
@@ -19,9 +19,9 @@
     collective. It does not need them to wait, and a call itself never waits for anything, so nothing stops that would
     go on by messages, which need a receive for each send.
 
-    An all-reduce of more than half a megabyte goes over
-    a lane of its own, in many pieces, which are sent and read while ranks wait, and stay in the caches on their way. A
-    rank that waits for it needs the others to come to a wait, too, as with one by messages.
+    An all-reduce of more than a megabyte goes over a lane of its own, in many pieces, which are sent and read while
+    ranks wait, and stay in the caches on their way. A rank that waits for it needs the others to come to a wait, too,
+    as with one by messages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .operation import Operation
 from .work import Pending, Work
 
 _LARGEST_BYTES = 1 << 30  # of a message that is sent at the call
-_PIECE_BYTES = 1 << 19
+_PIECE_BYTES = 1 << 20
 _MOST_PIECES = 16  # of a collective that is sent at the call
 _AHEAD = 2  # pieces that a rank that waits sends before it reads the first
 _RUN_AHEAD_BYTES = 1 << 28  # that others have not received, of what they may not even have called
@@ -170,15 +170,19 @@ class SharedMemoryCollectives:
         self._order = _Order()
         self._whole, self._pieces = _Lane(whole, self._order), _Lane(pieces, self._order)
         self._exchange = whole
-        self._places: dict[int, int] = {}  # of the vectors that :meth:`empty` has made, by their addresses
+        # Of the vectors that :meth:`empty` has made, by their addresses. None: in memory of this rank alone.
+        self._places: dict[int, int | None] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A vector for one :meth:`reduce_scatter`, which sends it without a copy; None: it would be too large."""
+        """A vector for one :meth:`reduce_scatter`, which sends it without a copy; None: it would be too large.
+
+        Where this rank has no room left, it is copied when it is sent. The others do not notice.
+        """
         size = numel * dtype.itemsize
-        place = self._exchange.reserve(size) if 0 < size <= _LARGEST_BYTES else None
-        if place is None:
+        if not 0 < size <= _LARGEST_BYTES:
             return None
-        vector = self._exchange.reserved(place, dtype)
+        place = self._exchange.reserve(size)
+        vector = torch.empty(numel, dtype=dtype, device="cpu") if place is None else self._exchange.reserved(place, dtype)
         self._places[vector.data_ptr()] = place
         return vector
 
@@ -206,9 +210,9 @@ class SharedMemoryCollectives:
         """Reduce ``chunks`` into ``out`` of one rank each."""
         if chunks[0].nbytes * (self.size - 1) > _LARGEST_BYTES:
             return self._by_messages().reduce_scatter(out, chunks, op, operation)
-        place = self._places.pop(chunks[0].data_ptr(), None)
-        if place is not None:
-            return self._whole.start([self._reduce_there(out, chunks, op, place)], operation)
+        address = chunks[0].data_ptr()
+        if address in self._places:
+            return self._whole.start([self._reduce_there(out, chunks, op, self._places.pop(address))], operation)
         if chunks[0].nbytes * (self.size - 1) <= 4 * _PIECE_BYTES or len({chunk.numel() for chunk in chunks}) > 1:
             return self._whole.start([self._reduce(out, chunks, op)], operation)
         cuts = _cut_in_few(chunks, self.size - 1)
@@ -338,8 +342,8 @@ class SharedMemoryCollectives:
         parts[self.rank] = mine.clone() if self.rank > 1 and out.data_ptr() == mine.data_ptr() else mine
         combine(out, parts, op)
 
-    def _reduce_there(self, out: Tensor, chunks: Sequence[Tensor], op: str, place: int) -> _Piece:
-        """As :meth:`_reduce` does, of chunks that lie in the memory that others read."""
+    def _reduce_there(self, out: Tensor, chunks: Sequence[Tensor], op: str, place: int | None) -> _Piece:
+        """As :meth:`_reduce` does, of chunks that lie in the memory that others read, or have found no room there."""
         sizes = [sum(chunk.nbytes for chunk in chunks)] * self.size
         sizes[self.rank] = 0
         before, mine = sum(chunk.numel() for chunk in chunks[: self.rank]), chunks[self.rank]
@@ -349,7 +353,7 @@ class SharedMemoryCollectives:
             parts[self.rank] = mine
             combine(out, parts, op)
 
-        return _Piece([], sizes, mine.dtype, read, place=place)
+        return _Piece(chunks if place is None else [], sizes, mine.dtype, read, place=place)
 
     def _reduce_all(self, flat: Tensor, op: str) -> _Piece:
         """Every rank sends everything to all."""
