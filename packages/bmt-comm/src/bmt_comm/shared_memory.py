@@ -6,12 +6,12 @@
     order, that of the calls.
 
 [Note: two lanes]
-    Most collectives are sent at the call, in one piece or, if a rank sends more than four megabytes, in up to 16: a rank
-    that waits needs the others to have called it, too, and no more, so that ranks may do different things between the
-    call and the wait. The messages take as much memory as the receive buffers of an exchange by messages would: no more
-    than what some rank has called and not waited for, whose tensors that rank holds. A rank that waits as soon as it
-    has called sends each of several pieces shortly before it reads those of the others, so that all of them are read
-    while they are in the caches.
+    Most collectives are sent at the call, in one piece or, if a rank sends more than four megabytes, in up to 16: a
+    rank that waits needs the others to have called it, too, and no more, so that ranks may do different things
+    between the call and the wait. The messages take as much memory as the receive buffers of an exchange by
+    messages would: no more than what some rank has called and not waited for, whose tensors that rank holds. A rank
+    that waits as soon as it has called sends each of several pieces shortly before it reads those of the others, so
+    that all of them are read while they are in the caches.
 
     Only a rank that has nothing to receive, as the root of a broadcast, could leave behind any number of messages for
     which the others have not called anything yet. Its wait is over at once as long as 256 MiB, over all process groups,
@@ -182,7 +182,10 @@ class SharedMemoryCollectives:
         if not 0 < size <= _LARGEST_BYTES:
             return None
         place = self._exchange.reserve(size)
-        vector = torch.empty(numel, dtype=dtype, device="cpu") if place is None else self._exchange.reserved(place, dtype)
+        if place is None:
+            vector = torch.empty(numel, dtype=dtype, device="cpu")
+        else:
+            vector = self._exchange.reserved(place, dtype)
         self._places[vector.data_ptr()] = place
         return vector
 
