@@ -75,6 +75,11 @@ def start(name: str) -> bmt_comm.ParallelContext:
         bmt_comm.Communicator.share_memory = lambda *_: False  # type: ignore[method-assign]
     by_torch = transport == SHARED and not system.startswith("bmtrain")
     context = bmt_comm.init_distributed(backend="bmt" if by_torch else None)
+    if system == "FSDP2":  # here, so that code does not count as memory of a model
+        import torch.distributed.fsdp  # noqa: F401
+    elif system.startswith("DeepSpeed"):
+        os.environ["DS_ACCELERATOR"] = context.device.type
+        import deepspeed  # noqa: F401
     if transport == SHARED and context.world.size > 1 and not context.world.share_memory():
         sys.exit("the ranks cannot share memory: is bmt-kernels installed, with its compiled module?")
     return context
@@ -139,7 +144,6 @@ def _fully_shard(model: GPT, context: bmt_comm.ParallelContext, options: Options
 
 
 def _deepspeed_step(model: nn.Module, stage: int, context: bmt_comm.ParallelContext, options: Options) -> Step:
-    os.environ["DS_ACCELERATOR"] = context.device.type
     import deepspeed
 
     settings = {

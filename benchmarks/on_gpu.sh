@@ -44,7 +44,6 @@ run factored "$python" benchmarks/factored.py
 run optimizers "$python" benchmarks/optimizers.py --plot "$out/optimizers.png"
 run lamb "$python" benchmarks/lamb.py
 run overhead "$python" benchmarks/overhead.py
-run memory "$python" benchmarks/memory.py
 # Writes its tables to docs/benchmarks.md. If it is interrupted, the next run measures what is missing.
 run train-step "$python" -W ignore benchmarks/train_step_report.py --results "$out/train-step.json"
 run tensor-parallel "$python" benchmarks/tensor_parallel.py

@@ -25,7 +25,7 @@ import torch
 from candidates import PLAIN, Options
 from launch import default_ranks, launched, machine, on_ranks
 from link import on_hosts
-from memory_peak import MemoryPeak
+from memory_peak import MemoryPeak, memory_taken
 from models import GPTShape
 
 import bmt_comm
@@ -73,8 +73,8 @@ class Result:
 
     Attributes:
         seconds: of a step, the median.
-        mib: the most memory of a step. On the CPU that of the host: the sum over the ranks of their proportional set
-            sizes. On GPUs what the rank with most of it has allocated.
+        mib: the most memory of a step, above what there was before the model was built. On the CPU that of the host:
+            the sum over the ranks of their proportional set sizes. On GPUs that of the rank that allocates most.
     """
 
     seconds: float
@@ -102,6 +102,7 @@ def measure(name: str, setting: Setting) -> Result:
 def run_alone(name: str, setting: Setting, into: Path) -> None:
     """Measure one candidate, on the ranks that this process is one of."""
     context = candidates.start(name)
+    before = memory_without_model(context)
     generator = torch.Generator().manual_seed(context.rank)
     size = (setting.batch, setting.length + 1)
     tokens = torch.randint(setting.shape.vocab, size, generator=generator).to(context.device)
@@ -117,11 +118,19 @@ def run_alone(name: str, setting: Setting, into: Path) -> None:
     with MemoryPeak(context.device) as peak:
         step(tokens[:, :-1], tokens[:, 1:])
         context.synchronize()
-    mib = torch.tensor([peak.bytes / 2**20], device=context.device)
+    mib = torch.tensor([(peak.bytes - before) / 2**20], device=context.device)
     context.world.all_reduce(mib, "max" if mib.is_cuda else "sum")
     if context.rank == 0:
         into.write_text(json.dumps(dataclasses.asdict(Result(statistics.median(times), mib.item()))))
     bmt_comm.shutdown()
+
+
+def memory_without_model(context: bmt_comm.ParallelContext) -> int:
+    """Bytes that this rank takes once collectives, allocator and thread pools have begun."""
+    warm = torch.nn.Linear(64, 64).to(context.device)
+    warm(torch.randn(8, 64, device=context.device)).sum().backward()
+    context.world.all_reduce(torch.ones(1 << 18, device=context.device))
+    return memory_taken(context.device)
 
 
 def table(
@@ -135,7 +144,7 @@ def table(
     """
     head = ["", "transport", "seconds per step", "speed, FSDP2 on this transport = 1", "speed, no communication = 1"]
     throughput = ["tokens/s", "MFU, %"] if peak_flops else []
-    yield [*head, *throughput, "memory of a GPU, MiB" if on_gpus else "host memory, MiB"]
+    yield [*head, *throughput, "memory of a GPU, MiB" if on_gpus else "memory of all ranks, MiB", "memory, FSDP2 = 1"]
     for name, starts in rounds.items():
         system, transport = candidates.split(name)
         seconds = [each.seconds for each in starts]
@@ -153,7 +162,9 @@ def table(
             tokens = setting.batch * setting.length / statistics.median(seconds)
             mfu = tokens * setting.shape.flops_per_token(setting.length) / peak_flops
             row += [f"{tokens * setting.ranks:.0f}", f"{100 * mfu:.1f}"]
-        yield [*row, f"{statistics.median(each.mib for each in starts):.0f}"]
+        most = statistics.median(each.mib for each in starts)
+        theirs = rounds.get(yardsticks[0], ())
+        yield [*row, f"{most:.0f}", f"{most / statistics.median(each.mib for each in theirs):.2f}" if theirs else ""]
 
 
 def spread(values: Sequence[float]) -> str:
