@@ -702,7 +702,7 @@ def test_a_root_does_not_run_ahead_without_bounds(ctx):
             x = torch.full((50_000,), float(number if ctx.rank == 0 else -1))
             if ctx.rank == 0:
                 shared.broadcast(x, 0)
-                most = max(most, exchange._bytes_in_use)
+                most = max(most, exchange._places.bytes_in_use)
             else:
                 time.sleep(1e-3 * ctx.rank)
                 shared.broadcast(x, 0)

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmt_kernels import SharedMemoryExchange, shared_memory
+from bmt_kernels import SharedMemoryExchange, message_places, shared_memory
+from bmt_kernels.processors import processors
 
 pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
 
@@ -306,7 +307,7 @@ def test_memory_is_taken_of_what_is_in_use_only_and_much_is_given_back(monkeypat
     def taken(member):
         return os.stat(f"/proc/self/fd/{member.handle[1]}").st_blocks * 512
 
-    monkeypatch.setattr(shared_memory, "_KEPT", 16 * PAGE)
+    monkeypatch.setattr(message_places, "_KEPT", 16 * PAGE)
     members = connected(2, capacity=1 << 40)
     message = torch.arange(6 * PAGE // 8)
     for _ in range(50):
@@ -329,7 +330,7 @@ def test_memory_is_taken_of_what_is_in_use_only_and_much_is_given_back(monkeypat
 
 
 def test_all_exchanges_of_a_process_keep_so_much_together(monkeypatch):
-    monkeypatch.setattr(shared_memory, "_KEPT", 8 * PAGE)
+    monkeypatch.setattr(message_places, "_KEPT", 8 * PAGE)
     gc.collect()
     groups = [connected(2, capacity=1 << 30) for _ in range(3)]
     message = torch.arange(3 * PAGE // 8)
@@ -341,7 +342,7 @@ def test_all_exchanges_of_a_process_keep_so_much_together(monkeypatch):
                 member.receive([3 * PAGE] * 2, torch.int64)
                 member.release()
         assert all(member.has_room(1) for member in members)
-    assert sum(member._kept for members in groups for member in members) == 8 * PAGE
+    assert sum(member._places.kept for members in groups for member in members) == 8 * PAGE
 
 
 def test_one_that_is_late_is_waited_for_once():
@@ -487,7 +488,7 @@ except KeyboardInterrupt:
 
 def test_a_share_of_processor_time_counts_as_so_many_processors(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert shared_memory.processors(tmp_path) == 8  # nothing is told
+    assert processors(tmp_path) == 8  # nothing is told
 
     def grant(text, *lines):
         (tmp_path / "proc/self").mkdir(parents=True, exist_ok=True)
@@ -496,7 +497,7 @@ def test_a_share_of_processor_time_counts_as_so_many_processors(tmp_path, monkey
             file = tmp_path / "sys/fs/cgroup" / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(content)
-        return shared_memory.processors(tmp_path)
+        return processors(tmp_path)
 
     assert grant("0::/job/rank\n", ("job/rank/cpu.max", "max 100000\n")) == 8
     assert grant("0::/job/rank\n", ("job/cpu.max", "150000 100000\n")) == 1.5
@@ -504,7 +505,7 @@ def test_a_share_of_processor_time_counts_as_so_many_processors(tmp_path, monkey
     version_1 = "3:cpuset:/\n2:cpuacct,cpu:/pod\n1:name=systemd:/pod\n"
     assert grant(version_1, ("cpu/pod/cpu.cfs_quota_us", "-1\n"), ("cpu/pod/cpu.cfs_period_us", "100000\n")) == 8
     assert grant(version_1, ("cpu/pod/cpu.cfs_quota_us", "300000\n")) == 3
-    assert 0 < shared_memory.processors() <= 8
+    assert 0 < processors() <= 8
 
 
 def test_messages_of_inference_mode_leave_no_trace():

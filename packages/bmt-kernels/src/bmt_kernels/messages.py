@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from bmt_kernels import _native
+from bmt_kernels.processors import processors
 from bmt_kernels.shared_memory import (
     _CLOSED,
     _SPIN,
@@ -43,7 +44,6 @@ from bmt_kernels.shared_memory import (
     exchanges_between_two,
     longest_sleep,
     make_progress,
-    processors,
 )
 
 _STAGE_BYTES = 1 << 26

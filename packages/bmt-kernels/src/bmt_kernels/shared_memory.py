@@ -20,9 +20,7 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
-import math
 import mmap
 import os
 import secrets
@@ -32,27 +30,26 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from bmt_kernels import _native
+from bmt_kernels.message_places import MOST_MESSAGES, MessagePlaces, pages
+from bmt_kernels.processors import processors
 
 # Where things lie in a process's memory. What is written by different processes, or at different times, lies on
 # different cache lines.
 _TOKEN, _SENT, _RECEIVED, _CLOSED, _TABLE = 0, 64, 128, 192, 256
-_MOST_MESSAGES = 4096
 _ENTRY = 128  # bytes: place, size, number of the message, number of the operation, and the operation's name
 _WORDS = 4  # of 8 bytes, before the name
 _NAME = _ENTRY - 8 * _WORDS  # bytes; a longer name is cut
 _PAGE = mmap.PAGESIZE
 _SMALL = 1 << 14  # bytes
 _MOST_VIEWS = 256  # tensors of messages that are kept: small messages lie where others have lain
-_HEADER = (_TABLE + _ENTRY * _MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
+_HEADER = (_TABLE + _ENTRY * MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
 _MASK = (1 << 32) - 1  # of the counters
-_KEPT = 1 << 27  # bytes that stay this process's when messages are gone, in all exchanges; the others are given back
 
 _SPIN = 100e-6  # seconds: longer than waking up takes
 _SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
@@ -113,7 +110,7 @@ class SharedMemoryExchange:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} must be a positive number of bytes")
         self.rank, self.names, self.timeout = rank, tuple(names), timeout
-        self.capacity = _pages(capacity)
+        self.capacity = pages(capacity)
         self._token = secrets.randbits(62)
         self._fd = os.memfd_create("bmt_kernels")
         try:
@@ -130,22 +127,21 @@ class SharedMemoryExchange:
         self._make_tables = _native.cpu_module.Tables
         self._tables = self._make_tables(0, [own.address])
         self._sent = self._received = 0
-        self._in_use: deque[tuple[int, int, int]] = deque()  # numbers of messages, and where they begin and end
-        self._taken: list[tuple[int, int]] = []  # where these and reserved places begin and end, in their order
-        self._reserved: dict[int, int] = {}  # bytes of the places that are reserved, by where they begin
-        self._freeing = threading.Lock()  # these, but reserved ones: another exchange may do it, in another thread
+        exchange = weakref.ref(self)  # a cycle would keep the memory for a while
+
+        def is_received(number: int) -> bool:
+            living = exchange()
+            return living is not None and living._all_have_received(number)
+
+        self._places = MessagePlaces(self.capacity, is_received, own.give_back)
         # Of empty messages that were not there yet: by rank, their numbers, and the operations they must belong to.
         self._uncompared: dict[int, deque[tuple[int, int, bytes]]] = {}
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
         self._stopped = ""  # why this one does not wait any more
         self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
         self._spin = _SPIN if len(names) <= processors() else 0.0
-        self._kept = 0  # bytes, from the beginning of the memory, that stay when messages are gone
-        add_exchange(self._alive, self)
         # Not at exit: others notice that a process ends, and until then something may still be sent.
         weakref.finalize(self, _close, own, self._fd, os.getpid()).atexit = False
-
-    _alive: ClassVar[weakref.WeakSet[SharedMemoryExchange]] = weakref.WeakSet()
 
     @staticmethod
     def available() -> bool:
@@ -177,7 +173,7 @@ class SharedMemoryExchange:
 
     def has_room(self, size: int) -> bool:
         """Whether a message of ``size`` bytes may be sent now."""
-        return self._free_place(size) is not None
+        return self._places.find(size) is not None
 
     def wait_for_room(self, size: int) -> None:
         """Wait until all processes have received so many messages that one of ``size`` bytes may be sent.
@@ -188,13 +184,13 @@ class SharedMemoryExchange:
         """
         self._check_size(size)
         while not self.has_room(size):
-            first = next(iter(tuple(self._in_use)), None)  # another thread may free them
-            if first is None:
-                if self._reserved:
+            oldest = self._places.oldest()
+            if oldest is None:
+                if self._places.has_reserved:
                     raise RuntimeError(f"reserved places leave no room for a message of {size} bytes")
                 continue
             for rank in self._memories:
-                self._wait(rank, _RECEIVED, first[0])
+                self._wait(rank, _RECEIVED, oldest)
 
     def wait_for_others(self, most: int) -> None:
         """Wait until each process has sent as many messages as this one has received, empty ones among them.
@@ -205,7 +201,7 @@ class SharedMemoryExchange:
         Raises:
             RuntimeError: a process has gone, or has not sent them in time.
         """
-        if self._free_places_of_all() <= most:
+        if MessagePlaces.free_in_all() <= most:
             return
         for rank in self._memories:
             if rank != self.rank:
@@ -229,7 +225,7 @@ class SharedMemoryExchange:
         for part in parts:
             size += part.nbytes
         self._check_size(size)
-        place = self._free_place(size)
+        place = self._places.find(size)
         if place is None:
             return False
         own, begin = self._memories[self.rank], place
@@ -240,7 +236,7 @@ class SharedMemoryExchange:
             else:
                 own.message(begin, nbytes, part.dtype).copy_(part)
             begin += nbytes
-        bisect.insort(self._taken, (place, place + _pages(size)))
+        self._places.take(place, size, self._sent + 1)
         self._publish(place, size, operation, name)
         return True
 
@@ -248,42 +244,31 @@ class SharedMemoryExchange:
         """Send what lies at a place."""
         number = self._sent + 1
         self._memories[self.rank].describe(self._entry(number), place, size, number, operation, _padded(name))
-        self._in_use.append((number, place, place + _pages(size)))
         self._sent = number
         self._set(_SENT, number)
 
     def reserve(self, size: int) -> int | None:
         """A place where a message of ``size`` bytes can be written, to be sent by :meth:`send_reserved`, if any."""
         self._check_size(size)
-        place = self._free_place(size)
-        if place is not None:
-            bisect.insort(self._taken, (place, place + _pages(size)))
-            self._reserved[place] = size
-        return place
+        return self._places.reserve(size)
 
     def reserved(self, place: int, dtype: torch.dtype) -> Tensor:
         """What lies at a reserved place, a vector of ``dtype``. It may be written until it is sent."""
-        return self._memories[self.rank].message(place, self._reserved[place], dtype)
+        return self._memories[self.rank].message(place, self._places.size_of(place), dtype)
 
     def send_reserved(self, place: int, operation: int = 0, name: bytes = b"") -> bool:
         """Send what was written at a reserved place; whether there was room in the table of messages.
 
         The place may have another message after all processes have received this one.
         """
-        if len(self._in_use) == _MOST_MESSAGES:
-            with self._freeing:
-                self._free_places()
-            if len(self._in_use) == _MOST_MESSAGES:
-                return False
-        self._publish(place, self._reserved.pop(place), operation, name)
+        if self._places.is_full():
+            return False
+        self._publish(place, self._places.take_reserved(place, self._sent + 1), operation, name)
         return True
 
     def give_back(self, place: int) -> None:
         """A reserved place will not be used."""
-        end = place + _pages(self._reserved.pop(place))
-        if end > self._kept:
-            self._memories[self.rank].give_back(max(place, self._kept), end)
-        self._taken.remove((place, end))
+        self._places.release(place)
 
     def receive(
         self, sizes: Sequence[int | None], dtype: torch.dtype, operation: int = 0, name: bytes = b""
@@ -369,55 +354,13 @@ class SharedMemoryExchange:
         if size > self.capacity:
             raise ValueError(f"a message of {size} bytes is larger than the capacity of {self.capacity}")
 
-    def _free_place(self, size: int) -> int | None:
-        """The first place for a message, when those that all processes have received are gone."""
-        if self._in_use:
-            with self._freeing:
-                self._free_places()
-        if len(self._in_use) == _MOST_MESSAGES:
-            return None
-        if size > _KEPT:
-            self._free_places_of_all()
-        size, cursor = _pages(size), 0
-        for begin, end in tuple(self._taken):  # another thread may free some
-            if begin - cursor >= size:
-                return cursor
-            cursor = end
-        return cursor if self.capacity - cursor >= size else None
-
-    def _free_places(self) -> None:
-        """Forget the messages that all processes have received."""
-        while self._in_use and self._all_have_received(self._in_use[0][0]):
-            _, begin, end = self._in_use.popleft()
-            if end > self._kept:  # all exchanges of the process have _KEPT in common
-                others = sum(exchange._kept for exchange in members(self._alive)) - self._kept
-                self._kept = max(self._kept, min(end, (_KEPT - others) // _PAGE * _PAGE))
-                if end > self._kept:
-                    self._memories[self.rank].give_back(max(begin, self._kept), end)
-            self._taken.remove((begin, end))  # now that it is empty, another thread may take it
-
-    def _free_places_of_all(self) -> int:
-        """Of all exchanges of this process; the bytes that are in use after that."""
-        exchanges = members(self._alive)
-        for exchange in exchanges:
-            if exchange._in_use and exchange._freeing.acquire(blocking=False):
-                try:
-                    exchange._free_places()
-                finally:
-                    exchange._freeing.release()
-        return sum(exchange._bytes_in_use for exchange in exchanges)
-
-    @property
-    def _bytes_in_use(self) -> int:
-        return sum(end - begin for _, begin, end in tuple(self._in_use))
-
     def _all_have_received(self, number: int) -> bool:
         return self._received >= number and self._tables.reached(_RECEIVED, number & _MASK)
 
     @staticmethod
     def _entry(number: int) -> int:
         """Where in the tables it stands where a message lies, and how long it is."""
-        return (_TABLE + _ENTRY * (number % _MOST_MESSAGES)) // 8
+        return (_TABLE + _ENTRY * (number % MOST_MESSAGES)) // 8
 
     def _set(self, counter: int, number: int) -> None:
         self._counter_set(self._own_address + counter, number & _MASK)
@@ -458,42 +401,6 @@ def longest_sleep(but: object = None) -> float:
         return _SLEEP
     others = (exchange for exchange in members(exchanges_between_two) if exchange is not but)
     return _POLL if any(exchange.is_under_way for exchange in others) else _SLEEP
-
-
-def processors(root: Path = Path("/")) -> float:
-    """How many this process may use: those that it may run on, or its share of time on them where that is less.
-
-    Control groups, also those around its own, grant the share: of version 2 in ``cpu.max``, of version 1 in two files.
-    ``root`` is where the system's files are.
-    """
-    share = float(len(os.sched_getaffinity(0)))
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return share
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        inner = top / path.lstrip("/")
-        for folder in (inner, *inner.parents):
-            share = min(share, _granted(folder, bool(controllers)))
-            if folder == top:
-                break
-    return share
-
-
-def _granted(folder: Path, first_version: bool) -> float:
-    """Processors that a control group grants; infinite where it does not say."""
-    try:
-        if first_version:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        else:
-            quota, period = (folder / "cpu.max").read_text().split()
-    except OSError:
-        return math.inf
-    return math.inf if quota == "max" or int(quota) < 0 else int(quota) / int(period)
 
 
 class _Memory:
@@ -575,11 +482,6 @@ def _told(operation: int, name: bytes | memoryview) -> str:
 def _padded(name: bytes) -> bytes:
     """The name of an operation as it lies in the table."""
     return name[:_NAME].ljust(_NAME, b"\0")
-
-
-def _pages(size: int) -> int:
-    """``size`` in whole pages, one at least."""
-    return max(1, -(-size // _PAGE)) * _PAGE
 
 
 def _open(process: int, fd: int, token: int, capacity: int, header: int = _HEADER) -> _Memory | None:
