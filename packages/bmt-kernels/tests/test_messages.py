@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="th
 PAGE = mmap.PAGESIZE
 PIECE = 1 << 18
 WINDOW = 8 * PIECE
-ENTRIES = 1024
+ENTRIES = 4096
 
 
 def connected(count, timeout=20.0, stage_bytes=1 << 20):
@@ -105,6 +105,25 @@ def test_more_messages_than_entries_wait_for_their_turn(size):
     wait_all(*works)
     for number, box in enumerate(boxes):
         assert torch.equal(box, numbered(number, len(box)))
+
+
+def test_a_message_that_waits_keeps_one_entry_and_no_more():
+    """A receiver may leave early messages for long, whatever comes and goes in between."""
+    a, b = connected(2, stage_bytes=PAGE)
+    kept = [a.send(numbered(tag, size), 1, tag) for tag, size in ((1, 8), (2, 2 * PIECE), (3, 8))]
+    box = torch.zeros(8, dtype=torch.uint8)
+    for number in range(2 * ENTRIES + 10):
+        if number % 100 == 0:
+            with pytest.raises(MismatchError):
+                a.send(numbered(number, 5), 1)
+                b.receive(box, 0).wait()
+        assert a.send(numbered(number), 1) is None
+        b.receive(box, 0).wait()
+        assert torch.equal(box, numbered(number))
+    boxes = {3: box, 2: torch.zeros(2 * PIECE, dtype=torch.uint8), 1: torch.zeros(8, dtype=torch.uint8)}
+    wait_all(*kept, *(b.receive(into, 0, tag) for tag, into in boxes.items()))
+    for tag, into in boxes.items():
+        assert torch.equal(into, numbered(tag, len(into)))
 
 
 def test_what_nobody_receives_stands_in_no_others_way():

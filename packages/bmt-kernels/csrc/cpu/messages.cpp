@@ -29,7 +29,7 @@ namespace py = pybind11;
 constexpr int64_t kPage = 4096;
 constexpr int64_t kBell = 64;            // where a process's bell lies in its memory
 constexpr int64_t kMailboxes = 256;      // where its mailboxes begin
-constexpr uint32_t kEntries = 1024;      // of a mailbox: messages to one process that it has not received
+constexpr uint32_t kEntries = 4096;      // of a mailbox: messages to one process that it has not received
 constexpr int64_t kPiece = 256 << 10;    // bytes that are copied at a time
 constexpr int64_t kWindow = 8 * kPiece;  // bytes of a message under way, where there is no room for it as a whole
 constexpr int64_t kKept = 64 << 20;      // bytes that stay with the process when messages are gone, of all its groups
@@ -50,9 +50,21 @@ struct alignas(128) Entry {
 };
 static_assert(std::atomic<int64_t>::is_always_lock_free && sizeof(Entry) == 128, "processes share entries");
 
-// From one process to another; in the memory of the sender.
+// From one process to another; in the memory of the sender. Message i has the entry order[i % kEntries], and may keep it
+// for longer than later messages keep theirs. The i-th entry that the receiver has given back is freed[i % kEntries].
+//
+// Nothing in these rings is overwritten before it was read. The sender writes order[i % kEntries] for message i + kEntries
+// when it has an entry for it. If the receiver had not seen message i, it would have seen none of the kEntries messages
+// from i on, so all entries would be in use. The receiver writes freed[i % kEntries] again after it has given back
+// kEntries more entries; the sender must have taken the i-th one in between, for each entry is given back once for each
+// time that it was taken.
 struct Mailbox {
+  // By the sender:
   alignas(128) std::atomic<uint32_t> sent;  // messages so far
+  alignas(64) uint32_t order[kEntries];
+  // By the receiver:
+  alignas(64) std::atomic<uint32_t> returned;  // entries so far
+  alignas(64) uint32_t freed[kEntries];
   Entry entries[kEntries];
 };
 
@@ -91,7 +103,6 @@ class Messages {
       : rank_(rank), size_(static_cast<int>(memories.size())), header_(header), stage_(stage) {
     for (int64_t memory : memories) memories_.push_back(address<char>(memory));
     peers_.resize(memories.size());
-    for (auto& peer : peers_) peer.busy.resize(kEntries);
   }
   ~Messages() {
     kept_by_all -= kept_;
@@ -201,8 +212,11 @@ class Messages {
  private:
   struct Peer {
     uint32_t sent = 0;                // messages to it
+    uint32_t used = 0;                // entries of the mailbox to it that were ever used
+    uint32_t taken_back = 0;          // entries that it has given back
+    std::vector<uint32_t> free;       // entries that were used and are not in use
     uint32_t seen = 0;                // messages of it
-    std::vector<bool> busy;           // entries in use of the mailbox to it
+    uint32_t returned = 0;            // entries of it that this process has given back
     std::deque<Send> unsent;          // for which there was no entry
     std::list<Send> under_way;        // that wait to be wanted, or go through the window
     const Entry* in_window = nullptr;
@@ -256,16 +270,18 @@ class Messages {
   bool publish(int peer, Send& message) {
     Peer& to = peers_[static_cast<size_t>(peer)];
     Mailbox& box = mailbox(rank_, peer);
-    const uint32_t index = to.sent % kEntries;
-    Entry& entry = box.entries[index];
-    if (to.busy[index]) {
-      const uint32_t state = entry.state.load(std::memory_order_acquire);
-      if (state < kReceived) return false;
-      if (state == kRefused) refused(to, peer, entry);
-      if (to.in_window == &entry) leave_window(to, peer);
-      staged_.remove(&entry);
+    take_back_entries(peer);
+    uint32_t index;
+    if (!to.free.empty()) {
+      index = to.free.back();  // the one that was used last is in the caches
+      to.free.pop_back();
+    } else if (to.used < kEntries) {
+      index = to.used++;
+    } else {
+      return false;
     }
-    to.busy[index] = true;
+    box.order[to.sent % kEntries] = index;
+    Entry& entry = box.entries[index];
     message.entry = &entry;
     entry.tag = message.tag;
     entry.size = message.size;
@@ -283,6 +299,21 @@ class Messages {
       ring(peer);
     }
     return true;
+  }
+
+  // Entries that the receiver has given back are free for other messages.
+  void take_back_entries(int peer) {
+    Peer& to = peers_[static_cast<size_t>(peer)];
+    Mailbox& box = mailbox(rank_, peer);
+    const uint32_t returned = box.returned.load(std::memory_order_acquire);
+    for (; to.taken_back != returned; ++to.taken_back) {
+      const uint32_t index = box.freed[to.taken_back % kEntries];
+      Entry& entry = box.entries[index];
+      if (entry.state.load(std::memory_order_relaxed) == kRefused) refused(to, peer, entry);
+      if (to.in_window == &entry) leave_window(to, peer);
+      staged_.remove(&entry);
+      to.free.push_back(index);
+    }
   }
 
   // Up to `most` bytes, where there is room.
@@ -408,7 +439,7 @@ class Messages {
     const uint32_t sent = box.sent.load(std::memory_order_acquire);
     if (from.seen == sent) return false;
     for (; from.seen != sent; ++from.seen) {
-      Entry* entry = &box.entries[from.seen % kEntries];
+      Entry* entry = &box.entries[box.order[from.seen % kEntries]];
       const auto receive = std::find_if(posted_.begin(), posted_.end(), [&](const Receive& each) {
         return (each.source == peer || each.source == kAny) && each.tag == entry->tag;
       });
@@ -427,9 +458,8 @@ class Messages {
     if (entry->size != receive.size) {
       entry->expected = receive.size;
       const int64_t length = entry->size;
-      entry->state.store(kRefused, std::memory_order_release);
+      return_entry(peer, entry, kRefused);
       finish(receive.number, true, peer, length);
-      ring(peer);
       return;
     }
     receive.source = peer;
@@ -462,11 +492,19 @@ class Messages {
   }
 
   std::list<Receive>::iterator end_of(std::list<Receive>::iterator receive) {
-    // From here on the entry is the sender's again.
-    receive->entry->state.store(kReceived, std::memory_order_release);
-    ring(receive->source);
+    return_entry(receive->source, receive->entry, kReceived);
     finish(receive->number, false, receive->source, receive->size);
     return active_.erase(receive);
+  }
+
+  // From here on the entry is the sender's again, and its message's place from the state on.
+  void return_entry(int peer, Entry* entry, State state) {
+    Peer& from = peers_[static_cast<size_t>(peer)];
+    Mailbox& box = mailbox(peer, rank_);
+    entry->state.store(state, std::memory_order_release);
+    box.freed[from.returned % kEntries] = static_cast<uint32_t>(entry - box.entries);
+    box.returned.store(++from.returned, std::memory_order_release);
+    ring(peer);
   }
 
   const int rank_, size_;

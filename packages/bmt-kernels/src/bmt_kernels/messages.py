@@ -2,10 +2,14 @@
 
 [Note: mailboxes]
     Each process owns a piece of memory, as in [Note: memory of messages] of :mod:`bmt_kernels.shared_memory`. For each
-    other process it has a *mailbox*: entries for 1024 messages, with their tags and sizes, that the other one has not
-    received. The other process compares entries with the receives that were posted, in the order in which messages were
-    sent, and marks in the entry how far it has read. Whoever has changed something rings the *bell* of the other
-    process, a counter on which that one sleeps while it waits.
+    other process it has a *mailbox*: entries for 4096 messages, with their tags and sizes, that the other one has not
+    received. A message may keep its entry for as long as it likes: later ones take other entries. The other process
+    compares entries with the receives that were posted, in the order in which messages were sent, and marks in the
+    entry how far it has read. Whoever has changed something rings the *bell* of the other process, a counter on which
+    that one sleeps while it waits.
+
+    The other process does not see message 4097 until it has received one of the 4096 before it. A program that sends
+    more than that asynchronously, and waits for a later tag first, waits in vain; gloo has no such limit.
 
     A message goes one of two ways. Where there is room, its data is put into the memory at once (the *stage*, 64 MiB
     for all that others have not received), and the send is done. Else the entry only tells of it. When the receiver has
