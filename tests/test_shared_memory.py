@@ -636,6 +636,26 @@ def test_a_wait_for_something_else_lets_messages_through(ctx):
 
 
 @pytest.mark.ranks(2, timeout=30)
+def test_messages_go_on_while_a_rank_waits_for_gloo(ctx):
+    others = [
+        lambda: ctx.world.broadcast_object("text", 1),
+        lambda: ctx.world.all_gather_object(ctx.rank),
+        lambda: dist.all_reduce(torch.ones(2), group=ctx.world.group),
+    ]
+    with messages(ctx, stage=4096) as comm:
+        for number, call in enumerate(others):
+            x = torch.full((1_000_000,), float(ctx.rank * number))
+            if comm.rank == 1:
+                work = comm.send(x, 0, async_op=True)  # there is no room for it
+                call()
+                work.wait()
+            else:
+                comm.recv(x, 1)
+                call()
+            assert x[::100_000].tolist() == [float(number)] * 10
+
+
+@pytest.mark.ranks(2, timeout=30)
 def test_a_send_ends_without_its_receive_while_there_is_room(ctx):
     with messages(ctx, stage=1 << 20, timeout=1) as comm:
         x = torch.full((200_000,), 1.0)

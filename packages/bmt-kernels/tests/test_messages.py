@@ -126,6 +126,23 @@ def test_a_message_that_waits_keeps_one_entry_and_no_more():
         assert torch.equal(into, numbered(tag, len(into)))
 
 
+@pytest.mark.parametrize("sizes", [[2 * PAGE], [3 * WINDOW + 5], [8, WINDOW, PIECE - 1, 3 * PIECE]])
+def test_messages_go_on_while_both_do_something_else(sizes):
+    for _ in range(3):
+        a, b = connected(2, stage_bytes=PAGE)
+        boxes = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        works = [a.send(numbered(tag, size), 1, tag) for tag, size in enumerate(sizes)]
+        works += [b.receive(box, 0, tag) for tag, box in reversed(list(enumerate(boxes)))]
+        deadline = time.monotonic() + 20
+        while any(work is not None and not work.is_done for work in works):  # which does not look for messages
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        for tag, box in enumerate(boxes):
+            assert torch.equal(box, numbered(tag, len(box)))
+        assert not a.is_under_way
+        assert not b.is_under_way
+
+
 def test_what_nobody_receives_stands_in_no_others_way():
     a, b, c = connected(3, stage_bytes=PAGE)
     large = [a.send(numbered(number, WINDOW + number), 1, tag=number) for number in range(3)]

@@ -117,6 +117,7 @@ class Messages {
   // Whether it is done. The caller chooses the number, which no other operation has.
   bool send(int64_t number, int64_t data, int64_t size, int peer, int64_t tag, bool stage) {
     const Locked locked(mutex_);
+    ++calls_;
     Peer& to = peers_[static_cast<size_t>(peer)];
     if (!to.unsent.empty()) send_on(peer);
     Send message{number, address<const char>(data), size, tag, stage};
@@ -133,6 +134,7 @@ class Messages {
 
   void receive(int64_t number, int64_t data, int64_t size, int source, int64_t tag) {
     const Locked locked(mutex_);
+    ++calls_;
     const Receive receive{number, address<char>(data), size, tag, source};
     pending_.insert(number);
     const int begin = source == kAny ? 0 : source, end = source == kAny ? size_ : source + 1;
@@ -153,7 +155,37 @@ class Messages {
   // Receive and send what can be without waiting.
   void progress() {
     const Locked locked(mutex_);
+    ++calls_;
     advance();
+  }
+
+  // What progress does, for a thread that calls it from time to time; nothing if others have called since the last time.
+  // It goes on until nothing has happened for `idle` seconds, for `most` seconds, or until others call.
+  void progress_alone(double idle, double most) {
+    py::gil_scoped_release release;
+    auto& bell = bell_of(rank_);
+    const double begin = now();
+    double last = begin;
+    for (bool is_first = true;; is_first = false) {
+      const uint32_t heard = bell.value.load(std::memory_order_acquire);
+      bool advanced;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const bool others_call = waiting_ > 0 || calls_ != calls_before_;
+        if (is_first) calls_before_ = calls_;
+        if (others_call || pending_.empty()) return;
+        advanced = advance();
+        if (pending_.empty()) return;
+      }
+      const double time = now();
+      if (time - begin >= most) return;
+      if (advanced) {
+        last = time;
+        continue;
+      }
+      if (time - last >= idle) return;
+      wait_for(bell, heard + 1, 0.0, idle - (time - last));
+    }
   }
 
   // For up to `spin` + `sleep` seconds, until the operation is done; whether it is.
@@ -162,6 +194,7 @@ class Messages {
     auto& bell = bell_of(rank_);
     const double begin = now();
     double last = begin;  // when something has happened
+    const Waiting waiting(*this);
     while (true) {
       const uint32_t heard = bell.value.load(std::memory_order_acquire);
       bool advanced;
@@ -182,6 +215,7 @@ class Messages {
 
   bool is_pending(int64_t number) {
     const Locked locked(mutex_);
+    ++calls_;
     advance();
     return pending_.count(number) != 0;
   }
@@ -229,6 +263,18 @@ class Messages {
     explicit Locked(std::mutex& mutex) : lock(mutex) {}
     py::gil_scoped_release release;
     std::lock_guard<std::mutex> lock;
+  };
+
+  // A thread is in wait.
+  struct Waiting {
+    explicit Waiting(Messages& messages) : of(messages) { count(1); }
+    ~Waiting() { count(-1); }
+    void count(int change) {
+      const std::lock_guard<std::mutex> lock(of.mutex_);
+      ++of.calls_;
+      of.waiting_ += change;
+    }
+    Messages& of;
   };
 
   Counter& bell_of(int rank) { return *reinterpret_cast<Counter*>(memories_[static_cast<size_t>(rank)] + kBell); }
@@ -517,6 +563,8 @@ class Messages {
   std::unordered_set<int64_t> pending_;
   std::vector<Finished> finished_;
   int64_t kept_ = 0, highest_ = 0;
+  int64_t calls_ = 0, calls_before_ = -1;  // of others than progress_alone, so far and at its last call
+  int waiting_ = 0;                        // threads
   std::mutex mutex_;
 };
 
@@ -531,6 +579,7 @@ void bind_messages(pybind11::module_& m) {
       .def("send", &Messages::send)
       .def("receive", &Messages::receive)
       .def("progress", &Messages::progress)
+      .def("progress_alone", &Messages::progress_alone)
       .def("wait", &Messages::wait)
       .def("is_pending", &Messages::is_pending)
       .def("cancel", &Messages::cancel)

@@ -19,8 +19,8 @@
     Memory that is not needed any more is given back when this process sends again, beyond 128 MiB that it keeps over
     all exchanges of this kind.
 
-    No thread works here: what can be received and sent is, in every call, and while a process waits for a message or
-    for a collective through shared memory.
+    What can be received and sent is, in every call, and while a process waits for a message or for a collective through
+    shared memory. [Note: progress without a wait] in :mod:`bmt_kernels.progress_thread` says what happens otherwise.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from bmt_kernels import _native
+from bmt_kernels.progress_thread import need_progress
 from bmt_kernels.shared_memory import (
     _CLOSED,
     _SPIN,
@@ -129,6 +130,7 @@ class SharedMemoryMessages:
         if self._native.send(work.number, data.data_ptr(), work.nbytes, peer, tag, stage):
             del self._unfinished[work.number]
             return None
+        need_progress()
         return work
 
     def receive(self, data: Tensor, peer: int | None, tag: int = 0) -> MessageWork:
@@ -137,12 +139,25 @@ class SharedMemoryMessages:
         self._unfinished[work.number] = work
         self._native.receive(work.number, data.data_ptr(), work.nbytes, _ANY if peer is None else peer, tag)
         self._conclude()
+        if not work.is_done:
+            need_progress()
         return work
 
     def progress(self) -> None:
         """Receive and send what can be without waiting."""
         self._native.progress()
         self._conclude()
+
+    def progress_alone(self, idle: float, most: float) -> bool:
+        """Receive and send in place of callers that do something else; whether messages are still under way.
+
+        It does nothing if anybody has called something else since the last time. It ends when nothing has happened for
+        ``idle`` seconds, after ``most`` seconds, or when there are other calls.
+        """
+        if self.is_under_way:
+            self._native.progress_alone(idle, most)
+            self._conclude()
+        return self.is_under_way
 
     @property
     def is_under_way(self) -> bool:

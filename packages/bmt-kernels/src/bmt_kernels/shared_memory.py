@@ -58,7 +58,7 @@ _SPIN = 100e-6  # seconds: longer than waking up takes
 _SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
 _POLL = 1e-3  # seconds between two looks at what is under way in exchanges between two processes
 
-# Exchanges of messages between two processes. They have no thread: whoever waits for something else looks after them.
+# Exchanges of messages between two processes. Whoever waits for something else looks after them.
 exchanges_between_two: weakref.WeakSet[Any] = weakref.WeakSet()
 _adding = threading.Lock()
 
