@@ -698,6 +698,26 @@ def test_a_message_of_another_size_is_refused(ctx, numel):
         assert box.tolist() == [1.0 - comm.rank] * 2
 
 
+@pytest.mark.ranks(3, timeout=30)
+def test_after_a_failed_call_its_other_receives_are_not_written(ctx):
+    with messages(ctx) as comm:
+        if comm.rank == 0:
+            boxes = torch.zeros(2, 3).unbind()
+            with pytest.raises(RuntimeError, match="rank 2 has sent 20 bytes with tag 0 where rank 0 expects 12"):
+                comm.send_recv([], [(boxes[0], 1), (boxes[1], 2)])
+            ctx.world.barrier()
+            again = torch.zeros(3)
+            comm.recv(again, 1)
+            assert again.tolist() == [2.0] * 3
+            assert [box.tolist() for box in boxes] == [[0.0] * 3] * 2
+        else:
+            if comm.rank == 2:
+                comm.send(torch.ones(5), 0)
+            ctx.world.barrier()
+            if comm.rank == 1:
+                comm.send(torch.full((3,), 2.0), 0)
+
+
 @pytest.mark.ranks(2, timeout=30)
 def test_threads_wait_for_messages_at_the_same_time(ctx):
     with messages(ctx, stage=4096) as comm, ThreadPoolExecutor(4) as pool:

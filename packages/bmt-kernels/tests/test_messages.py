@@ -6,11 +6,12 @@ import os
 import random
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
 
-from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages
+from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages, messages
 from bmt_kernels.shared_memory import MismatchError
 
 pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
@@ -114,8 +115,8 @@ def test_a_message_that_waits_keeps_one_entry_and_no_more():
     box = torch.zeros(8, dtype=torch.uint8)
     for number in range(2 * ENTRIES + 10):
         if number % 100 == 0:
+            a.send(numbered(number, 5), 1)
             with pytest.raises(MismatchError):
-                a.send(numbered(number, 5), 1)
                 b.receive(box, 0).wait()
         assert a.send(numbered(number), 1) is None
         b.receive(box, 0).wait()
@@ -223,6 +224,83 @@ def test_waits_end_when_they_should():
     with pytest.raises(RuntimeError, match="enough"):
         work.wait(20.0)
     thread.join()
+
+
+def interrupted(work):
+    """A wait that gets an exception from outside, as from Ctrl-C."""
+    with mock.patch.object(messages, "make_progress", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        work.wait()
+
+
+def test_a_receive_whose_wait_was_interrupted_leaves_its_message_to_the_next_one():
+    a, b = connected(2)
+    box, again = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    work = b.receive(box, 0)
+    interrupted(work)
+    a.send(numbered(1), 1)
+    b.receive(again, 0).wait()
+    assert box.tolist() == [0] * 8
+    assert torch.equal(again, numbered(1))
+    with pytest.raises(RuntimeError, match=r"wait for the message was interrupted \(KeyboardInterrupt\)"):
+        work.wait()
+    assert not b.is_under_way
+
+
+def test_a_receive_whose_wait_was_interrupted_in_the_middle_drops_the_rest():
+    a, b = connected(2, stage_bytes=PAGE)
+    size = 3 * WINDOW
+    box, again = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    works = [a.send(numbered(number, size), 1) for number in (1, 2)]
+    work = b.receive(box, 0)
+    a.progress()
+    b.progress()
+    assert box.any()
+    with mock.patch.object(a, "progress_alone", return_value=True):
+        interrupted(work)
+    before = box.clone()
+    assert torch.equal(before[-PIECE:], torch.zeros(PIECE, dtype=torch.uint8))
+    wait_all(*works, b.receive(again, 0))
+    assert torch.equal(box, before)
+    assert torch.equal(again, numbered(2, size))
+    with pytest.raises(RuntimeError, match="interrupted"):
+        work.wait()
+    assert not b.is_under_way
+
+
+def test_a_send_whose_wait_was_interrupted_goes_on():
+    a, b = connected(2, stage_bytes=PAGE)
+    work, box = a.send(numbered(1, WINDOW), 1), torch.zeros(WINDOW, dtype=torch.uint8)
+    interrupted(work)
+    wait_all(work, b.receive(box, 0))
+    assert torch.equal(box, numbered(1, WINDOW))
+
+
+def test_after_stop_no_receive_is_written():
+    a, b = connected(2)
+    box = torch.zeros(8, dtype=torch.uint8)
+    work = b.receive(box, 0)
+    b.stop("enough")
+    a.send(numbered(1), 1)
+    b.progress()
+    assert box.tolist() == [0] * 8
+    with pytest.raises(RuntimeError, match="enough"):
+        work.wait()
+
+
+def test_a_thread_that_ends_while_it_tells_what_is_done_keeps_nobody_waiting():
+    a, b = connected(2)
+    box = torch.zeros(8, dtype=torch.uint8)
+    work = b.receive(box, 0)
+    a.send(numbered(1), 1)
+    interrupt = mock.patch.object(messages.MessageWork, "_end", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        b.progress()
+    thread = threading.Thread(target=work.wait, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert torch.equal(box, numbered(1))
+    assert not b.is_under_way
 
 
 def test_of_one_that_has_gone_what_it_has_sent_still_arrives():

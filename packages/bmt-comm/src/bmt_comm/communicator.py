@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,7 @@ from .hosts import HostsCollectives, connect
 from .journal import Journal, begin_wait, end_wait, journals, waits
 from .operation import Operation, describe
 from .packing import Packing
-from .shared_memory import Messages, SharedMemoryCollectives
+from .shared_memory import Messages, MessageWork, SharedMemoryCollectives
 from .shared_vector import make_shared_vector
 from .watch import explained
 from .work import DONE, Pending, Work
@@ -501,13 +502,15 @@ class Communicator:
             return DONE
         for tensor, _ in sends:
             self._count("send", _bytes(tensor))
+        cancel = None
         if self._transport is not None:
             works: list[Any] = self._transport.send_recv(outgoing, incoming)
         elif (messages := self._messages((incoming or outgoing)[0][0])) is not None:
-            works = [messages.receive(data, peer) for data, peer in incoming]
+            receives = [messages.receive(data, peer) for data, peer in incoming]
+            cancel = partial(_cancel_all, receives)
             # Who waits anyway lets large ones go when they are received, which takes less memory and time.
             sent = [messages.send(d, peer, stage=async_op or d.nbytes <= _STAGED_BYTES) for d, peer in outgoing]
-            works += [work for work in sent if work is not None]
+            works = [*receives, *(work for work in sent if work is not None)]
         else:
             ops = [dist.P2POp(dist.irecv, data, self.ranks[peer], self.group) for data, peer in incoming]
             ops += [dist.P2POp(dist.isend, data, self.ranks[peer], self.group) for data, peer in outgoing]
@@ -515,7 +518,7 @@ class Communicator:
         peers = tuple({peer for _, peer in (*incoming, *outgoing)})
         first = recvs[0] if recvs else sends[0]
         operation = self._note("send and receive with", peers, first[0], label)
-        return self._finish_now(Pending(works, None, (sends, recvs)), async_op, operation, peers)
+        return self._finish_now(Pending(works, None, (sends, recvs), cancel), async_op, operation, peers)
 
     @_compat.not_compiled
     def barrier(self, async_op: bool = False, label: str = "") -> Work:
@@ -645,6 +648,12 @@ class _Watched:
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
+
+
+def _cancel_all(receives: Sequence[MessageWork]) -> None:
+    """The caller, who has got an exception, may use the tensors for something else."""
+    for receive in receives:
+        receive.cancel(RuntimeError("another message of the same call has failed, or its wait was interrupted"))
 
 
 class _Call:

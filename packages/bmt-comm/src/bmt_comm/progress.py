@@ -164,7 +164,6 @@ class Owner(Protocol):
         ...
 
 
-
 class Progress:
     """Runs the collectives of one process group.
 

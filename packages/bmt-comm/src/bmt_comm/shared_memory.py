@@ -97,6 +97,8 @@ class MessageWork(Work, Protocol):
 
     def wait(self, timeout: float | None = None) -> None: ...
 
+    def cancel(self, error: Exception) -> None: ...
+
 
 class Messages(Protocol):
     """What ``bmt_kernels.SharedMemoryMessages`` does."""

@@ -15,6 +15,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -50,14 +51,14 @@ struct alignas(128) Entry {
 };
 static_assert(std::atomic<int64_t>::is_always_lock_free && sizeof(Entry) == 128, "processes share entries");
 
-// From one process to another; in the memory of the sender. Message i has the entry order[i % kEntries], and may keep it
-// for longer than later messages keep theirs. The i-th entry that the receiver has given back is freed[i % kEntries].
+// From one process to another; in the memory of the sender. Message i has the entry order[i % kEntries], and may keep
+// it for longer than later messages keep theirs. The i-th entry that the receiver gives back is freed[i % kEntries].
 //
-// Nothing in these rings is overwritten before it was read. The sender writes order[i % kEntries] for message i + kEntries
-// when it has an entry for it. If the receiver had not seen message i, it would have seen none of the kEntries messages
-// from i on, so all entries would be in use. The receiver writes freed[i % kEntries] again after it has given back
-// kEntries more entries; the sender must have taken the i-th one in between, for each entry is given back once for each
-// time that it was taken.
+// Nothing in these rings is overwritten before it was read. The sender writes order[i % kEntries] again for message
+// i + kEntries, when it has an entry for it. If the receiver had not seen message i, it would have seen none of the
+// kEntries messages from i on, so all entries would be in use. The receiver writes freed[i % kEntries] again when it
+// gives back the entry i + kEntries. If the sender had not read place i, it would have read none of the kEntries places
+// from i on, so all entries would wait to be taken back, and the receiver would have none to give back.
 struct Mailbox {
   // By the sender:
   alignas(128) std::atomic<uint32_t> sent;  // messages so far
@@ -68,9 +69,10 @@ struct Mailbox {
   Entry entries[kEntries];
 };
 
+enum Outcome { kArrived, kMismatch, kCancelled };
+
 struct Finished {
-  int64_t number;
-  bool refused;
+  Outcome outcome;
   int peer;        // of the message
   int64_t length;  // of the message; what the receiver expects, of one that it has refused
 };
@@ -91,6 +93,7 @@ struct Receive {
   int source;
   Entry* entry = nullptr;
   int64_t position = 0;
+  bool cancelled = false;  // the data is not written any more
 };
 
 std::atomic<int64_t> kept_by_all{0};
@@ -159,8 +162,8 @@ class Messages {
     advance();
   }
 
-  // What progress does, for a thread that calls it from time to time; nothing if others have called since the last time.
-  // It goes on until nothing has happened for `idle` seconds, for `most` seconds, or until others call.
+  // What progress does, for a thread that calls it from time to time; nothing if others have called since the last
+  // time. It goes on until nothing has happened for `idle` seconds, for `most` seconds, or until others call.
   void progress_alone(double idle, double most) {
     py::gil_scoped_release release;
     auto& bell = bell_of(rank_);
@@ -220,27 +223,39 @@ class Messages {
     return pending_.count(number) != 0;
   }
 
-  // Forget a receive for which no message has come; whether there was one.
-  bool cancel(int64_t number) {
+  // The data of a receive is not written any more. If its message has begun to come, the rest is dropped as it comes,
+  // and the receive is done after that.
+  void cancel(int64_t number) {
     const Locked locked(mutex_);
-    const auto receive =
-        std::find_if(posted_.begin(), posted_.end(), [&](const Receive& each) { return each.number == number; });
-    if (receive == posted_.end()) return false;
-    posted_.erase(receive);
-    pending_.erase(number);
-    return true;
+    ++calls_;
+    const auto has_number = [&](const Receive& each) { return each.number == number; };
+    const auto posted = std::find_if(posted_.begin(), posted_.end(), has_number);
+    if (posted != posted_.end()) {
+      finish(number, kCancelled, posted->source, posted->size);
+      posted_.erase(posted);
+    }
+    const auto active = std::find_if(active_.begin(), active_.end(), has_number);
+    if (active != active_.end()) active->cancelled = true;
   }
 
-  // What has been done since the last call: number, whether it was refused, rank of the peer, bytes.
+  // What has been done and not been forgotten: number, outcome, rank of the peer, bytes.
   py::list finished() {
-    std::vector<Finished> all;
+    std::vector<std::pair<int64_t, Finished>> all;
     {
       const Locked locked(mutex_);
-      all.swap(finished_);
+      all.assign(finished_.begin(), finished_.end());
     }
     py::list result;
-    for (const auto& each : all) result.append(py::make_tuple(each.number, each.refused, each.peer, each.length));
+    for (const auto& [number, each] : all) {
+      result.append(py::make_tuple(number, static_cast<int>(each.outcome), each.peer, each.length));
+    }
     return result;
+  }
+
+  // The caller has noted that these are done.
+  void forget(const std::vector<int64_t>& numbers) {
+    const Locked locked(mutex_);
+    for (int64_t number : numbers) finished_.erase(number);
   }
 
  private:
@@ -292,8 +307,8 @@ class Messages {
 
   char* data_of(int rank) { return memories_[static_cast<size_t>(rank)] + header_; }
 
-  void finish(int64_t number, bool refused, int peer, int64_t length) {
-    if (pending_.erase(number) != 0) finished_.push_back({number, refused, peer, length});
+  void finish(int64_t number, Outcome outcome, int peer, int64_t length) {
+    if (pending_.erase(number) != 0) finished_[number] = {outcome, peer, length};
   }
 
   bool advance() {
@@ -402,7 +417,7 @@ class Messages {
           any = true;
         }
         if (message->position == message->size) {
-          finish(message->number, false, peer, message->size);
+          finish(message->number, kArrived, peer, message->size);
           message = to.under_way.erase(message);
           continue;
         }
@@ -414,7 +429,7 @@ class Messages {
       Send message = to.unsent.front();
       to.unsent.pop_front();
       if (message.position == message.size) {
-        finish(message.number, false, peer, message.size);
+        finish(message.number, kArrived, peer, message.size);
       } else {
         to.under_way.push_back(message);
       }
@@ -426,7 +441,7 @@ class Messages {
   void refused(Peer& to, int peer, Entry& entry) {
     to.under_way.remove_if([&](const Send& message) {
       if (message.entry != &entry) return false;
-      finish(message.number, true, peer, entry.expected);
+      finish(message.number, kMismatch, peer, entry.expected);
       return true;
     });
   }
@@ -505,7 +520,7 @@ class Messages {
       entry->expected = receive.size;
       const int64_t length = entry->size;
       return_entry(peer, entry, kRefused);
-      finish(receive.number, true, peer, length);
+      finish(receive.number, kMismatch, peer, length);
       return;
     }
     receive.source = peer;
@@ -527,8 +542,10 @@ class Messages {
     while (receive.position < written) {
       const int64_t offset = receive.position % entry.room;
       const int64_t count = std::min({kPiece, written - receive.position, entry.room - offset});
-      std::memcpy(receive.data + receive.position, data_of(receive.source) + entry.place + offset,
-                  static_cast<size_t>(count));
+      if (!receive.cancelled) {
+        std::memcpy(receive.data + receive.position, data_of(receive.source) + entry.place + offset,
+                    static_cast<size_t>(count));
+      }
       receive.position += count;
       entry.read.store(receive.position, std::memory_order_release);
       if (entry.room != entry.size) ring(receive.source);
@@ -539,7 +556,7 @@ class Messages {
 
   std::list<Receive>::iterator end_of(std::list<Receive>::iterator receive) {
     return_entry(receive->source, receive->entry, kReceived);
-    finish(receive->number, false, receive->source, receive->size);
+    finish(receive->number, receive->cancelled ? kCancelled : kArrived, receive->source, receive->size);
     return active_.erase(receive);
   }
 
@@ -561,7 +578,7 @@ class Messages {
   std::list<Receive> posted_;   // for which no message has come, in the order of the calls
   std::list<Receive> active_;   // whose messages have begun to come
   std::unordered_set<int64_t> pending_;
-  std::vector<Finished> finished_;
+  std::unordered_map<int64_t, Finished> finished_;
   int64_t kept_ = 0, highest_ = 0;
   int64_t calls_ = 0, calls_before_ = -1;  // of others than progress_alone, so far and at its last call
   int waiting_ = 0;                        // threads
@@ -583,7 +600,8 @@ void bind_messages(pybind11::module_& m) {
       .def("wait", &Messages::wait)
       .def("is_pending", &Messages::is_pending)
       .def("cancel", &Messages::cancel)
-      .def("finished", &Messages::finished);
+      .def("finished", &Messages::finished)
+      .def("forget", &Messages::forget);
 }
 
 }  // namespace bmt

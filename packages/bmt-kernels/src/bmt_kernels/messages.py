@@ -53,6 +53,7 @@ from bmt_kernels.shared_memory import (
 
 _STAGE_BYTES = 1 << 26
 _ANY = -1
+_MISMATCH, _CANCELLED = 1, 2  # outcomes, of csrc/cpu/messages.cpp
 
 
 class SharedMemoryMessages:
@@ -169,15 +170,40 @@ class SharedMemoryMessages:
         self._memories[self.rank].words[_CLOSED // 8] = 1
 
     def stop(self, why: str) -> None:
-        """Let what waits here, in another thread, raise a RuntimeError within a tenth of a second."""
+        """Let what waits here, in another thread, raise a RuntimeError within a tenth of a second.
+
+        What is not done fails, and nothing is written into tensors of receives.
+        """
         self._stopped = why
+        for work in list(self._unfinished.values()):
+            work.cancel(RuntimeError(why))
 
     def _conclude(self) -> None:
-        """Let works know that they are done."""
-        for number, refused, peer, size in self._native.finished():
-            work = self._unfinished.pop(number, None)
-            if work is not None:
-                work._end(peer, self._mismatch(work, peer, size) if refused else None)
+        """Let works know that they are done.
+
+        Other threads may do so at the same time, and an exception from outside may end this anywhere: what is done is
+        forgotten last.
+        """
+        finished = self._native.finished()
+        if not finished:
+            return
+        for number, outcome, peer, size in finished:
+            work = self._unfinished.get(number)
+            if work is None:
+                continue
+            if outcome == _MISMATCH:
+                work._end(peer, self._mismatch(work, peer, size))
+            elif outcome == _CANCELLED:
+                work._end(work.peer, work.error)
+            else:
+                work._end(peer, None)
+            self._unfinished.pop(number, None)
+        self._native.forget([number for number, *_ in finished])
+
+    def _cancel(self, number: int) -> None:
+        """Write no more into the tensor of a receive."""
+        self._native.cancel(number)
+        self._conclude()  # with success, if it was done before that
 
     def _mismatch(self, work: MessageWork, peer: int, theirs: int) -> MismatchError:
         me, other, mine = self.names[self.rank], self.names[peer], work.nbytes
@@ -193,32 +219,21 @@ class SharedMemoryMessages:
         late = self._late.issuperset(peers)
         deadline = time.monotonic() + (0.0 if late else timeout)
         while True:
-            is_done = native.wait(number, *((0.0, 0.0) if late else (self._spin, longest_sleep(self))))
+            native.wait(number, *((0.0, 0.0) if late else (self._spin, longest_sleep(self))))
             self._conclude()
-            if work.is_done:
+            if work.is_done or work.error is not None:
                 return
-            if is_done:  # another thread is about to tell this one so
-                time.sleep(0)
-                continue
             make_progress(self)
             if self._stopped:
-                raise self._failure(work, self._stopped)
+                raise RuntimeError(self._stopped)
             gone = [rank for rank in peers if self._memories[rank].is_gone()]
             if len(gone) == len(peers) and native.is_pending(number):  # what it has done before it went still counts
                 named = " and ".join(self.names[rank] for rank in gone)
-                raise self._failure(work, f"{named} has ended or closed its memory, and a message with it is missing")
+                raise RuntimeError(f"{named} has ended or closed its memory, and a message with it is missing")
             if time.monotonic() > deadline and native.is_pending(number):
                 self._late.update(peers)
                 named = " and ".join(self.names[rank] for rank in peers)
-                raise self._failure(work, f"{named} has not sent or received a message for {timeout:g} seconds")
-
-    def _failure(self, work: MessageWork, text: str) -> RuntimeError:
-        """How a wait has failed. Nothing is written into the tensor of a receive after that, if no message has come."""
-        error = RuntimeError(text)
-        if self._native.cancel(work.number):
-            self._unfinished.pop(work.number, None)
-            work._end(work.peer, error)
-        return error
+                raise RuntimeError(f"{named} has not sent or received a message for {timeout:g} seconds")
 
 
 class MessageWork:
@@ -244,6 +259,11 @@ class MessageWork:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until it is done, for ``timeout`` seconds if given.
 
+        A receive whose wait ends with an exception, also one from outside as ``KeyboardInterrupt``, has failed. Nothing
+        is written into its tensor after that. A message that has not begun to come is left to the next receive. The
+        rest of one that has begun is dropped. A send stays under way, and may be waited for again after an exception
+        from outside.
+
         Raises:
             MismatchError: one has sent as many bytes as the other does not expect.
             RuntimeError: the other process has gone, or has not sent or received in time.
@@ -252,10 +272,25 @@ class MessageWork:
             try:
                 self.exchange._wait(self, timeout)
             except Exception as error:
-                self.error = self.error or error
+                self.cancel(error)
+                raise
+            except BaseException as error:
+                if self.is_receive:
+                    self.cancel(RuntimeError(f"the wait for the message was interrupted ({type(error).__name__})"))
                 raise
         if self.error is not None:
             raise self.error
+
+    def cancel(self, error: Exception) -> None:
+        """Let it fail with ``error``, if it is not done: nothing is written into the tensor of a receive after that.
+
+        The tensor of a send must not change until it is done, in any case.
+        """
+        if self.is_done:
+            return
+        self.error = self.error or error
+        if self.is_receive:
+            self.exchange._cancel(self.number)
 
     def is_completed(self) -> bool:
         """Whether it is done, after what can be done without waiting."""

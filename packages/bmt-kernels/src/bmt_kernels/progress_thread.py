@@ -62,7 +62,8 @@ class _ProgressThread:
 
 def _progress_all() -> bool:
     """Whether messages are under way after that."""
-    return any([exchange.progress_alone(_PERIOD, _MOST) for exchange in members(exchanges_between_two)])
+    under_way = [exchange.progress_alone(_PERIOD, _MOST) for exchange in members(exchanges_between_two)]
+    return any(under_way)
 
 
 _thread = _ProgressThread()
