@@ -525,7 +525,7 @@ def test_ranks_that_cannot_share_memory_use_gloo():
     dist.destroy_process_group()
 
 
-def test_a_process_may_end_while_collectives_are_under_way(tmp_path):
+def test_a_process_may_end_while_collectives_and_messages_are_under_way(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import time, torch, bmt_comm, torch.distributed as dist\n"
@@ -537,6 +537,10 @@ def test_a_process_may_end_while_collectives_are_under_way(tmp_path):
         "    again = dist.all_reduce(x, async_op=True).get_future()\n"
         "work.wait()\n"
         "print(x[0].item(), flush=True)\n"
+        "large = torch.ones(17 << 20)\n"  # more than there is room for
+        "if dist.get_rank() == 0:\n"
+        "    dist.isend(large, 1, tag=5)\n"
+        "dist.irecv(x, 1 - dist.get_rank(), tag=6)\n"
         "time.sleep(2 * dist.get_rank())\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]

@@ -522,7 +522,7 @@ def test_it_is_said_once_why_memory_is_not_shared(shares):
     handler = logging.Handler()
     handler.emit = records.append
     logging.getLogger("bmt_comm").addHandler(handler)
-    bmt_comm.communicator._say_why_memory_is_not_shared.cache_clear()
+    bmt_comm.transport._say_why_memory_is_not_shared.cache_clear()
     try:
         with pytest.MonkeyPatch.context() as patch:
             if not shares:

@@ -43,7 +43,7 @@ from bmt_kernels.shared_memory import (
     MismatchError,
     _close,
     _Memory,
-    _open,
+    _open_all,
     add_exchange,
     exchanges_between_two,
     longest_sleep,
@@ -109,13 +109,11 @@ class SharedMemoryMessages:
 
         It must have for every process before any of them sends.
         """
-        for rank, (process, fd, token) in enumerate(handles):
-            if rank != self.rank:
-                memory = _open(process, fd, token, self._data_bytes, self._header_bytes)
-                if memory is None:
-                    return False
-                self._memories[rank] = memory
-        addresses = [self._memories[rank].address for rank in range(len(handles))]
+        memories = _open_all(self._memories[self.rank], self.rank, handles, self._data_bytes, self._header_bytes)
+        if memories is None:
+            return False
+        self._memories = memories
+        addresses = [memory.address for memory in memories.values()]
         self._native = self._make(self.rank, addresses, self._header_bytes, self._stage_bytes)
         add_exchange(exchanges_between_two, self)
         return True

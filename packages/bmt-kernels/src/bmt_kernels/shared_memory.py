@@ -164,14 +164,10 @@ class SharedMemoryExchange:
 
         It must have for every process before any of them sends.
         """
-        for rank, (process, fd, token) in enumerate(handles):
-            if rank == self.rank:
-                continue
-            memory = _open(process, fd, token, self.capacity)
-            if memory is None:
-                return False
-            self._memories[rank] = memory
-        self._memories = dict(sorted(self._memories.items()))
+        memories = _open_all(self._memories[self.rank], self.rank, handles, self.capacity)
+        if memories is None:
+            return False
+        self._memories = memories
         self._tables = self._make_tables(self.rank, [memory.address for memory in self._memories.values()])
         return True
 
@@ -582,7 +578,20 @@ def _pages(size: int) -> int:
     return max(1, -(-size // _PAGE)) * _PAGE
 
 
-def _open(process: int, fd: int, token: int, capacity: int, header: int = _HEADER) -> _Memory | None:
+def _open_all(
+    own: _Memory, rank: int, handles: Sequence[tuple[int, int, int]], capacity: int, header: int = _HEADER
+) -> dict[int, _Memory] | None:
+    """The memory of all processes, by rank, of which ``rank`` is this one; None: that of another cannot be had here."""
+    memories = {}
+    for place, handle in enumerate(handles):
+        memory = own if place == rank else _open(*handle, capacity, header)
+        if memory is None:
+            return None
+        memories[place] = memory
+    return memories
+
+
+def _open(process: int, fd: int, token: int, capacity: int, header: int) -> _Memory | None:
     """The memory that a process has told of, if it can be had from here."""
     path = f"/proc/{process}/fd/{fd}"
     try:
