@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages, messages
-from bmt_kernels.shared_memory import MismatchError
+from bmt_kernels.shared_memory import MismatchError, exchanges_between_two, make_progress
 
 pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
 
@@ -142,6 +142,26 @@ def test_messages_go_on_while_both_do_something_else(sizes):
             assert torch.equal(box, numbered(tag, len(box)))
         assert not a.is_under_way
         assert not b.is_under_way
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_leaves_the_messages_of_its_parent_alone():
+    a, b = connected(2)
+    box = torch.zeros(8, dtype=torch.uint8)
+    work = b.receive(box, 0)
+    child = os.fork()
+    if child == 0:
+        make_progress()
+        own, other = connected(2)
+        works = [other.receive(box, 0), own.send(numbered(1), 1)]
+        deadline = time.monotonic() + 20
+        while not works[0].is_done and time.monotonic() < deadline:  # it has a thread of its own
+            time.sleep(1e-3)
+        os._exit(0 if works[0].is_done and list(exchanges_between_two) and b not in exchanges_between_two else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    a.send(numbered(2), 1)
+    work.wait()
+    assert torch.equal(box, numbered(2))
 
 
 def test_what_nobody_receives_stands_in_no_others_way():
