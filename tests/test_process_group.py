@@ -525,7 +525,7 @@ def test_ranks_that_cannot_share_memory_use_gloo():
     dist.destroy_process_group()
 
 
-def test_a_process_may_end_while_collectives_are_under_way(tmp_path):
+def test_a_process_may_end_while_collectives_and_messages_are_under_way(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import time, torch, bmt_comm, torch.distributed as dist\n"
@@ -537,6 +537,10 @@ def test_a_process_may_end_while_collectives_are_under_way(tmp_path):
         "    again = dist.all_reduce(x, async_op=True).get_future()\n"
         "work.wait()\n"
         "print(x[0].item(), flush=True)\n"
+        "large = torch.ones(17 << 20)\n"  # more than there is room for
+        "if dist.get_rank() == 0:\n"
+        "    dist.isend(large, 1, tag=5)\n"
+        "dist.irecv(x, 1 - dist.get_rank(), tag=6)\n"
         "time.sleep(2 * dist.get_rank())\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
@@ -582,18 +586,19 @@ def test_single_messages_from_any_rank_through_shared_memory():
 
 
 @pytest.mark.ranks(2, init=False)
-def test_a_large_message_that_nobody_waits_for_goes_on():
+@pytest.mark.parametrize("numel", [1500, 3_000_000])
+def test_a_message_without_room_that_nobody_waits_for_goes_on(numel):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bmt_comm.shared_memory, "_STAGE_BYTES", 4096)
         with job():
             rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-            x = torch.full((3_000_000,), float(rank))
+            x = torch.full((numel,), float(rank))
             for sender in (0, 1):  # one of them waits and the other does something else
                 work = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
                 if rank == sender:
-                    store.wait([f"arrived {sender}"], datetime.timedelta(seconds=30))
+                    store.wait([f"arrived {sender}"], datetime.timedelta(seconds=10))
                     assert work.is_completed()
                 else:
                     work.wait()
                     store.set(f"arrived {sender}", "")
-            assert set(x[::100_000].tolist()) == {0.0}
+            assert set(x[::100].tolist()) == {0.0}

@@ -522,7 +522,7 @@ def test_it_is_said_once_why_memory_is_not_shared(shares):
     handler = logging.Handler()
     handler.emit = records.append
     logging.getLogger("bmt_comm").addHandler(handler)
-    bmt_comm.communicator._say_why_memory_is_not_shared.cache_clear()
+    bmt_comm.transport._say_why_memory_is_not_shared.cache_clear()
     try:
         with pytest.MonkeyPatch.context() as patch:
             if not shares:
@@ -636,6 +636,26 @@ def test_a_wait_for_something_else_lets_messages_through(ctx):
 
 
 @pytest.mark.ranks(2, timeout=30)
+def test_messages_go_on_while_a_rank_waits_for_gloo(ctx):
+    others = [
+        lambda: ctx.world.broadcast_object("text", 1),
+        lambda: ctx.world.all_gather_object(ctx.rank),
+        lambda: dist.all_reduce(torch.ones(2), group=ctx.world.group),
+    ]
+    with messages(ctx, stage=4096) as comm:
+        for number, call in enumerate(others):
+            x = torch.full((1_000_000,), float(ctx.rank * number))
+            if comm.rank == 1:
+                work = comm.send(x, 0, async_op=True)  # there is no room for it
+                call()
+                work.wait()
+            else:
+                comm.recv(x, 1)
+                call()
+            assert x[::100_000].tolist() == [float(number)] * 10
+
+
+@pytest.mark.ranks(2, timeout=30)
 def test_a_send_ends_without_its_receive_while_there_is_room(ctx):
     with messages(ctx, stage=1 << 20, timeout=1) as comm:
         x = torch.full((200_000,), 1.0)
@@ -676,6 +696,26 @@ def test_a_message_of_another_size_is_refused(ctx, numel):
         box = torch.full((2,), float(comm.rank))
         comm.send_recv([(box.clone(), 1 - comm.rank)], [(box, 1 - comm.rank)])  # later ones are not concerned
         assert box.tolist() == [1.0 - comm.rank] * 2
+
+
+@pytest.mark.ranks(3, timeout=30)
+def test_after_a_failed_call_its_other_receives_are_not_written(ctx):
+    with messages(ctx) as comm:
+        if comm.rank == 0:
+            boxes = torch.zeros(2, 3).unbind()
+            with pytest.raises(RuntimeError, match="rank 2 has sent 20 bytes with tag 0 where rank 0 expects 12"):
+                comm.send_recv([], [(boxes[0], 1), (boxes[1], 2)])
+            ctx.world.barrier()
+            again = torch.zeros(3)
+            comm.recv(again, 1)
+            assert again.tolist() == [2.0] * 3
+            assert [box.tolist() for box in boxes] == [[0.0] * 3] * 2
+        else:
+            if comm.rank == 2:
+                comm.send(torch.ones(5), 0)
+            ctx.world.barrier()
+            if comm.rank == 1:
+                comm.send(torch.full((3,), 2.0), 0)
 
 
 @pytest.mark.ranks(2, timeout=30)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bmt_comm import REDUCE_OPS, Communicator, _compat, init_distributed, shutdown, watch
 from bmt_comm import direct_exchange as module
-from bmt_comm.communicator import stop_waiting
+from bmt_comm.transport import stop_waiting
 
 DTYPES = [
     torch.float64,

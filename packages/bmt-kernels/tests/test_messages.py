@@ -6,19 +6,20 @@ import os
 import random
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
 
-from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages
-from bmt_kernels.shared_memory import MismatchError
+from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages, messages
+from bmt_kernels.shared_memory import MismatchError, exchanges_between_two, make_progress
 
 pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
 
 PAGE = mmap.PAGESIZE
 PIECE = 1 << 18
 WINDOW = 8 * PIECE
-ENTRIES = 1024
+ENTRIES = 4096
 
 
 def connected(count, timeout=20.0, stage_bytes=1 << 20):
@@ -107,6 +108,62 @@ def test_more_messages_than_entries_wait_for_their_turn(size):
         assert torch.equal(box, numbered(number, len(box)))
 
 
+def test_a_message_that_waits_keeps_one_entry_and_no_more():
+    """A receiver may leave early messages for long, whatever comes and goes in between."""
+    a, b = connected(2, stage_bytes=PAGE)
+    kept = [a.send(numbered(tag, size), 1, tag) for tag, size in ((1, 8), (2, 2 * PIECE), (3, 8))]
+    box = torch.zeros(8, dtype=torch.uint8)
+    for number in range(2 * ENTRIES + 10):
+        if number % 100 == 0:
+            a.send(numbered(number, 5), 1)
+            with pytest.raises(MismatchError):
+                b.receive(box, 0).wait()
+        assert a.send(numbered(number), 1) is None
+        b.receive(box, 0).wait()
+        assert torch.equal(box, numbered(number))
+    boxes = {3: box, 2: torch.zeros(2 * PIECE, dtype=torch.uint8), 1: torch.zeros(8, dtype=torch.uint8)}
+    wait_all(*kept, *(b.receive(into, 0, tag) for tag, into in boxes.items()))
+    for tag, into in boxes.items():
+        assert torch.equal(into, numbered(tag, len(into)))
+
+
+@pytest.mark.parametrize("sizes", [[2 * PAGE], [3 * WINDOW + 5], [8, WINDOW, PIECE - 1, 3 * PIECE]])
+def test_messages_go_on_while_both_do_something_else(sizes):
+    for _ in range(3):
+        a, b = connected(2, stage_bytes=PAGE)
+        boxes = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        works = [a.send(numbered(tag, size), 1, tag) for tag, size in enumerate(sizes)]
+        works += [b.receive(box, 0, tag) for tag, box in reversed(list(enumerate(boxes)))]
+        deadline = time.monotonic() + 20
+        while any(work is not None and not work.is_done for work in works):  # which does not look for messages
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        for tag, box in enumerate(boxes):
+            assert torch.equal(box, numbered(tag, len(box)))
+        assert not a.is_under_way
+        assert not b.is_under_way
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_leaves_the_messages_of_its_parent_alone():
+    a, b = connected(2)
+    box = torch.zeros(8, dtype=torch.uint8)
+    work = b.receive(box, 0)
+    child = os.fork()
+    if child == 0:
+        make_progress()
+        own, other = connected(2)
+        works = [other.receive(box, 0), own.send(numbered(1), 1)]
+        deadline = time.monotonic() + 20
+        while not works[0].is_done and time.monotonic() < deadline:  # it has a thread of its own
+            time.sleep(1e-3)
+        os._exit(0 if works[0].is_done and list(exchanges_between_two) and b not in exchanges_between_two else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    a.send(numbered(2), 1)
+    work.wait()
+    assert torch.equal(box, numbered(2))
+
+
 def test_what_nobody_receives_stands_in_no_others_way():
     a, b, c = connected(3, stage_bytes=PAGE)
     large = [a.send(numbered(number, WINDOW + number), 1, tag=number) for number in range(3)]
@@ -187,6 +244,83 @@ def test_waits_end_when_they_should():
     with pytest.raises(RuntimeError, match="enough"):
         work.wait(20.0)
     thread.join()
+
+
+def interrupted(work):
+    """A wait that gets an exception from outside, as from Ctrl-C."""
+    with mock.patch.object(messages, "make_progress", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        work.wait()
+
+
+def test_a_receive_whose_wait_was_interrupted_leaves_its_message_to_the_next_one():
+    a, b = connected(2)
+    box, again = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    work = b.receive(box, 0)
+    interrupted(work)
+    a.send(numbered(1), 1)
+    b.receive(again, 0).wait()
+    assert box.tolist() == [0] * 8
+    assert torch.equal(again, numbered(1))
+    with pytest.raises(RuntimeError, match=r"wait for the message was interrupted \(KeyboardInterrupt\)"):
+        work.wait()
+    assert not b.is_under_way
+
+
+def test_a_receive_whose_wait_was_interrupted_in_the_middle_drops_the_rest():
+    a, b = connected(2, stage_bytes=PAGE)
+    size = 3 * WINDOW
+    box, again = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    works = [a.send(numbered(number, size), 1) for number in (1, 2)]
+    work = b.receive(box, 0)
+    a.progress()
+    b.progress()
+    assert box.any()
+    with mock.patch.object(a, "progress_alone", return_value=True):
+        interrupted(work)
+    before = box.clone()
+    assert torch.equal(before[-PIECE:], torch.zeros(PIECE, dtype=torch.uint8))
+    wait_all(*works, b.receive(again, 0))
+    assert torch.equal(box, before)
+    assert torch.equal(again, numbered(2, size))
+    with pytest.raises(RuntimeError, match="interrupted"):
+        work.wait()
+    assert not b.is_under_way
+
+
+def test_a_send_whose_wait_was_interrupted_goes_on():
+    a, b = connected(2, stage_bytes=PAGE)
+    work, box = a.send(numbered(1, WINDOW), 1), torch.zeros(WINDOW, dtype=torch.uint8)
+    interrupted(work)
+    wait_all(work, b.receive(box, 0))
+    assert torch.equal(box, numbered(1, WINDOW))
+
+
+def test_after_stop_no_receive_is_written():
+    a, b = connected(2)
+    box = torch.zeros(8, dtype=torch.uint8)
+    work = b.receive(box, 0)
+    b.stop("enough")
+    a.send(numbered(1), 1)
+    b.progress()
+    assert box.tolist() == [0] * 8
+    with pytest.raises(RuntimeError, match="enough"):
+        work.wait()
+
+
+def test_a_thread_that_ends_while_it_tells_what_is_done_keeps_nobody_waiting():
+    a, b = connected(2)
+    box = torch.zeros(8, dtype=torch.uint8)
+    work = b.receive(box, 0)
+    a.send(numbered(1), 1)
+    interrupt = mock.patch.object(messages.MessageWork, "_end", side_effect=KeyboardInterrupt)
+    with interrupt, pytest.raises(KeyboardInterrupt):
+        b.progress()
+    thread = threading.Thread(target=work.wait, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert torch.equal(box, numbered(1))
+    assert not b.is_under_way
 
 
 def test_of_one_that_has_gone_what_it_has_sent_still_arrives():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmt_kernels import SharedMemoryExchange, message_places, shared_memory
+from bmt_kernels import SharedMemoryExchange, message_places, process_memory, shared_memory
 from bmt_kernels.processors import processors
 
 pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
@@ -193,7 +193,7 @@ def test_one_that_sleeps_is_woken(monkeypatch):
 
 
 def test_threads_ask_at_the_same_time_whether_a_process_has_ended():
-    process = shared_memory._Process(os.getpid())
+    process = process_memory.Process(os.getpid())
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(lambda: any(process.has_ended() for _ in range(10000))) for _ in range(4)]
         assert not any(task.result(timeout=60) for task in asked)
@@ -380,7 +380,7 @@ def test_what_is_sent_just_before_the_end_counts(monkeypatch):
         b.send([torch.ones(1)])
         return True
 
-    monkeypatch.setattr(shared_memory._Memory, "is_gone", send_and_go)
+    monkeypatch.setattr(process_memory.Memory, "is_gone", send_and_go)
     assert a.receive([4, 4], torch.float32)[1].tolist() == [1.0]
 
 
@@ -389,7 +389,7 @@ def test_one_that_has_gone_after_another_operation_is_told_by_that(monkeypatch):
     a.send([torch.empty(0)], 1, b"mine")
     a.receive([0, 0], torch.float32, 1, b"mine")
     a.release()
-    is_gone = shared_memory._Memory.is_gone
+    is_gone = process_memory.Memory.is_gone
 
     def send_and_go(memory):
         if not b._sent:
@@ -397,7 +397,7 @@ def test_one_that_has_gone_after_another_operation_is_told_by_that(monkeypatch):
             b.abandon()
         return is_gone(memory)
 
-    monkeypatch.setattr(shared_memory._Memory, "is_gone", send_and_go)
+    monkeypatch.setattr(process_memory.Memory, "is_gone", send_and_go)
     with pytest.raises(RuntimeError, match="ranks call different operations"):
         a.receive([0, 4], torch.float32, 2, b"next")
 

@@ -10,13 +10,10 @@ Every rank of a communicator must call the same collectives on it in the same or
 from __future__ import annotations
 
 import datetime
-import functools
-import logging
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,18 +21,17 @@ from torch import Tensor
 
 from . import _compat
 from .combine import check_op, combine
-from .direct_exchange import TAG_RANGE, DirectExchange
+from .direct_exchange import TAG_RANGE
 from .fixed_order import TREE_SUM
-from .hosts import HostsCollectives, connect
-from .journal import Journal, begin_wait, end_wait, journals, waits
+from .hosts import HostsCollectives
+from .journal import Journal, journals
 from .operation import Operation, describe
 from .packing import Packing
-from .shared_memory import Messages, SharedMemoryCollectives
+from .shared_memory import Messages, MessageWork, SharedMemoryCollectives
 from .shared_vector import make_shared_vector
-from .watch import explained
+from .transport import HostCollectives, Transport, host_collectives, share_memory, transports, use_messages
+from .watched import Watched
 from .work import DONE, Pending, Work
-
-_log = logging.getLogger("bmt_comm")
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -73,44 +69,6 @@ class Traffic:
 
     calls: int = 0
     bytes: int = 0
-
-
-class Transport(Protocol):
-    """What carries operations on CPU tensors in place of the process group; tensors are contiguous and 1-D.
-
-    Attributes:
-        in_order: whether operations run one at a time, in the order in which they were posted, as NCCL's do.
-        eager: whether making a process group takes all ranks of the job.
-    """
-
-    in_order: bool
-    eager: bool
-
-    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work: ...
-
-    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work: ...
-
-    def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work: ...
-
-    def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work: ...
-
-    def all_gather_object(self, obj: Any) -> list[Any]: ...
-
-    def broadcast_object(self, obj: Any, root: int) -> Any: ...
-
-    def send(self, data: Tensor, peer: int, tag: int) -> Work: ...
-
-    def recv(self, data: Tensor, peer: int, tag: int) -> Work: ...
-
-    def send_recv(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> list[Work]: ...
-
-
-transports: dict[str, Callable[[dist.ProcessGroup], Transport]] = {}
-"""Makes the transport of a process group, by the backend's name; for tests, see ``bmt_comm.testing``."""
-
-# The communicators that stand on one process group have it in common.
-_OnHost = DirectExchange | SharedMemoryCollectives | HostsCollectives
-_host_collectives: WeakKeyDictionary[dist.ProcessGroup, _OnHost] = WeakKeyDictionary()
 
 
 class Communicator:
@@ -160,8 +118,8 @@ class Communicator:
         self._tokens: Tensor | None = None  # of barriers; what they have does not matter
         make_transport = None if group is None else transports.get(dist.get_backend(group))
         self._transport = None if make_transport is None or group is None else make_transport(group)
-        if group is not None and group not in _host_collectives:
-            _host_collectives[group] = DirectExchange(group)
+        if group is not None:
+            use_messages(group)
         if group is not None and group not in journals:
             journals[group] = Journal(group.group_name, self.ranks)
         self._journal = Journal("", self.ranks) if group is None else journals[group]
@@ -212,14 +170,8 @@ class Communicator:
         """
         if self.group is None or self.size == 1 or self.device.type != "cpu" or self._transport is not None:
             return False
-        on_host = self._on_host
-        if isinstance(on_host, DirectExchange):
-            connected = connect(on_host, self.ranks, timeout)
-            if isinstance(connected, str):
-                _say_why_memory_is_not_shared(connected, self.ranks[0])
-            else:
-                _host_collectives[self.group] = connected
-        return isinstance(self._on_host, SharedMemoryCollectives)
+        share_memory(self.group, self.ranks, timeout)
+        return self.shares_memory
 
     @property
     def shares_memory(self) -> bool:
@@ -228,8 +180,8 @@ class Communicator:
 
     @property
     def _shared(self) -> SharedMemoryCollectives | None:
-        found = None if self.group is None or self._transport is not None else _host_collectives.get(self.group)
-        return found if isinstance(found, SharedMemoryCollectives) else None
+        on_host = None if self.group is None else self._on_host
+        return on_host if isinstance(on_host, SharedMemoryCollectives) else None
 
     @_compat.not_compiled
     def shared_vector(self, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -257,7 +209,7 @@ class Communicator:
     @property
     def shares_within_hosts(self) -> bool:
         """Whether the ranks are on several hosts, and those of each share memory (see :meth:`share_memory`)."""
-        return self.group in _host_collectives and isinstance(self._on_host, HostsCollectives)
+        return self.group is not None and isinstance(self._on_host, HostsCollectives)
 
     def _count(self, op: str, sent: int) -> None:
         if self.size > 1:
@@ -303,11 +255,7 @@ class Communicator:
             return self._finish_now(work, async_op, operation)
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         _copy_unless_same(chunks[self.rank], mine)
-        on_host = self._on_host
-        if isinstance(on_host, SharedMemoryCollectives):
-            work = on_host.all_gather(chunks, mine, operation, waits_at_once=not async_op)
-        else:
-            work = on_host.all_gather(chunks, mine, operation)
+        work = self._on_host.all_gather(chunks, mine, operation, waits_at_once=not async_op)
         return self._finish_now(work, async_op, operation)
 
     @_compat.not_compiled
@@ -343,11 +291,7 @@ class Communicator:
             work = _compat.reduce_scatter_single(mine, flat, _REDUCE_OPS[op], group=self.group, async_op=async_op)
             return self._finish_now(work, async_op, operation)
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
-        on_host = self._on_host
-        if isinstance(on_host, SharedMemoryCollectives):
-            work = on_host.reduce_scatter(mine, chunks, op, operation, waits_at_once=not async_op)
-        else:
-            work = on_host.reduce_scatter(mine, chunks, op, operation)
+        work = self._on_host.reduce_scatter(mine, chunks, op, operation, waits_at_once=not async_op)
         return self._finish_now(work, async_op, operation)
 
     @_compat.not_compiled
@@ -501,13 +445,15 @@ class Communicator:
             return DONE
         for tensor, _ in sends:
             self._count("send", _bytes(tensor))
+        cancel = None
         if self._transport is not None:
             works: list[Any] = self._transport.send_recv(outgoing, incoming)
         elif (messages := self._messages((incoming or outgoing)[0][0])) is not None:
-            works = [messages.receive(data, peer) for data, peer in incoming]
+            receives = [messages.receive(data, peer) for data, peer in incoming]
+            cancel = partial(_cancel_all, receives)
             # Who waits anyway lets large ones go when they are received, which takes less memory and time.
             sent = [messages.send(d, peer, stage=async_op or d.nbytes <= _STAGED_BYTES) for d, peer in outgoing]
-            works += [work for work in sent if work is not None]
+            works = [*receives, *(work for work in sent if work is not None)]
         else:
             ops = [dist.P2POp(dist.irecv, data, self.ranks[peer], self.group) for data, peer in incoming]
             ops += [dist.P2POp(dist.isend, data, self.ranks[peer], self.group) for data, peer in outgoing]
@@ -515,7 +461,7 @@ class Communicator:
         peers = tuple({peer for _, peer in (*incoming, *outgoing)})
         first = recvs[0] if recvs else sends[0]
         operation = self._note("send and receive with", peers, first[0], label)
-        return self._finish_now(Pending(works, None, (sends, recvs)), async_op, operation, peers)
+        return self._finish_now(Pending(works, None, (sends, recvs), cancel), async_op, operation, peers)
 
     @_compat.not_compiled
     def barrier(self, async_op: bool = False, label: str = "") -> Work:
@@ -573,16 +519,16 @@ class Communicator:
         return box[0]
 
     @property
-    def _on_host(self) -> _OnHost | Transport:
+    def _on_host(self) -> HostCollectives | Transport:
         if self._transport is not None:
             return self._transport
         assert self.group is not None
-        return _host_collectives[self.group]
+        return host_collectives[self.group]
 
     def _messages(self, data: Tensor) -> Messages | None:
         """What carries single messages through memory that the ranks share; None: the process group carries them."""
-        on_host = None if data.is_cuda or self.group is None else _host_collectives.get(self.group)
-        return on_host.messages if isinstance(on_host, SharedMemoryCollectives) else None
+        shared = None if data.is_cuda else self._shared
+        return None if shared is None else shared.messages
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -593,7 +539,7 @@ class Communicator:
         if work is None:  # torch returns None for a collective it has already enqueued
             return DONE
         ranks = self.ranks if peers is None else tuple(self.ranks[peer] for peer in peers)
-        watched = _Watched(work, self._journal, operation, ranks)
+        watched = Watched(work, self._journal, operation, ranks)
         if async_op:
             return watched
         watched.wait()
@@ -623,28 +569,10 @@ class Communicator:
         return _wire(_flat(tensor))
 
 
-class _Watched:
-    """An operation in flight; while it is waited for, the watch knows."""
-
-    __slots__ = ("_journal", "_operation", "_peers", "_work")
-
-    def __init__(self, work: Work, journal: Journal, operation: Operation, peers: tuple[int, ...]) -> None:
-        self._work, self._journal, self._operation, self._peers = work, journal, operation, peers
-
-    def wait(self) -> None:
-        begin_wait(self._journal, self._operation, self._peers)
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            better = explained(error)
-            if better is error:
-                raise
-            raise better from error
-        finally:
-            end_wait(self._journal)
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
+def _cancel_all(receives: Sequence[MessageWork]) -> None:
+    """The caller, who has got an exception, may use the tensors for something else."""
+    for receive in receives:
+        receive.cancel(RuntimeError("another message of the same call has failed, or its wait was interrupted"))
 
 
 class _Call:
@@ -658,37 +586,6 @@ class _Call:
 
     def is_completed(self) -> bool:
         return False
-
-
-def stop_waiting(message: str) -> None:
-    """Let all waits of this process end with an error, and NCCL's kernels with them."""
-    groups = []
-    for group, on_host in list(_host_collectives.items()):
-        if not isinstance(on_host, DirectExchange):
-            on_host.stop(message)
-        # One that was destroyed has no backend any more, whoever still holds it.
-        if group in dist.distributed_c10d._world.pg_map and (waits or "nccl" in dist.get_backend(group)):
-            groups.append(group)
-    # NCCL's in one thread, together; others each in its own, so that none waits for another.
-    nccl = [group for group in groups if "nccl" in dist.get_backend(group)]
-    for together in (nccl, *([group] for group in groups if group not in nccl)):
-        if together:
-            threading.Thread(target=_compat.abort, args=(together,), daemon=True).start()
-
-
-@functools.cache
-def _say_why_memory_is_not_shared(reason: str, first_rank: int) -> None:
-    """Once in a process, and not on every rank."""
-    if dist.get_rank() == 0 and first_rank == 0:
-        _log.warning("ranks send messages over gloo and do not share memory, which would be faster: %s", reason)
-
-
-def stop_sharing_memory(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Give back the memory that communicators on these groups have shared, whoever still holds them."""
-    for group in groups:
-        on_host = _host_collectives.get(group)
-        if isinstance(on_host, (SharedMemoryCollectives, HostsCollectives)):
-            _host_collectives[group] = on_host.direct
 
 
 def _check_same_dtype(name: str, out: Tensor, src: Tensor) -> None:

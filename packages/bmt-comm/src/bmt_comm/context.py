@@ -25,13 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import watch
 from .agreement import TIMEOUT, begin_agreements, forget_steps, stop_agreements
 from .backend_threads import let_backend_threads_rest
-from .communicator import Communicator, stop_sharing_memory, stop_waiting
+from .communicator import Communicator
 from .fixed_order import use_deterministic_kernels
 from .journal import journals, note_place
 from .report import ranks_in_words
 from .slice import forget_communicators
 from .startup import Start, connect, meet
 from .topology import TopologyNames
+from .transport import stop_sharing_memory, stop_waiting
 
 MESH_DIMS = ("pipe", "data", "tensor")
 

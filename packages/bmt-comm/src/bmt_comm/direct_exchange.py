@@ -65,10 +65,14 @@ class DirectExchange:
         assert group is not None
         return DirectExchange(group, members, lane)
 
-    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
+    def all_gather(
+        self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation, waits_at_once: bool = False
+    ) -> Work:
         return Pending(self.exchange([mine] * self.size, chunks, self.next_tag(operation)), None, (chunks, mine))
 
-    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation, waits_at_once: bool = False
+    ) -> Work:
         received = chunks[0].new_empty(self.size - 1, out.numel())
         parts = [received[r if r < self.rank else r - 1] for r in range(self.size) if r != self.rank]
         parts.insert(self.rank, chunks[self.rank])

@@ -68,7 +68,9 @@ class HostsCollectives:
         self._across, self._across_later = direct.among(self._column, 3), direct.among(self._column, 4)
         self._unfinished: deque[_Finish] = deque()
 
-    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
+    def all_gather(
+        self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation, waits_at_once: bool = False
+    ) -> Work:
         works = [
             self._across.all_gather([chunks[rank] for rank in self._column], mine, operation),
             self._within.all_gather([chunks[rank] for rank in self._hosts[self._host]], mine, operation),
@@ -85,7 +87,9 @@ class HostsCollectives:
 
         return self._later(finish, (chunks, mine))
 
-    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation, waits_at_once: bool = False
+    ) -> Work:
         if not _splits(op, out):
             return self._later(self.direct.reduce_scatter(out, chunks, op, operation).wait, chunks)
         sums, works = self._reduce_within(chunks, op, chunks[0].dtype, operation)

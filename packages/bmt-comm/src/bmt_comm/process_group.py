@@ -49,7 +49,6 @@ _OPS = {
     dist.ReduceOp.BXOR: "bxor",
 }
 _NO_LIMIT = datetime.timedelta(0)
-_SMALL_BYTES = 1 << 18  # of messages that, as a rule, are in the memory when their receivers come
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # Without its annotations: they are overloads, with names of arguments that differ between versions of torch.
@@ -338,31 +337,21 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         if messages is None:
             return self._rest.send(tensors, dstRank, tag)
         sent = messages.send(tensors[0].data, dstRank, tag)
-        return self._done if sent is None else self._look_after(_MessageWork(self, sent))
+        return self._done if sent is None else _MessageWork(self, sent)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         tensors = _listed(tensors)
         messages = self._messages(tensors, tag, srcRank)
         if messages is None:
             return self._rest.recv(tensors, srcRank, tag)
-        return self._receive(messages, tensors[0].data, srcRank, tag)
+        return _MessageWork(self, messages.receive(tensors[0].data, srcRank, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         tensors = _listed(tensors)
         messages = self._messages(tensors, tag)
         if messages is None:
             return self._rest.recv_anysource(tensors, tag)
-        return self._receive(messages, tensors[0].data, None, tag)
-
-    def _receive(self, messages: Messages, data: Tensor, source: int | None, tag: int) -> _MessageWork:
-        work = _MessageWork(self, messages.receive(data, source, tag))
-        return work if data.nbytes <= _SMALL_BYTES else self._look_after(work)
-
-    def _look_after(self, work: _MessageWork) -> _MessageWork:
-        """It needs this rank's doing, also if the caller does not wait for it."""
-        if not work.is_done:
-            self._progress.attend()
-        return work
+        return _MessageWork(self, messages.receive(tensors[0].data, None, tag))
 
     def _messages(self, tensors: list[Tensor], tag: int, peer: int | None = None) -> Messages | None:
         """What carries single messages of these tensors; None: the rest does, which says what is wrong with them."""
@@ -373,14 +362,6 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         if peer == self._rank:
             raise ValueError(f"rank {peer} cannot send to or receive from itself")
         return self._shared.messages
-
-    def progress_messages(self) -> bool:
-        """Receive and send what can be without waiting; whether some of it is still under way."""
-        shared = self._shared
-        if not isinstance(shared, SharedMemoryCollectives) or not shared.messages.is_under_way:
-            return False
-        shared.messages.progress()
-        return shared.messages.is_under_way
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         opts = _options(c10d.BarrierOptions, timeout if opts is None else opts)
@@ -444,10 +425,6 @@ class _MessageWork(dist.Work):
     def __init__(self, group: SharedMemoryProcessGroup, message: MessageWork) -> None:
         super().__init__()
         self._message, self._seconds = message, group._gloo.options._timeout.total_seconds()
-
-    @property
-    def is_done(self) -> bool:
-        return self._message.is_completed()
 
     def wait(self, timeout: datetime.timedelta = _NO_LIMIT) -> bool:
         self._message.wait(timeout.total_seconds() if timeout else self._seconds)

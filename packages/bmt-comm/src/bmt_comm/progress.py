@@ -5,12 +5,11 @@
     far as that needs no waiting, so what this rank has to send is on its way. The rest is run by whoever waits, in its
     own thread: that costs no switch between threads. What nobody waits for is run by a thread of the group: at once
     where a future or ``is_completed`` asks for it, and else a few milliseconds later, so that no other rank waits for
-    one that has gone on to something else. The thread also looks after single messages that are under way.
+    one that has gone on to something else.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import threading
 import time
@@ -164,10 +163,6 @@ class Owner(Protocol):
         """Let the wait in progress, in another thread, fail soon."""
         ...
 
-    def progress_messages(self) -> bool:
-        """Receive and send what single messages can be without waiting; whether some are still under way."""
-        ...
-
 
 class Progress:
     """Runs the collectives of one process group.
@@ -189,7 +184,6 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._news = threading.Event()
         self._rests = False  # the thread has nothing to do
-        self._attended = False  # the thread is to look at single messages
         self._stopped = False
         weakref.finalize(self, self._news.set)
 
@@ -227,13 +221,6 @@ class Progress:
         if self._rests:
             self._news.set()
         return work
-
-    def attend(self) -> None:
-        """Let the thread look at single messages every few milliseconds, while some are under way."""
-        self._attended = True
-        self._need_thread()
-        if self._rests:
-            self._news.set()
 
     def want(self, work: CollectiveWork) -> None:
         """Let the thread run everything up to ``work``."""
@@ -314,21 +301,13 @@ class Progress:
         try:
             first = self._queue[0]
         except IndexError:
-            return _GRACE if self._attends() else None
+            return None
         if first.number > self._wanted:
             delay = first.posted + _GRACE - time.monotonic() if first.posted else _GRACE
             if delay > 0:
                 return delay
         self._run_first(first.number)
         return 0.0
-
-    def _attends(self) -> bool:
-        """Look at single messages, if that was asked for; whether some are still under way."""
-        if self._attended:
-            self._attended = False  # it may be asked for again meanwhile
-            with contextlib.suppress(ReferenceError):  # the group is gone
-                self._attended |= self.owner.progress_messages()
-        return self._attended
 
 
 def _run_in_thread(reference: weakref.ref[Progress]) -> None:
@@ -338,7 +317,7 @@ def _run_in_thread(reference: weakref.ref[Progress]) -> None:
             continue
         if delay is None:
             progress._rests = True
-            if progress._queue or progress._attended:  # posted before it was known that this rests
+            if progress._queue:  # posted before it was known that this rests
                 progress._rests = False
                 continue
         news = progress._news

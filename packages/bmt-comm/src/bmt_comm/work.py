@@ -37,12 +37,20 @@ class Pending:
         works: of the backend.
         finish: called once, in the first ``wait`` that gets so far.
         keep: buffers that are read or written until then.
+        cancel: called when a wait ends with an exception, which also lets what is still under way end.
     """
 
-    def __init__(self, works: list[Any], finish: Callable[[], None] | None, keep: object) -> None:
+    def __init__(
+        self,
+        works: list[Any],
+        finish: Callable[[], None] | None,
+        keep: object,
+        cancel: Callable[[], None] | None = None,
+    ) -> None:
         self._works = works
         self._finish = finish
         self._keep = keep
+        self._cancel = cancel
         self._error: Exception | None = None
 
     def wait(self) -> None:
@@ -52,8 +60,11 @@ class Pending:
         while self._works:
             try:
                 self._works[-1].wait()
-            except Exception as error:
-                self._error = error
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    self._error = error
+                if self._cancel is not None:
+                    self._cancel()
                 raise
             self._works.pop()
         if self._finish is not None:

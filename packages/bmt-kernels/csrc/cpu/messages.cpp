@@ -15,6 +15,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -29,7 +30,7 @@ namespace py = pybind11;
 constexpr int64_t kPage = 4096;
 constexpr int64_t kBell = 64;            // where a process's bell lies in its memory
 constexpr int64_t kMailboxes = 256;      // where its mailboxes begin
-constexpr uint32_t kEntries = 1024;      // of a mailbox: messages to one process that it has not received
+constexpr uint32_t kEntries = 4096;      // of a mailbox: messages to one process that it has not received
 constexpr int64_t kPiece = 256 << 10;    // bytes that are copied at a time
 constexpr int64_t kWindow = 8 * kPiece;  // bytes of a message under way, where there is no room for it as a whole
 constexpr int64_t kKept = 64 << 20;      // bytes that stay with the process when messages are gone, of all its groups
@@ -50,15 +51,28 @@ struct alignas(128) Entry {
 };
 static_assert(std::atomic<int64_t>::is_always_lock_free && sizeof(Entry) == 128, "processes share entries");
 
-// From one process to another; in the memory of the sender.
+// From one process to another; in the memory of the sender. Message i has the entry order[i % kEntries], and may keep
+// it for longer than later messages keep theirs. The i-th entry that the receiver gives back is freed[i % kEntries].
+//
+// Nothing in these rings is overwritten before it was read. The sender writes order[i % kEntries] again for message
+// i + kEntries, when it has an entry for it. If the receiver had not seen message i, it would have seen none of the
+// kEntries messages from i on, so all entries would be in use. The receiver writes freed[i % kEntries] again when it
+// gives back the entry i + kEntries. If the sender had not read place i, it would have read none of the kEntries places
+// from i on, so all entries would wait to be taken back, and the receiver would have none to give back.
 struct Mailbox {
+  // By the sender:
   alignas(128) std::atomic<uint32_t> sent;  // messages so far
+  alignas(64) uint32_t order[kEntries];
+  // By the receiver:
+  alignas(64) std::atomic<uint32_t> returned;  // entries so far
+  alignas(64) uint32_t freed[kEntries];
   Entry entries[kEntries];
 };
 
+enum Outcome { kArrived, kMismatch, kCancelled };
+
 struct Finished {
-  int64_t number;
-  bool refused;
+  Outcome outcome;
   int peer;        // of the message
   int64_t length;  // of the message; what the receiver expects, of one that it has refused
 };
@@ -79,6 +93,7 @@ struct Receive {
   int source;
   Entry* entry = nullptr;
   int64_t position = 0;
+  bool cancelled = false;  // the data is not written any more
 };
 
 std::atomic<int64_t> kept_by_all{0};
@@ -91,7 +106,6 @@ class Messages {
       : rank_(rank), size_(static_cast<int>(memories.size())), header_(header), stage_(stage) {
     for (int64_t memory : memories) memories_.push_back(address<char>(memory));
     peers_.resize(memories.size());
-    for (auto& peer : peers_) peer.busy.resize(kEntries);
   }
   ~Messages() {
     kept_by_all -= kept_;
@@ -106,6 +120,7 @@ class Messages {
   // Whether it is done. The caller chooses the number, which no other operation has.
   bool send(int64_t number, int64_t data, int64_t size, int peer, int64_t tag, bool stage) {
     const Locked locked(mutex_);
+    ++calls_;
     Peer& to = peers_[static_cast<size_t>(peer)];
     if (!to.unsent.empty()) send_on(peer);
     Send message{number, address<const char>(data), size, tag, stage};
@@ -122,6 +137,7 @@ class Messages {
 
   void receive(int64_t number, int64_t data, int64_t size, int source, int64_t tag) {
     const Locked locked(mutex_);
+    ++calls_;
     const Receive receive{number, address<char>(data), size, tag, source};
     pending_.insert(number);
     const int begin = source == kAny ? 0 : source, end = source == kAny ? size_ : source + 1;
@@ -142,7 +158,37 @@ class Messages {
   // Receive and send what can be without waiting.
   void progress() {
     const Locked locked(mutex_);
+    ++calls_;
     advance();
+  }
+
+  // What progress does, for a thread that calls it from time to time; nothing if others have called since the last
+  // time. It goes on until nothing has happened for `idle` seconds, for `most` seconds, or until others call.
+  void progress_alone(double idle, double most) {
+    py::gil_scoped_release release;
+    auto& bell = bell_of(rank_);
+    const double begin = now();
+    double last = begin;
+    for (bool is_first = true;; is_first = false) {
+      const uint32_t heard = bell.value.load(std::memory_order_acquire);
+      bool advanced;
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const bool others_call = waiting_ > 0 || calls_ != calls_before_;
+        if (is_first) calls_before_ = calls_;
+        if (others_call || pending_.empty()) return;
+        advanced = advance();
+        if (pending_.empty()) return;
+      }
+      const double time = now();
+      if (time - begin >= most) return;
+      if (advanced) {
+        last = time;
+        continue;
+      }
+      if (time - last >= idle) return;
+      wait_for(bell, heard + 1, 0.0, idle - (time - last));
+    }
   }
 
   // For up to `spin` + `sleep` seconds, until the operation is done; whether it is.
@@ -151,6 +197,7 @@ class Messages {
     auto& bell = bell_of(rank_);
     const double begin = now();
     double last = begin;  // when something has happened
+    const Waiting waiting(*this);
     while (true) {
       const uint32_t heard = bell.value.load(std::memory_order_acquire);
       bool advanced;
@@ -171,38 +218,54 @@ class Messages {
 
   bool is_pending(int64_t number) {
     const Locked locked(mutex_);
+    ++calls_;
     advance();
     return pending_.count(number) != 0;
   }
 
-  // Forget a receive for which no message has come; whether there was one.
-  bool cancel(int64_t number) {
+  // The data of a receive is not written any more. If its message has begun to come, the rest is dropped as it comes,
+  // and the receive is done after that.
+  void cancel(int64_t number) {
     const Locked locked(mutex_);
-    const auto receive =
-        std::find_if(posted_.begin(), posted_.end(), [&](const Receive& each) { return each.number == number; });
-    if (receive == posted_.end()) return false;
-    posted_.erase(receive);
-    pending_.erase(number);
-    return true;
+    ++calls_;
+    const auto has_number = [&](const Receive& each) { return each.number == number; };
+    const auto posted = std::find_if(posted_.begin(), posted_.end(), has_number);
+    if (posted != posted_.end()) {
+      finish(number, kCancelled, posted->source, posted->size);
+      posted_.erase(posted);
+    }
+    const auto active = std::find_if(active_.begin(), active_.end(), has_number);
+    if (active != active_.end()) active->cancelled = true;
   }
 
-  // What has been done since the last call: number, whether it was refused, rank of the peer, bytes.
+  // What has been done and not been forgotten: number, outcome, rank of the peer, bytes.
   py::list finished() {
-    std::vector<Finished> all;
+    std::vector<std::pair<int64_t, Finished>> all;
     {
       const Locked locked(mutex_);
-      all.swap(finished_);
+      all.assign(finished_.begin(), finished_.end());
     }
     py::list result;
-    for (const auto& each : all) result.append(py::make_tuple(each.number, each.refused, each.peer, each.length));
+    for (const auto& [number, each] : all) {
+      result.append(py::make_tuple(number, static_cast<int>(each.outcome), each.peer, each.length));
+    }
     return result;
+  }
+
+  // The caller has noted that these are done.
+  void forget(const std::vector<int64_t>& numbers) {
+    const Locked locked(mutex_);
+    for (int64_t number : numbers) finished_.erase(number);
   }
 
  private:
   struct Peer {
     uint32_t sent = 0;                // messages to it
+    uint32_t used = 0;                // entries of the mailbox to it that were ever used
+    uint32_t taken_back = 0;          // entries that it has given back
+    std::vector<uint32_t> free;       // entries that were used and are not in use
     uint32_t seen = 0;                // messages of it
-    std::vector<bool> busy;           // entries in use of the mailbox to it
+    uint32_t returned = 0;            // entries of it that this process has given back
     std::deque<Send> unsent;          // for which there was no entry
     std::list<Send> under_way;        // that wait to be wanted, or go through the window
     const Entry* in_window = nullptr;
@@ -215,6 +278,18 @@ class Messages {
     explicit Locked(std::mutex& mutex) : lock(mutex) {}
     py::gil_scoped_release release;
     std::lock_guard<std::mutex> lock;
+  };
+
+  // A thread is in wait.
+  struct Waiting {
+    explicit Waiting(Messages& messages) : of(messages) { count(1); }
+    ~Waiting() { count(-1); }
+    void count(int change) {
+      const std::lock_guard<std::mutex> lock(of.mutex_);
+      ++of.calls_;
+      of.waiting_ += change;
+    }
+    Messages& of;
   };
 
   Counter& bell_of(int rank) { return *reinterpret_cast<Counter*>(memories_[static_cast<size_t>(rank)] + kBell); }
@@ -232,8 +307,8 @@ class Messages {
 
   char* data_of(int rank) { return memories_[static_cast<size_t>(rank)] + header_; }
 
-  void finish(int64_t number, bool refused, int peer, int64_t length) {
-    if (pending_.erase(number) != 0) finished_.push_back({number, refused, peer, length});
+  void finish(int64_t number, Outcome outcome, int peer, int64_t length) {
+    if (pending_.erase(number) != 0) finished_[number] = {outcome, peer, length};
   }
 
   bool advance() {
@@ -256,16 +331,18 @@ class Messages {
   bool publish(int peer, Send& message) {
     Peer& to = peers_[static_cast<size_t>(peer)];
     Mailbox& box = mailbox(rank_, peer);
-    const uint32_t index = to.sent % kEntries;
-    Entry& entry = box.entries[index];
-    if (to.busy[index]) {
-      const uint32_t state = entry.state.load(std::memory_order_acquire);
-      if (state < kReceived) return false;
-      if (state == kRefused) refused(to, peer, entry);
-      if (to.in_window == &entry) leave_window(to, peer);
-      staged_.remove(&entry);
+    take_back_entries(peer);
+    uint32_t index;
+    if (!to.free.empty()) {
+      index = to.free.back();  // the one that was used last is in the caches
+      to.free.pop_back();
+    } else if (to.used < kEntries) {
+      index = to.used++;
+    } else {
+      return false;
     }
-    to.busy[index] = true;
+    box.order[to.sent % kEntries] = index;
+    Entry& entry = box.entries[index];
     message.entry = &entry;
     entry.tag = message.tag;
     entry.size = message.size;
@@ -283,6 +360,21 @@ class Messages {
       ring(peer);
     }
     return true;
+  }
+
+  // Entries that the receiver has given back are free for other messages.
+  void take_back_entries(int peer) {
+    Peer& to = peers_[static_cast<size_t>(peer)];
+    Mailbox& box = mailbox(rank_, peer);
+    const uint32_t returned = box.returned.load(std::memory_order_acquire);
+    for (; to.taken_back != returned; ++to.taken_back) {
+      const uint32_t index = box.freed[to.taken_back % kEntries];
+      Entry& entry = box.entries[index];
+      if (entry.state.load(std::memory_order_relaxed) == kRefused) refused(to, peer, entry);
+      if (to.in_window == &entry) leave_window(to, peer);
+      staged_.remove(&entry);
+      to.free.push_back(index);
+    }
   }
 
   // Up to `most` bytes, where there is room.
@@ -325,7 +417,7 @@ class Messages {
           any = true;
         }
         if (message->position == message->size) {
-          finish(message->number, false, peer, message->size);
+          finish(message->number, kArrived, peer, message->size);
           message = to.under_way.erase(message);
           continue;
         }
@@ -337,7 +429,7 @@ class Messages {
       Send message = to.unsent.front();
       to.unsent.pop_front();
       if (message.position == message.size) {
-        finish(message.number, false, peer, message.size);
+        finish(message.number, kArrived, peer, message.size);
       } else {
         to.under_way.push_back(message);
       }
@@ -349,7 +441,7 @@ class Messages {
   void refused(Peer& to, int peer, Entry& entry) {
     to.under_way.remove_if([&](const Send& message) {
       if (message.entry != &entry) return false;
-      finish(message.number, true, peer, entry.expected);
+      finish(message.number, kMismatch, peer, entry.expected);
       return true;
     });
   }
@@ -408,7 +500,7 @@ class Messages {
     const uint32_t sent = box.sent.load(std::memory_order_acquire);
     if (from.seen == sent) return false;
     for (; from.seen != sent; ++from.seen) {
-      Entry* entry = &box.entries[from.seen % kEntries];
+      Entry* entry = &box.entries[box.order[from.seen % kEntries]];
       const auto receive = std::find_if(posted_.begin(), posted_.end(), [&](const Receive& each) {
         return (each.source == peer || each.source == kAny) && each.tag == entry->tag;
       });
@@ -427,9 +519,8 @@ class Messages {
     if (entry->size != receive.size) {
       entry->expected = receive.size;
       const int64_t length = entry->size;
-      entry->state.store(kRefused, std::memory_order_release);
-      finish(receive.number, true, peer, length);
-      ring(peer);
+      return_entry(peer, entry, kRefused);
+      finish(receive.number, kMismatch, peer, length);
       return;
     }
     receive.source = peer;
@@ -451,8 +542,10 @@ class Messages {
     while (receive.position < written) {
       const int64_t offset = receive.position % entry.room;
       const int64_t count = std::min({kPiece, written - receive.position, entry.room - offset});
-      std::memcpy(receive.data + receive.position, data_of(receive.source) + entry.place + offset,
-                  static_cast<size_t>(count));
+      if (!receive.cancelled) {
+        std::memcpy(receive.data + receive.position, data_of(receive.source) + entry.place + offset,
+                    static_cast<size_t>(count));
+      }
       receive.position += count;
       entry.read.store(receive.position, std::memory_order_release);
       if (entry.room != entry.size) ring(receive.source);
@@ -462,11 +555,19 @@ class Messages {
   }
 
   std::list<Receive>::iterator end_of(std::list<Receive>::iterator receive) {
-    // From here on the entry is the sender's again.
-    receive->entry->state.store(kReceived, std::memory_order_release);
-    ring(receive->source);
-    finish(receive->number, false, receive->source, receive->size);
+    return_entry(receive->source, receive->entry, kReceived);
+    finish(receive->number, receive->cancelled ? kCancelled : kArrived, receive->source, receive->size);
     return active_.erase(receive);
+  }
+
+  // From here on the entry is the sender's again, and its message's place from the state on.
+  void return_entry(int peer, Entry* entry, State state) {
+    Peer& from = peers_[static_cast<size_t>(peer)];
+    Mailbox& box = mailbox(peer, rank_);
+    entry->state.store(state, std::memory_order_release);
+    box.freed[from.returned % kEntries] = static_cast<uint32_t>(entry - box.entries);
+    box.returned.store(++from.returned, std::memory_order_release);
+    ring(peer);
   }
 
   const int rank_, size_;
@@ -477,8 +578,10 @@ class Messages {
   std::list<Receive> posted_;   // for which no message has come, in the order of the calls
   std::list<Receive> active_;   // whose messages have begun to come
   std::unordered_set<int64_t> pending_;
-  std::vector<Finished> finished_;
+  std::unordered_map<int64_t, Finished> finished_;
   int64_t kept_ = 0, highest_ = 0;
+  int64_t calls_ = 0, calls_before_ = -1;  // of others than progress_alone, so far and at its last call
+  int waiting_ = 0;                        // threads
   std::mutex mutex_;
 };
 
@@ -493,10 +596,12 @@ void bind_messages(pybind11::module_& m) {
       .def("send", &Messages::send)
       .def("receive", &Messages::receive)
       .def("progress", &Messages::progress)
+      .def("progress_alone", &Messages::progress_alone)
       .def("wait", &Messages::wait)
       .def("is_pending", &Messages::is_pending)
       .def("cancel", &Messages::cancel)
-      .def("finished", &Messages::finished);
+      .def("finished", &Messages::finished)
+      .def("forget", &Messages::forget);
 }
 
 }  // namespace bmt

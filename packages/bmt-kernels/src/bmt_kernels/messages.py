@@ -2,10 +2,14 @@
 
 [Note: mailboxes]
     Each process owns a piece of memory, as in [Note: memory of messages] of :mod:`bmt_kernels.shared_memory`. For each
-    other process it has a *mailbox*: entries for 1024 messages, with their tags and sizes, that the other one has not
-    received. The other process compares entries with the receives that were posted, in the order in which messages were
-    sent, and marks in the entry how far it has read. Whoever has changed something rings the *bell* of the other
-    process, a counter on which that one sleeps while it waits.
+    other process it has a *mailbox*: entries for 4096 messages, with their tags and sizes, that the other one has not
+    received. A message may keep its entry for as long as it likes: later ones take other entries. The other process
+    compares entries with the receives that were posted, in the order in which messages were sent, and marks in the
+    entry how far it has read. Whoever has changed something rings the *bell* of the other process, a counter on which
+    that one sleeps while it waits.
+
+    The other process does not see message 4097 until it has received one of the 4096 before it. A program that sends
+    more than that asynchronously, and waits for a later tag first, waits in vain; gloo has no such limit.
 
     A message goes one of two ways. Where there is room, its data is put into the memory at once (the *stage*, 64 MiB
     for all that others have not received), and the send is done. Else the entry only tells of it. When the receiver has
@@ -15,8 +19,8 @@
     Memory that is not needed any more is given back when this process sends again, beyond 128 MiB that it keeps over
     all exchanges of this kind.
 
-    No thread works here: what can be received and sent is, in every call, and while a process waits for a message or
-    for a collective through shared memory.
+    What can be received and sent is, in every call, and while a process waits for a message or for a collective through
+    shared memory. [Note: progress without a wait] in :mod:`bmt_kernels.progress_thread` says what happens otherwise.
 """
 
 from __future__ import annotations
@@ -31,15 +35,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from bmt_kernels import _native
+from bmt_kernels.process_memory import CLOSED, TOKEN, Memory, close, open_all
 from bmt_kernels.processors import processors
+from bmt_kernels.progress_thread import need_progress
 from bmt_kernels.shared_memory import (
-    _CLOSED,
-    _SPIN,
-    _TOKEN,
+    SPIN,
     MismatchError,
-    _close,
-    _Memory,
-    _open,
     add_exchange,
     exchanges_between_two,
     longest_sleep,
@@ -48,6 +49,7 @@ from bmt_kernels.shared_memory import (
 
 _STAGE_BYTES = 1 << 26
 _ANY = -1
+_MISMATCH, _CANCELLED = 1, 2  # outcomes, of csrc/cpu/messages.cpp
 
 
 class SharedMemoryMessages:
@@ -80,18 +82,18 @@ class SharedMemoryMessages:
         self._fd = os.memfd_create("bmt_kernels")
         try:
             os.ftruncate(self._fd, self._header_bytes + self._data_bytes)
-            own = _Memory(self._fd, self._data_bytes, header=self._header_bytes)
+            own = Memory(self._fd, self._data_bytes, header=self._header_bytes)
         except BaseException:
             os.close(self._fd)
             raise
-        own.words[_TOKEN // 8] = self._token
+        own.words[TOKEN // 8] = self._token
         self._memories = {rank: own}
         self._unfinished: dict[int, MessageWork] = {}  # which it keeps alive, with their tensors
         self._numbers = itertools.count(1)
         self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
         self._stopped = ""
-        self._spin = _SPIN if len(names) <= processors() else 0.0
-        weakref.finalize(self, _close, own, self._fd, os.getpid()).atexit = False
+        self._spin = SPIN if len(names) <= processors() else 0.0
+        weakref.finalize(self, close, own, self._fd, os.getpid()).atexit = False
 
     @property
     def handle(self) -> tuple[int, int, int]:
@@ -103,13 +105,11 @@ class SharedMemoryMessages:
 
         It must have for every process before any of them sends.
         """
-        for rank, (process, fd, token) in enumerate(handles):
-            if rank != self.rank:
-                memory = _open(process, fd, token, self._data_bytes, self._header_bytes)
-                if memory is None:
-                    return False
-                self._memories[rank] = memory
-        addresses = [self._memories[rank].address for rank in range(len(handles))]
+        memories = open_all(self._memories[self.rank], self.rank, handles, self._data_bytes, self._header_bytes)
+        if memories is None:
+            return False
+        self._memories = memories
+        addresses = [memory.address for memory in memories.values()]
         self._native = self._make(self.rank, addresses, self._header_bytes, self._stage_bytes)
         add_exchange(exchanges_between_two, self)
         return True
@@ -125,6 +125,7 @@ class SharedMemoryMessages:
         if self._native.send(work.number, data.data_ptr(), work.nbytes, peer, tag, stage):
             del self._unfinished[work.number]
             return None
+        need_progress()
         return work
 
     def receive(self, data: Tensor, peer: int | None, tag: int = 0) -> MessageWork:
@@ -133,12 +134,25 @@ class SharedMemoryMessages:
         self._unfinished[work.number] = work
         self._native.receive(work.number, data.data_ptr(), work.nbytes, _ANY if peer is None else peer, tag)
         self._conclude()
+        if not work.is_done:
+            need_progress()
         return work
 
     def progress(self) -> None:
         """Receive and send what can be without waiting."""
         self._native.progress()
         self._conclude()
+
+    def progress_alone(self, idle: float, most: float) -> bool:
+        """Receive and send in place of callers that do something else; whether messages are still under way.
+
+        It does nothing if anybody has called something else since the last time. It ends when nothing has happened for
+        ``idle`` seconds, after ``most`` seconds, or when there are other calls.
+        """
+        if self.is_under_way:
+            self._native.progress_alone(idle, most)
+            self._conclude()
+        return self.is_under_way
 
     @property
     def is_under_way(self) -> bool:
@@ -147,18 +161,43 @@ class SharedMemoryMessages:
 
     def abandon(self) -> None:
         """Let the others, which may wait for messages, know that this process sends no more."""
-        self._memories[self.rank].words[_CLOSED // 8] = 1
+        self._memories[self.rank].words[CLOSED // 8] = 1
 
     def stop(self, why: str) -> None:
-        """Let what waits here, in another thread, raise a RuntimeError within a tenth of a second."""
+        """Let what waits here, in another thread, raise a RuntimeError within a tenth of a second.
+
+        What is not done fails, and nothing is written into tensors of receives.
+        """
         self._stopped = why
+        for work in list(self._unfinished.values()):
+            work.cancel(RuntimeError(why))
 
     def _conclude(self) -> None:
-        """Let works know that they are done."""
-        for number, refused, peer, size in self._native.finished():
-            work = self._unfinished.pop(number, None)
-            if work is not None:
-                work._end(peer, self._mismatch(work, peer, size) if refused else None)
+        """Let works know that they are done.
+
+        Other threads may do so at the same time, and an exception from outside may end this anywhere: what is done is
+        forgotten last.
+        """
+        finished = self._native.finished()
+        if not finished:
+            return
+        for number, outcome, peer, size in finished:
+            work = self._unfinished.get(number)
+            if work is None:
+                continue
+            if outcome == _MISMATCH:
+                work._end(peer, self._mismatch(work, peer, size))
+            elif outcome == _CANCELLED:
+                work._end(work.peer, work.error)
+            else:
+                work._end(peer, None)
+            self._unfinished.pop(number, None)
+        self._native.forget([number for number, *_ in finished])
+
+    def _cancel(self, number: int) -> None:
+        """Write no more into the tensor of a receive."""
+        self._native.cancel(number)
+        self._conclude()  # with success, if it was done before that
 
     def _mismatch(self, work: MessageWork, peer: int, theirs: int) -> MismatchError:
         me, other, mine = self.names[self.rank], self.names[peer], work.nbytes
@@ -174,32 +213,21 @@ class SharedMemoryMessages:
         late = self._late.issuperset(peers)
         deadline = time.monotonic() + (0.0 if late else timeout)
         while True:
-            is_done = native.wait(number, *((0.0, 0.0) if late else (self._spin, longest_sleep(self))))
+            native.wait(number, *((0.0, 0.0) if late else (self._spin, longest_sleep(self))))
             self._conclude()
-            if work.is_done:
+            if work.is_done or work.error is not None:
                 return
-            if is_done:  # another thread is about to tell this one so
-                time.sleep(0)
-                continue
             make_progress(self)
             if self._stopped:
-                raise self._failure(work, self._stopped)
+                raise RuntimeError(self._stopped)
             gone = [rank for rank in peers if self._memories[rank].is_gone()]
             if len(gone) == len(peers) and native.is_pending(number):  # what it has done before it went still counts
                 named = " and ".join(self.names[rank] for rank in gone)
-                raise self._failure(work, f"{named} has ended or closed its memory, and a message with it is missing")
+                raise RuntimeError(f"{named} has ended or closed its memory, and a message with it is missing")
             if time.monotonic() > deadline and native.is_pending(number):
                 self._late.update(peers)
                 named = " and ".join(self.names[rank] for rank in peers)
-                raise self._failure(work, f"{named} has not sent or received a message for {timeout:g} seconds")
-
-    def _failure(self, work: MessageWork, text: str) -> RuntimeError:
-        """How a wait has failed. Nothing is written into the tensor of a receive after that, if no message has come."""
-        error = RuntimeError(text)
-        if self._native.cancel(work.number):
-            self._unfinished.pop(work.number, None)
-            work._end(work.peer, error)
-        return error
+                raise RuntimeError(f"{named} has not sent or received a message for {timeout:g} seconds")
 
 
 class MessageWork:
@@ -225,6 +253,11 @@ class MessageWork:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until it is done, for ``timeout`` seconds if given.
 
+        A receive whose wait ends with an exception, also one from outside as ``KeyboardInterrupt``, has failed. Nothing
+        is written into its tensor after that. A message that has not begun to come is left to the next receive. The
+        rest of one that has begun is dropped. A send stays under way, and may be waited for again after an exception
+        from outside.
+
         Raises:
             MismatchError: one has sent as many bytes as the other does not expect.
             RuntimeError: the other process has gone, or has not sent or received in time.
@@ -233,10 +266,25 @@ class MessageWork:
             try:
                 self.exchange._wait(self, timeout)
             except Exception as error:
-                self.error = self.error or error
+                self.cancel(error)
+                raise
+            except BaseException as error:
+                if self.is_receive:
+                    self.cancel(RuntimeError(f"the wait for the message was interrupted ({type(error).__name__})"))
                 raise
         if self.error is not None:
             raise self.error
+
+    def cancel(self, error: Exception) -> None:
+        """Let it fail with ``error``, if it is not done: nothing is written into the tensor of a receive after that.
+
+        The tensor of a send must not change until it is done, in any case.
+        """
+        if self.is_done:
+            return
+        self.error = self.error or error
+        if self.is_receive:
+            self.exchange._cancel(self.number)
 
     def is_completed(self) -> bool:
         """Whether it is done, after what can be done without waiting."""

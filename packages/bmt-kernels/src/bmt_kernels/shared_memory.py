@@ -24,38 +24,40 @@ import functools
 import mmap
 import os
 import secrets
-import select
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmt_kernels import _native
 from bmt_kernels.message_places import MOST_MESSAGES, MessagePlaces, pages
+from bmt_kernels.process_memory import (
+    CLOSED,
+    ENTRY,
+    HEADER,
+    MASK,
+    NAME,
+    RECEIVED,
+    SENT,
+    TABLE,
+    TOKEN,
+    Memory,
+    close,
+    open_all,
+)
 from bmt_kernels.processors import processors
 
-# Where things lie in a process's memory. What is written by different processes, or at different times, lies on
-# different cache lines.
-_TOKEN, _SENT, _RECEIVED, _CLOSED, _TABLE = 0, 64, 128, 192, 256
-_ENTRY = 128  # bytes: place, size, number of the message, number of the operation, and the operation's name
-_WORDS = 4  # of 8 bytes, before the name
-_NAME = _ENTRY - 8 * _WORDS  # bytes; a longer name is cut
-_PAGE = mmap.PAGESIZE
 _SMALL = 1 << 14  # bytes
-_MOST_VIEWS = 256  # tensors of messages that are kept: small messages lie where others have lain
-_HEADER = (_TABLE + _ENTRY * MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
-_MASK = (1 << 32) - 1  # of the counters
-
-_SPIN = 100e-6  # seconds: longer than waking up takes
+SPIN = 100e-6  # seconds: longer than waking up takes
 _SLEEP = 0.1  # seconds, after which one that waits looks whether the other process lives
 _POLL = 1e-3  # seconds between two looks at what is under way in exchanges between two processes
 
-# Exchanges of messages between two processes. They have no thread: whoever waits for something else looks after them.
+# Exchanges of messages between two processes. Whoever waits for something else looks after them.
 exchanges_between_two: weakref.WeakSet[Any] = weakref.WeakSet()
 _adding = threading.Lock()
 
@@ -114,12 +116,12 @@ class SharedMemoryExchange:
         self._token = secrets.randbits(62)
         self._fd = os.memfd_create("bmt_kernels")
         try:
-            os.ftruncate(self._fd, _HEADER + self.capacity)
-            own = _Memory(self._fd, self.capacity)
+            os.ftruncate(self._fd, HEADER + self.capacity)
+            own = Memory(self._fd, self.capacity)
         except BaseException:
             os.close(self._fd)
             raise
-        own.words[_TOKEN // 8] = self._token
+        own.words[TOKEN // 8] = self._token
         self._memories, self._own_address = {rank: own}, own.address
         assert _native.cpu_module is not None
         self._counter_set, self._counter_wait = _native.cpu_module.counter_set, _native.cpu_module.counter_wait
@@ -139,9 +141,9 @@ class SharedMemoryExchange:
         # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
         self._stopped = ""  # why this one does not wait any more
         self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
-        self._spin = _SPIN if len(names) <= processors() else 0.0
+        self._spin = SPIN if len(names) <= processors() else 0.0
         # Not at exit: others notice that a process ends, and until then something may still be sent.
-        weakref.finalize(self, _close, own, self._fd, os.getpid()).atexit = False
+        weakref.finalize(self, close, own, self._fd, os.getpid()).atexit = False
 
     @staticmethod
     def available() -> bool:
@@ -160,14 +162,10 @@ class SharedMemoryExchange:
 
         It must have for every process before any of them sends.
         """
-        for rank, (process, fd, token) in enumerate(handles):
-            if rank == self.rank:
-                continue
-            memory = _open(process, fd, token, self.capacity)
-            if memory is None:
-                return False
-            self._memories[rank] = memory
-        self._memories = dict(sorted(self._memories.items()))
+        memories = open_all(self._memories[self.rank], self.rank, handles, self.capacity)
+        if memories is None:
+            return False
+        self._memories = memories
         self._tables = self._make_tables(self.rank, [memory.address for memory in self._memories.values()])
         return True
 
@@ -190,7 +188,7 @@ class SharedMemoryExchange:
                     raise RuntimeError(f"reserved places leave no room for a message of {size} bytes")
                 continue
             for rank in self._memories:
-                self._wait(rank, _RECEIVED, oldest)
+                self._wait(rank, RECEIVED, oldest)
 
     def wait_for_others(self, most: int) -> None:
         """Wait until each process has sent as many messages as this one has received, empty ones among them.
@@ -205,7 +203,7 @@ class SharedMemoryExchange:
             return
         for rank in self._memories:
             if rank != self.rank:
-                self._wait(rank, _SENT, self._received)
+                self._wait(rank, SENT, self._received)
 
     def send(self, parts: Sequence[Tensor], operation: int = 0, name: bytes = b"") -> None:
         """Send the next message: ``parts`` (CPU, one-dimensional, of one dtype), end to end.
@@ -232,7 +230,7 @@ class SharedMemoryExchange:
         for part in parts:
             nbytes = part.nbytes
             if nbytes <= _SMALL:  # a call of torch costs more than the copy
-                self._copy(self._own_address + _HEADER + begin, part.data_ptr(), nbytes)
+                self._copy(self._own_address + HEADER + begin, part.data_ptr(), nbytes)
             else:
                 own.message(begin, nbytes, part.dtype).copy_(part)
             begin += nbytes
@@ -245,7 +243,7 @@ class SharedMemoryExchange:
         number = self._sent + 1
         self._memories[self.rank].describe(self._entry(number), place, size, number, operation, _padded(name))
         self._sent = number
-        self._set(_SENT, number)
+        self._set(SENT, number)
 
     def reserve(self, size: int) -> int | None:
         """A place where a message of ``size`` bytes can be written, to be sent by :meth:`send_reserved`, if any."""
@@ -288,7 +286,7 @@ class SharedMemoryExchange:
         entry = self._entry(number)
         name = _padded(name)
         if not self._uncompared:  # what is there, or comes soon
-            found = self._tables.receive(sizes, number & _MASK, 8 * entry, operation, name, self._spin)
+            found = self._tables.receive(sizes, number & MASK, 8 * entry, operation, name, self._spin)
             if found is not None:
                 places = zip(self._memories.values(), found, strict=True)
                 return [memory.message(begin, size, dtype) for memory, (begin, size) in places]
@@ -300,13 +298,13 @@ class SharedMemoryExchange:
                 messages.append(memory.message(0, 0, dtype))
                 if rank == self.rank:
                     continue
-                if self._reached(rank, _SENT, number):
+                if self._reached(rank, SENT, number):
                     self._compare(rank, number, operation, name)
                 else:
                     self._uncompared.setdefault(rank, deque()).append((number, operation, name))
                 continue
             if rank != self.rank or self._sent < number:
-                self._wait(rank, _SENT, number)
+                self._wait(rank, SENT, number)
                 self._compare(rank, number, operation, name)
             begin, sent = memory.words[entry], memory.words[entry + 1]
             if size is not None and sent != size:
@@ -322,7 +320,7 @@ class SharedMemoryExchange:
         memory, entry = self._memories[rank], self._entry(number)
         theirs = memory.words[entry + 3], memory.name(entry)
         # What was overwritten since is not known any more.
-        if memory.words[entry + 2] == number & _MASK and (theirs[0] != operation or theirs[1] != name):
+        if memory.words[entry + 2] == number & MASK and (theirs[0] != operation or theirs[1] != name):
             raise MismatchError(
                 f"ranks call different operations: {self.names[rank]} is at {_told(*theirs)}, "
                 f"{self.names[self.rank]} at {_told(operation, name)}"
@@ -331,7 +329,7 @@ class SharedMemoryExchange:
     def _compare_late(self, rank: int) -> None:
         """Compare the empty messages that have come since."""
         waiting = self._uncompared[rank]
-        while waiting and self._reached(rank, _SENT, waiting[0][0]):
+        while waiting and self._reached(rank, SENT, waiting[0][0]):
             self._compare(rank, *waiting[0])
             waiting.popleft()
         if not waiting:
@@ -340,11 +338,11 @@ class SharedMemoryExchange:
     def release(self) -> None:
         """Give back the places of the messages that :meth:`receive` has returned."""
         self._received += 1
-        self._set(_RECEIVED, self._received)
+        self._set(RECEIVED, self._received)
 
     def abandon(self) -> None:
         """Let the others, which may wait for messages, know that this process sends no more."""
-        self._memories[self.rank].words[_CLOSED // 8] = 1
+        self._memories[self.rank].words[CLOSED // 8] = 1
 
     def stop(self, why: str) -> None:
         """Let what waits here, in another thread, raise a RuntimeError within a tenth of a second."""
@@ -355,18 +353,18 @@ class SharedMemoryExchange:
             raise ValueError(f"a message of {size} bytes is larger than the capacity of {self.capacity}")
 
     def _all_have_received(self, number: int) -> bool:
-        return self._received >= number and self._tables.reached(_RECEIVED, number & _MASK)
+        return self._received >= number and self._tables.reached(RECEIVED, number & MASK)
 
     @staticmethod
     def _entry(number: int) -> int:
         """Where in the tables it stands where a message lies, and how long it is."""
-        return (_TABLE + _ENTRY * (number % MOST_MESSAGES)) // 8
+        return (TABLE + ENTRY * (number % MOST_MESSAGES)) // 8
 
     def _set(self, counter: int, number: int) -> None:
-        self._counter_set(self._own_address + counter, number & _MASK)
+        self._counter_set(self._own_address + counter, number & MASK)
 
     def _reached(self, rank: int, counter: int, number: int, spin: float = 0.0, sleep: float = 0.0) -> bool:
-        return self._counter_wait(self._memories[rank].address + counter, number & _MASK, spin, sleep)
+        return self._counter_wait(self._memories[rank].address + counter, number & MASK, spin, sleep)
 
     def _wait(self, rank: int, counter: int, number: int) -> None:
         if self._reached(rank, counter, number, self._spin):
@@ -403,76 +401,6 @@ def longest_sleep(but: object = None) -> float:
     return _POLL if any(exchange.is_under_way for exchange in others) else _SLEEP
 
 
-class _Memory:
-    """One process's memory, as this process sees it."""
-
-    def __init__(self, fd: int, capacity: int, process: int | None = None, header: int = _HEADER) -> None:
-        self._mapped = mmap.mmap(fd, header + capacity)
-        self._header = memoryview(self._mapped)[:header]
-        self.words = self._header.cast("q")  # of 8 bytes
-        self.address = torch.frombuffer(self._mapped, dtype=torch.uint8, count=1).data_ptr()
-        assert _native.cpu_module is not None
-        self._describe = _native.cpu_module.describe
-        self._process = None if process is None else _Process.of(process)
-        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-
-    def message(self, begin: int, size: int, dtype: torch.dtype) -> Tensor:
-        """``size`` bytes as a vector."""
-        view = self._views.get((begin, size, dtype))
-        if view is None:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            with torch.inference_mode(False):  # it may be written outside of it later
-                if size == 0:
-                    view = torch.empty(0, dtype=dtype, device="cpu")
-                else:
-                    count = size // dtype.itemsize
-                    view = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=_HEADER + begin)
-            self._views[begin, size, dtype] = view
-        return view
-
-    def describe(self, entry: int, place: int, size: int, number: int, operation: int, name: bytes) -> None:
-        """Write an entry of the table."""
-        self._describe(self.address + 8 * entry, place, size, number & _MASK, operation, name)
-
-    def name(self, entry: int) -> memoryview:
-        """Of an operation, padded with zeros."""
-        begin = 8 * (entry + _WORDS)
-        return self._header[begin : begin + _NAME]
-
-    def give_back(self, begin: int, end: int) -> None:
-        """Let the system have the memory of some messages."""
-        self._mapped.madvise(mmap.MADV_REMOVE, _HEADER + begin, end - begin)
-
-    def is_gone(self) -> bool:
-        """Whether the owner has closed it, or its process has ended."""
-        return self.words[_CLOSED // 8] != 0 or (self._process is not None and self._process.has_ended())
-
-
-class _Process:
-    """Another process, to be watched."""
-
-    _known: ClassVar[weakref.WeakValueDictionary[int, _Process]] = weakref.WeakValueDictionary()
-
-    def __init__(self, number: int) -> None:
-        pidfd = os.pidfd_open(number)
-        weakref.finalize(self, os.close, pidfd)
-        self._pidfd = pidfd
-
-    @classmethod
-    def of(cls, number: int) -> _Process:
-        """One object for all that want to know."""
-        found = cls._known.get(number)
-        if found is None or found.has_ended():  # of which the number may be another's by now
-            found = cls._known[number] = cls(number)
-        return found
-
-    def has_ended(self) -> bool:
-        poll = select.poll()  # threads may not use one at the same time
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(0))
-
-
 def _told(operation: int, name: bytes | memoryview) -> str:
     """An operation in words."""
     return f"operation {operation}, {bytes(name).rstrip(bytes(1)).decode(errors='replace') or 'which has no name'}"
@@ -481,27 +409,4 @@ def _told(operation: int, name: bytes | memoryview) -> str:
 @functools.lru_cache(4096)
 def _padded(name: bytes) -> bytes:
     """The name of an operation as it lies in the table."""
-    return name[:_NAME].ljust(_NAME, b"\0")
-
-
-def _open(process: int, fd: int, token: int, capacity: int, header: int = _HEADER) -> _Memory | None:
-    """The memory that a process has told of, if it can be had from here."""
-    path = f"/proc/{process}/fd/{fd}"
-    try:
-        if os.stat(path).st_size != header + capacity:  # another process of that number
-            return None
-        here = os.open(path, os.O_RDWR)
-        try:
-            memory = _Memory(here, capacity, process, header)
-        finally:
-            os.close(here)
-    except OSError:
-        return None
-    return memory if memory.words[_TOKEN // 8] == token else None
-
-
-def _close(own: _Memory, fd: int, process: int) -> None:
-    """Tell the others that this process has left, unless this is a copy of it."""
-    os.close(fd)
-    if os.getpid() == process:
-        own.words[_CLOSED // 8] = 1
+    return name[:NAME].ljust(NAME, b"\0")

@@ -36,10 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bmt_comm.combine import combine
-from bmt_comm.communicator import transports
 from bmt_comm.operation import Operation as Begun
 from bmt_comm.testing.protocol import receive, send
 from bmt_comm.testing.rules import MESSAGES, Message, Operation
+from bmt_comm.transport import transports
 from bmt_comm.work import Work
 
 BACKEND = "in_order"
@@ -285,7 +285,7 @@ class _Transport:
 
     # --- collectives ------------------------------------------------------------------------------
 
-    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Begun) -> Work:
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Begun, waits_at_once: bool = False) -> Work:
         source = _Buffer(mine)
         own = chunks[self.rank]
         received = [_Buffer(c) for r, c in enumerate(chunks) if r != self.rank or c.data_ptr() != mine.data_ptr()]
@@ -298,7 +298,9 @@ class _Transport:
             "all_gather", (mine.nbytes, operation.name), source, [(source, source.read())], received, finish
         )
 
-    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Begun) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Begun, waits_at_once: bool = False
+    ) -> Work:
         source = _Buffer(torch.cat([chunk.reshape(-1) for chunk in chunks]))  # posted; the callers' may not change
         sent = [(buffer, buffer.read()) for buffer in map(_Buffer, chunks)]
         mine = chunks[self.rank]

@@ -1,0 +1,133 @@
+"""Memory that a process of this host lets others map; see [Note: memory of messages] of bmt_kernels.shared_memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import weakref
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bmt_kernels import _native
+from bmt_kernels.message_places import MOST_MESSAGES
+
+# Where things lie in a process's memory. What is written by different processes, or at different times, lies on
+# different cache lines.
+TOKEN, SENT, RECEIVED, CLOSED, TABLE = 0, 64, 128, 192, 256
+ENTRY = 128  # bytes: place, size, number of the message, number of the operation, and the operation's name
+_WORDS = 4  # of 8 bytes, before the name
+NAME = ENTRY - 8 * _WORDS  # bytes; a longer name is cut
+_PAGE = mmap.PAGESIZE
+_MOST_VIEWS = 256  # tensors of messages that are kept: small messages lie where others have lain
+HEADER = (TABLE + ENTRY * MOST_MESSAGES + _PAGE - 1) // _PAGE * _PAGE
+MASK = (1 << 32) - 1  # of the counters
+
+
+class Memory:
+    """One process's memory, as this process sees it."""
+
+    def __init__(self, fd: int, capacity: int, process: int | None = None, header: int = HEADER) -> None:
+        self._mapped = mmap.mmap(fd, header + capacity)
+        self._header = memoryview(self._mapped)[:header]
+        self.words = self._header.cast("q")  # of 8 bytes
+        self.address = torch.frombuffer(self._mapped, dtype=torch.uint8, count=1).data_ptr()
+        assert _native.cpu_module is not None
+        self._describe = _native.cpu_module.describe
+        self._process = None if process is None else Process.of(process)
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def message(self, begin: int, size: int, dtype: torch.dtype) -> Tensor:
+        """``size`` bytes as a vector."""
+        view = self._views.get((begin, size, dtype))
+        if view is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # it may be written outside of it later
+                if size == 0:
+                    view = torch.empty(0, dtype=dtype, device="cpu")
+                else:
+                    count = size // dtype.itemsize
+                    view = torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=HEADER + begin)
+            self._views[begin, size, dtype] = view
+        return view
+
+    def describe(self, entry: int, place: int, size: int, number: int, operation: int, name: bytes) -> None:
+        """Write an entry of the table."""
+        self._describe(self.address + 8 * entry, place, size, number & MASK, operation, name)
+
+    def name(self, entry: int) -> memoryview:
+        """Of an operation, padded with zeros."""
+        begin = 8 * (entry + _WORDS)
+        return self._header[begin : begin + NAME]
+
+    def give_back(self, begin: int, end: int) -> None:
+        """Let the system have the memory of some messages."""
+        self._mapped.madvise(mmap.MADV_REMOVE, HEADER + begin, end - begin)
+
+    def is_gone(self) -> bool:
+        """Whether the owner has closed it, or its process has ended."""
+        return self.words[CLOSED // 8] != 0 or (self._process is not None and self._process.has_ended())
+
+
+class Process:
+    """Another process, to be watched."""
+
+    _known: ClassVar[weakref.WeakValueDictionary[int, Process]] = weakref.WeakValueDictionary()
+
+    def __init__(self, number: int) -> None:
+        pidfd = os.pidfd_open(number)
+        weakref.finalize(self, os.close, pidfd)
+        self._pidfd = pidfd
+
+    @classmethod
+    def of(cls, number: int) -> Process:
+        """One object for all that want to know."""
+        found = cls._known.get(number)
+        if found is None or found.has_ended():  # of which the number may be another's by now
+            found = cls._known[number] = cls(number)
+        return found
+
+    def has_ended(self) -> bool:
+        poll = select.poll()  # threads may not use one at the same time
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+def open_all(
+    own: Memory, rank: int, handles: Sequence[tuple[int, int, int]], capacity: int, header: int = HEADER
+) -> dict[int, Memory] | None:
+    """The memory of all processes, by rank, of which ``rank`` is this one; None: that of another cannot be had here."""
+    memories = {}
+    for place, handle in enumerate(handles):
+        memory = own if place == rank else _open(*handle, capacity, header)
+        if memory is None:
+            return None
+        memories[place] = memory
+    return memories
+
+
+def _open(process: int, fd: int, token: int, capacity: int, header: int) -> Memory | None:
+    """The memory that a process has told of, if it can be had from here."""
+    path = f"/proc/{process}/fd/{fd}"
+    try:
+        if os.stat(path).st_size != header + capacity:  # another process of that number
+            return None
+        here = os.open(path, os.O_RDWR)
+        try:
+            memory = Memory(here, capacity, process, header)
+        finally:
+            os.close(here)
+    except OSError:
+        return None
+    return memory if memory.words[TOKEN // 8] == token else None
+
+
+def close(own: Memory, fd: int, process: int) -> None:
+    """Tell the others that this process has left, unless this is a copy of it."""
+    os.close(fd)
+    if os.getpid() == process:
+        own.words[CLOSED // 8] = 1
