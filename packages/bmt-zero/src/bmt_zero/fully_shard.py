@@ -147,7 +147,8 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, they are accumulated unsharded, in the dtype of the reduction,
-        and a later backward reduces the sum. Zeroing ``.grad`` drops them."""
+        and a later backward reduces the sum. What is done to ``.grad`` in the meantime applies to them: see
+        :func:`bmt_zero.no_sync`."""
         for group in self._groups(recurse):
             for reducer in group.reducers:
                 reducer.no_sync = not requires_gradient_sync

@@ -28,14 +28,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bmt_comm import TREE_SUM, Communicator, TreeSum, Work, current_context, named_range
 
 from .flat_parameter import FlatParameter, on_stream, record_event, wait_event
 from .gradient_target import Filled, GradientTarget
+from .parameter_gradients import ParameterGradients
 from .replica_check import check_replicas
-from .sharded_gradient import ShardedGradient, sharded_gradient
+from .sharded_gradient import ShardedGradient
 
 
 @dataclass
@@ -84,9 +85,7 @@ class GradientReducer:
         self._copied: torch.cuda.Event | None = None  # after the copy of a gradient to the host, which has not waited
         self._accumulated: Tensor | None = None  # unreduced gradients under no_sync
         self.partial: Tensor | None = None  # summed over the shard group and not over the replicate group
-        self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _accumulated began
-        self._placeholders: dict[nn.Parameter, Tensor] = {}  # zeros that stand for gradients of other ranks
-        self._zeros: dict[nn.Parameter, tuple[Tensor, int]] = {}  # .grad that has waited for a gradient, its version
+        self.gradients = ParameterGradients(flat)
         self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
         self.agrees = True  # the ranks know which parameters the reduced gradients are of
         self.undecided: list[Tensor | None] = []  # reduced gradients that wait for :meth:`decide`
@@ -105,7 +104,7 @@ class GradientReducer:
         """A flat gradient for a call's backward to fill, and whether to add to what it has."""
         with torch.no_grad():
             if self.pending is None:  # which is finished where all ranks do so
-                self._forget_zeroed()
+                self._drop_overwritten()
                 if self._accumulated is not None:
                     return self._accumulated, True
             total = self._targets[target] = self._new_total(may_borrow=False)
@@ -134,7 +133,7 @@ class GradientReducer:
             target: where some of them lie already.
         """
         self.finish()
-        self._forget_zeroed()
+        self._drop_overwritten()
         filled = None
         if target is not None:
             self._targets.pop(target, None)
@@ -165,7 +164,7 @@ class GradientReducer:
             self._accumulated = None
             self._written = (total, views) if self.flat.shard_comm.size == 1 else (None, [])
             self.pending = _Reduction(self, total)
-        elif self._accumulated is None or not self._grads_then:
+        else:
             self._accumulated = total
             self._watch_gradients()
 
@@ -209,10 +208,7 @@ class GradientReducer:
     def _reads_gradient(self) -> bool:
         """Whether the host reads an offloaded gradient as soon as it arrives."""
         return (
-            self.has_fixed_order
-            or self._arrived is not None
-            or bool(self.undecided)
-            or any(p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks for p in self.flat.params)
+            self.has_fixed_order or self._arrived is not None or bool(self.undecided) or self.gradients.are_read_at_once
         )
 
     def wait_for_copy(self) -> None:
@@ -248,8 +244,8 @@ class GradientReducer:
         self._written = None, []
         self._accumulated = self.partial = None
         self._trees, self._tree = [], 0
-        self._grads_then = []
-        self._remove_placeholders(self.flat.params)
+        self.gradients.end_watch()
+        self.gradients.remove_placeholders(range(len(self.flat.params)))
         self.drop_undecided()
 
     # --- sums in a fixed order --------------------------------------------------------------------
@@ -258,7 +254,7 @@ class GradientReducer:
         """Add the reduced gradient of a backward pass to the others of the step."""
         if not self._trees:
             for param in self.flat.params:
-                if isinstance(param.grad, ShardedGradient) and not param.grad.is_zeroed:
+                if isinstance(param.grad, ShardedGradient) and not param.grad.was_overwritten:
                     raise RuntimeError(
                         "deterministic=True adds up micro-batches in an order of its own, and there are gradients "
                         "already: run all backward passes of a step but the last one under no_sync(model), one for "
@@ -299,10 +295,10 @@ class GradientReducer:
     def decide(self, used: Sequence[bool]) -> None:
         """Give parameters that some rank has used their gradients."""
         undecided, self.undecided = self.undecided, []
-        self._remove_placeholders(param for param, used_now in zip(self.flat.params, used, strict=True) if not used_now)
-        self._placeholders = {}
+        self.gradients.remove_placeholders(index for index, used_now in enumerate(used) if not used_now)
+        self.gradients.keep_placeholders()
         if undecided:
-            self._add([grad if used_now else None for grad, used_now in zip(undecided, used, strict=True)])
+            self.gradients.add([grad if used_now else None for grad, used_now in zip(undecided, used, strict=True)])
 
     # --- the parameters' gradients ----------------------------------------------------------------
 
@@ -324,7 +320,8 @@ class GradientReducer:
             if before.total is not reduced:
                 before.total.add_(reduced)
             return
-        self._grads_then, self.agrees = [], False
+        self.gradients.end_watch()
+        self.agrees = False
         written, there = self._written
         self._written = None, []
         views: Sequence[Tensor | None] = there if there and written is reduced else self.flat.local_views(reduced)
@@ -337,44 +334,7 @@ class GradientReducer:
                     waiting[index] = view if earlier is None or view is None else earlier + view
             self.undecided = waiting if any(each is not None for each in waiting) else []
             views = [view if at_once else None for view, at_once in zip(views, now, strict=True)]
-        self._add(views)
-
-    def _add(self, rows: Sequence[Tensor | None]) -> None:
-        """Add rows to the gradients of the parameters, except frozen ones.
-
-        The parameters' hooks run here: autograd does not reach the parameters.
-        """
-        grads, added, hooked = [], [], []
-        for param, new in zip(self.flat.params, rows, strict=True):
-            if new is None or not param.requires_grad:
-                continue
-            if param._backward_hooks:
-                new = sharded_gradient(new, param)
-                with torch._C._EnableTorchFunction():
-                    for hook in list(param._backward_hooks.values()):
-                        result = hook(new)
-                        new = new if result is None else result
-            if param._post_accumulate_grad_hooks:
-                hooked.append(param)
-            before = param.grad
-            if before is None or self._is_zero(param, before):
-                param.grad = sharded_gradient(new, param)
-            else:
-                grads.append(before)
-                added.append(new)
-        self._zeros = {}
-        if grads:
-            torch._foreach_add_(grads, added)
-        if hooked:
-            with torch._C._EnableTorchFunction():
-                for param in hooked:
-                    for hook in list(param._post_accumulate_grad_hooks.values()):
-                        hook(param)
-
-    def _is_zero(self, param: nn.Parameter, grad: Tensor) -> bool:
-        """Whether a gradient is zeros that have waited for this one, and that nothing was written to."""
-        zeros, version = self._zeros.get(param, (None, 0)) if self._zeros else (None, 0)
-        return grad is zeros and grad._version == version
+        self.gradients.add(views)
 
     @contextmanager
     def apart(self, arrived: dict[GradientReducer, ReducedGradient]) -> Iterator[None]:
@@ -394,53 +354,27 @@ class GradientReducer:
     # --- accumulation -----------------------------------------------------------------------------
 
     def _watch_gradients(self, of_others: bool = False) -> None:
-        """Let the parameters used have gradients, so that zeroing them is noticed while others wait to be reduced.
+        """Gradients wait to be added to those of the parameters: notice if a script drops them."""
+        if self._arrived is None:
+            self.gradients.watch(self._used_here, of_others)
 
-        Args:
-            of_others: whether what waits has gradients of other ranks in it. A rank that has used nothing must notice,
-                too, so all parameters have gradients until the ranks agree on which were used.
+    def _drop_overwritten(self) -> None:
+        """Drop what waits for parameters whose gradients were overwritten, removed or replaced.
+
+        Zeros take its place: a rank that has used nothing, and has no gradients to notice it by, goes on to reduce.
         """
-        if self._arrived is not None:
+        dropped = [] if self._arrived is not None else self.gradients.take_dropped()
+        if not dropped:
             return
-        params = self.flat.params
-        if all(p.grad is None for p in params):
-            zeros = self.flat.local_views(torch.zeros_like(self.flat.shard))
-            for param, view, used in zip(params, zeros, self._used_here, strict=True):
-                if (used or of_others) and param.requires_grad:
-                    param.grad = sharded_gradient(view, param)
-                    self._zeros[param] = param.grad, param.grad._version
-                    if not used:
-                        self._placeholders[param] = param.grad
-        self._grads_then = [(p.grad, p.grad._version) for p in params if p.grad is not None]
-        for grad, _ in self._grads_then:
-            if isinstance(grad, ShardedGradient):
-                grad.is_zeroed = False
-
-    def _remove_placeholders(self, params: Iterable[nn.Parameter]) -> None:
-        """Those of parameters that no rank has used."""
-        for param in params:
-            if param.grad is not None and param.grad is self._placeholders.pop(param, None):
-                param.grad = None
-
-    def _forget_zeroed(self) -> None:
-        """If gradients were zeroed since, drop those that wait to be reduced.
-
-        Zeros take their place: a rank that has used nothing, and has no gradients to notice it by, goes on to reduce.
-        """
-        if self._arrived is not None or not self._grads_then:
-            return
-        present = {id(p.grad) for p in self.flat.params if p.grad is not None}
-        if not any(id(grad) in present for grad, _ in self._grads_then) or all(
-            # Whether rows are zero may differ from rank to rank.
-            grad.is_zeroed if isinstance(grad, ShardedGradient) else grad._version != version and not grad.any()
-            for grad, version in self._grads_then
-        ):
-            if self._accumulated is not None:
-                self._accumulated.zero_()
-            self.partial = None
-            self._trees = []
-            self._grads_then, self._used_here = [], [False] * len(self.flat.params)
-            self._placeholders = {param: grad for param, grad in self._placeholders.items() if param.grad is grad}
+        if not self.gradients.are_watched:
+            self.partial, self._trees = None, []
+        sharded = [] if self.partial is None else [self.partial]
+        sharded += [partial for tree in self._trees for partial in tree.partials]
+        views = [] if self._accumulated is None else [self.flat.unsharded_views(self._accumulated)]
+        for rows in (*views, *map(self.flat.local_views, sharded)):
+            torch._foreach_zero_([rows[index] for index in dropped])
+        for index in dropped:
+            self._used_here[index] = False
 
     @property
     def _dtype(self) -> torch.dtype:
