@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import bmt_kernels
 import bmt_zero.parameter_group
 from bmt_zero import Block, BMTrainModelWrapper, Compression, MixedPrecision, no_sync
-from bmt_zero.gradient_reducer import GradientReducer
+from bmt_zero.gradient_target import GradientTargets
 
 WIDTH = 6
 
@@ -352,9 +352,9 @@ def test_gradients_of_the_only_parameter_that_lie_in_other_ways_on_each_rank(ctx
 @of_any_size()
 def test_gradients_of_inputs_alone_open_no_target(ctx):
     opened = []
-    original = GradientReducer.open_target
+    original = GradientTargets.open
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientReducer, "open_target", lambda *args: opened.append(1) or original(*args))
+        patch.setattr(GradientTargets, "open", lambda *args: opened.append(1) or original(*args))
         model = Block(nn.Linear(WIDTH, WIDTH), use_checkpoint=False)
         x = seeded(ctx.rank, 3, WIDTH).requires_grad_()
         torch.autograd.grad(model(x).sum(), x)

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from bmt_comm import CallSequences, Communicator, ParallelContext, Work, begin_backward, forget_scale, not_compiled
 
-from .gradient_reducer import GradientReducer, UseAgreement
+from .gradient_reducer import GradientReducer
 from .gradient_target import GradientTarget
 from .parameter_group import ParameterGroup
+from .use_agreement import UseAgreement
 
 
 class _Hidden(threading.local):

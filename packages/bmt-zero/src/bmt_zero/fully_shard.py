@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_map_only
 from bmt_comm import Communicator, ParallelContext, current_context, init_distributed, is_initialized, shutdown
 
 from .backward_context import current_backward
-from .gradient_reducer import ReductionSettings
 from .hooks import Call, ForwardHooks
 from .options import Options
 from .parameter_group import ParameterGroup
 from .precision import MixedPrecision
+from .reduction import ReductionSettings
 from .shard import add_sharding, build_group, find_slots, group_of, sharding_of, share_buffers
 from .state import serves_shards
 

@@ -3,7 +3,7 @@
 [Note: parameters without a gradient]
     A backward pass gives a gradient to the parameters that some rank has used in it, and to no others, as in one
     process. A rank knows only what it used itself. So ranks exchange at the end of a backward pass which parameters
-    they used, for all parameters at once (:class:`UseAgreement`). A rank that has used all of them needs no answer and
+    they used, for all parameters at once (``use_agreement``). A rank that has used all of them needs no answer and
     does not wait for it.
 
 [Note: frozen parameters]
@@ -21,40 +21,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bmt_comm import TREE_SUM, Communicator, TreeSum, Work, current_context, named_range
+from bmt_comm import TreeSum, current_context
 
-from .flat_parameter import FlatParameter, on_stream, record_event, wait_event
-from .gradient_target import Filled, GradientTarget
+from .flat_gradient import is_flat_gradient, new_flat_gradient, write_gradients
+from .flat_parameter import FlatParameter
+from .gradient_target import GradientTarget, GradientTargets
 from .parameter_gradients import ParameterGradients
+from .reduction import Reduction, ReductionSettings
 from .replica_check import check_replicas
 from .sharded_gradient import ShardedGradient
-
-
-@dataclass
-class ReductionSettings:
-    """How gradients are reduced; ``fully_shard`` and the methods of ``FSDPModule`` change it.
-
-    Attributes:
-        divisor: what the sum over the ranks is divided by: 1 for a sum, the number of replicas for a mean.
-        keeps_unsharded: whether gradients are accumulated unreduced under ``no_sync``.
-        all_reduces: whether gradients are summed over the replicate group. Otherwise the sum over the shard group is
-            kept, and added to a later one.
-        hook: called with each flat, reduced gradient of this rank's shard, in the dtype of the reduction.
-    """
-
-    divisor: float = 1.0
-    keeps_unsharded: bool = False
-    all_reduces: bool = True
-    hook: Callable[[Tensor], Any] | None = None
 
 
 @dataclass
@@ -81,10 +63,10 @@ class GradientReducer:
         self.settings = ReductionSettings(keeps_unsharded=flat.options.level <= 1)
         self.no_sync = False
         self._has_checked = False  # that tensor-parallel ranks find the same gradients
-        self.pending: _Reduction | None = None
+        self.pending: Reduction | None = None
         self._copied: torch.cuda.Event | None = None  # after the copy of a gradient to the host, which has not waited
         self._accumulated: Tensor | None = None  # unreduced gradients under no_sync
-        self.partial: Tensor | None = None  # summed over the shard group and not over the replicate group
+        self._partial: Tensor | None = None  # summed over the shard group and not over the replicate group
         self.gradients = ParameterGradients(flat)
         self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
         self.agrees = True  # the ranks know which parameters the reduced gradients are of
@@ -92,30 +74,8 @@ class GradientReducer:
         self._arrived: dict[GradientReducer, ReducedGradient] | None = None  # see :meth:`apart`
         self._trees: list[TreeSum] = []  # of the first, second, ... reductions of backward passes
         self._tree = 0  # which of them is next in this backward pass
-        self._gaps = flat.layout.gaps
         self._written: tuple[Tensor | None, list[Tensor]] = (None, [])  # what one rank reduces
-        self._targets: dict[GradientTarget, Tensor] = {}  # flat gradients that are being filled
-
-    def new_target(self, accumulates: Any) -> GradientTarget:
-        """For a call; ``accumulates`` is the node that runs only in backward passes whose gradients are reduced."""
-        return GradientTarget(self.flat, self.open_target, self.close_target, accumulates)
-
-    def open_target(self, target: GradientTarget) -> tuple[Tensor, bool]:
-        """A flat gradient for a call's backward to fill, and whether to add to what it has."""
-        with torch.no_grad():
-            if self.pending is None:  # which is finished where all ranks do so
-                self._drop_overwritten()
-                if self._accumulated is not None:
-                    return self._accumulated, True
-            total = self._targets[target] = self._new_total(may_borrow=False)
-            return total, False
-
-    def close_target(self, target: GradientTarget) -> None:
-        """The flat gradient of a target will not be reduced: the backward that has filled it has failed."""
-        target.take()
-        total = self._targets.pop(target, None)
-        if total is not None:
-            self.flat.shard_comm.discard(total)
+        self.targets = GradientTargets(flat, self._accumulated_before, self._new_total)
 
     def writes(self, index: int) -> bool:
         """Whether a call's backward may compute the gradient of a parameter in a flat gradient."""
@@ -134,10 +94,7 @@ class GradientReducer:
         """
         self.finish()
         self._drop_overwritten()
-        filled = None
-        if target is not None:
-            self._targets.pop(target, None)
-            filled = target.take()
+        filled = None if target is None else self.targets.take(target)
         if filled is not None:
             grads = filled.with_given(grads)
         grads = self._prepared(grads)
@@ -148,22 +105,23 @@ class GradientReducer:
         accumulate = self._keeps_unreduced
         total, views = self._accumulated, []
         if total is not None:
-            views = self._write(total, grads, True, filled)
+            views = write_gradients(grads, self.flat, total, True, filled)
             if filled is not None and filled.total is not total:
                 self.flat.shard_comm.discard(filled.total)
         elif filled is not None:
             total = filled.total
-            views = self._write(total, grads, False, filled)
+            views = write_gradients(grads, self.flat, total, False, filled)
         elif not accumulate and self._is_flat(grads[0]):
             assert grads[0] is not None
             total = grads[0].reshape(-1)
         else:
-            total = self._new_total(may_borrow=not needed)
-            views = self._write(total, grads, False)
+            total = self._new_total(None if needed else self.finish)
+            views = write_gradients(grads, self.flat, total, False)
         if not accumulate:
             self._accumulated = None
             self._written = (total, views) if self.flat.shard_comm.size == 1 else (None, [])
-            self.pending = _Reduction(self, total)
+            partial, self._partial = self._partial, None
+            self.pending = Reduction(self.flat, total, self.settings, self.grad_scale, self.has_fixed_order, partial)
         else:
             self._accumulated = total
             self._watch_gradients()
@@ -193,6 +151,7 @@ class GradientReducer:
         if self._copied is not None and self._reads_gradient:
             self.wait_for_copy()
         if reduction.is_partial:
+            self._partial = reduced
             self._watch_gradients(of_others=True)
         elif self.has_fixed_order:
             self._add_to_tree(reduced)
@@ -226,10 +185,10 @@ class GradientReducer:
 
     def waiting(self) -> Iterator[Tensor]:
         """Gradients that are not in ``.grad``: not reduced yet, on the way, or waiting for the other ranks."""
-        found = [self._accumulated, self.partial, *self.undecided]
-        found += self._targets.values()
+        found = [self._accumulated, self._partial, *self.undecided]
+        found += self.targets.totals
         if self.pending is not None:
-            found += [self.pending.total, self.pending.reduced]
+            found += self.pending.held
         for tree in self._trees:
             found += tree.partials
         return (tensor for tensor in found if tensor is not None)
@@ -239,10 +198,9 @@ class GradientReducer:
         reduction, self.pending = self.pending, None
         if reduction is not None:
             reduction.finish()
-        for target in list(self._targets):
-            self.close_target(target)
+        self.targets.drop()
         self._written = None, []
-        self._accumulated = self.partial = None
+        self._accumulated = self._partial = None
         self._trees, self._tree = [], 0
         self.gradients.end_watch()
         self.gradients.remove_placeholders(range(len(self.flat.params)))
@@ -367,8 +325,8 @@ class GradientReducer:
         if not dropped:
             return
         if not self.gradients.are_watched:
-            self.partial, self._trees = None, []
-        sharded = [] if self.partial is None else [self.partial]
+            self._partial, self._trees = None, []
+        sharded = [] if self._partial is None else [self._partial]
         sharded += [partial for tree in self._trees for partial in tree.partials]
         views = [] if self._accumulated is None else [self.flat.unsharded_views(self._accumulated)]
         for rows in (*views, *map(self.flat.local_views, sharded)):
@@ -401,204 +359,15 @@ class GradientReducer:
         return dense
 
     def _is_flat(self, grad: Tensor | None) -> bool:
-        """Whether the gradient of the only parameter can be reduced as it is."""
-        flat = self.flat
-        return (
-            len(flat.params) == 1
-            and flat.shard_comm.size > 1
-            and not flat.shard_comm.shares_memory  # of which all ranks read flat gradients where they lie, or none
-            and grad is not None
-            and grad.is_contiguous()
-            and grad.numel() == flat.layout.numel
-            and grad.dtype == self._dtype
-            and self.divisor_before == 1.0
-        )
+        divides = self.settings.divisor_before(self._dtype) != 1.0 and not self.has_fixed_order
+        return not divides and is_flat_gradient(grad, self.flat, self._dtype)
 
-    @property
-    def divisor_before(self) -> float:
-        """What gradients are divided by before they are summed: in half precision the sum could overflow."""
-        divisor = self.settings.divisor
-        halves = self._dtype == torch.float16 and divisor > 1 and not self.has_fixed_order
-        return 2.0 ** math.ceil(math.log2(divisor) / 2) if halves else 1.0
+    def _accumulated_before(self) -> Tensor | None:
+        """The flat gradient to which a backward pass adds, or None."""
+        if self.pending is not None:  # which is finished where all ranks do so
+            return None
+        self._drop_overwritten()
+        return self._accumulated
 
-    def _new_total(self, may_borrow: bool) -> Tensor:
-        """A flat gradient: where other ranks can read it, if it is to be reduced at once."""
-        flat, dtype, is_kept = self.flat, self._dtype, self._keeps_unreduced
-        is_sent = not is_kept and flat.options.precision.packs_gradients is None
-        if is_sent and flat.shard_comm.shares_memory:
-            return flat.shard_comm.empty(flat.layout.numel, dtype)
-        borrows = may_borrow and not is_kept and dtype == flat.unsharded.dtype
-        borrowed = flat.lend_storage(self.finish) if borrows else None
-        if borrowed is not None:
-            return borrowed
-        return torch.empty(flat.layout.numel, dtype=dtype, device=flat.unsharded.device)
-
-    def _write(
-        self, total: Tensor, grads: Sequence[Tensor | None], add: bool, filled: Filled | None = None
-    ) -> list[Tensor]:
-        """Write gradients into a flat one, or add them to it, but for those that lie there already (``filled``).
-
-        Returns the views of it.
-        """
-        if filled is not None and filled.total is total:
-            views, there = filled.views, filled.written
-        else:
-            views, there = self.flat.unsharded_views(total), set()
-        if not add:  # optimizers and norms may read the flat gradient as a whole
-            for start, stop in self._gaps:
-                total[start:stop].zero_()
-            absent = [views[i] for i, grad in enumerate(grads) if grad is None]
-            if absent:
-                torch._foreach_zero_(absent)
-        present = [i for i, grad in enumerate(grads) if grad is not None and i not in there]
-        if present:
-            write: Any = torch._foreach_add_ if add else torch._foreach_copy_
-            write([views[i] for i in present], [grads[i] for i in present])
-        return views
-
-
-class _Reduction:
-    """The sum of flat gradients over the ranks, in flight.
-
-    ``total`` is held until the collective has read it. If it lies in borrowed storage of the unsharded parameters, the
-    storage is returned then. On CUDA everything is queued at once in the side stream.
-    """
-
-    def __init__(self, reducer: GradientReducer, total: Tensor) -> None:
-        self.reducer = reducer
-        self.total: Tensor | None = total  # read by the side stream until ``done``
-        self.done: torch.cuda.Event | None = None
-        self.copied: torch.cuda.Event | None = None  # to the host
-        all_reduces = reducer.settings.all_reduces or reducer.has_fixed_order
-        self.is_partial = not all_reduces and reducer.flat.replicate_comm.size > 1
-        self.divisor_before = reducer.divisor_before
-        flat = reducer.flat
-        comm, on_cpu = flat.shard_comm, flat.stream is None
-        op = TREE_SUM if reducer.has_fixed_order else "sum"
-        flat.let_side_stream_wait()
-        with named_range("reduce", flat.label), on_stream(flat.stream):
-            if reducer.has_fixed_order and comm.size == 1:
-                total = total.to(flat.shard.dtype)
-            self.work: Work | None = None
-            self.reduced = total
-            if self.divisor_before != 1.0:
-                total.div_(self.divisor_before)
-            compression = flat.options.precision.packs_gradients
-            if comm.size > 1 and compression is not None:
-                self.reduced = torch.empty(flat.layout.shard_numel, dtype=torch.float32, device=total.device)
-                self.work = compression.reduce_scatter(comm, self.reduced, total, on_cpu, flat.label)
-            elif comm.size > 1:
-                dtype = flat.shard.dtype if reducer.has_fixed_order else total.dtype
-                self.reduced = torch.empty(flat.layout.shard_numel, dtype=dtype, device=total.device)
-                self.work = comm.reduce_scatter(self.reduced, total, op, on_cpu, flat.label)
-            elif flat.replicate_comm.size > 1 and not self.is_partial:
-                self._add_partial()
-                self.work = flat.replicate_comm.all_reduce(total, op, on_cpu, flat.label)
-            if not on_cpu:
-                self._complete()
-                if comm.size == 1:  # what is copied is ``total``
-                    self._offload()
-                self.done = record_event(flat.stream)
-                if comm.size > 1:
-                    self._offload()
-        if not on_cpu:
-            flat.storage_returned()  # the side stream releases it after its last reader
-
-    def finish(self) -> Tensor:
-        """The reduced gradient of this rank's shard, usable by the compute stream."""
-        flat = self.reducer.flat
-        if self.work is not None:
-            with named_range("wait for reduce", flat.label):
-                self.work.wait()
-        if flat.stream is None:
-            self._complete()
-            self._offload()
-            flat.storage_returned()
-        wait_event(flat.stream, self.done)
-        self.total = None
-        return self.reduced
-
-    def _complete(self) -> None:
-        reducer, settings = self.reducer, self.reducer.settings
-        is_sharded = reducer.flat.shard_comm.size > 1
-        if is_sharded or self.is_partial:
-            self._add_partial()
-        if self.is_partial:
-            reducer.partial = self.reduced if is_sharded else self.reduced.clone()  # its storage may be borrowed
-            return
-        if is_sharded and reducer.flat.replicate_comm.size > 1:
-            op = TREE_SUM if reducer.has_fixed_order else "sum"
-            reducer.flat.replicate_comm.all_reduce(self.reduced, op, label=reducer.flat.label)
-        scale = reducer.grad_scale * self.divisor_before / settings.divisor
-        if scale != 1.0:
-            self.reduced.mul_(scale)
-        if settings.hook is not None:
-            settings.hook(self.reduced)
-        self.reduced = self.reduced.to(reducer.flat.shard.dtype)
-
-    def _offload(self) -> None:
-        """Copy the reduced gradient to where the shard is."""
-        flat = self.reducer.flat
-        if flat.offloads and not self.is_partial:
-            stored = flat.options.new_storage(flat.layout.shard_numel, self.reduced.dtype, flat.device)
-            stored.copy_(self.reduced, non_blocking=True)
-            self.reduced = stored
-            self.copied = record_event(flat.stream)
-
-    def _add_partial(self) -> None:
-        partial, self.reducer.partial = self.reducer.partial, None
-        if partial is not None:
-            self.reduced.add_(partial)
-
-
-class UseAgreement:
-    """Lets the ranks agree on which parameters they have used; see [Note: parameters without a gradient]."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[GradientReducer, None] = {}
-
-    def note(self, reducer: GradientReducer) -> None:
-        """``reducer`` may have added a reduced gradient."""
-        if not reducer.agrees:
-            self._waiting[reducer] = None
-
-    def settle(self, reducers: Iterable[GradientReducer] | None = None) -> None:
-        """Decide for all that wait, or those of ``reducers``: one all-reduce for each set of ranks."""
-        chosen = self._waiting if reducers is None else dict.fromkeys(reducers)
-        waiting = [reducer for reducer in self._waiting if reducer in chosen]
-        self.forget(waiting)
-        by_ranks: dict[tuple[Communicator, ...], list[GradientReducer]] = {}
-        for reducer in waiting:
-            by_ranks.setdefault(reducer.flat.communicators, []).append(reducer)
-        answers: dict[GradientReducer, list[bool]] = {}
-        for communicators, members in by_ranks.items():
-            flags = {reducer: reducer.take_used_here() for reducer in members}
-            if communicators:
-                used = _on_device([flag for each in flags.values() for flag in each], members[0].flat.device)
-                for comm in communicators:
-                    comm.all_reduce(used, "max", label="the parameters that ranks have used")
-                # Where nothing is unknown, the host does not wait for the device.
-                if not used.is_meta and any(reducer.awaits_others(flags[reducer]) for reducer in members):
-                    told = iter(used.tolist())
-                    flags = {reducer: [bool(next(told)) for _ in each] for reducer, each in flags.items()}
-            answers.update(flags)
-        for reducer, decided in answers.items():  # after all communication: hooks of parameters may raise
-            reducer.decide(decided)
-
-    def drop(self) -> None:
-        """Drop the gradients that wait: what computed them has failed."""
-        for reducer in self._waiting:
-            reducer.drop_undecided()
-        self._waiting.clear()
-
-    def forget(self, reducers: Iterable[GradientReducer]) -> None:
-        for reducer in reducers:
-            self._waiting.pop(reducer, None)
-
-
-def _on_device(flags: Sequence[bool], device: torch.device) -> Tensor:
-    """``flags`` as numbers (uint8) on a device, without waiting for it."""
-    if all(flags):
-        return torch.ones(len(flags), dtype=torch.uint8, device=device)
-    on_host = torch.tensor(flags, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return on_host.to(device, non_blocking=True)
+    def _new_total(self, give_back: Callable[[], object] | None = None) -> Tensor:
+        return new_flat_gradient(self.flat, self._dtype, self._keeps_unreduced, give_back)
