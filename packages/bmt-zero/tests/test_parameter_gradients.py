@@ -7,10 +7,9 @@ import copy
 
 import pytest
 import torch
-from block_helpers import assert_same_gradients, rows_of, seeded
+from block_helpers import assert_same_gradients, of_any_size, rows_of, seeded
 from torch import Tensor, nn
 
-import bmt_zero.parameter_group
 from bmt_zero import Block, no_sync
 
 WIDTH = 5
@@ -77,8 +76,7 @@ CHANGES = {
 @pytest.mark.parametrize(("reduced_before", "least_bytes"), [(False, 0), (True, 1 << 30)])
 def test_gradients_changed_between_micro_batches(ctx, level, change, reduced_before, least_bytes):
     plain, model = modules(level)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bmt_zero.parameter_group, "LEAST_BYTES", least_bytes)
+    with of_any_size(least_bytes):
         if reduced_before:
             backward(ctx, plain, model, 0, waits=False)
         for micro_batch in (1, 2):

@@ -245,7 +245,7 @@ class ParameterGroup:
         """:meth:`views` for a call that may be differentiated, and where the gradients of large weights go.
 
         Autograd has to see how gradients are computed that a pipeline computes in two parts. Compiled code takes plain
-        tensors.
+        tensors only: it raises an error for others.
         """
         views = self.views()
         targets: dict[GradientReducer, GradientTarget] = {}
