@@ -78,7 +78,7 @@ def space(block: Block) -> int:
 
 @contextlib.contextmanager
 def of_any_size(least: int = 0) -> Iterator[None]:
-    """Within (or for a test that it decorates), gradients of small weights, too, are computed where they are reduced."""
+    """Within (or for a test that it decorates), gradients of small weights are computed where they are reduced."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bmt_zero.parameter_group, "LEAST_BYTES", least)
         patch.setattr(bmt_zero.parameter_group, "uses_compiler", lambda: False)  # by other tests

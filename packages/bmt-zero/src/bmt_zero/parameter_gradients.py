@@ -128,16 +128,16 @@ class ParameterGradients:
             return []
         params = self._flat.params
         dropped = [i for i, grad in self._watched.items() if params[i].grad is not grad or grad.was_overwritten]
-        for index in dropped:
-            del self._watched[index]
         for index, grad in self._watched.items():
-            if grad.was_changed:
+            if grad.was_changed and params[index].grad is grad:
                 name = self._flat.names[index] if self._flat.names else "a parameter"
                 raise RuntimeError(
                     f"the gradient of {name} was changed while gradients of earlier backward passes wait to be added "
                     f"to it (no_sync, or backward passes that do not reduce): scale or clip it after the backward that "
                     f"reduces them. To drop them, zero it or set it to None; add_ and sub_ are possible"
                 )
+        for index in dropped:
+            del self._watched[index]
         self._placeholders = {i: grad for i, grad in self._placeholders.items() if params[i].grad is grad}
         return dropped
 
