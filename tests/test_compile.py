@@ -156,6 +156,37 @@ def test_layers_of_transformers_are_one_graph_each(
 
 
 @pytest.mark.ranks(2, timeout=180)
+def test_a_model_that_is_compiled_again(ctx: Any, backend: str) -> None:
+    torch._dynamo.reset()
+    model = bmt_zero.BMTrainModelWrapper(Model(), use_checkpoint=False)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    state = copy.deepcopy(model.state_dict())
+    check(model, model, ctx)
+    model.load_state_dict(state)
+    torch._dynamo.reset()
+    check(model, model, ctx)
+
+
+@pytest.mark.ranks(2, timeout=180)
+def test_a_compiled_function_of_a_weight(ctx: Any, backend: str) -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend=backend)
+    def product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return nn.functional.linear(x, weight, bias)
+
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return product(x, self.weight, self.bias)
+
+    model = Model()
+    model.head.__class__ = Head
+    model = bmt_zero.BMTrainModelWrapper(model, use_checkpoint=False)
+    check(model, model, ctx)
+
+
+@pytest.mark.ranks(2, timeout=180)
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_a_single_block(ctx: Any, how: str, backend: str) -> None:
     torch._dynamo.reset()

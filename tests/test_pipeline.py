@@ -218,7 +218,7 @@ def test_layers_are_reduced_once_in_zero_bubbles(device_type):
     load_state_dict(layers, plain.state_dict())
     inputs = torch.randn(ctx.replicas, ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(ctx.device)
     module = bmt_zero.gradient_reducer
-    with mock.patch.object(module, "_Reduction", wraps=module._Reduction) as reductions:
+    with mock.patch.object(module, "Reduction", wraps=module.Reduction) as reductions:
         (layers(inputs[ctx.rank], tail=mean_square) / ctx.replicas).backward()
     assert reductions.call_count == len(list(layers.children()))
     for layer in plain:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import bmt_zero.parameter_group
 from bmt_comm import Communicator, select_rows, slice_of
 from bmt_zero import Block, DistributedParameter
 from bmt_zero.shard import group_of
@@ -73,6 +74,15 @@ def space(block: Block) -> int:
     """Bytes of unsharded parameters that this rank holds for a Block, beside what all ranks share."""
     flats = [f for f in group_of(block).flats if not f.is_shard and not f.is_shared]
     return sum(f.unsharded.untyped_storage().nbytes() for f in flats)
+
+
+@contextlib.contextmanager
+def of_any_size(least: int = 0) -> Iterator[None]:
+    """Within (or for a test that it decorates), gradients of small weights are computed where they are reduced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bmt_zero.parameter_group, "LEAST_BYTES", least)
+        patch.setattr(bmt_zero.parameter_group, "uses_compiler", lambda: False)  # by other tests
+        yield
 
 
 @contextlib.contextmanager

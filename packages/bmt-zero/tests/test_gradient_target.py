@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from block_helpers import assert_same_gradients, compare_updates, rows_of, seeded
+from block_helpers import assert_same_gradients, compare_updates, of_any_size, rows_of, seeded
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import bmt_kernels
-import bmt_zero.parameter_group
 from bmt_zero import Block, BMTrainModelWrapper, Compression, MixedPrecision, no_sync
-from bmt_zero.gradient_reducer import GradientReducer
+from bmt_zero.gradient_target import GradientTargets
 
 WIDTH = 6
 
@@ -161,15 +158,6 @@ def train(ctx, plain: nn.Module, model: nn.Module, micro_batches: int = 1, calls
             optimizer.step()
             optimizer.zero_grad()
     compare_updates(model, plain, start)
-
-
-@contextlib.contextmanager
-def of_any_size(least: int = 0) -> Iterator[None]:
-    """Within (or for a test that it decorates), this is so of small weights, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bmt_zero.parameter_group, "LEAST_BYTES", least)
-        patch.setattr(bmt_zero.parameter_group, "uses_compiler", lambda: False)  # by other tests
-        yield
 
 
 @pytest.mark.ranks(1, 2)
@@ -352,9 +340,9 @@ def test_gradients_of_the_only_parameter_that_lie_in_other_ways_on_each_rank(ctx
 @of_any_size()
 def test_gradients_of_inputs_alone_open_no_target(ctx):
     opened = []
-    original = GradientReducer.open_target
+    original = GradientTargets.open
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientReducer, "open_target", lambda *args: opened.append(1) or original(*args))
+        patch.setattr(GradientTargets, "open", lambda *args: opened.append(1) or original(*args))
         model = Block(nn.Linear(WIDTH, WIDTH), use_checkpoint=False)
         x = seeded(ctx.rank, 3, WIDTH).requires_grad_()
         torch.autograd.grad(model(x).sum(), x)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import bmt_zero
 from bmt_comm import Communicator, ParallelContext
-from bmt_zero import Block, CPUOffloadPolicy, MixedPrecision, TransformerBlockList, flat_parameter, gradient_reducer
+from bmt_zero import Block, CPUOffloadPolicy, MixedPrecision, TransformerBlockList, flat_parameter, reduction
 from bmt_zero.shard import group_of
 
 WIDTH = 7
@@ -171,7 +171,7 @@ def test_the_host_waits_for_copies(ctx: ParallelContext, level: int) -> None:
     gradients: list[tuple[str, Event]] = []
     shards: list[tuple[str, Event]] = []
     with (
-        mock.patch.object(gradient_reducer, "record_event", side_effect=lambda stream: Event(gradients)),
+        mock.patch.object(reduction, "record_event", side_effect=lambda stream: Event(gradients)),
         mock.patch.object(flat_parameter, "record_event", side_effect=lambda stream: Event(shards)),
     ):
         model(batch(0, ctx)[1]).sum().backward()

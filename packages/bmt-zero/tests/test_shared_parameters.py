@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import bmt_kernels
 from bmt_comm import select_rows, slice_of
-from bmt_zero import Block, MixedPrecision, TransformerBlockList, fully_shard
+from bmt_zero import Block, BMTrainModelWrapper, MixedPrecision, TransformerBlockList, fully_shard
 from bmt_zero.shard import group_of
 
 pytestmark = pytest.mark.skipif(
@@ -43,6 +44,23 @@ def layers(level, **options):
     plain = nn.ModuleList(Late() for _ in range(3))
     blocks = [Block(layer, zero_level=level, **options) for layer in copy.deepcopy(plain)]
     return plain, TransformerBlockList(blocks)
+
+
+class Model(nn.Module):
+    """Layers, and a parameter beside them; it raises at a place when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.scale = nn.ModuleList(Late() for _ in range(3)), nn.Parameter(torch.ones(7))
+        self.fails = ""
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.fails == f"layer {index}":
+                raise ArithmeticError(self.fails)
+        return x * self.scale
 
 
 def run(modules, x):
@@ -147,6 +165,43 @@ def test_an_exception_on_one_rank_after_the_last_layer_was_unsharded(ctx, level)
             else:
                 blocks(seeded(attempt, 3, 7))
             torch.testing.assert_close(blocks(seeded(5, 3, 7)), run(plain, seeded(5, 3, 7)))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("place", ["in the last layer", "after it", "in a Block alone"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_after_an_exception_on_one_rank_the_others_end_their_forward(ctx, level, place, grad):
+    plain = Model()
+    model = copy.deepcopy(plain)
+    if place == "in a Block alone":
+        model.layers = TransformerBlockList([Block(layer, False, level) for layer in model.layers])
+    BMTrainModelWrapper(model, zero_level=level, use_checkpoint=False)
+    start = [param.detach().clone() for param in plain.parameters()]
+    part = model.layers[2] if place == "in a Block alone" else model
+    for attempt in range(2):
+        part(seeded(attempt, 3, 7)).sum().backward()
+        model.zero_grad()
+        failed = torch.zeros(1)
+        with contextlib.ExitStack() as stack, torch.set_grad_enabled(grad):
+            if ctx.rank == 1:
+                stack.enter_context(pytest.raises(ArithmeticError))
+                fail = model.layers[2].linear.register_forward_hook(lambda *_: 1 / 0)
+                stack.callback(fail.remove)
+                if place == "after it":
+                    fail.remove()
+                    model.fails = "layer 2"
+                failed += 1
+            part(seeded(attempt, 3, 7))
+        model.fails = ""
+        ctx.world.all_reduce(failed)  # the script lets all ranks leave the batch out
+        assert failed == 1
+    for rank in range(ctx.world_size):
+        plain(seeded(rank, 3, 7)).square().sum().backward()
+    model(seeded(ctx.rank, 3, 7)).square().sum().backward()
+    for each in (plain, model):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    compare_updates(model, plain, start)
 
 
 @pytest.mark.ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 
 import pytest
@@ -33,6 +34,42 @@ def test_a_timeout_is_served_once(when, tmp_path):
     with contextlib.suppress(RuntimeError):
         blocks(x)
     assert time.monotonic() - start < 3.5
+
+
+class Layers(nn.Module):
+    """Layers, and a parameter beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+@pytest.mark.ranks(2, init=False, timeout=60)
+@pytest.mark.parametrize(
+    ("layer", "where"), [(0, "the forward of layers.2"), (3, "the backward of the small parameters")]
+)
+def test_a_rank_that_stays_away_after_an_exception_in_forward_is_named(layer, where, tmp_path):
+    init_distributed(device="cpu", timeout=2.0)
+    model = BMTrainModelWrapper(Layers(), use_checkpoint=False)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    if os.environ["RANK"] == "1":
+        model.layers[layer].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        while not (tmp_path / "over").exists():  # is elsewhere until the time-out
+            time.sleep(0.02)
+        return
+    with pytest.raises(RuntimeError, match="rank 1: is at") as error:
+        model(x).sum().backward()
+    (tmp_path / "over").touch()
+    assert re.search(f"rank 0: waits .* in {where}", str(error.value))
+    assert "different operations" not in str(error.value)
 
 
 @pytest.mark.ranks(2, init=False, timeout=60)

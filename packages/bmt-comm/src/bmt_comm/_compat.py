@@ -39,14 +39,22 @@ def not_compiled(function: _F) -> _F:
     return wrapped
 
 
+_has_compiled = False
+
+
 def uses_compiler() -> bool:
-    """Whether something was compiled by ``torch.compile`` in this process."""
-    module = sys.modules.get("torch._dynamo.eval_frame")
-    if module is None:
-        return False
-    backends = getattr(module, "cached_backends", None)
-    # What is excluded from compilation has None.
-    return backends is None or any(backend is not None for backend in backends.values())
+    """Whether something was compiled by ``torch.compile`` in this process, as this function has seen it.
+
+    What runs compiled cannot be found out in advance: a module may call any function. So it is asked of the process,
+    and the answer stays: ``torch._dynamo.reset()`` empties the table, and what was compiled is compiled again.
+    """
+    global _has_compiled
+    if not _has_compiled:
+        module = sys.modules.get("torch._dynamo.eval_frame")
+        backends = {} if module is None else getattr(module, "cached_backends", None)
+        # What is excluded from compilation has None.
+        _has_compiled = backends is None or any(backend is not None for backend in backends.values())
+    return _has_compiled
 
 
 def _skip(code: CodeType) -> None:

@@ -186,7 +186,7 @@ def zero_grads(params: Iterable[Tensor]) -> None:
         local = local_grad(param)
         assert local is not None
         grads.append(local)
-        if hasattr(grad, "is_zeroed"):  # bmt_zero: what waits to be added to it is dropped
-            grad.is_zeroed = True
+        if hasattr(grad, "was_overwritten"):  # bmt_zero: what waits to be added to it is dropped
+            grad.was_overwritten = True
     for flat in merge_adjacent(grads):
         flat.zero_()

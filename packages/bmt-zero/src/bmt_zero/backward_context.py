@@ -19,11 +19,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from bmt_comm import CallSequences, Communicator, ParallelContext, begin_backward, forget_scale, not_compiled
+from bmt_comm import CallSequences, Communicator, ParallelContext, Work, begin_backward, forget_scale, not_compiled
 
-from .gradient_reducer import GradientReducer, UseAgreement
+from .gradient_reducer import GradientReducer
 from .gradient_target import GradientTarget
 from .parameter_group import ParameterGroup
+from .use_agreement import UseAgreement
 
 
 class _Hidden(threading.local):
@@ -88,6 +89,7 @@ class StepContext:
         self._prefetched: dict[ParameterGroup, bool] = {}  # whether they are kept until they are used
         self.use = UseAgreement()
         self._read: dict[Communicator, None] = {}  # whose ranks' memory this one computes with
+        self._meetings: list[Work] = []  # at the ends of passes that an exception has ended on this rank
         self._nested = self._deferred = 0
         self.splits_backward = False
         self.part = BackwardPart.ALL
@@ -110,13 +112,18 @@ class StepContext:
             if flat.is_shared:
                 self._read[flat.shard_comm] = None
 
-    def end_use(self) -> None:
-        """Nothing is computed any more: meet the ranks that share memory, so that all may write to parameters."""
+    def end_use(self, waits: bool = True) -> None:
+        """Nothing is computed any more: meet the ranks that share memory, so that all may write to parameters.
+
+        ``waits``: otherwise the others may go on, and this rank waits for them when its next forward begins.
+        """
         if not self._read or self.calls or self._passes or self._nested or self._deferred:
             return
         read, self._read = self._read, {}
         for comm in sorted(read, key=lambda comm: comm.ranks):
-            comm.barrier(label="the end of a forward or backward pass")
+            meeting = comm.barrier(async_op=not waits, label="the end of a forward or backward pass")
+            if not waits:
+                self._meetings.append(meeting)
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -124,9 +131,12 @@ class StepContext:
         """A call begins: forget calls that ended with an exception without a hook."""
         while self.calls and not _is_running(self.calls[-1].frame):
             self.calls.pop().abandon()
-        if self._read and not self.calls and current_backward() is None:
+        if (self._read or self._meetings) and not self.calls and current_backward() is None:
             self.recover()
             self.end_use()  # of one that an exception has ended
+            meetings, self._meetings = self._meetings, []
+            for meeting in meetings:
+                meeting.wait()
 
     def end_forward(self, call: Any) -> None:
         """A call ends, and all calls within it."""

@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_map_only
 from bmt_comm import Communicator, ParallelContext, current_context, init_distributed, is_initialized, shutdown
 
 from .backward_context import current_backward
-from .gradient_reducer import ReductionSettings
 from .hooks import Call, ForwardHooks
 from .options import Options
 from .parameter_group import ParameterGroup
 from .precision import MixedPrecision
+from .reduction import ReductionSettings
 from .shard import add_sharding, build_group, find_slots, group_of, sharding_of, share_buffers
 from .state import serves_shards
 
@@ -147,7 +147,8 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, they are accumulated unsharded, in the dtype of the reduction,
-        and a later backward reduces the sum. Zeroing ``.grad`` drops them."""
+        and a later backward reduces the sum. What is done to ``.grad`` in the meantime applies to them: see
+        :func:`bmt_zero.no_sync`."""
         for group in self._groups(recurse):
             for reducer in group.reducers:
                 reducer.no_sync = not requires_gradient_sync

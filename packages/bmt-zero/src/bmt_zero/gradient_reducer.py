@@ -3,7 +3,7 @@
 [Note: parameters without a gradient]
     A backward pass gives a gradient to the parameters that some rank has used in it, and to no others, as in one
     process. A rank knows only what it used itself. So ranks exchange at the end of a backward pass which parameters
-    they used, for all parameters at once (:class:`UseAgreement`). A rank that has used all of them needs no answer and
+    they used, for all parameters at once (``use_agreement``). A rank that has used all of them needs no answer and
     does not wait for it.
 
 [Note: frozen parameters]
@@ -21,39 +21,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bmt_comm import TREE_SUM, Communicator, TreeSum, Work, current_context, named_range
+from bmt_comm import TreeSum, current_context
 
-from .flat_parameter import FlatParameter, on_stream, record_event, wait_event
-from .gradient_target import Filled, GradientTarget
+from .flat_gradient import is_flat_gradient, new_flat_gradient, write_gradients
+from .flat_parameter import FlatParameter
+from .gradient_target import GradientTarget, GradientTargets
+from .parameter_gradients import ParameterGradients
+from .reduction import Reduction, ReductionSettings
 from .replica_check import check_replicas
-from .sharded_gradient import ShardedGradient, sharded_gradient
-
-
-@dataclass
-class ReductionSettings:
-    """How gradients are reduced; ``fully_shard`` and the methods of ``FSDPModule`` change it.
-
-    Attributes:
-        divisor: what the sum over the ranks is divided by: 1 for a sum, the number of replicas for a mean.
-        keeps_unsharded: whether gradients are accumulated unreduced under ``no_sync``.
-        all_reduces: whether gradients are summed over the replicate group. Otherwise the sum over the shard group is
-            kept, and added to a later one.
-        hook: called with each flat, reduced gradient of this rank's shard, in the dtype of the reduction.
-    """
-
-    divisor: float = 1.0
-    keeps_unsharded: bool = False
-    all_reduces: bool = True
-    hook: Callable[[Tensor], Any] | None = None
+from .sharded_gradient import ShardedGradient
 
 
 @dataclass
@@ -80,43 +63,19 @@ class GradientReducer:
         self.settings = ReductionSettings(keeps_unsharded=flat.options.level <= 1)
         self.no_sync = False
         self._has_checked = False  # that tensor-parallel ranks find the same gradients
-        self.pending: _Reduction | None = None
+        self.pending: Reduction | None = None
         self._copied: torch.cuda.Event | None = None  # after the copy of a gradient to the host, which has not waited
         self._accumulated: Tensor | None = None  # unreduced gradients under no_sync
-        self.partial: Tensor | None = None  # summed over the shard group and not over the replicate group
-        self._grads_then: list[tuple[Tensor, int]] = []  # .grad and its version when _accumulated began
-        self._placeholders: dict[nn.Parameter, Tensor] = {}  # zeros that stand for gradients of other ranks
-        self._zeros: dict[nn.Parameter, tuple[Tensor, int]] = {}  # .grad that has waited for a gradient, its version
+        self._partial: Tensor | None = None  # summed over the shard group and not over the replicate group
+        self.gradients = ParameterGradients(flat)
         self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
         self.agrees = True  # the ranks know which parameters the reduced gradients are of
         self.undecided: list[Tensor | None] = []  # reduced gradients that wait for :meth:`decide`
         self._arrived: dict[GradientReducer, ReducedGradient] | None = None  # see :meth:`apart`
         self._trees: list[TreeSum] = []  # of the first, second, ... reductions of backward passes
         self._tree = 0  # which of them is next in this backward pass
-        self._gaps = flat.layout.gaps
         self._written: tuple[Tensor | None, list[Tensor]] = (None, [])  # what one rank reduces
-        self._targets: dict[GradientTarget, Tensor] = {}  # flat gradients that are being filled
-
-    def new_target(self, accumulates: Any) -> GradientTarget:
-        """For a call; ``accumulates`` is the node that runs only in backward passes whose gradients are reduced."""
-        return GradientTarget(self.flat, self.open_target, self.close_target, accumulates)
-
-    def open_target(self, target: GradientTarget) -> tuple[Tensor, bool]:
-        """A flat gradient for a call's backward to fill, and whether to add to what it has."""
-        with torch.no_grad():
-            if self.pending is None:  # which is finished where all ranks do so
-                self._forget_zeroed()
-                if self._accumulated is not None:
-                    return self._accumulated, True
-            total = self._targets[target] = self._new_total(may_borrow=False)
-            return total, False
-
-    def close_target(self, target: GradientTarget) -> None:
-        """The flat gradient of a target will not be reduced: the backward that has filled it has failed."""
-        target.take()
-        total = self._targets.pop(target, None)
-        if total is not None:
-            self.flat.shard_comm.discard(total)
+        self.targets = GradientTargets(flat, self._accumulated_before, self._new_total)
 
     def writes(self, index: int) -> bool:
         """Whether a call's backward may compute the gradient of a parameter in a flat gradient."""
@@ -134,11 +93,8 @@ class GradientReducer:
             target: where some of them lie already.
         """
         self.finish()
-        self._forget_zeroed()
-        filled = None
-        if target is not None:
-            self._targets.pop(target, None)
-            filled = target.take()
+        self._drop_overwritten()
+        filled = None if target is None else self.targets.take(target)
         if filled is not None:
             grads = filled.with_given(grads)
         grads = self._prepared(grads)
@@ -149,23 +105,24 @@ class GradientReducer:
         accumulate = self._keeps_unreduced
         total, views = self._accumulated, []
         if total is not None:
-            views = self._write(total, grads, True, filled)
+            views = write_gradients(grads, self.flat, total, True, filled)
             if filled is not None and filled.total is not total:
                 self.flat.shard_comm.discard(filled.total)
         elif filled is not None:
             total = filled.total
-            views = self._write(total, grads, False, filled)
+            views = write_gradients(grads, self.flat, total, False, filled)
         elif not accumulate and self._is_flat(grads[0]):
             assert grads[0] is not None
             total = grads[0].reshape(-1)
         else:
-            total = self._new_total(may_borrow=not needed)
-            views = self._write(total, grads, False)
+            total = self._new_total(None if needed else self.finish)
+            views = write_gradients(grads, self.flat, total, False)
         if not accumulate:
             self._accumulated = None
             self._written = (total, views) if self.flat.shard_comm.size == 1 else (None, [])
-            self.pending = _Reduction(self, total)
-        elif self._accumulated is None or not self._grads_then:
+            partial, self._partial = self._partial, None
+            self.pending = Reduction(self.flat, total, self.settings, self.grad_scale, self.has_fixed_order, partial)
+        else:
             self._accumulated = total
             self._watch_gradients()
 
@@ -194,6 +151,7 @@ class GradientReducer:
         if self._copied is not None and self._reads_gradient:
             self.wait_for_copy()
         if reduction.is_partial:
+            self._partial = reduced
             self._watch_gradients(of_others=True)
         elif self.has_fixed_order:
             self._add_to_tree(reduced)
@@ -209,10 +167,7 @@ class GradientReducer:
     def _reads_gradient(self) -> bool:
         """Whether the host reads an offloaded gradient as soon as it arrives."""
         return (
-            self.has_fixed_order
-            or self._arrived is not None
-            or bool(self.undecided)
-            or any(p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks for p in self.flat.params)
+            self.has_fixed_order or self._arrived is not None or bool(self.undecided) or self.gradients.are_read_at_once
         )
 
     def wait_for_copy(self) -> None:
@@ -230,10 +185,10 @@ class GradientReducer:
 
     def waiting(self) -> Iterator[Tensor]:
         """Gradients that are not in ``.grad``: not reduced yet, on the way, or waiting for the other ranks."""
-        found = [self._accumulated, self.partial, *self.undecided]
-        found += self._targets.values()
+        found = [self._accumulated, self._partial, *self.undecided]
+        found += self.targets.totals
         if self.pending is not None:
-            found += [self.pending.total, self.pending.reduced]
+            found += self.pending.held
         for tree in self._trees:
             found += tree.partials
         return (tensor for tensor in found if tensor is not None)
@@ -243,13 +198,12 @@ class GradientReducer:
         reduction, self.pending = self.pending, None
         if reduction is not None:
             reduction.finish()
-        for target in list(self._targets):
-            self.close_target(target)
+        self.targets.drop()
         self._written = None, []
-        self._accumulated = self.partial = None
+        self._accumulated = self._partial = None
         self._trees, self._tree = [], 0
-        self._grads_then = []
-        self._remove_placeholders(self.flat.params)
+        self.gradients.end_watch()
+        self.gradients.remove_placeholders(range(len(self.flat.params)))
         self.drop_undecided()
 
     # --- sums in a fixed order --------------------------------------------------------------------
@@ -258,7 +212,7 @@ class GradientReducer:
         """Add the reduced gradient of a backward pass to the others of the step."""
         if not self._trees:
             for param in self.flat.params:
-                if isinstance(param.grad, ShardedGradient) and not param.grad.is_zeroed:
+                if isinstance(param.grad, ShardedGradient) and not param.grad.was_overwritten:
                     raise RuntimeError(
                         "deterministic=True adds up micro-batches in an order of its own, and there are gradients "
                         "already: run all backward passes of a step but the last one under no_sync(model), one for "
@@ -299,10 +253,10 @@ class GradientReducer:
     def decide(self, used: Sequence[bool]) -> None:
         """Give parameters that some rank has used their gradients."""
         undecided, self.undecided = self.undecided, []
-        self._remove_placeholders(param for param, used_now in zip(self.flat.params, used, strict=True) if not used_now)
-        self._placeholders = {}
+        self.gradients.remove_placeholders(index for index, used_now in enumerate(used) if not used_now)
+        self.gradients.keep_placeholders()
         if undecided:
-            self._add([grad if used_now else None for grad, used_now in zip(undecided, used, strict=True)])
+            self.gradients.add([grad if used_now else None for grad, used_now in zip(undecided, used, strict=True)])
 
     # --- the parameters' gradients ----------------------------------------------------------------
 
@@ -324,7 +278,8 @@ class GradientReducer:
             if before.total is not reduced:
                 before.total.add_(reduced)
             return
-        self._grads_then, self.agrees = [], False
+        self.gradients.end_watch()
+        self.agrees = False
         written, there = self._written
         self._written = None, []
         views: Sequence[Tensor | None] = there if there and written is reduced else self.flat.local_views(reduced)
@@ -337,44 +292,7 @@ class GradientReducer:
                     waiting[index] = view if earlier is None or view is None else earlier + view
             self.undecided = waiting if any(each is not None for each in waiting) else []
             views = [view if at_once else None for view, at_once in zip(views, now, strict=True)]
-        self._add(views)
-
-    def _add(self, rows: Sequence[Tensor | None]) -> None:
-        """Add rows to the gradients of the parameters, except frozen ones.
-
-        The parameters' hooks run here: autograd does not reach the parameters.
-        """
-        grads, added, hooked = [], [], []
-        for param, new in zip(self.flat.params, rows, strict=True):
-            if new is None or not param.requires_grad:
-                continue
-            if param._backward_hooks:
-                new = sharded_gradient(new, param)
-                with torch._C._EnableTorchFunction():
-                    for hook in list(param._backward_hooks.values()):
-                        result = hook(new)
-                        new = new if result is None else result
-            if param._post_accumulate_grad_hooks:
-                hooked.append(param)
-            before = param.grad
-            if before is None or self._is_zero(param, before):
-                param.grad = sharded_gradient(new, param)
-            else:
-                grads.append(before)
-                added.append(new)
-        self._zeros = {}
-        if grads:
-            torch._foreach_add_(grads, added)
-        if hooked:
-            with torch._C._EnableTorchFunction():
-                for param in hooked:
-                    for hook in list(param._post_accumulate_grad_hooks.values()):
-                        hook(param)
-
-    def _is_zero(self, param: nn.Parameter, grad: Tensor) -> bool:
-        """Whether a gradient is zeros that have waited for this one, and that nothing was written to."""
-        zeros, version = self._zeros.get(param, (None, 0)) if self._zeros else (None, 0)
-        return grad is zeros and grad._version == version
+        self.gradients.add(views)
 
     @contextmanager
     def apart(self, arrived: dict[GradientReducer, ReducedGradient]) -> Iterator[None]:
@@ -394,53 +312,27 @@ class GradientReducer:
     # --- accumulation -----------------------------------------------------------------------------
 
     def _watch_gradients(self, of_others: bool = False) -> None:
-        """Let the parameters used have gradients, so that zeroing them is noticed while others wait to be reduced.
+        """Gradients wait to be added to those of the parameters: notice if a script drops them."""
+        if self._arrived is None:
+            self.gradients.watch(self._used_here, of_others)
 
-        Args:
-            of_others: whether what waits has gradients of other ranks in it. A rank that has used nothing must notice,
-                too, so all parameters have gradients until the ranks agree on which were used.
+    def _drop_overwritten(self) -> None:
+        """Drop what waits for parameters whose gradients were overwritten, removed or replaced.
+
+        Zeros take its place: a rank that has used nothing, and has no gradients to notice it by, goes on to reduce.
         """
-        if self._arrived is not None:
+        dropped = [] if self._arrived is not None else self.gradients.take_dropped()
+        if not dropped:
             return
-        params = self.flat.params
-        if all(p.grad is None for p in params):
-            zeros = self.flat.local_views(torch.zeros_like(self.flat.shard))
-            for param, view, used in zip(params, zeros, self._used_here, strict=True):
-                if (used or of_others) and param.requires_grad:
-                    param.grad = sharded_gradient(view, param)
-                    self._zeros[param] = param.grad, param.grad._version
-                    if not used:
-                        self._placeholders[param] = param.grad
-        self._grads_then = [(p.grad, p.grad._version) for p in params if p.grad is not None]
-        for grad, _ in self._grads_then:
-            if isinstance(grad, ShardedGradient):
-                grad.is_zeroed = False
-
-    def _remove_placeholders(self, params: Iterable[nn.Parameter]) -> None:
-        """Those of parameters that no rank has used."""
-        for param in params:
-            if param.grad is not None and param.grad is self._placeholders.pop(param, None):
-                param.grad = None
-
-    def _forget_zeroed(self) -> None:
-        """If gradients were zeroed since, drop those that wait to be reduced.
-
-        Zeros take their place: a rank that has used nothing, and has no gradients to notice it by, goes on to reduce.
-        """
-        if self._arrived is not None or not self._grads_then:
-            return
-        present = {id(p.grad) for p in self.flat.params if p.grad is not None}
-        if not any(id(grad) in present for grad, _ in self._grads_then) or all(
-            # Whether rows are zero may differ from rank to rank.
-            grad.is_zeroed if isinstance(grad, ShardedGradient) else grad._version != version and not grad.any()
-            for grad, version in self._grads_then
-        ):
-            if self._accumulated is not None:
-                self._accumulated.zero_()
-            self.partial = None
-            self._trees = []
-            self._grads_then, self._used_here = [], [False] * len(self.flat.params)
-            self._placeholders = {param: grad for param, grad in self._placeholders.items() if param.grad is grad}
+        if not self.gradients.are_watched:
+            self._partial, self._trees = None, []
+        sharded = [] if self._partial is None else [self._partial]
+        sharded += [partial for tree in self._trees for partial in tree.partials]
+        views = [] if self._accumulated is None else [self.flat.unsharded_views(self._accumulated)]
+        for rows in (*views, *map(self.flat.local_views, sharded)):
+            torch._foreach_zero_([rows[index] for index in dropped])
+        for index in dropped:
+            self._used_here[index] = False
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -467,204 +359,15 @@ class GradientReducer:
         return dense
 
     def _is_flat(self, grad: Tensor | None) -> bool:
-        """Whether the gradient of the only parameter can be reduced as it is."""
-        flat = self.flat
-        return (
-            len(flat.params) == 1
-            and flat.shard_comm.size > 1
-            and not flat.shard_comm.shares_memory  # of which all ranks read flat gradients where they lie, or none
-            and grad is not None
-            and grad.is_contiguous()
-            and grad.numel() == flat.layout.numel
-            and grad.dtype == self._dtype
-            and self.divisor_before == 1.0
-        )
+        divides = self.settings.divisor_before(self._dtype) != 1.0 and not self.has_fixed_order
+        return not divides and is_flat_gradient(grad, self.flat, self._dtype)
 
-    @property
-    def divisor_before(self) -> float:
-        """What gradients are divided by before they are summed: in half precision the sum could overflow."""
-        divisor = self.settings.divisor
-        halves = self._dtype == torch.float16 and divisor > 1 and not self.has_fixed_order
-        return 2.0 ** math.ceil(math.log2(divisor) / 2) if halves else 1.0
+    def _accumulated_before(self) -> Tensor | None:
+        """The flat gradient to which a backward pass adds, or None."""
+        if self.pending is not None:  # which is finished where all ranks do so
+            return None
+        self._drop_overwritten()
+        return self._accumulated
 
-    def _new_total(self, may_borrow: bool) -> Tensor:
-        """A flat gradient: where other ranks can read it, if it is to be reduced at once."""
-        flat, dtype, is_kept = self.flat, self._dtype, self._keeps_unreduced
-        is_sent = not is_kept and flat.options.precision.packs_gradients is None
-        if is_sent and flat.shard_comm.shares_memory:
-            return flat.shard_comm.empty(flat.layout.numel, dtype)
-        borrows = may_borrow and not is_kept and dtype == flat.unsharded.dtype
-        borrowed = flat.lend_storage(self.finish) if borrows else None
-        if borrowed is not None:
-            return borrowed
-        return torch.empty(flat.layout.numel, dtype=dtype, device=flat.unsharded.device)
-
-    def _write(
-        self, total: Tensor, grads: Sequence[Tensor | None], add: bool, filled: Filled | None = None
-    ) -> list[Tensor]:
-        """Write gradients into a flat one, or add them to it, but for those that lie there already (``filled``).
-
-        Returns the views of it.
-        """
-        if filled is not None and filled.total is total:
-            views, there = filled.views, filled.written
-        else:
-            views, there = self.flat.unsharded_views(total), set()
-        if not add:  # optimizers and norms may read the flat gradient as a whole
-            for start, stop in self._gaps:
-                total[start:stop].zero_()
-            absent = [views[i] for i, grad in enumerate(grads) if grad is None]
-            if absent:
-                torch._foreach_zero_(absent)
-        present = [i for i, grad in enumerate(grads) if grad is not None and i not in there]
-        if present:
-            write: Any = torch._foreach_add_ if add else torch._foreach_copy_
-            write([views[i] for i in present], [grads[i] for i in present])
-        return views
-
-
-class _Reduction:
-    """The sum of flat gradients over the ranks, in flight.
-
-    ``total`` is held until the collective has read it. If it lies in borrowed storage of the unsharded parameters, the
-    storage is returned then. On CUDA everything is queued at once in the side stream.
-    """
-
-    def __init__(self, reducer: GradientReducer, total: Tensor) -> None:
-        self.reducer = reducer
-        self.total: Tensor | None = total  # read by the side stream until ``done``
-        self.done: torch.cuda.Event | None = None
-        self.copied: torch.cuda.Event | None = None  # to the host
-        all_reduces = reducer.settings.all_reduces or reducer.has_fixed_order
-        self.is_partial = not all_reduces and reducer.flat.replicate_comm.size > 1
-        self.divisor_before = reducer.divisor_before
-        flat = reducer.flat
-        comm, on_cpu = flat.shard_comm, flat.stream is None
-        op = TREE_SUM if reducer.has_fixed_order else "sum"
-        flat.let_side_stream_wait()
-        with named_range("reduce", flat.label), on_stream(flat.stream):
-            if reducer.has_fixed_order and comm.size == 1:
-                total = total.to(flat.shard.dtype)
-            self.work: Work | None = None
-            self.reduced = total
-            if self.divisor_before != 1.0:
-                total.div_(self.divisor_before)
-            compression = flat.options.precision.packs_gradients
-            if comm.size > 1 and compression is not None:
-                self.reduced = torch.empty(flat.layout.shard_numel, dtype=torch.float32, device=total.device)
-                self.work = compression.reduce_scatter(comm, self.reduced, total, on_cpu, flat.label)
-            elif comm.size > 1:
-                dtype = flat.shard.dtype if reducer.has_fixed_order else total.dtype
-                self.reduced = torch.empty(flat.layout.shard_numel, dtype=dtype, device=total.device)
-                self.work = comm.reduce_scatter(self.reduced, total, op, on_cpu, flat.label)
-            elif flat.replicate_comm.size > 1 and not self.is_partial:
-                self._add_partial()
-                self.work = flat.replicate_comm.all_reduce(total, op, on_cpu, flat.label)
-            if not on_cpu:
-                self._complete()
-                if comm.size == 1:  # what is copied is ``total``
-                    self._offload()
-                self.done = record_event(flat.stream)
-                if comm.size > 1:
-                    self._offload()
-        if not on_cpu:
-            flat.storage_returned()  # the side stream releases it after its last reader
-
-    def finish(self) -> Tensor:
-        """The reduced gradient of this rank's shard, usable by the compute stream."""
-        flat = self.reducer.flat
-        if self.work is not None:
-            with named_range("wait for reduce", flat.label):
-                self.work.wait()
-        if flat.stream is None:
-            self._complete()
-            self._offload()
-            flat.storage_returned()
-        wait_event(flat.stream, self.done)
-        self.total = None
-        return self.reduced
-
-    def _complete(self) -> None:
-        reducer, settings = self.reducer, self.reducer.settings
-        is_sharded = reducer.flat.shard_comm.size > 1
-        if is_sharded or self.is_partial:
-            self._add_partial()
-        if self.is_partial:
-            reducer.partial = self.reduced if is_sharded else self.reduced.clone()  # its storage may be borrowed
-            return
-        if is_sharded and reducer.flat.replicate_comm.size > 1:
-            op = TREE_SUM if reducer.has_fixed_order else "sum"
-            reducer.flat.replicate_comm.all_reduce(self.reduced, op, label=reducer.flat.label)
-        scale = reducer.grad_scale * self.divisor_before / settings.divisor
-        if scale != 1.0:
-            self.reduced.mul_(scale)
-        if settings.hook is not None:
-            settings.hook(self.reduced)
-        self.reduced = self.reduced.to(reducer.flat.shard.dtype)
-
-    def _offload(self) -> None:
-        """Copy the reduced gradient to where the shard is."""
-        flat = self.reducer.flat
-        if flat.offloads and not self.is_partial:
-            stored = flat.options.new_storage(flat.layout.shard_numel, self.reduced.dtype, flat.device)
-            stored.copy_(self.reduced, non_blocking=True)
-            self.reduced = stored
-            self.copied = record_event(flat.stream)
-
-    def _add_partial(self) -> None:
-        partial, self.reducer.partial = self.reducer.partial, None
-        if partial is not None:
-            self.reduced.add_(partial)
-
-
-class UseAgreement:
-    """Lets the ranks agree on which parameters they have used; see [Note: parameters without a gradient]."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[GradientReducer, None] = {}
-
-    def note(self, reducer: GradientReducer) -> None:
-        """``reducer`` may have added a reduced gradient."""
-        if not reducer.agrees:
-            self._waiting[reducer] = None
-
-    def settle(self, reducers: Iterable[GradientReducer] | None = None) -> None:
-        """Decide for all that wait, or those of ``reducers``: one all-reduce for each set of ranks."""
-        chosen = self._waiting if reducers is None else dict.fromkeys(reducers)
-        waiting = [reducer for reducer in self._waiting if reducer in chosen]
-        self.forget(waiting)
-        by_ranks: dict[tuple[Communicator, ...], list[GradientReducer]] = {}
-        for reducer in waiting:
-            by_ranks.setdefault(reducer.flat.communicators, []).append(reducer)
-        answers: dict[GradientReducer, list[bool]] = {}
-        for communicators, members in by_ranks.items():
-            flags = {reducer: reducer.take_used_here() for reducer in members}
-            if communicators:
-                used = _on_device([flag for each in flags.values() for flag in each], members[0].flat.device)
-                for comm in communicators:
-                    comm.all_reduce(used, "max", label="the parameters that ranks have used")
-                # Where nothing is unknown, the host does not wait for the device.
-                if not used.is_meta and any(reducer.awaits_others(flags[reducer]) for reducer in members):
-                    told = iter(used.tolist())
-                    flags = {reducer: [bool(next(told)) for _ in each] for reducer, each in flags.items()}
-            answers.update(flags)
-        for reducer, decided in answers.items():  # after all communication: hooks of parameters may raise
-            reducer.decide(decided)
-
-    def drop(self) -> None:
-        """Drop the gradients that wait: what computed them has failed."""
-        for reducer in self._waiting:
-            reducer.drop_undecided()
-        self._waiting.clear()
-
-    def forget(self, reducers: Iterable[GradientReducer]) -> None:
-        for reducer in reducers:
-            self._waiting.pop(reducer, None)
-
-
-def _on_device(flags: Sequence[bool], device: torch.device) -> Tensor:
-    """``flags`` as numbers (uint8) on a device, without waiting for it."""
-    if all(flags):
-        return torch.ones(len(flags), dtype=torch.uint8, device=device)
-    on_host = torch.tensor(flags, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return on_host.to(device, non_blocking=True)
+    def _new_total(self, give_back: Callable[[], object] | None = None) -> Tensor:
+        return new_flat_gradient(self.flat, self._dtype, self._keeps_unreduced, give_back)

@@ -7,12 +7,13 @@ there when all have arrived.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .flat_gradient import Filled
 from .flat_parameter import FlatParameter
 
 
@@ -28,48 +29,68 @@ class Place(NamedTuple):
     adds: bool
 
 
-class Filled(NamedTuple):
-    """A flat gradient that was filled in part.
+class GradientTargets:
+    """The targets of a flat parameter.
 
-    Attributes:
-        total: the flat gradient.
-        views: of all parameters.
-        written: indices of the parameters whose gradients lie there.
+    Args:
+        flat: the flat parameter.
+        accumulated: the flat gradient to add to, or None.
+        new: makes another one.
     """
 
-    total: Tensor
-    views: list[Tensor]
-    written: set[int]
+    def __init__(
+        self, flat: FlatParameter, accumulated: Callable[[], Tensor | None], new: Callable[[], Tensor]
+    ) -> None:
+        self.flat = flat
+        self._accumulated, self._new = accumulated, new
+        self._opened: dict[GradientTarget, Tensor] = {}  # flat gradients that are being filled
 
-    def with_given(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """All gradients: those that lie here, to which what autograd has given of other uses is added, and the rest."""
-        found = list(grads)
-        for index in self.written:
-            given = grads[index]
-            if given is not None:
-                self.views[index].add_(given)
-            found[index] = self.views[index]
-        return found
+    def for_call(self, accumulates: Any) -> GradientTarget:
+        """For a call; ``accumulates`` is the node that runs only in backward passes whose gradients are reduced."""
+        return GradientTarget(self, accumulates)
+
+    def open(self, target: GradientTarget) -> tuple[Tensor, bool]:
+        """A flat gradient for a call's backward to fill, and whether to add to what it has."""
+        with torch.no_grad():
+            accumulated = self._accumulated()
+            if accumulated is not None:
+                return accumulated, True
+            total = self._opened[target] = self._new()
+            return total, False
+
+    def close(self, target: GradientTarget) -> None:
+        """The flat gradient of a target will not be reduced: the backward that has filled it has failed."""
+        target.take()
+        total = self._opened.pop(target, None)
+        if total is not None:
+            self.flat.shard_comm.discard(total)
+
+    def take(self, target: GradientTarget) -> Filled | None:
+        """What a call's backward has written, which the reduction has from now on; None: nothing."""
+        self._opened.pop(target, None)
+        return target.take()
+
+    def drop(self) -> None:
+        """Close all that were opened."""
+        for target in list(self._opened):
+            self.close(target)
+
+    @property
+    def totals(self) -> list[Tensor]:
+        """The flat gradients that are being filled, but for accumulated ones."""
+        return list(self._opened.values())
 
 
 class GradientTarget:
     """The flat gradient of one flat parameter that the backward of one call fills.
 
     Args:
-        flat: the flat parameter.
-        open: gives a flat gradient, and tells whether to add to what it has.
-        close: takes back one that will not be reduced.
+        targets: of the flat parameter, which opens and closes it.
         accumulates: the node that runs only in backward passes whose gradients are reduced.
     """
 
-    def __init__(
-        self,
-        flat: FlatParameter,
-        open: Callable[[GradientTarget], tuple[Tensor, bool]],
-        close: Callable[[GradientTarget], object],
-        accumulates: Any,
-    ) -> None:
-        self._flat, self._open, self._close, self._accumulates = flat, open, close, accumulates
+    def __init__(self, targets: GradientTargets, accumulates: Any) -> None:
+        self._targets, self._accumulates = targets, accumulates
         self._total: Tensor | None = None  # from when an operation writes until the reduction takes it
         self._views: list[Tensor] = []
         self._adds = False
@@ -93,10 +114,10 @@ class GradientTarget:
             return None
         task = torch._C._current_graph_task_id()
         if self._total is not None and task != self._task:
-            self._close(self)  # a pass before has failed
+            self._targets.close(self)  # a pass before has failed
         if self._total is None:
-            self._total, self._adds = self._open(self)
-            self._views = self._flat.unsharded_views(self._total)
+            self._total, self._adds = self._targets.open(self)
+            self._views = self._targets.flat.unsharded_views(self._total)
             self._task = task
         adds = self._adds or index in self._written
         if self._total.dtype.itemsize < 4 and (adds or self._uses.get(index, 0) > 1):

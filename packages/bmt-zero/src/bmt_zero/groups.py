@@ -27,6 +27,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     The first backward outside of the context reduces the sum; until then ``.grad`` does not include it. Levels 2 and 3
     never hold unsharded gradients, so each backward reduces as always. The accumulated gradient is the same.
 
+    To set ``.grad`` to None, replace it, or overwrite it (``zero_``, ``fill_``, ``copy_``) drops what is accumulated
+    for this parameter, as in plain PyTorch. ``add_`` and ``sub_`` have their usual effect, too. After other writes
+    (scaling, clipping) the next backward raises a RuntimeError.
+
     With ``init_distributed(deterministic=True)``, each backward reduces at all levels, and ``.grad`` includes the sum
     only after the first backward outside of the context, which must be the last one of the step.
     """

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -102,8 +103,8 @@ class Call:
                 f"and the backward of backward would need them; use zero_level=1 for it"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            group.step.enter(group)
             note_place(group.places[1])
+            group.step.enter(group)
             group.in_backward.add(self)
             self._awaits_params = any(self.trainable) and part is BackwardPart.ALL
             for node in self.inputs:
@@ -152,6 +153,8 @@ class ForwardHooks:
         prefetch_in_forward, prefetch_in_backward: what is prefetched instead, and kept until it is used.
         seen: how many registrations there were when the hooks last looked for new parameters.
         ignored: parameters of the module that are not sharded.
+        calls_within: how many calls of hooked modules, this one's among them, were in its last call that no other one
+            was around; 0: there was none.
         outermost_only: whether a call of the module counts only if no module around it has unsharded the group.
     """
 
@@ -166,6 +169,7 @@ class ForwardHooks:
         self.prefetch_in_backward: list[ForwardHooks] = []
         self.seen = registrations.count
         self.ignored = [param for _, _, param in self._unsharded()]
+        self.calls_within = 0
         self._handles = [
             module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
             module.register_forward_hook(self.after, always_call=True),
@@ -186,6 +190,7 @@ class ForwardHooks:
         twin.previous, twin.next = memo.get(id(self.previous)), memo.get(id(self.next))
         twin.prefetch_in_forward, twin.prefetch_in_backward = [], []
         twin.seen, twin.ignored = self.seen, copy.deepcopy(self.ignored, memo)
+        twin.calls_within = self.calls_within
         if twin.previous is not None:
             twin.previous.next = twin
         if twin.next is not None:
@@ -204,6 +209,7 @@ class ForwardHooks:
         call = ForwardCall(self)
         if group.replaced:
             step.calls.append(call)
+            step.calls[0].calls_within += 1
             return None
         if self.seen != registrations.count:
             self._look()
@@ -242,6 +248,7 @@ class ForwardHooks:
                 call.call.inputs = list(dict.fromkeys(nodes))
         call.first = group.install(call.views)
         step.calls.append(call)
+        step.calls[0].calls_within += 1
         return None if dtype is None else (args, kwargs)
 
     @not_compiled
@@ -255,7 +262,10 @@ class ForwardHooks:
         error = sys.exc_info()[1]
         if error is not None and error is not call.outer_error:
             call.abandon()
+            self._leave(call)
             return None
+        if not step.calls:
+            self.calls_within = call.calls_within
         call.uninstall()
         dtype = group.precision.output_dtype
         result = output if dtype is None else _cast(output, dtype)
@@ -268,6 +278,7 @@ class ForwardHooks:
             tensors = find_tensors(result)
             if any(self._is_parameter(tensor) for tensor in tensors):
                 call.abandon()
+                self._leave(call)
                 raise ValueError(
                     f"the output of {group.name}, a {type(output).__name__}, contains a parameter, which is released "
                     f"after the call; return a clone of it"
@@ -280,6 +291,16 @@ class ForwardHooks:
             group.reshard()
         step.end_use()
         return result if result is not output else None
+
+    def _leave(self, call: ForwardCall) -> None:
+        """An exception leaves a call on this rank; it may be the only one.
+
+        If all modules of the pass had begun, the other ranks end it: they need not wait until this rank computes again.
+        Otherwise they wait for this rank at the next module. They would take a meeting there for a wrong operation.
+        """
+        if call.calls_within == self.calls_within:
+            with contextlib.suppress(RuntimeError):  # communication has failed, which later operations tell
+                self.group.step.end_use(waits=False)
 
     def _unsharded(self) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
         """Path, module and value of each parameter that is not sharded, but for those in place of a sharded one and
@@ -323,9 +344,10 @@ class ForwardCall:
         views: the unsharded parameters; none where the module has replacements for them.
         inputs: the tensors in the arguments, by identity.
         first: whether this call, and not one around it, has installed the unsharded parameters.
+        calls_within: of the outermost call: how many calls of hooked modules have begun, this one among them.
     """
 
-    __slots__ = ("call", "first", "frame", "hooks", "inputs", "outer_error", "views")
+    __slots__ = ("call", "calls_within", "first", "frame", "hooks", "inputs", "outer_error", "views")
 
     def __init__(self, hooks: ForwardHooks) -> None:
         self.hooks = hooks
@@ -338,6 +360,7 @@ class ForwardCall:
         self.views: list[Tensor] = []
         self.inputs: dict[int, Tensor] = {}
         self.first = False
+        self.calls_within = 0
 
     def uninstall(self) -> None:
         if self.first:

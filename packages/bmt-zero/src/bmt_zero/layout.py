@@ -14,6 +14,7 @@ quantisation blocks, the whole matrix).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -72,7 +73,7 @@ class FlatLayout:
     def numel(self) -> int:
         return self.world_size * self.shard_numel
 
-    @property
+    @functools.cached_property
     def gaps(self) -> list[tuple[int, int]]:
         """The half-open ranges of the buffer that belong to no parameter."""
         stops = [0, *(p.offset + p.numel for p in self.placements)]

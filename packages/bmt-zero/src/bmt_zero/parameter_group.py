@@ -245,7 +245,7 @@ class ParameterGroup:
         """:meth:`views` for a call that may be differentiated, and where the gradients of large weights go.
 
         Autograd has to see how gradients are computed that a pipeline computes in two parts. Compiled code takes plain
-        tensors.
+        tensors only: it raises an error for others.
         """
         views = self.views()
         targets: dict[GradientReducer, GradientTarget] = {}
@@ -256,7 +256,7 @@ class ParameterGroup:
             if self.trains[position] and view.nbytes >= LEAST_BYTES and reducer.writes(number):
                 target = targets.get(reducer)
                 if target is None:
-                    target = targets[reducer] = reducer.new_target(self.accumulates)
+                    target = targets[reducer] = reducer.targets.for_call(self.accumulates)
                 views[position] = UnshardedParameter.of(view, target, number)
         return views, targets
 

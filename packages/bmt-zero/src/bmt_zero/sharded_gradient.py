@@ -2,7 +2,9 @@
 
 Operations act on these rows, with two exceptions. A norm over all dimensions is that of the logical gradient, so that
 ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` are right. The search of ``torch.amp.GradScaler`` for
-infinities has the same result on all ranks. Every rank must then take part. Gradients note if they were set to zero.
+infinities has the same result on all ranks. Every rank must then take part.
+
+Gradients note what is written to them while others wait; see [Note: gradients that wait] in parameter_gradients.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from bmt_comm import Communicator, Slice, current_context, is_initialized
 
 from .stage_entry import STAGE_LOCAL_ATTRIBUTE, is_stage_local
 
+_OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
+_ADDING = ("add_", "sub_", "_foreach_add_", "_foreach_sub_", "__iadd__", "__isub__")
 _NORMS = ("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm")
 
 
@@ -25,11 +29,23 @@ class ShardedGradient(Tensor):
 
     Attributes:
         bmt_slice: which rows.
-        is_zeroed: whether ``zero_`` was the last method that has written into it.
+        was_overwritten: whether it was set to zeros, or to other values, since :meth:`watch`.
     """
 
     bmt_slice: Slice
-    is_zeroed = False
+    was_overwritten = False
+    _known_version = 0
+
+    def watch(self) -> None:
+        """Note what is written from now on."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.was_overwritten, self._known_version = False, self._version
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether it was changed since :meth:`watch` in another way than by overwriting or adding to it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return not self.was_overwritten and self._version != self._known_version
 
     def to_local(self) -> Tensor:
         """This rank's rows, as a plain tensor on the same memory."""
@@ -49,21 +65,35 @@ class ShardedGradient(Tensor):
             if name in _NORMS and kwargs.get("dim") is None and len(args) < 3:
                 with torch.no_grad():
                     return _norm(name, *args, **kwargs)
+            added: list[ShardedGradient] = []
+            if args and name in _ADDING:
+                added = [grad for grad in _written(name, args) if not grad.was_changed]
             result = func(*args, **kwargs)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
                 _reduce(args[1], _communicators(args[0]), "max")
-            if args and name.endswith("_") and not name.endswith("__"):
-                for grad in args[0] if name.startswith("_foreach") else args[:1]:
-                    if isinstance(grad, ShardedGradient):
-                        grad.is_zeroed = name in ("zero_", "_foreach_zero_")
+            for grad in added:
+                grad._known_version = grad._version
+            if args and name in _OVERWRITING:
+                for grad in _written(name, args):
+                    grad.was_overwritten = True
             return result
+
+
+def _written(name: str, args: Sequence[Any]) -> list[ShardedGradient]:
+    """The gradients that an operation writes to."""
+    chosen = args[0] if name.startswith("_foreach") else args[:1]
+    return [grad for grad in chosen if isinstance(grad, ShardedGradient)]
 
 
 def sharded_gradient(rows: Tensor, like: Any) -> Tensor:
     """This rank's rows, on the same memory, as a gradient of the sharded parameter ``like``, or of that of ``like``."""
-    if not like.bmt_slice.communicators:
-        return rows
-    grad = local_rows(rows).as_subclass(ShardedGradient)
+    return noting_gradient(rows, like) if like.bmt_slice.communicators else rows
+
+
+def noting_gradient(rows: Tensor, like: Any) -> ShardedGradient:
+    """The same, also where no other rank has other rows."""
+    # ``data``, because gradients of other parameters are views of the same tensor, and have its version otherwise.
+    grad: ShardedGradient = Tensor._make_subclass(ShardedGradient, local_rows(rows).data)
     grad.bmt_slice = like.bmt_slice
     setattr(grad, STAGE_LOCAL_ATTRIBUTE, is_stage_local(like))
     return grad
@@ -80,13 +110,15 @@ def _norm(
     """Norms of logical gradients, 0-dim; for ``_foreach_norm`` a list of them, with a collective for each group."""
     given = ord if p is None else p
     order = 2.0 if given in (None, "fro") else float(given)
-    if order not in (0, float("inf"), -float("inf")) and is_initialized() and current_context().deterministic:
+    several = name == "_foreach_norm"
+    chosen = list(grads) if several else [grads]
+    is_spread = any(isinstance(grad, ShardedGradient) and grad.bmt_slice.communicators for grad in chosen)
+    is_sum = order not in (0, float("inf"), -float("inf"))
+    if is_sum and is_spread and is_initialized() and current_context().deterministic:
         raise RuntimeError(
             "deterministic=True: this norm of gradients depends on the number of ranks in its last bits; use "
             "OptimManager.clip_grad_norm, or grad.to_local() for this rank's rows"
         )
-    several = name == "_foreach_norm"
-    chosen = list(grads) if several else [grads]
     dtypes = [dtype or grad.dtype for grad in chosen]
     powers = [_power(local_rows(grad), order) for grad in chosen]
     by_communicators: dict[tuple[Communicator, ...], list[int]] = {}

@@ -1,0 +1,147 @@
+"""What a script does to ``.grad`` between micro-batches has the effect that it has in plain PyTorch, or is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from block_helpers import assert_same_gradients, of_any_size, rows_of, seeded
+from torch import Tensor, nn
+
+from bmt_zero import Block, no_sync
+
+WIDTH = 5
+
+
+class Two(nn.Module):
+    """Two layers, of which a call may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        y = torch.tanh(self.first(x))
+        return self.second(y) if both else y
+
+
+def modules(level: int) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = Two()
+    return plain, Block(copy.deepcopy(plain), use_checkpoint=False, zero_level=level)
+
+
+def backward(ctx, plain: nn.Module, model: nn.Module, micro_batch: int, waits: bool, both: bool = True) -> None:
+    seeds = [10 * micro_batch + rank for rank in range(ctx.world_size)]
+    for seed in seeds:
+        plain(seeded(seed, 3, WIDTH), both).square().sum().backward()
+    with no_sync(model) if waits else contextlib.nullcontext():
+        model(seeded(seeds[ctx.rank], 3, WIDTH), both).square().sum().backward()
+
+
+def set_to_none(param: nn.Parameter, _values: Tensor) -> None:
+    param.grad = None
+
+
+def replace(param: nn.Parameter, values: Tensor) -> None:
+    param.grad = values.clone()
+
+
+def increase(param: nn.Parameter, values: Tensor) -> None:
+    param.grad += values
+
+
+def zero_and_change(param: nn.Parameter, values: Tensor) -> None:
+    param.grad.zero_()
+    param.grad.add_(values).mul_(0.5)
+
+
+CHANGES = {
+    "none": set_to_none,
+    "replaced": replace,
+    "zeroed": lambda param, _: param.grad.zero_(),
+    "zeroed together": lambda param, _: torch._foreach_zero_([param.grad]),
+    "copied to": lambda param, values: param.grad.copy_(values),
+    "added to": lambda param, values: param.grad.add_(values, alpha=2),
+    "increased": increase,
+    "zeroed and changed": zero_and_change,
+}
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("reduced_before", "least_bytes"), [(False, 0), (True, 1 << 30)])
+def test_gradients_changed_between_micro_batches(ctx, level, change, reduced_before, least_bytes):
+    plain, model = modules(level)
+    with of_any_size(least_bytes):
+        if reduced_before:
+            backward(ctx, plain, model, 0, waits=False)
+        for micro_batch in (1, 2):
+            backward(ctx, plain, model, micro_batch, waits=True)
+            values = seeded(50 + micro_batch, WIDTH, WIDTH)
+            CHANGES[change](plain.second.weight, values)
+            CHANGES[change](model.second.weight, rows_of(values, model.second.weight))
+        backward(ctx, plain, model, 3, waits=False)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("change", ["none", "replaced", "zeroed"])
+def test_dropped_gradients_of_parameters_that_are_not_used_again(ctx, level, change):
+    plain, model = modules(level)
+    backward(ctx, plain, model, 0, waits=True)
+    for param, expected in zip(model.second.parameters(), plain.second.parameters(), strict=True):
+        values = seeded(50, *expected.shape)
+        CHANGES[change](expected, values)
+        CHANGES[change](param, rows_of(values, param))
+    backward(ctx, plain, model, 1, waits=True, both=False)
+    backward(ctx, plain, model, 2, waits=False, both=False)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("reduced_before", [False, True])
+def test_a_gradient_stays_the_same_tensor(ctx, level, reduced_before):
+    plain, model = modules(level)
+    backward(ctx, plain, model, 0, waits=not reduced_before)
+    backward(ctx, plain, model, 1, waits=True)
+    taken = [param.grad for param in model.parameters()]
+    backward(ctx, plain, model, 2, waits=True)
+    backward(ctx, plain, model, 3, waits=False)
+    backward(ctx, plain, model, 4, waits=False)
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), taken, strict=True))
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("how", ["mul_", "view", "clip"])
+@pytest.mark.parametrize("reduced_before", [False, True])
+def test_other_changes_are_refused_while_gradients_wait(ctx, level, how, reduced_before):
+    plain, model = modules(level)
+    if reduced_before:
+        backward(ctx, plain, model, 0, waits=False)
+    backward(ctx, plain, model, 1, waits=True)
+    for module in (plain, model):
+        weight = module.second.weight
+        if how == "mul_":
+            weight.grad *= 0.5
+        elif how == "view":
+            weight.grad[:].mul_(0.5)
+        else:
+            torch.nn.utils.clip_grad_norm_([weight], 0.1)
+    expectation = pytest.raises(RuntimeError, match=r"second\.weight of .* was changed while") if level < 2 else None
+    with expectation or contextlib.nullcontext():
+        backward(ctx, plain, model, 2, waits=False)
+    if expectation is None:
+        assert_same_gradients(model, plain)
+        return
+    for module in (plain, model):
+        module.zero_grad()
+    backward(ctx, plain, model, 3, waits=False)
+    assert_same_gradients(model, plain)
