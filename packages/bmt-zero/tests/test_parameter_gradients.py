@@ -63,6 +63,7 @@ CHANGES = {
     "replaced": replace,
     "zeroed": lambda param, _: param.grad.zero_(),
     "zeroed together": lambda param, _: torch._foreach_zero_([param.grad]),
+    "given other data": lambda param, values: setattr(param.grad, "data", values.clone()),
     "copied to": lambda param, values: param.grad.copy_(values),
     "added to": lambda param, values: param.grad.add_(values, alpha=2),
     "increased": increase,
@@ -103,6 +104,21 @@ def test_dropped_gradients_of_parameters_that_are_not_used_again(ctx, level, cha
     assert_same_gradients(model, plain)
 
 
+@pytest.mark.ranks(2, deterministic=True)
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_what_is_written_to_the_gradient_of_a_parameter_that_another_rank_has_used(ctx, level):
+    _, model = modules(level)
+    weight = model.second.weight
+    with no_sync(model):
+        model(seeded(ctx.rank, 3, WIDTH), both=ctx.rank == 0).square().sum().backward()
+    values = rows_of(seeded(5, WIDTH, WIDTH), weight)
+    weight.grad.copy_(values)
+    with no_sync(model):
+        model(seeded(2 + ctx.rank, 3, WIDTH), both=False).square().sum().backward()
+    model(seeded(4 + ctx.rank, 3, WIDTH), both=False).square().sum().backward()
+    torch.testing.assert_close(weight.grad.to_local(), values)
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("reduced_before", [False, True])
@@ -120,7 +136,7 @@ def test_a_gradient_stays_the_same_tensor(ctx, level, reduced_before):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("level", [0, 1, 3])
-@pytest.mark.parametrize("how", ["mul_", "view", "clip"])
+@pytest.mark.parametrize("how", ["mul_", "data", "view", "clip"])
 @pytest.mark.parametrize("reduced_before", [False, True])
 def test_other_changes_are_refused_while_gradients_wait(ctx, level, how, reduced_before):
     plain, model = modules(level)
@@ -131,6 +147,8 @@ def test_other_changes_are_refused_while_gradients_wait(ctx, level, how, reduced
         weight = module.second.weight
         if how == "mul_":
             weight.grad *= 0.5
+        elif how == "data":
+            weight.grad.data.mul_(0.5)
         elif how == "view":
             weight.grad[:].mul_(0.5)
         else:

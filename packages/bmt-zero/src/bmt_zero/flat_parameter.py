@@ -16,9 +16,9 @@
     Where the ranks of the shard group share memory (CPU ranks of one host), ``unsharded`` is one buffer for all of
     them, and ``shard`` this rank's part of it: nothing is gathered, released or held twice. To unshard is to wait until
     all ranks have begun to, and so have written their parts. Nobody may write again before the others have computed:
-    ranks meet when a forward or a backward pass ends (``StepContext.end_use``). A rank whose forward an exception has
-    ended after all modules had begun does not keep the others waiting: they go on, and it waits for them when its next
-    forward begins. It must not write before.
+    ranks meet when a forward or a backward pass ends (``StepContext.end_use``). If an exception ends the forward of a
+    rank when as many modules have begun as in its last forward, this rank does not keep the others waiting: they go
+    on, and it waits for them when its next forward begins. It must not write before.
 
     With parameters that are rounded for computation, ``unsharded`` is shared at levels 1 and 2, and ``shard`` is apart;
     at level 3 the rounded parameters of the whole model would take memory that level 3 is to save.

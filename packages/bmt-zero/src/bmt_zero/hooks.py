@@ -297,6 +297,7 @@ class ForwardHooks:
 
         If all modules of the pass had begun, the other ranks end it: they need not wait until this rank computes again.
         Otherwise they wait for this rank at the next module. They would take a meeting there for a wrong operation.
+        How many modules there are is known from the last forward.
         """
         if call.calls_within == self.calls_within:
             with contextlib.suppress(RuntimeError):  # communication has failed, which later operations tell

@@ -8,7 +8,8 @@
     - ``p.grad = None``, another tensor as ``p.grad``, ``zero_``, ``fill_`` and ``copy_`` drop what waits for this
       parameter. Later gradients are added to what ``.grad`` is then.
     - ``add_`` and ``sub_`` have the same effect before and after what waits is added.
-    - Other writes would have to change what waits, too. The next backward raises.
+    - Other writes would have to change what waits, too. The next backward raises. Writes through another tensor on the
+      same memory, which a script had before, are not noticed.
     - Reading cannot communicate: it gives what was added before.
 
     Each parameter that gradients wait for has a ``.grad`` that notes writes: zeros, if it had none. That tensor remains
@@ -37,7 +38,7 @@ class ParameterGradients:
         self._flat = flat
         self._watched: dict[int, ShardedGradient] = {}  # those that others wait to be added to
         self._zeros: dict[int, tuple[Tensor, int]] = {}  # zeros that have stood for others, and their versions
-        self._placeholders: dict[int, Tensor] = {}  # zeros that stand for gradients of other ranks
+        self._placeholders: dict[int, ShardedGradient] = {}  # zeros that stand for gradients of other ranks
 
     @property
     def are_read_at_once(self) -> bool:
@@ -138,7 +139,10 @@ class ParameterGradients:
                 )
         for index in dropped:
             del self._watched[index]
-        self._placeholders = {i: grad for i, grad in self._placeholders.items() if params[i].grad is grad}
+            self._zeros.pop(index, None)
+        # What a script has written stays, on all ranks.
+        placeholders = self._placeholders.items()
+        self._placeholders = {i: g for i, g in placeholders if params[i].grad is g and not g.was_overwritten}
         return dropped
 
     def end_watch(self) -> None:

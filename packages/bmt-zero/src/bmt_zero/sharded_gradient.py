@@ -65,6 +65,8 @@ class ShardedGradient(Tensor):
             if name in _NORMS and kwargs.get("dim") is None and len(args) < 3:
                 with torch.no_grad():
                     return _norm(name, *args, **kwargs)
+            if name == "__get__" and func.__self__ is Tensor.data:
+                return args[0].detach()  # with the version of this one, which notes what is written
             added: list[ShardedGradient] = []
             if args and name in _ADDING:
                 added = [grad for grad in _written(name, args) if not grad.was_changed]
@@ -73,6 +75,8 @@ class ShardedGradient(Tensor):
                 _reduce(args[1], _communicators(args[0]), "max")
             for grad in added:
                 grad._known_version = grad._version
+            if name == "__set__" and func.__self__ is Tensor.data:
+                args[0].was_overwritten = True
             if args and name in _OVERWRITING:
                 for grad in _written(name, args):
                     grad.was_overwritten = True
