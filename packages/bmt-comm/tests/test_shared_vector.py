@@ -127,6 +127,10 @@ def test_one_rank_that_has_no_room_left_copies_and_the_others_do_not_notice(ctx,
             unused = comm.empty(100, torch.float32)
         comm.discard(unused)
         out = torch.empty(numel)
-        comm.reduce_scatter(out, source)
+        with mock.patch.object(exchange, "try_send", wraps=exchange.try_send) as try_send:
+            if comm.rank == victim:  # nor is there room at the call
+                try_send.side_effect = [False, mock.DEFAULT]
+            comm.reduce_scatter(out, source)
+        assert try_send.call_count == (2 if comm.rank == victim else 0)
         assert torch.equal(out, torch.full((numel,), comm.size * (comm.size + 1) / 2))
     assert not comm._shared._places

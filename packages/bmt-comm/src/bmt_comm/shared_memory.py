@@ -167,13 +167,14 @@ class SharedMemoryCollectives:
         self._order = _Order()
         self._whole, self._pieces = _Lane(whole, self._order), _Lane(pieces, self._order)
         self._exchange = whole
-        # Of the vectors that :meth:`empty` has made, by their addresses. None: in memory of this rank alone.
-        self._places: dict[int, int | None] = {}
+        # Of the vectors that :meth:`empty` has made, by their addresses; or vectors themselves that lie in memory of this
+        # rank alone, so that nothing else comes to lie there.
+        self._places: dict[int, int | Tensor] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A vector for one :meth:`reduce_scatter`, which sends it without a copy; None: it would be too large.
 
-        Where this rank has no room left, it is copied when it is sent. The others do not notice.
+        Where this rank has no room at the moment, it is copied when it is sent. The others do not notice.
         """
         size = numel * dtype.itemsize
         if not 0 < size <= _LARGEST_BYTES:
@@ -183,13 +184,13 @@ class SharedMemoryCollectives:
             vector = torch.empty(numel, dtype=dtype, device="cpu")
         else:
             vector = self._exchange.reserved(place, dtype)
-        self._places[vector.data_ptr()] = place
+        self._places[vector.data_ptr()] = vector if place is None else place
         return vector
 
     def discard(self, vector: Tensor) -> None:
         """A vector of :meth:`empty` will not be reduced."""
         place = self._places.pop(vector.data_ptr(), None)
-        if place is not None:
+        if isinstance(place, int):
             self._exchange.give_back(place)
 
     def all_gather(
@@ -342,7 +343,7 @@ class SharedMemoryCollectives:
         parts[self.rank] = mine.clone() if self.rank > 1 and out.data_ptr() == mine.data_ptr() else mine
         combine(out, parts, op)
 
-    def _reduce_there(self, out: Tensor, chunks: Sequence[Tensor], op: str, place: int | None) -> _Piece:
+    def _reduce_there(self, out: Tensor, chunks: Sequence[Tensor], op: str, place: int | Tensor) -> _Piece:
         """As :meth:`_reduce` does, of chunks that lie in the memory that others read, or have found no room there."""
         sizes = [sum(chunk.nbytes for chunk in chunks)] * self.size
         sizes[self.rank] = 0
@@ -353,7 +354,9 @@ class SharedMemoryCollectives:
             parts[self.rank] = mine
             combine(out, parts, op)
 
-        return _Piece(chunks if place is None else [], sizes, mine.dtype, read, place=place)
+        if isinstance(place, Tensor):
+            return _Piece(chunks, sizes, mine.dtype, read)
+        return _Piece([], sizes, mine.dtype, read, place=place)
 
     def _reduce_all(self, flat: Tensor, op: str) -> _Piece:
         """Every rank sends everything to all."""
