@@ -167,8 +167,8 @@ class SharedMemoryCollectives:
         self._order = _Order()
         self._whole, self._pieces = _Lane(whole, self._order), _Lane(pieces, self._order)
         self._exchange = whole
-        # Of the vectors that :meth:`empty` has made, by their addresses; or vectors themselves that lie in memory of this
-        # rank alone, so that nothing else comes to lie there.
+        # Of the vectors that :meth:`empty` has made, by their addresses; or vectors themselves that lie in memory of
+        # this rank alone, so that nothing else comes to lie there.
         self._places: dict[int, int | Tensor] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
