@@ -17,9 +17,9 @@ _adding = threading.Lock()  # to the set of all
 
 
 class MessagePlaces:
-    """The places of one exchange: what is free, what messages take that not all have received, and what is reserved.
+    """The places of one exchange: what is free, what is reserved, and what messages take that not all have received.
 
-    Only the thread that sends takes places. Another thread, which needs memory in its own exchange, may free some.
+    Threads may use it at the same time: one that needs memory in its own exchange frees places in others.
 
     Args:
         capacity: bytes of the memory, in whole pages.
@@ -37,61 +37,46 @@ class MessagePlaces:
         self._messages: deque[tuple[int, int, int]] = deque()  # numbers, and where they begin and end
         self._taken: list[tuple[int, int]] = []  # where messages and reserved places begin and end, in their order
         self._reserved: dict[int, int] = {}  # bytes of the places that are reserved, by where they begin
-        self._freeing = threading.Lock()
+        self._changing = threading.Lock()  # these
         self.kept = 0
         """Bytes, from the beginning of the memory, that stay when messages are gone."""
         with _adding:
             self._all.add(self)
 
-    def find(self, size: int) -> int | None:
-        """The first place for a message of ``size`` bytes, once those that all have received are gone."""
-        if self.is_full():
-            return None
-        if size > _KEPT:
-            self.free_in_all()
-        size, cursor = pages(size), 0
-        for begin, end in tuple(self._taken):  # another thread may free some
-            if begin - cursor >= size:
-                return cursor
-            cursor = end
-        return cursor if self.capacity - cursor >= size else None
-
-    def is_full(self) -> bool:
-        """Whether there are too many messages, once those that all have received are gone."""
-        if self._messages:
-            with self._freeing:
-                self._free()
-        return len(self._messages) == MOST_MESSAGES
-
-    def take(self, place: int, size: int, number: int) -> None:
-        """Put the message of a number there."""
-        bisect.insort(self._taken, (place, place + pages(size)))
-        self._messages.append((number, place, place + pages(size)))
+    def has_room(self, size: int) -> bool:
+        """Whether there is a place for a message of ``size`` bytes."""
+        with self._changing:
+            return self._find(size) is not None
 
     def reserve(self, size: int) -> int | None:
-        """A place for a message of ``size`` bytes that will be put there later, if there is room."""
-        place = self.find(size)
-        if place is not None:
-            bisect.insort(self._taken, (place, place + pages(size)))
-            self._reserved[place] = size
+        """The first place for a message of ``size`` bytes, which will be put there later; None: there is no room."""
+        if size > _KEPT:
+            self.free_in_all()
+        with self._changing:
+            place = self._find(size)
+            if place is not None:
+                bisect.insort(self._taken, (place, place + pages(size)))
+                self._reserved[place] = size
         return place
 
     def size_of(self, place: int) -> int:
         """Bytes for which a place is reserved."""
         return self._reserved[place]
 
-    def take_reserved(self, place: int, number: int) -> int:
-        """Put the message of a number where a place is reserved; its bytes."""
-        size = self._reserved.pop(place)
-        self._messages.append((number, place, place + pages(size)))
-        return size
+    def put(self, place: int, number: int) -> bool:
+        """The message of a number lies where a place is reserved; False: there are too many messages."""
+        with self._changing:
+            if len(self._messages) == MOST_MESSAGES:
+                self._free()
+                if len(self._messages) == MOST_MESSAGES:
+                    return False
+            self._messages.append((number, place, place + pages(self._reserved.pop(place))))
+        return True
 
     def release(self, place: int) -> None:
         """A place is not reserved any more."""
-        end = place + pages(self._reserved.pop(place))
-        if end > self.kept:
-            self._give_back(max(place, self.kept), end)
-        self._taken.remove((place, end))
+        with self._changing:
+            self._leave(place, place + pages(self._reserved.pop(place)))
 
     @property
     def has_reserved(self) -> bool:
@@ -110,27 +95,71 @@ class MessagePlaces:
     @classmethod
     def free_in_all(cls) -> int:
         """Free what can be in all exchanges of this process; the bytes of messages that remain."""
-        with _adding:
-            every = list(cls._all)
+        every = cls._every()
         for places in every:
-            if places._messages and places._freeing.acquire(blocking=False):
+            if places._messages and places._changing.acquire(blocking=False):
                 try:
                     places._free()
                 finally:
-                    places._freeing.release()
+                    places._changing.release()
         return sum(places.bytes_in_use for places in every)
+
+    @classmethod
+    def _every(cls) -> list[MessagePlaces]:
+        with _adding:
+            return list(cls._all)
+
+    def _find(self, size: int) -> int | None:
+        self._free()
+        if len(self._messages) == MOST_MESSAGES:
+            return None
+        size, cursor = pages(size), 0
+        for begin, end in self._taken:
+            if begin - cursor >= size:
+                return cursor
+            cursor = end
+        return cursor if self.capacity - cursor >= size else None
 
     def _free(self) -> None:
         """Forget the messages that all have received."""
         while self._messages and self._is_received(self._messages[0][0]):
             _, begin, end = self._messages.popleft()
-            if end > self.kept:  # all exchanges of the process have _KEPT in common
-                with _adding:
-                    others = sum(places.kept for places in self._all) - self.kept
-                self.kept = max(self.kept, min(end, (_KEPT - others) // _PAGE * _PAGE))
-                if end > self.kept:
-                    self._give_back(max(begin, self.kept), end)
-            self._taken.remove((begin, end))  # now that it is empty, it may be taken again
+            if end > self.kept:
+                self._keep(end)
+            self._leave(begin, end)
+
+    def _leave(self, begin: int, end: int) -> None:
+        if end > self.kept:
+            self._give_back(max(begin, self.kept), end)
+        self._taken.remove((begin, end))
+
+    def _keep(self, end: int) -> None:
+        """Keep memory up to ``end``, as far as there is room for it in what the exchanges of the process may keep.
+
+        Each may keep an equal part, and more while others do not need theirs.
+        """
+        others = [places for places in self._every() if places is not self and places.kept]
+        part = _KEPT // (len(others) + 1) // _PAGE * _PAGE
+        room = _KEPT - sum(places.kept for places in others)
+        for places in sorted(others, key=lambda places: places.kept, reverse=True):
+            if room >= min(end, part):
+                break
+            room += places._yield(min(end, part) - room, part)
+        self.kept = max(self.kept, min(end, room // _PAGE * _PAGE))
+
+    def _yield(self, wanted: int, part: int) -> int:
+        """Give back kept memory that another exchange needs, above ``part``, if nothing lies here; its bytes."""
+        if not self._changing.acquire(blocking=False):
+            return 0
+        try:
+            before, least = self.kept, pages(max(part, self.kept - wanted))
+            if self._taken or least >= before:
+                return 0
+            self._give_back(least, before)
+            self.kept = least
+            return before - least
+        finally:
+            self._changing.release()
 
 
 def pages(size: int) -> int:

@@ -8,7 +8,8 @@
     messages lie in the same few pages, which stay in the caches, and no memory is taken for the rest.
 
     What all processes have received is given back, beyond what this one keeps, when it sends again: in this exchange,
-    or something large in any of its exchanges.
+    or something large in any of its exchanges. All exchanges of a process keep 128 MiB together. Each may keep an equal
+    part, which others give back if they keep more: new pages cost more than the copy of a message.
 
     Whoever waits for a counter looks at it for a moment and then sleeps on it (a futex): messages need no thread that
     would have to get a processor first, and a message that is there already costs no system call.
@@ -171,7 +172,7 @@ class SharedMemoryExchange:
 
     def has_room(self, size: int) -> bool:
         """Whether a message of ``size`` bytes may be sent now."""
-        return self._places.find(size) is not None
+        return self._places.has_room(size)
 
     def wait_for_room(self, size: int) -> None:
         """Wait until all processes have received so many messages that one of ``size`` bytes may be sent.
@@ -223,27 +224,32 @@ class SharedMemoryExchange:
         for part in parts:
             size += part.nbytes
         self._check_size(size)
-        place = self._places.find(size)
+        place = self._places.reserve(size)
         if place is None:
             return False
         own, begin = self._memories[self.rank], place
-        for part in parts:
-            nbytes = part.nbytes
-            if nbytes <= _SMALL:  # a call of torch costs more than the copy
-                self._copy(self._own_address + HEADER + begin, part.data_ptr(), nbytes)
-            else:
-                own.message(begin, nbytes, part.dtype).copy_(part)
-            begin += nbytes
-        self._places.take(place, size, self._sent + 1)
-        self._publish(place, size, operation, name)
-        return True
+        try:
+            for part in parts:
+                nbytes = part.nbytes
+                if nbytes <= _SMALL:  # a call of torch costs more than the copy
+                    self._copy(self._own_address + HEADER + begin, part.data_ptr(), nbytes)
+                else:
+                    own.message(begin, nbytes, part.dtype).copy_(part)
+                begin += nbytes
+        except BaseException:
+            self._places.release(place)
+            raise
+        return self._publish(place, size, operation, name)
 
-    def _publish(self, place: int, size: int, operation: int, name: bytes) -> None:
-        """Send what lies at a place."""
+    def _publish(self, place: int, size: int, operation: int, name: bytes) -> bool:
+        """Send what lies at a place; whether there was room in the table of messages."""
         number = self._sent + 1
+        if not self._places.put(place, number):
+            return False
         self._memories[self.rank].describe(self._entry(number), place, size, number, operation, _padded(name))
         self._sent = number
         self._set(SENT, number)
+        return True
 
     def reserve(self, size: int) -> int | None:
         """A place where a message of ``size`` bytes can be written, to be sent by :meth:`send_reserved`, if any."""
@@ -259,10 +265,7 @@ class SharedMemoryExchange:
 
         The place may have another message after all processes have received this one.
         """
-        if self._places.is_full():
-            return False
-        self._publish(place, self._places.take_reserved(place, self._sent + 1), operation, name)
-        return True
+        return self._publish(place, self._places.size_of(place), operation, name)
 
     def give_back(self, place: int) -> None:
         """A reserved place will not be used."""
