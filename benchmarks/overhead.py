@@ -1,23 +1,45 @@
 """What the host pays per Block and step: many tiny layers on one rank, wrapped and not.
 
-Training is host-bound when kernels are short; then all that a wrapper does in Python is time lost. Each
-candidate's time above the unwrapped model (fused AdamW), divided by the number of layers, is its overhead.
-Candidates take turns within a round; reported are medians.
+Training is host-bound when kernels are short; then all that a wrapper does in Python is time lost. Each candidate's
+time above the unwrapped model (fused AdamW), divided by the number of layers, is its overhead. Candidates run in fresh
+processes of their own, by turns. A time is the median over steps; reported are medians over starts, and the least and
+the greatest overhead of a start.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
-from candidates import build
-from launch import machine
+from candidates import PLAIN, build
+from launch import launched, machine, on_ranks
 from models import GPTShape
 
 import bmt_comm
+
+
+def run_alone(arguments: argparse.Namespace, shape: GPTShape) -> None:
+    """Measure one candidate, in this process."""
+    torch.set_num_threads(1)
+    context = bmt_comm.init_distributed()
+    step = build(arguments.alone, shape, context)
+    tokens = torch.randint(shape.vocab, (1, arguments.tokens + 1)).to(context.device)
+    times = []
+    for number in range(-5, arguments.steps):
+        context.synchronize()
+        start = time.perf_counter()
+        step(tokens[:, :-1], tokens[:, 1:])
+        context.synchronize()
+        if number >= 0:
+            times.append(time.perf_counter() - start)
+    Path(arguments.into).write_text(json.dumps(statistics.median(times)))
+    bmt_comm.shutdown()
 
 
 def main() -> int:
@@ -25,34 +47,33 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16, help="sequence length; the batch is 1")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=7, help="starts of each candidate")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps in each start")
     parser.add_argument("--candidates", nargs="+", default=["FSDP2", "bmtrain ZeRO-3"])
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--into", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    context = bmt_comm.init_distributed()
     shape = GPTShape(arguments.layers, arguments.hidden, 2, vocab=256)
-    names = ["no communication", *arguments.candidates]
-    steps = {name: build(name, shape, context) for name in names}
-    tokens = torch.randint(shape.vocab, (1, arguments.tokens + 1)).to(context.device)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(-3, arguments.rounds):
-        for name in names:
-            context.synchronize()
-            start = time.perf_counter()
-            for _ in range(3):
-                steps[name](tokens[:, :-1], tokens[:, 1:])
-            context.synchronize()
-            if round_ >= 0:
-                times[name].append((time.perf_counter() - start) / 3)
-    print(f"{machine()}; 1 rank; {shape}")
-    for name in names:
-        above = statistics.median(
-            (t - plain) / shape.layers for t, plain in zip(times[name], times["no communication"], strict=True)
-        )
+    if launched():
+        run_alone(arguments, shape)
+        return 0
+    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("layers", "hidden", "tokens", "steps")]
+    times: dict[str, list[float]] = {name: [] for name in (PLAIN, *arguments.candidates)}
+    for _ in range(arguments.rounds):
+        for name, found in times.items():
+            with tempfile.TemporaryDirectory() as folder:
+                into = Path(folder, "seconds.json")
+                if code := on_ranks(__file__, 1, [*sizes, "--alone", name, "--into", str(into)]):
+                    return code
+                found.append(json.loads(into.read_text()))
+    print(f"{machine()}; 1 rank; {shape}; {arguments.rounds} rounds")
+    plain = statistics.median(times[PLAIN])
+    for name, found in times.items():
+        above = [(seconds - plain) / shape.layers * 1e3 for seconds in found]
         print(
-            f"  {name:18s} {statistics.median(times[name]) * 1e3:8.1f} ms/step   {above * 1e3:6.3f} ms per layer above"
+            f"  {name:18s} {statistics.median(found) * 1e3:8.1f} ms/step   {statistics.median(above):6.3f} ms per layer "
+            f"above ({min(above):.3f} to {max(above):.3f})"
         )
-    bmt_comm.shutdown()
     return 0
 
 
