@@ -70,10 +70,8 @@ def main() -> int:
     plain = statistics.median(times[PLAIN])
     for name, found in times.items():
         above = [(seconds - plain) / shape.layers * 1e3 for seconds in found]
-        step = f"{statistics.median(found) * 1e3:8.1f} ms/step"
-        print(
-            f"  {name:18s} {step} {statistics.median(above):8.3f} ms per layer above ({min(above):.3f} to {max(above):.3f})"
-        )
+        step, spread = statistics.median(found) * 1e3, f"{min(above):.3f} to {max(above):.3f}"
+        print(f"  {name:18s} {step:8.1f} ms/step {statistics.median(above):8.3f} ms per layer above ({spread})")
     return 0
 
 
