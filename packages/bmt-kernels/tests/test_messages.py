@@ -144,6 +144,21 @@ def test_messages_go_on_while_both_do_something_else(sizes):
         assert not b.is_under_way
 
 
+def test_a_large_message_goes_on_between_small_ones_for_which_nobody_waits():
+    a, b, c = connected(3)
+    large, box, small = numbered(0, 4 * WINDOW), torch.zeros(4 * WINDOW, dtype=torch.uint8), torch.zeros(8).byte()
+    send, receive = a.send(large, 1, stage=False), b.receive(box, 0)
+    deadline = time.monotonic() + 20
+    while not (send.is_done and receive.is_done):  # which does not look for messages
+        assert time.monotonic() < deadline
+        a.send(numbered(1), 2)
+        c.receive(small, 0)
+        c.send(numbered(2), 0)
+        a.receive(small, 2)
+        time.sleep(1e-3)
+    assert torch.equal(box, large)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_forked_process_leaves_the_messages_of_its_parent_alone():
     a, b = connected(2)

@@ -120,7 +120,6 @@ class Messages {
   // Whether it is done. The caller chooses the number, which no other operation has.
   bool send(int64_t number, int64_t data, int64_t size, int peer, int64_t tag, bool stage) {
     const Locked locked(mutex_);
-    ++calls_;
     Peer& to = peers_[static_cast<size_t>(peer)];
     if (!to.unsent.empty()) send_on(peer);
     Send message{number, address<const char>(data), size, tag, stage};
@@ -137,7 +136,6 @@ class Messages {
 
   void receive(int64_t number, int64_t data, int64_t size, int source, int64_t tag) {
     const Locked locked(mutex_);
-    ++calls_;
     const Receive receive{number, address<char>(data), size, tag, source};
     pending_.insert(number);
     const int begin = source == kAny ? 0 : source, end = source == kAny ? size_ : source + 1;
@@ -162,8 +160,8 @@ class Messages {
     advance();
   }
 
-  // What progress does, for a thread that calls it from time to time; nothing if others have called since the last
-  // time. It goes on until nothing has happened for `idle` seconds, for `most` seconds, or until others call.
+  // What progress does, for a thread that calls it from time to time; nothing if others have done so since the last
+  // time. Calls of send and receive do not count: they do not let other messages go on. It goes on until nothing has happened for `idle` seconds, for `most` seconds, or until others call.
   void progress_alone(double idle, double most) {
     py::gil_scoped_release release;
     auto& bell = bell_of(rank_);
@@ -580,7 +578,7 @@ class Messages {
   std::unordered_set<int64_t> pending_;
   std::unordered_map<int64_t, Finished> finished_;
   int64_t kept_ = 0, highest_ = 0;
-  int64_t calls_ = 0, calls_before_ = -1;  // of others than progress_alone, so far and at its last call
+  int64_t calls_ = 0, calls_before_ = -1;  // in which others than progress_alone advance: so far, at its last call
   int waiting_ = 0;                        // threads
   std::mutex mutex_;
 };
