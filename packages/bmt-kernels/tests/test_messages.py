@@ -302,6 +302,38 @@ def test_a_receive_whose_wait_was_interrupted_in_the_middle_drops_the_rest():
     assert not b.is_under_way
 
 
+def test_a_large_message_that_has_not_begun_to_come_is_left_to_the_next_receive():
+    a, b = connected(2, stage_bytes=PAGE)
+    boxes = [torch.zeros(2 * WINDOW, dtype=torch.uint8) for _ in range(4)]
+    with mock.patch.object(a, "progress_alone", return_value=True):
+        sends = [a.send(numbered(number, 2 * WINDOW), 1, stage=False) for number in range(3)]
+        works = [b.receive(box, 0) for box in boxes]
+        works[1].cancel(RuntimeError("enough"))  # the last receive, which waits, gets the second message
+        works[0].cancel(RuntimeError("enough"))  # the next receive gets the first one
+        works[2].cancel(RuntimeError("enough"))
+        assert [work.is_done for work in works] == [True, True, True, False]
+    later = [torch.zeros(2 * WINDOW, dtype=torch.uint8) for _ in range(2)]
+    wait_all(*sends, works[3], *(b.receive(box, 0) for box in later))
+    for box, number in zip([boxes[3], *later], [1, 0, 2]):
+        assert torch.equal(box, numbered(number, 2 * WINDOW))
+    for box, work in zip(boxes[:3], works):
+        assert not box.any()
+        with pytest.raises(RuntimeError, match="enough"):
+            work.wait()
+
+
+def test_a_large_message_that_is_not_wanted_any_more_does_not_hold_the_window():
+    a, b = connected(2, stage_bytes=PAGE)
+    boxes = [torch.zeros(2 * WINDOW, dtype=torch.uint8) for _ in range(2)]
+    with mock.patch.object(a, "progress_alone", return_value=True):
+        sends = [a.send(numbered(tag, 2 * WINDOW), 1, tag, stage=False) for tag in range(2)]
+        b.receive(boxes[0], 0, 0).cancel(RuntimeError("enough"))
+    wait_all(sends[1], b.receive(boxes[1], 0, 1))
+    wait_all(sends[0], b.receive(boxes[0], 0, 0))
+    for tag, box in enumerate(boxes):
+        assert torch.equal(box, numbered(tag, 2 * WINDOW))
+
+
 def test_a_send_whose_wait_was_interrupted_goes_on():
     a, b = connected(2, stage_bytes=PAGE)
     work, box = a.send(numbered(1, WINDOW), 1), torch.zeros(WINDOW, dtype=torch.uint8)
