@@ -383,6 +383,29 @@ def test_of_one_that_has_gone_what_it_has_sent_still_arrives():
             waiting.wait()
 
 
+def test_one_that_has_gone_leaves_nothing_under_way():
+    a, b, c = connected(3, stage_bytes=PAGE)
+    size = 3 * WINDOW
+    box = torch.zeros(size, dtype=torch.uint8)
+    with mock.patch.object(a, "progress_alone", return_value=True):
+        works = [a.send(numbered(0, size), 1, 1), b.receive(box, 0, 1)]
+        a.progress()
+        b.progress()
+        works[1].cancel(RuntimeError("enough"))  # after it has begun to come
+        others = [b.send(numbered(0, size), 0), b.receive(box[:8], 0), b.receive(box[:8], None, 7)]
+        kept = c.send(numbered(3), 1, 7), b.send(numbered(4, size), 2)
+        a.abandon()
+    with pytest.raises(RuntimeError, match="member 0 has ended or closed its memory, and a message with it"):
+        others[1].wait()
+    with pytest.raises(RuntimeError, match="member 0 has ended or closed its memory, and a message with it"):
+        others[0].wait()
+    with pytest.raises(RuntimeError, match="enough"):
+        works[1].wait()
+    wait_all(*kept, c.receive(box, 1), others[2])
+    assert torch.equal(box[8:], numbered(4, size)[8:])
+    assert not b.is_under_way
+
+
 def test_tensors_are_kept_until_they_are_sent():
     a, b = connected(2, stage_bytes=PAGE)
     a.send(numbered(5, 2 * PIECE), 1)  # the work and the tensor are dropped

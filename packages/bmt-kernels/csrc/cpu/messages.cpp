@@ -70,7 +70,7 @@ struct Mailbox {
   Entry entries[kEntries];
 };
 
-enum Outcome { kArrived, kMismatch, kCancelled };
+enum Outcome { kArrived, kMismatch, kCancelled, kGone };
 
 struct Finished {
   Outcome outcome;
@@ -247,6 +247,32 @@ class Messages {
     offer(receive.source, {receive.place, receive.entry});
   }
 
+  // These processes send and receive no more. What they have sent as a whole arrives. Their other messages are done, as
+  // are receives from any process if all others have gone.
+  void lose(const std::vector<int>& ranks) {
+    const Locked locked(mutex_);
+    ++calls_;
+    advance();
+    for (int rank : ranks) peers_[static_cast<size_t>(rank)].gone = true;
+    const auto has_gone = [&](int rank) { return rank == rank_ || peers_[static_cast<size_t>(rank)].gone; };
+    int left = 0;
+    for (int rank = 0; rank < size_; ++rank) left += !has_gone(rank);
+    const auto fails = [&](const Receive& each) {
+      if (each.source == kAny ? left > 0 : !has_gone(each.source)) return false;
+      finish(each.number, kGone, each.source, each.size);
+      return true;
+    };
+    posted_.remove_if(fails);
+    active_.remove_if(fails);
+    for (int rank : ranks) {
+      Peer& peer = peers_[static_cast<size_t>(rank)];
+      for (const auto& message : peer.under_way) finish(message.number, kGone, rank, message.size);
+      for (const auto& message : peer.unsent) finish(message.number, kGone, rank, message.size);
+      peer.under_way.clear();
+      peer.unsent.clear();
+    }
+  }
+
   // What has been done and not been forgotten: number, outcome, rank of the peer, bytes.
   py::list finished() {
     std::vector<std::pair<int64_t, Finished>> all;
@@ -285,6 +311,7 @@ class Messages {
     std::list<Send> under_way;        // that wait to be wanted, or go through the window
     const Entry* in_window = nullptr;
     int64_t kept = 0;                 // bytes of the window
+    bool gone = false;
     std::list<Arrived> unmatched;     // messages of it that no receive was there for, in their order
   };
 
@@ -626,6 +653,7 @@ void bind_messages(pybind11::module_& m) {
       .def("wait", &Messages::wait)
       .def("is_pending", &Messages::is_pending)
       .def("cancel", &Messages::cancel)
+      .def("lose", &Messages::lose)
       .def("finished", &Messages::finished)
       .def("forget", &Messages::forget);
 }

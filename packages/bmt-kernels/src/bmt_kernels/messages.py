@@ -16,7 +16,7 @@
     a receive for it, the data goes through a *window* of 2 MiB, in pieces that stay in the caches, while both processes
     wait for something in this exchange. So messages that nobody receives never stand in the way of others.
 
-    Memory that is not needed any more is given back when this process sends again, beyond 128 MiB that it keeps over
+    Memory that is not needed any more is given back when this process sends again, beyond 64 MiB that it keeps over
     all exchanges of this kind.
 
     What can be received and sent is, in every call, and while a process waits for a message or for a collective through
@@ -49,7 +49,7 @@ from bmt_kernels.shared_memory import (
 
 _STAGE_BYTES = 1 << 26
 _ANY = -1
-_MISMATCH, _CANCELLED = 1, 2  # outcomes, of csrc/cpu/messages.cpp
+_MISMATCH, _CANCELLED, _GONE = 1, 2, 3  # outcomes, of csrc/cpu/messages.cpp
 
 
 class SharedMemoryMessages:
@@ -189,6 +189,10 @@ class SharedMemoryMessages:
                 work._end(peer, self._mismatch(work, peer, size))
             elif outcome == _CANCELLED:
                 work._end(work.peer, work.error)
+            elif outcome == _GONE:
+                named = " and ".join(self.names[rank] for rank in self._peers(work))
+                gone = f"{named} has ended or closed its memory, and a message with it is missing"
+                work._end(work.peer, work.error or RuntimeError(gone))
             else:
                 work._end(peer, None)
             self._unfinished.pop(number, None)
@@ -205,11 +209,15 @@ class SharedMemoryMessages:
             return MismatchError(f"{other} has sent {theirs} bytes with tag {work.tag} where {me} expects {mine}")
         return MismatchError(f"{me} has sent {mine} bytes with tag {work.tag} where {other} expects {theirs}")
 
+    def _peers(self, work: MessageWork) -> list[int]:
+        """The ranks of the processes of which one must take part in a message."""
+        return [rank for rank in self._memories if rank != self.rank] if work.peer is None else [work.peer]
+
     def _wait(self, work: MessageWork, timeout: float | None = None) -> None:
         native, number = self._native, work.number
         if timeout is None:
             timeout = self.timeout() if callable(self.timeout) else self.timeout
-        peers = [rank for rank in self._memories if rank != self.rank] if work.peer is None else [work.peer]
+        peers = self._peers(work)
         late = self._late.issuperset(peers)
         deadline = time.monotonic() + (0.0 if late else timeout)
         while True:
@@ -221,9 +229,10 @@ class SharedMemoryMessages:
             if self._stopped:
                 raise RuntimeError(self._stopped)
             gone = [rank for rank in peers if self._memories[rank].is_gone()]
-            if len(gone) == len(peers) and native.is_pending(number):  # what it has done before it went still counts
-                named = " and ".join(self.names[rank] for rank in gone)
-                raise RuntimeError(f"{named} has ended or closed its memory, and a message with it is missing")
+            if len(gone) == len(peers):
+                native.lose(gone)  # ends this work and others; what the process has done before it went still counts
+                self._conclude()
+                return
             if time.monotonic() > deadline and native.is_pending(number):
                 self._late.update(peers)
                 named = " and ".join(self.names[rank] for rank in peers)
