@@ -261,6 +261,52 @@ def test_waits_end_when_they_should():
     thread.join()
 
 
+@pytest.mark.parametrize("is_receive", [True, False])
+def test_a_message_that_goes_at_the_last_moment_is_not_late(is_receive):
+    a, b = connected(2, stage_bytes=PAGE)
+    box, sent = torch.zeros(2 * PIECE, dtype=torch.uint8), numbered(1, 2 * PIECE)
+    work = b.receive(box, 0) if is_receive else a.send(sent, 1)
+    cancel = messages.MessageWork.cancel
+
+    def go_and_cancel(each, error):
+        other = a.send(sent, 1) if is_receive else b.receive(box, 0)
+        while work.exchange._native.is_pending(work.number):
+            other.exchange._native.progress()
+        cancel(each, error)
+
+    with (
+        mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True),
+        mock.patch.object(messages.MessageWork, "cancel", go_and_cancel),
+    ):
+        work.wait(0.0)
+    assert work.is_done
+    assert not work.exchange._late
+
+
+def test_a_work_that_is_done_gets_no_error():
+    """One thread cancels while another has just found that the message is there."""
+    a, b = connected(2)
+    work = b.receive(torch.zeros(8, dtype=torch.uint8), 0)
+    looks, goes_on = threading.Event(), threading.Event()
+
+    class Late(RuntimeError):
+        def __bool__(self):
+            looks.set()
+            goes_on.wait(0.2)
+            return True
+
+    work.error = Late()  # asked for between the look at is_done and the change
+    with mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True):
+        thread = threading.Thread(target=work.cancel, args=[RuntimeError("enough")])
+        thread.start()
+        assert looks.wait(10)
+        work._end(0, None)
+        goes_on.set()
+        thread.join()
+    assert work.is_done
+    assert work.error is None
+
+
 def interrupted(work):
     """A wait that gets an exception from outside, as from Ctrl-C."""
     with mock.patch.object(messages, "make_progress", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):

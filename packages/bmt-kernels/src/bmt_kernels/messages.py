@@ -28,6 +28,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -89,6 +90,7 @@ class SharedMemoryMessages:
         own.words[TOKEN // 8] = self._token
         self._memories = {rank: own}
         self._unfinished: dict[int, MessageWork] = {}  # which it keeps alive, with their tensors
+        self._ending = threading.RLock()  # works of it; whoever interrupts a thread may end some, too
         self._numbers = itertools.count(1)
         self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
         self._stopped = ""
@@ -198,9 +200,10 @@ class SharedMemoryMessages:
             self._unfinished.pop(number, None)
         self._native.forget([number for number, *_ in finished])
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, work: MessageWork) -> None:
         """Write no more into the tensor of a receive."""
-        self._native.cancel(number)
+        if work.is_receive:
+            self._native.cancel(work.number)
         self._conclude()  # with success, if it was done before that
 
     def _mismatch(self, work: MessageWork, peer: int, theirs: int) -> MismatchError:
@@ -233,10 +236,12 @@ class SharedMemoryMessages:
                 native.lose(gone)  # ends this work and others; what the process has done before it went still counts
                 self._conclude()
                 return
-            if time.monotonic() > deadline and native.is_pending(number):
-                self._late.update(peers)
+            if time.monotonic() > deadline:
                 named = " and ".join(self.names[rank] for rank in peers)
-                raise RuntimeError(f"{named} has not sent or received a message for {timeout:g} seconds")
+                work.cancel(RuntimeError(f"{named} has not sent or received a message for {timeout:g} seconds"))
+                if work.error is not None:  # else it was done at the last moment
+                    self._late.update(peers)
+                return
 
 
 class MessageWork:
@@ -276,7 +281,8 @@ class MessageWork:
                 self.exchange._wait(self, timeout)
             except Exception as error:
                 self.cancel(error)
-                raise
+                if not self.is_done or self.error is not None:
+                    raise
             except BaseException as error:
                 if self.is_receive:
                     self.cancel(RuntimeError(f"the wait for the message was interrupted ({type(error).__name__})"))
@@ -289,11 +295,11 @@ class MessageWork:
 
         The tensor of a send must not change until it is done, in any case.
         """
-        if self.is_done:
-            return
-        self.error = self.error or error
-        if self.is_receive:
-            self.exchange._cancel(self.number)
+        with self.exchange._ending:
+            if self.is_done:
+                return
+            self.error = self.error or error
+        self.exchange._cancel(self)
 
     def is_completed(self) -> bool:
         """Whether it is done, after what can be done without waiting."""
@@ -302,6 +308,7 @@ class MessageWork:
         return self.is_done
 
     def _end(self, peer: int | None, error: Exception | None) -> None:
-        self.peer, self.error = peer, error
-        self._data = None  # which may be used for something else
-        self.is_done = True
+        with self.exchange._ending:
+            self.peer, self.error = peer, error
+            self._data = None  # which may be used for something else
+            self.is_done = True
