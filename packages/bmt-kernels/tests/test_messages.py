@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages, messages
+from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages, messages, progress_thread
 from bmt_kernels.shared_memory import MismatchError, exchanges_between_two, make_progress
 
 pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
@@ -157,6 +157,48 @@ def test_a_large_message_goes_on_between_small_ones_for_which_nobody_waits():
         a.receive(small, 2)
         time.sleep(1e-3)
     assert torch.equal(box, large)
+
+
+def wait_without_a_look(*works):
+    """Wait while this process does not look for messages: the thread does."""
+    deadline = time.monotonic() + 20
+    while not all(work.is_done for work in works):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def test_an_exchange_that_raises_in_the_thread_stands_in_no_others_way(caplog):
+    a, b = connected(2)
+    boxes = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    with (
+        mock.patch.object(progress_thread._thread, "_has_failed", False),
+        mock.patch.object(a, "progress_alone", side_effect=RuntimeError("broken")) as broken,
+    ):
+        works = [a.receive(boxes[0], 1), b.receive(boxes[1], 0)]
+        a.send(numbered(0), 1)
+        b.send(numbered(1), 0)
+        wait_without_a_look(works[1])
+        deadline = time.monotonic() + 20
+        while broken.call_count < 3:
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+    assert [record.exc_info[1].args for record in caplog.records] == [("broken",)]
+    wait_without_a_look(works[0])  # it is looked after again
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_has_died_is_followed_by_another():
+    a, b = connected(2)
+    boxes = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    with mock.patch.object(progress_thread._ProgressThread, "_progress_all", side_effect=SystemExit):
+        works = [b.receive(boxes[0], 0)]
+        thread = progress_thread._thread._thread
+        thread.join(20)
+        assert not thread.is_alive()
+    works.append(b.receive(boxes[1], 0))
+    for number in range(2):
+        a.send(numbered(number), 1)
+    wait_without_a_look(*works)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
@@ -331,12 +373,12 @@ def test_a_receive_whose_wait_was_interrupted_in_the_middle_drops_the_rest():
     a, b = connected(2, stage_bytes=PAGE)
     size = 3 * WINDOW
     box, again = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    works = [a.send(numbered(number, size), 1) for number in (1, 2)]
-    work = b.receive(box, 0)
-    a.progress()
-    b.progress()
-    assert box.any()
-    with mock.patch.object(a, "progress_alone", return_value=True):
+    with mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True):
+        works = [a.send(numbered(number, size), 1) for number in (1, 2)]
+        work = b.receive(box, 0)
+        a.progress()
+        b.progress()
+        assert box.any()
         interrupted(work)
     before = box.clone()
     assert torch.equal(before[-PIECE:], torch.zeros(PIECE, dtype=torch.uint8))
@@ -351,7 +393,7 @@ def test_a_receive_whose_wait_was_interrupted_in_the_middle_drops_the_rest():
 def test_a_large_message_that_has_not_begun_to_come_is_left_to_the_next_receive():
     a, b = connected(2, stage_bytes=PAGE)
     boxes = [torch.zeros(2 * WINDOW, dtype=torch.uint8) for _ in range(4)]
-    with mock.patch.object(a, "progress_alone", return_value=True):
+    with mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True):
         sends = [a.send(numbered(number, 2 * WINDOW), 1, stage=False) for number in range(3)]
         works = [b.receive(box, 0) for box in boxes]
         works[1].cancel(RuntimeError("enough"))  # the last receive, which waits, gets the second message
@@ -371,7 +413,7 @@ def test_a_large_message_that_has_not_begun_to_come_is_left_to_the_next_receive(
 def test_a_large_message_that_is_not_wanted_any_more_does_not_hold_the_window():
     a, b = connected(2, stage_bytes=PAGE)
     boxes = [torch.zeros(2 * WINDOW, dtype=torch.uint8) for _ in range(2)]
-    with mock.patch.object(a, "progress_alone", return_value=True):
+    with mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True):
         sends = [a.send(numbered(tag, 2 * WINDOW), 1, tag, stage=False) for tag in range(2)]
         b.receive(boxes[0], 0, 0).cancel(RuntimeError("enough"))
     wait_all(sends[1], b.receive(boxes[1], 0, 1))
@@ -404,10 +446,13 @@ def test_a_thread_that_ends_while_it_tells_what_is_done_keeps_nobody_waiting():
     a, b = connected(2)
     box = torch.zeros(8, dtype=torch.uint8)
     work = b.receive(box, 0)
-    a.send(numbered(1), 1)
-    interrupt = mock.patch.object(messages.MessageWork, "_end", side_effect=KeyboardInterrupt)
-    with interrupt, pytest.raises(KeyboardInterrupt):
-        b.progress()
+    with (
+        mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True),
+        mock.patch.object(messages.MessageWork, "_end", side_effect=KeyboardInterrupt),
+    ):
+        a.send(numbered(1), 1)
+        with pytest.raises(KeyboardInterrupt):
+            b.progress()
     thread = threading.Thread(target=work.wait, daemon=True)
     thread.start()
     thread.join(10)
@@ -433,7 +478,7 @@ def test_one_that_has_gone_leaves_nothing_under_way():
     a, b, c = connected(3, stage_bytes=PAGE)
     size = 3 * WINDOW
     box = torch.zeros(size, dtype=torch.uint8)
-    with mock.patch.object(a, "progress_alone", return_value=True):
+    with mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True):
         works = [a.send(numbered(0, size), 1, 1), b.receive(box, 0, 1)]
         a.progress()
         b.progress()
