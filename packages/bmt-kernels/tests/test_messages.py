@@ -4,6 +4,7 @@ import gc
 import mmap
 import os
 import random
+import signal
 import threading
 import time
 from unittest import mock
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages, messages, progress_thread
+from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages, message_places, messages, progress_thread, shared_memory
 from bmt_kernels.shared_memory import MismatchError, exchanges_between_two, make_progress
 
 pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
@@ -219,6 +220,25 @@ def test_a_forked_process_leaves_the_messages_of_its_parent_alone():
     a.send(numbered(2), 1)
     work.wait()
     assert torch.equal(box, numbered(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_process_may_be_forked_while_a_thread_holds_a_lock():
+    connected(1)
+    parents = SharedMemoryExchange(0, ["member 0"], PAGE)
+    with shared_memory._adding, message_places._adding:  # which no thread gives back in the child
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            own, other = connected(2)
+            box = torch.zeros(8, dtype=torch.uint8)
+            own.send(numbered(1), 1)
+            other.receive(box, 0).wait()
+            exchange = SharedMemoryExchange(0, ["member 0"], PAGE)
+            exchange.send([box])
+            every = list(message_places.MessagePlaces._all)
+            os._exit(0 if parents._places not in every and exchange._places in every else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_what_nobody_receives_stands_in_no_others_way():
