@@ -12,7 +12,14 @@ from unittest import mock
 import pytest
 import torch
 
-from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages, message_places, messages, progress_thread, shared_memory
+from bmt_kernels import (
+    SharedMemoryExchange,
+    SharedMemoryMessages,
+    message_places,
+    messages,
+    progress_thread,
+    shared_memory,
+)
 from bmt_kernels.shared_memory import MismatchError, exchanges_between_two, make_progress
 
 pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
@@ -347,7 +354,7 @@ def test_a_message_that_goes_at_the_last_moment_is_not_late(is_receive):
 
 def test_a_work_that_is_done_gets_no_error():
     """One thread cancels while another has just found that the message is there."""
-    a, b = connected(2)
+    b = connected(2)[1]
     work = b.receive(torch.zeros(8, dtype=torch.uint8), 0)
     looks, goes_on = threading.Event(), threading.Event()
 
@@ -387,6 +394,18 @@ def test_a_receive_whose_wait_was_interrupted_leaves_its_message_to_the_next_one
     with pytest.raises(RuntimeError, match=r"wait for the message was interrupted \(KeyboardInterrupt\)"):
         work.wait()
     assert not b.is_under_way
+
+
+def test_a_receive_that_was_interrupted_while_it_was_posted_leaves_its_message_to_the_next_one():
+    a, b = connected(2)
+    box, again = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    with mock.patch.object(messages, "need_progress", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        b.receive(box, 0)
+    assert not b.is_under_way
+    a.send(numbered(1), 1)
+    b.receive(again, 0).wait()
+    assert box.tolist() == [0] * 8
+    assert torch.equal(again, numbered(1))
 
 
 def test_a_receive_whose_wait_was_interrupted_in_the_middle_drops_the_rest():

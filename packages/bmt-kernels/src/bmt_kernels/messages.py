@@ -134,10 +134,14 @@ class SharedMemoryMessages:
         """Receive into ``data`` (CPU, contiguous) the next message of ``peer`` with this tag; None: of any process."""
         work = MessageWork(self, next(self._numbers), data, peer, tag, is_receive=True)
         self._unfinished[work.number] = work
-        self._native.receive(work.number, data.data_ptr(), work.nbytes, _ANY if peer is None else peer, tag)
-        self._conclude()
-        if not work.is_done:
-            need_progress()
+        try:
+            self._native.receive(work.number, data.data_ptr(), work.nbytes, _ANY if peer is None else peer, tag)
+            self._conclude()
+            if not work.is_done:
+                need_progress()
+        except BaseException as error:  # the caller has no work that could be cancelled
+            work.cancel(RuntimeError(f"the receive was interrupted ({type(error).__name__})"))
+            raise
         return work
 
     def progress(self) -> None:
