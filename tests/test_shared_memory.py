@@ -21,7 +21,7 @@ import torch.distributed as dist
 import bmt_comm.communicator
 import bmt_comm.shared_memory
 import bmt_kernels
-import bmt_kernels.shared_memory as memory
+import bmt_kernels.process_memory as memory
 from bmt_comm import REDUCE_OPS, Communicator, init_distributed, shutdown
 from bmt_comm.shared_memory import SharedMemoryCollectives
 
