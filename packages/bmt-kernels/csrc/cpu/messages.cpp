@@ -163,7 +163,8 @@ class Messages {
   }
 
   // What progress does, for a thread that calls it from time to time; nothing if others have done so since the last
-  // time. Calls of send and receive do not count: they do not let other messages go on. It goes on until nothing has happened for `idle` seconds, for `most` seconds, or until others call.
+  // time. Calls of send and receive do not count: they do not let other messages go on. It goes on until nothing has
+  // happened for `idle` seconds, for `most` seconds, or until others call.
   void progress_alone(double idle, double most) {
     py::gil_scoped_release release;
     auto& bell = bell_of(rank_);
