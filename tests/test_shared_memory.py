@@ -18,9 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import bmt_comm.communicator
 import bmt_comm.shared_memory
 import bmt_kernels
-import bmt_kernels.shared_memory as memory
+import bmt_kernels.process_memory as memory
 from bmt_comm import REDUCE_OPS, Communicator, init_distributed, shutdown
 from bmt_comm.shared_memory import SharedMemoryCollectives
 
@@ -716,6 +717,32 @@ def test_after_a_failed_call_its_other_receives_are_not_written(ctx):
             ctx.world.barrier()
             if comm.rank == 1:
                 comm.send(torch.full((3,), 2.0), 0)
+
+
+@pytest.mark.ranks(2, timeout=30)
+def test_receives_that_were_interrupted_before_their_wait_leave_their_messages_to_the_next_ones(ctx):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with messages(ctx) as comm:
+        if comm.rank == 0:
+            box = torch.zeros(3)
+            calls = [lambda: comm.recv(box, 1), lambda: comm.send_recv([], [(box, 1)])]
+            for call in calls:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(bmt_comm.communicator, "Watched", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        call()
+            ctx.world.barrier()
+            again = torch.zeros(3)
+            for call, number in zip([lambda: comm.recv(again, 1), lambda: comm.send_recv([], [(again, 1)])], (1, 2)):
+                call()
+                assert again.tolist() == [float(number)] * 3
+            assert box.tolist() == [0.0] * 3
+        else:
+            ctx.world.barrier()
+            for number in (1, 2):
+                comm.send(torch.full((3,), float(number)), 0)
 
 
 @pytest.mark.ranks(2, timeout=30)

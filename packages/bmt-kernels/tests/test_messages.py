@@ -4,6 +4,7 @@ import gc
 import mmap
 import os
 import random
+import signal
 import threading
 import time
 from unittest import mock
@@ -11,7 +12,14 @@ from unittest import mock
 import pytest
 import torch
 
-from bmt_kernels import SharedMemoryExchange, SharedMemoryMessages, messages
+from bmt_kernels import (
+    SharedMemoryExchange,
+    SharedMemoryMessages,
+    message_places,
+    messages,
+    progress_thread,
+    shared_memory,
+)
 from bmt_kernels.shared_memory import MismatchError, exchanges_between_two, make_progress
 
 pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
@@ -144,6 +152,63 @@ def test_messages_go_on_while_both_do_something_else(sizes):
         assert not b.is_under_way
 
 
+def test_a_large_message_goes_on_between_small_ones_for_which_nobody_waits():
+    a, b, c = connected(3)
+    large, box, small = numbered(0, 4 * WINDOW), torch.zeros(4 * WINDOW, dtype=torch.uint8), torch.zeros(8).byte()
+    send, receive = a.send(large, 1, stage=False), b.receive(box, 0)
+    deadline = time.monotonic() + 20
+    while not (send.is_done and receive.is_done):  # which does not look for messages
+        assert time.monotonic() < deadline
+        a.send(numbered(1), 2)
+        c.receive(small, 0)
+        c.send(numbered(2), 0)
+        a.receive(small, 2)
+        time.sleep(1e-3)
+    assert torch.equal(box, large)
+
+
+def wait_without_a_look(*works):
+    """Wait while this process does not look for messages: the thread does."""
+    deadline = time.monotonic() + 20
+    while not all(work.is_done for work in works):
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def test_an_exchange_that_raises_in_the_thread_stands_in_no_others_way(caplog):
+    a, b = connected(2)
+    boxes = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    with (
+        mock.patch.object(progress_thread._thread, "_has_failed", False),
+        mock.patch.object(a, "progress_alone", side_effect=RuntimeError("broken")) as broken,
+    ):
+        works = [a.receive(boxes[0], 1), b.receive(boxes[1], 0)]
+        a.send(numbered(0), 1)
+        b.send(numbered(1), 0)
+        wait_without_a_look(works[1])
+        deadline = time.monotonic() + 20
+        while broken.call_count < 3:
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+    assert [record.exc_info[1].args for record in caplog.records] == [("broken",)]
+    wait_without_a_look(works[0])  # it is looked after again
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_has_died_is_followed_by_another():
+    a, b = connected(2)
+    boxes = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+    with mock.patch.object(progress_thread._ProgressThread, "_progress_all", side_effect=SystemExit):
+        works = [b.receive(boxes[0], 0)]
+        thread = progress_thread._thread._thread
+        thread.join(20)
+        assert not thread.is_alive()
+    works.append(b.receive(boxes[1], 0))
+    for number in range(2):
+        a.send(numbered(number), 1)
+    wait_without_a_look(*works)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_forked_process_leaves_the_messages_of_its_parent_alone():
     a, b = connected(2)
@@ -162,6 +227,25 @@ def test_a_forked_process_leaves_the_messages_of_its_parent_alone():
     a.send(numbered(2), 1)
     work.wait()
     assert torch.equal(box, numbered(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_process_may_be_forked_while_a_thread_holds_a_lock():
+    connected(1)
+    parents = SharedMemoryExchange(0, ["member 0"], PAGE)
+    with shared_memory._adding, message_places._adding:  # which no thread gives back in the child
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            own, other = connected(2)
+            box = torch.zeros(8, dtype=torch.uint8)
+            own.send(numbered(1), 1)
+            other.receive(box, 0).wait()
+            exchange = SharedMemoryExchange(0, ["member 0"], PAGE)
+            exchange.send([box])
+            every = list(message_places.MessagePlaces._all)
+            os._exit(0 if parents._places not in every and exchange._places in every else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_what_nobody_receives_stands_in_no_others_way():
@@ -246,6 +330,53 @@ def test_waits_end_when_they_should():
     thread.join()
 
 
+@pytest.mark.parametrize("is_receive", [True, False])
+def test_a_message_that_goes_at_the_last_moment_is_not_late(is_receive):
+    a, b = connected(2, stage_bytes=PAGE)
+    box, sent = torch.zeros(2 * PIECE, dtype=torch.uint8), numbered(1, 2 * PIECE)
+    work = b.receive(box, 0) if is_receive else a.send(sent, 1)
+    cancel = messages.MessageWork.cancel
+
+    def go_and_cancel(each, error):
+        other = a.send(sent, 1) if is_receive else b.receive(box, 0)
+        while work.exchange._native.is_pending(work.number):
+            other.exchange._native.progress()
+        cancel(each, error)
+
+    with (
+        mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True),
+        mock.patch.object(messages.MessageWork, "cancel", go_and_cancel),
+    ):
+        work.wait(0.0)
+    assert work.is_done
+    assert not work.exchange._late
+
+
+def test_a_work_that_is_done_gets_no_error():
+    """One thread cancels while another has just found that the message is there."""
+    a, b = connected(2)
+    work = b.receive(torch.zeros(8, dtype=torch.uint8), 0)
+    looks, goes_on = threading.Event(), threading.Event()
+
+    class Late(RuntimeError):
+        def __bool__(self):
+            looks.set()
+            goes_on.wait(0.2)
+            return True
+
+    work.error = Late()  # asked for between the look at is_done and the change
+    with mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True):
+        thread = threading.Thread(target=work.cancel, args=[RuntimeError("enough")])
+        thread.start()
+        assert looks.wait(10)
+        a.send(numbered(1), 1)
+        b.progress()
+        goes_on.set()
+        thread.join()
+    assert work.is_done
+    assert work.error is None
+
+
 def interrupted(work):
     """A wait that gets an exception from outside, as from Ctrl-C."""
     with mock.patch.object(messages, "make_progress", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
@@ -266,16 +397,28 @@ def test_a_receive_whose_wait_was_interrupted_leaves_its_message_to_the_next_one
     assert not b.is_under_way
 
 
+def test_a_receive_that_was_interrupted_while_it_was_posted_leaves_its_message_to_the_next_one():
+    a, b = connected(2)
+    box, again = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    with mock.patch.object(messages, "need_progress", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        b.receive(box, 0)
+    assert not b.is_under_way
+    a.send(numbered(1), 1)
+    b.receive(again, 0).wait()
+    assert box.tolist() == [0] * 8
+    assert torch.equal(again, numbered(1))
+
+
 def test_a_receive_whose_wait_was_interrupted_in_the_middle_drops_the_rest():
     a, b = connected(2, stage_bytes=PAGE)
     size = 3 * WINDOW
     box, again = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    works = [a.send(numbered(number, size), 1) for number in (1, 2)]
-    work = b.receive(box, 0)
-    a.progress()
-    b.progress()
-    assert box.any()
-    with mock.patch.object(a, "progress_alone", return_value=True):
+    with mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True):
+        works = [a.send(numbered(number, size), 1) for number in (1, 2)]
+        work = b.receive(box, 0)
+        a.progress()
+        b.progress()
+        assert box.any()
         interrupted(work)
     before = box.clone()
     assert torch.equal(before[-PIECE:], torch.zeros(PIECE, dtype=torch.uint8))
@@ -285,6 +428,38 @@ def test_a_receive_whose_wait_was_interrupted_in_the_middle_drops_the_rest():
     with pytest.raises(RuntimeError, match="interrupted"):
         work.wait()
     assert not b.is_under_way
+
+
+def test_a_large_message_that_has_not_begun_to_come_is_left_to_the_next_receive():
+    a, b = connected(2, stage_bytes=PAGE)
+    boxes = [torch.zeros(2 * WINDOW, dtype=torch.uint8) for _ in range(4)]
+    with mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True):
+        sends = [a.send(numbered(number, 2 * WINDOW), 1, stage=False) for number in range(3)]
+        works = [b.receive(box, 0) for box in boxes]
+        works[1].cancel(RuntimeError("enough"))  # the last receive, which waits, gets the second message
+        works[0].cancel(RuntimeError("enough"))  # the next receive gets the first one
+        works[2].cancel(RuntimeError("enough"))
+        assert [work.is_done for work in works] == [True, True, True, False]
+    later = [torch.zeros(2 * WINDOW, dtype=torch.uint8) for _ in range(2)]
+    wait_all(*sends, works[3], *(b.receive(box, 0) for box in later))
+    for box, number in zip([boxes[3], *later], [1, 0, 2]):
+        assert torch.equal(box, numbered(number, 2 * WINDOW))
+    for box, work in zip(boxes[:3], works):
+        assert not box.any()
+        with pytest.raises(RuntimeError, match="enough"):
+            work.wait()
+
+
+def test_a_large_message_that_is_not_wanted_any_more_does_not_hold_the_window():
+    a, b = connected(2, stage_bytes=PAGE)
+    boxes = [torch.zeros(2 * WINDOW, dtype=torch.uint8) for _ in range(2)]
+    with mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True):
+        sends = [a.send(numbered(tag, 2 * WINDOW), 1, tag, stage=False) for tag in range(2)]
+        b.receive(boxes[0], 0, 0).cancel(RuntimeError("enough"))
+    wait_all(sends[1], b.receive(boxes[1], 0, 1))
+    wait_all(sends[0], b.receive(boxes[0], 0, 0))
+    for tag, box in enumerate(boxes):
+        assert torch.equal(box, numbered(tag, 2 * WINDOW))
 
 
 def test_a_send_whose_wait_was_interrupted_goes_on():
@@ -311,10 +486,13 @@ def test_a_thread_that_ends_while_it_tells_what_is_done_keeps_nobody_waiting():
     a, b = connected(2)
     box = torch.zeros(8, dtype=torch.uint8)
     work = b.receive(box, 0)
-    a.send(numbered(1), 1)
-    interrupt = mock.patch.object(messages.MessageWork, "_end", side_effect=KeyboardInterrupt)
-    with interrupt, pytest.raises(KeyboardInterrupt):
-        b.progress()
+    with (
+        mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True),
+        mock.patch.object(messages.MessageWork, "_end", side_effect=KeyboardInterrupt),
+    ):
+        a.send(numbered(1), 1)
+        with pytest.raises(KeyboardInterrupt):
+            b.progress()
     thread = threading.Thread(target=work.wait, daemon=True)
     thread.start()
     thread.join(10)
@@ -334,6 +512,29 @@ def test_of_one_that_has_gone_what_it_has_sent_still_arrives():
     for waiting in (work, b.receive(box, 0), b.receive(box, None)):
         with pytest.raises(RuntimeError, match="member 0 has ended or closed its memory, and a message with it"):
             waiting.wait()
+
+
+def test_one_that_has_gone_leaves_nothing_under_way():
+    a, b, c = connected(3, stage_bytes=PAGE)
+    size = 3 * WINDOW
+    box = torch.zeros(size, dtype=torch.uint8)
+    with mock.patch.object(SharedMemoryMessages, "progress_alone", return_value=True):
+        works = [a.send(numbered(0, size), 1, 1), b.receive(box, 0, 1)]
+        a.progress()
+        b.progress()
+        works[1].cancel(RuntimeError("enough"))  # after it has begun to come
+        others = [b.send(numbered(0, size), 0), b.receive(box[:8], 0), b.receive(box[:8], None, 7)]
+        kept = c.send(numbered(3), 1, 7), b.send(numbered(4, size), 2)
+        a.abandon()
+    with pytest.raises(RuntimeError, match="member 0 has ended or closed its memory, and a message with it"):
+        others[1].wait()
+    with pytest.raises(RuntimeError, match="member 0 has ended or closed its memory, and a message with it"):
+        others[0].wait()
+    with pytest.raises(RuntimeError, match="enough"):
+        works[1].wait()
+    wait_all(*kept, c.receive(box, 1), others[2])
+    assert torch.equal(box[8:], numbered(4, size)[8:])
+    assert not b.is_under_way
 
 
 def test_tensors_are_kept_until_they_are_sent():

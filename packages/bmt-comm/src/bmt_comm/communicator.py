@@ -421,7 +421,12 @@ class Communicator:
         if self._transport is not None:
             return self._finish_now(self._transport.recv(data, peer, tag), async_op, operation, (peer,))
         if (messages := self._messages(data)) is not None:
-            return self._finish_now(messages.receive(data, peer, tag), async_op, operation, (peer,))
+            receive = messages.receive(data, peer, tag)
+            try:
+                return self._finish_now(receive, async_op, operation, (peer,))
+            except BaseException:
+                _cancel_all([receive])
+                raise
         work = dist.irecv(data, self.ranks[peer], group=self.group, tag=tag)
         return self._finish_now(Pending([work], None, tensor), async_op, operation, (peer,))
 
@@ -445,23 +450,28 @@ class Communicator:
             return DONE
         for tensor, _ in sends:
             self._count("send", _bytes(tensor))
-        cancel = None
-        if self._transport is not None:
-            works: list[Any] = self._transport.send_recv(outgoing, incoming)
-        elif (messages := self._messages((incoming or outgoing)[0][0])) is not None:
-            receives = [messages.receive(data, peer) for data, peer in incoming]
-            cancel = partial(_cancel_all, receives)
-            # Who waits anyway lets large ones go when they are received, which takes less memory and time.
-            sent = [messages.send(d, peer, stage=async_op or d.nbytes <= _STAGED_BYTES) for d, peer in outgoing]
-            works = [*receives, *(work for work in sent if work is not None)]
-        else:
-            ops = [dist.P2POp(dist.irecv, data, self.ranks[peer], self.group) for data, peer in incoming]
-            ops += [dist.P2POp(dist.isend, data, self.ranks[peer], self.group) for data, peer in outgoing]
-            works = dist.batch_isend_irecv(ops)
-        peers = tuple({peer for _, peer in (*incoming, *outgoing)})
-        first = recvs[0] if recvs else sends[0]
-        operation = self._note("send and receive with", peers, first[0], label)
-        return self._finish_now(Pending(works, None, (sends, recvs), cancel), async_op, operation, peers)
+        receives: list[MessageWork] = []
+        try:
+            if self._transport is not None:
+                works: list[Any] = self._transport.send_recv(outgoing, incoming)
+            elif (messages := self._messages((incoming or outgoing)[0][0])) is not None:
+                for data, peer in incoming:
+                    receives.append(messages.receive(data, peer))  # one by one, for the case that this is interrupted
+                # Who waits anyway lets large ones go when they are received, which takes less memory and time.
+                sent = [messages.send(d, peer, stage=async_op or d.nbytes <= _STAGED_BYTES) for d, peer in outgoing]
+                works = [*receives, *(work for work in sent if work is not None)]
+            else:
+                ops = [dist.P2POp(dist.irecv, data, self.ranks[peer], self.group) for data, peer in incoming]
+                ops += [dist.P2POp(dist.isend, data, self.ranks[peer], self.group) for data, peer in outgoing]
+                works = dist.batch_isend_irecv(ops)
+            peers = tuple({peer for _, peer in (*incoming, *outgoing)})
+            first = recvs[0] if recvs else sends[0]
+            operation = self._note("send and receive with", peers, first[0], label)
+            pending = Pending(works, None, (sends, recvs), partial(_cancel_all, receives) if receives else None)
+            return self._finish_now(pending, async_op, operation, peers)
+        except BaseException:
+            _cancel_all(receives)
+            raise
 
     @_compat.not_compiled
     def barrier(self, async_op: bool = False, label: str = "") -> Work:

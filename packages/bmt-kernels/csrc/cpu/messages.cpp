@@ -36,7 +36,8 @@ constexpr int64_t kWindow = 8 * kPiece;  // bytes of a message under way, where 
 constexpr int64_t kKept = 64 << 20;      // bytes that stay with the process when messages are gone, of all its groups
 constexpr int kAny = -1;
 
-enum State : uint32_t { kSent = 1, kWanted = 2, kReceived = 3, kRefused = 4 };
+// kComing is the sender's, and only after kWanted: the data goes into the window.
+enum State : uint32_t { kSent = 1, kWanted = 2, kComing = 3, kReceived = 4, kRefused = 5 };
 
 // A message, in the memory of its sender. What each side writes lies on a cache line of its own.
 struct alignas(128) Entry {
@@ -44,7 +45,7 @@ struct alignas(128) Entry {
   std::atomic<int64_t> written;  // bytes
   int64_t tag, size;
   int64_t place, room;  // byte i lies at place + i % room; room 0: the window, when the receiver wants the message
-  // By the receiver, from kSent on:
+  // By the receiver, from kSent on, but for kComing:
   alignas(64) std::atomic<uint32_t> state;
   std::atomic<int64_t> read;
   int64_t expected;  // bytes, if it refuses the message
@@ -69,7 +70,7 @@ struct Mailbox {
   Entry entries[kEntries];
 };
 
-enum Outcome { kArrived, kMismatch, kCancelled };
+enum Outcome { kArrived, kMismatch, kCancelled, kGone };
 
 struct Finished {
   Outcome outcome;
@@ -92,6 +93,7 @@ struct Receive {
   int64_t size, tag;
   int source;
   Entry* entry = nullptr;
+  uint64_t place = 0;  // of the message among those of its sender
   int64_t position = 0;
   bool cancelled = false;  // the data is not written any more
 };
@@ -120,7 +122,6 @@ class Messages {
   // Whether it is done. The caller chooses the number, which no other operation has.
   bool send(int64_t number, int64_t data, int64_t size, int peer, int64_t tag, bool stage) {
     const Locked locked(mutex_);
-    ++calls_;
     Peer& to = peers_[static_cast<size_t>(peer)];
     if (!to.unsent.empty()) send_on(peer);
     Send message{number, address<const char>(data), size, tag, stage};
@@ -137,7 +138,6 @@ class Messages {
 
   void receive(int64_t number, int64_t data, int64_t size, int source, int64_t tag) {
     const Locked locked(mutex_);
-    ++calls_;
     const Receive receive{number, address<char>(data), size, tag, source};
     pending_.insert(number);
     const int begin = source == kAny ? 0 : source, end = source == kAny ? size_ : source + 1;
@@ -145,11 +145,11 @@ class Messages {
       look_for_new(peer);
       auto& waiting = peers_[static_cast<size_t>(peer)].unmatched;
       const auto first =
-          std::find_if(waiting.begin(), waiting.end(), [&](const Entry* entry) { return entry->tag == tag; });
+          std::find_if(waiting.begin(), waiting.end(), [&](const Arrived& each) { return each.entry->tag == tag; });
       if (first == waiting.end()) continue;
-      Entry* entry = *first;
+      const Arrived message = *first;
       waiting.erase(first);
-      match(receive, peer, entry);
+      match(receive, peer, message);
       return;
     }
     posted_.push_back(receive);
@@ -162,8 +162,9 @@ class Messages {
     advance();
   }
 
-  // What progress does, for a thread that calls it from time to time; nothing if others have called since the last
-  // time. It goes on until nothing has happened for `idle` seconds, for `most` seconds, or until others call.
+  // What progress does, for a thread that calls it from time to time; nothing if others have done so since the last
+  // time. Calls of send and receive do not count: they do not let other messages go on. It goes on until nothing has
+  // happened for `idle` seconds, for `most` seconds, or until others call.
   void progress_alone(double idle, double most) {
     py::gil_scoped_release release;
     auto& bell = bell_of(rank_);
@@ -224,7 +225,7 @@ class Messages {
   }
 
   // The data of a receive is not written any more. If its message has begun to come, the rest is dropped as it comes,
-  // and the receive is done after that.
+  // and the receive is done after that. Else the next receive gets the message.
   void cancel(int64_t number) {
     const Locked locked(mutex_);
     ++calls_;
@@ -235,7 +236,42 @@ class Messages {
       posted_.erase(posted);
     }
     const auto active = std::find_if(active_.begin(), active_.end(), has_number);
-    if (active != active_.end()) active->cancelled = true;
+    if (active == active_.end()) return;
+    uint32_t wanted = kWanted;
+    if (!active->entry->state.compare_exchange_strong(wanted, kSent, std::memory_order_acq_rel)) {
+      active->cancelled = true;
+      return;
+    }
+    const Receive receive = *active;
+    active_.erase(active);
+    finish(number, kCancelled, receive.source, receive.size);
+    offer(receive.source, {receive.place, receive.entry});
+  }
+
+  // These processes send and receive no more. What they have sent as a whole arrives. Their other messages are done, as
+  // are receives from any process if all others have gone.
+  void lose(const std::vector<int>& ranks) {
+    const Locked locked(mutex_);
+    ++calls_;
+    advance();
+    for (int rank : ranks) peers_[static_cast<size_t>(rank)].gone = true;
+    const auto has_gone = [&](int rank) { return rank == rank_ || peers_[static_cast<size_t>(rank)].gone; };
+    int left = 0;
+    for (int rank = 0; rank < size_; ++rank) left += !has_gone(rank);
+    const auto fails = [&](const Receive& each) {
+      if (each.source == kAny ? left > 0 : !has_gone(each.source)) return false;
+      finish(each.number, kGone, each.source, each.size);
+      return true;
+    };
+    posted_.remove_if(fails);
+    active_.remove_if(fails);
+    for (int rank : ranks) {
+      Peer& peer = peers_[static_cast<size_t>(rank)];
+      for (const auto& message : peer.under_way) finish(message.number, kGone, rank, message.size);
+      for (const auto& message : peer.unsent) finish(message.number, kGone, rank, message.size);
+      peer.under_way.clear();
+      peer.unsent.clear();
+    }
   }
 
   // What has been done and not been forgotten: number, outcome, rank of the peer, bytes.
@@ -259,18 +295,25 @@ class Messages {
   }
 
  private:
+  // A message that has come, and its place among those of its sender.
+  struct Arrived {
+    uint64_t place;
+    Entry* entry;
+  };
+
   struct Peer {
     uint32_t sent = 0;                // messages to it
     uint32_t used = 0;                // entries of the mailbox to it that were ever used
     uint32_t taken_back = 0;          // entries that it has given back
     std::vector<uint32_t> free;       // entries that were used and are not in use
-    uint32_t seen = 0;                // messages of it
+    uint64_t seen = 0;                // messages of it
     uint32_t returned = 0;            // entries of it that this process has given back
     std::deque<Send> unsent;          // for which there was no entry
     std::list<Send> under_way;        // that wait to be wanted, or go through the window
     const Entry* in_window = nullptr;
     int64_t kept = 0;                 // bytes of the window
-    std::list<Entry*> unmatched;      // messages of it that no receive was there for
+    bool gone = false;
+    std::list<Arrived> unmatched;     // messages of it that no receive was there for, in their order
   };
 
   // Whoever waits for this lock must not have the interpreter's.
@@ -399,14 +442,16 @@ class Messages {
     }
     for (auto message = to.under_way.begin(); message != to.under_way.end();) {
       Entry& entry = *message->entry;
-      const uint32_t state = entry.state.load(std::memory_order_acquire);
+      uint32_t state = entry.state.load(std::memory_order_acquire);
       if (state == kRefused) {
         ++message;
         refused(to, peer, entry);
         any = true;
         continue;
       }
-      if (state == kWanted && to.in_window == nullptr) {
+      // The receiver may not want it any more.
+      if (state == kWanted && to.in_window == nullptr &&
+          entry.state.compare_exchange_strong(state, kComing, std::memory_order_acq_rel)) {
         to.in_window = &entry;
         entry.place = peer * kWindow;
         entry.room = kWindow;
@@ -498,24 +543,32 @@ class Messages {
     Peer& from = peers_[static_cast<size_t>(peer)];
     Mailbox& box = mailbox(peer, rank_);
     const uint32_t sent = box.sent.load(std::memory_order_acquire);
-    if (from.seen == sent) return false;
-    for (; from.seen != sent; ++from.seen) {
-      Entry* entry = &box.entries[box.order[from.seen % kEntries]];
-      const auto receive = std::find_if(posted_.begin(), posted_.end(), [&](const Receive& each) {
-        return (each.source == peer || each.source == kAny) && each.tag == entry->tag;
-      });
-      if (receive == posted_.end()) {
-        from.unmatched.push_back(entry);
-      } else {
-        const Receive found = *receive;
-        posted_.erase(receive);
-        match(found, peer, entry);
-      }
+    if (static_cast<uint32_t>(from.seen) == sent) return false;
+    for (; static_cast<uint32_t>(from.seen) != sent; ++from.seen) {
+      offer(peer, {from.seen, &box.entries[box.order[from.seen % kEntries]]});
     }
     return true;
   }
 
-  void match(Receive receive, int peer, Entry* entry) {
+  // To the first receive that wants the message, or to later ones.
+  void offer(int peer, const Arrived& message) {
+    const auto receive = std::find_if(posted_.begin(), posted_.end(), [&](const Receive& each) {
+      return (each.source == peer || each.source == kAny) && each.tag == message.entry->tag;
+    });
+    if (receive != posted_.end()) {
+      const Receive found = *receive;
+      posted_.erase(receive);
+      match(found, peer, message);
+      return;
+    }
+    auto& waiting = peers_[static_cast<size_t>(peer)].unmatched;
+    auto later = waiting.end();  // a new one is the last
+    while (later != waiting.begin() && std::prev(later)->place > message.place) --later;
+    waiting.insert(later, message);
+  }
+
+  void match(Receive receive, int peer, const Arrived& message) {
+    Entry* entry = message.entry;
     if (entry->size != receive.size) {
       entry->expected = receive.size;
       const int64_t length = entry->size;
@@ -525,6 +578,7 @@ class Messages {
     }
     receive.source = peer;
     receive.entry = entry;
+    receive.place = message.place;
     if (entry->written.load(std::memory_order_acquire) == 0 && entry->size > 0) {
       entry->state.store(kWanted, std::memory_order_release);
       ring(peer);
@@ -576,11 +630,11 @@ class Messages {
   std::vector<Peer> peers_;
   std::list<Entry*> staged_;    // whose data lies in the stage as a whole, in the order of places
   std::list<Receive> posted_;   // for which no message has come, in the order of the calls
-  std::list<Receive> active_;   // whose messages have begun to come
+  std::list<Receive> active_;   // which have a message
   std::unordered_set<int64_t> pending_;
   std::unordered_map<int64_t, Finished> finished_;
   int64_t kept_ = 0, highest_ = 0;
-  int64_t calls_ = 0, calls_before_ = -1;  // of others than progress_alone, so far and at its last call
+  int64_t calls_ = 0, calls_before_ = -1;  // in which others than progress_alone advance: so far, at its last call
   int waiting_ = 0;                        // threads
   std::mutex mutex_;
 };
@@ -600,6 +654,7 @@ void bind_messages(pybind11::module_& m) {
       .def("wait", &Messages::wait)
       .def("is_pending", &Messages::is_pending)
       .def("cancel", &Messages::cancel)
+      .def("lose", &Messages::lose)
       .def("finished", &Messages::finished)
       .def("forget", &Messages::forget);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -160,6 +161,17 @@ class MessagePlaces:
             return before - least
         finally:
             self._changing.release()
+
+
+def _renew() -> None:
+    """Another thread may have held the lock when this process was forked, and the places are its parent's."""
+    global _adding
+    _adding = threading.Lock()
+    MessagePlaces._all = weakref.WeakSet()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
 
 
 def pages(size: int) -> int:

@@ -16,7 +16,7 @@
     a receive for it, the data goes through a *window* of 2 MiB, in pieces that stay in the caches, while both processes
     wait for something in this exchange. So messages that nobody receives never stand in the way of others.
 
-    Memory that is not needed any more is given back when this process sends again, beyond 128 MiB that it keeps over
+    Memory that is not needed any more is given back when this process sends again, beyond 64 MiB that it keeps over
     all exchanges of this kind.
 
     What can be received and sent is, in every call, and while a process waits for a message or for a collective through
@@ -28,6 +28,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ from bmt_kernels.shared_memory import (
 
 _STAGE_BYTES = 1 << 26
 _ANY = -1
-_MISMATCH, _CANCELLED = 1, 2  # outcomes, of csrc/cpu/messages.cpp
+_MISMATCH, _CANCELLED, _GONE = 1, 2, 3  # outcomes, of csrc/cpu/messages.cpp
 
 
 class SharedMemoryMessages:
@@ -89,6 +90,7 @@ class SharedMemoryMessages:
         own.words[TOKEN // 8] = self._token
         self._memories = {rank: own}
         self._unfinished: dict[int, MessageWork] = {}  # which it keeps alive, with their tensors
+        self._ending = threading.RLock()  # works of it; whoever interrupts a thread may end some, too
         self._numbers = itertools.count(1)
         self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
         self._stopped = ""
@@ -132,10 +134,14 @@ class SharedMemoryMessages:
         """Receive into ``data`` (CPU, contiguous) the next message of ``peer`` with this tag; None: of any process."""
         work = MessageWork(self, next(self._numbers), data, peer, tag, is_receive=True)
         self._unfinished[work.number] = work
-        self._native.receive(work.number, data.data_ptr(), work.nbytes, _ANY if peer is None else peer, tag)
-        self._conclude()
-        if not work.is_done:
-            need_progress()
+        try:
+            self._native.receive(work.number, data.data_ptr(), work.nbytes, _ANY if peer is None else peer, tag)
+            self._conclude()
+            if not work.is_done:
+                need_progress()
+        except BaseException as error:  # the caller has no work that could be cancelled
+            work.cancel(RuntimeError(f"the receive was interrupted ({type(error).__name__})"))
+            raise
         return work
 
     def progress(self) -> None:
@@ -189,14 +195,19 @@ class SharedMemoryMessages:
                 work._end(peer, self._mismatch(work, peer, size))
             elif outcome == _CANCELLED:
                 work._end(work.peer, work.error)
+            elif outcome == _GONE:
+                named = " and ".join(self.names[rank] for rank in self._peers(work))
+                gone = f"{named} has ended or closed its memory, and a message with it is missing"
+                work._end(work.peer, work.error or RuntimeError(gone))
             else:
                 work._end(peer, None)
             self._unfinished.pop(number, None)
         self._native.forget([number for number, *_ in finished])
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, work: MessageWork) -> None:
         """Write no more into the tensor of a receive."""
-        self._native.cancel(number)
+        if work.is_receive:
+            self._native.cancel(work.number)
         self._conclude()  # with success, if it was done before that
 
     def _mismatch(self, work: MessageWork, peer: int, theirs: int) -> MismatchError:
@@ -205,11 +216,15 @@ class SharedMemoryMessages:
             return MismatchError(f"{other} has sent {theirs} bytes with tag {work.tag} where {me} expects {mine}")
         return MismatchError(f"{me} has sent {mine} bytes with tag {work.tag} where {other} expects {theirs}")
 
+    def _peers(self, work: MessageWork) -> list[int]:
+        """The ranks of the processes of which one must take part in a message."""
+        return [rank for rank in self._memories if rank != self.rank] if work.peer is None else [work.peer]
+
     def _wait(self, work: MessageWork, timeout: float | None = None) -> None:
         native, number = self._native, work.number
         if timeout is None:
             timeout = self.timeout() if callable(self.timeout) else self.timeout
-        peers = [rank for rank in self._memories if rank != self.rank] if work.peer is None else [work.peer]
+        peers = self._peers(work)
         late = self._late.issuperset(peers)
         deadline = time.monotonic() + (0.0 if late else timeout)
         while True:
@@ -221,13 +236,16 @@ class SharedMemoryMessages:
             if self._stopped:
                 raise RuntimeError(self._stopped)
             gone = [rank for rank in peers if self._memories[rank].is_gone()]
-            if len(gone) == len(peers) and native.is_pending(number):  # what it has done before it went still counts
-                named = " and ".join(self.names[rank] for rank in gone)
-                raise RuntimeError(f"{named} has ended or closed its memory, and a message with it is missing")
-            if time.monotonic() > deadline and native.is_pending(number):
-                self._late.update(peers)
+            if len(gone) == len(peers):
+                native.lose(gone)  # ends this work and others; what the process has done before it went still counts
+                self._conclude()
+                return
+            if time.monotonic() > deadline:
                 named = " and ".join(self.names[rank] for rank in peers)
-                raise RuntimeError(f"{named} has not sent or received a message for {timeout:g} seconds")
+                work.cancel(RuntimeError(f"{named} has not sent or received a message for {timeout:g} seconds"))
+                if work.error is not None:  # else it was done at the last moment
+                    self._late.update(peers)
+                return
 
 
 class MessageWork:
@@ -267,7 +285,8 @@ class MessageWork:
                 self.exchange._wait(self, timeout)
             except Exception as error:
                 self.cancel(error)
-                raise
+                if not self.is_done or self.error is not None:
+                    raise
             except BaseException as error:
                 if self.is_receive:
                     self.cancel(RuntimeError(f"the wait for the message was interrupted ({type(error).__name__})"))
@@ -280,11 +299,11 @@ class MessageWork:
 
         The tensor of a send must not change until it is done, in any case.
         """
-        if self.is_done:
-            return
-        self.error = self.error or error
-        if self.is_receive:
-            self.exchange._cancel(self.number)
+        with self.exchange._ending:
+            if self.is_done:
+                return
+            self.error = self.error or error
+        self.exchange._cancel(self)
 
     def is_completed(self) -> bool:
         """Whether it is done, after what can be done without waiting."""
@@ -293,6 +312,7 @@ class MessageWork:
         return self.is_done
 
     def _end(self, peer: int | None, error: Exception | None) -> None:
-        self.peer, self.error = peer, error
-        self._data = None  # which may be used for something else
-        self.is_done = True
+        with self.exchange._ending:
+            self.peer, self.error = peer, error
+            self._data = None  # which may be used for something else
+            self.is_done = True

@@ -6,11 +6,15 @@
     every few milliseconds for exchanges that have messages under way and that nobody has called since it last looked.
     It receives and sends what it can in these, without a pause as long as the other process does, too. It rests while
     no message is under way.
+
+    An exchange that raises there is looked after again the next time, as are the others. The first such exception goes
+    to the log.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -26,11 +30,11 @@ class _ProgressThread:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._news = threading.Event()
-        self._rests = self._stopped = False
+        self._rests = self._stopped = self._has_failed = False
 
     def need(self) -> None:
         """A message is under way."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._start()
         if self._rests:
             self._rests = False
@@ -38,9 +42,10 @@ class _ProgressThread:
 
     def _start(self) -> None:
         with self._starting:
-            if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name="bmt_messages", daemon=True)
-                self._thread.start()
+            if (self._thread is None or not self._thread.is_alive()) and not self._stopped:
+                thread = threading.Thread(target=self._run, name="bmt_messages", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def stop(self) -> None:
         with self._starting:
@@ -54,16 +59,23 @@ class _ProgressThread:
             time.sleep(_PERIOD)
             self._news.clear()
             self._rests = True  # before it looks, so that what is sent meanwhile is noticed
-            if _progress_all():
+            if self._progress_all():
                 self._rests = False
             elif not self._stopped:
                 self._news.wait()
 
-
-def _progress_all() -> bool:
-    """Whether messages are under way after that."""
-    under_way = [exchange.progress_alone(_PERIOD, _MOST) for exchange in members(exchanges_between_two)]
-    return any(under_way)
+    def _progress_all(self) -> bool:
+        """Whether messages are under way after that."""
+        under_way = False
+        for exchange in members(exchanges_between_two):
+            try:
+                under_way |= exchange.progress_alone(_PERIOD, _MOST)
+            except Exception:
+                under_way = True
+                if not self._has_failed:
+                    logging.exception("bmt_kernels: the thread that receives and sends messages meets an error")
+                self._has_failed = True
+        return under_way
 
 
 _thread = _ProgressThread()

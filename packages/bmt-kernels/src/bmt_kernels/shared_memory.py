@@ -63,6 +63,16 @@ exchanges_between_two: weakref.WeakSet[Any] = weakref.WeakSet()
 _adding = threading.Lock()
 
 
+def _renew() -> None:
+    """Another thread may have held the lock when this process was forked."""
+    global _adding
+    _adding = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
+
+
 def members(exchanges: weakref.WeakSet[Any]) -> list[Any]:
     """Of a set of exchanges to which another thread may add; see :func:`add_exchange`."""
     with _adding:
