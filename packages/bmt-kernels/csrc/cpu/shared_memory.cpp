@@ -50,7 +50,7 @@ void describe(int64_t entry, int64_t place, int64_t size, uint32_t number, int64
 }
 
 void copy(int64_t to, int64_t from, int64_t size) {
-  std::memcpy(address<char>(to), address<const char>(from), static_cast<size_t>(size));
+  if (size > 0) std::memcpy(address<char>(to), address<const char>(from), static_cast<size_t>(size));
 }
 
 // The counters and tables of all processes.
