@@ -16,14 +16,13 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from launch import launched, machine, on_ranks
-from timing import median_ratio
+from timing import median_ratio, timed
 
 import bmt_comm
 import bmt_comm.hosts
@@ -35,6 +34,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "send and receive")
 OWN, OTHERS = "a copy in own memory", "a copy of what another rank has written"
 Times = dict[str, dict[str, float]]  # seconds, by collective and bytes
 ROWS = 7
+CPU = torch.device("cpu")
 
 
 def communicator(name: str, hosts: int) -> bmt_comm.Communicator:
@@ -88,14 +88,6 @@ def slowest(seconds: float) -> float:
     return most.item()
 
 
-def timed(call: Callable[[], object], count: int) -> float:
-    """Seconds of one of ``count`` calls in a row."""
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - start) / count
-
-
 def copies(comm: bmt_comm.Communicator, elements: int, count: int) -> dict[str, float]:
     source, target = torch.ones(elements), torch.ones(elements)
     shared = comm.shared_vector(elements * comm.size, torch.float32)
@@ -105,9 +97,9 @@ def copies(comm: bmt_comm.Communicator, elements: int, count: int) -> dict[str, 
     for _ in range(ROWS * count):
         vectors[comm.rank].fill_(1)
         comm.barrier()
-        seconds.append(timed(lambda: target.copy_(vectors[comm.rank - 1]), 1))
+        seconds.append(timed(lambda: target.copy_(vectors[comm.rank - 1]), CPU))
         comm.barrier()
-    own = [timed(lambda: target.copy_(source), count) for _ in range(ROWS)]
+    own = [timed(lambda: target.copy_(source), CPU, count) for _ in range(ROWS)]
     return {OWN: slowest(statistics.median(own)), OTHERS: slowest(statistics.median(seconds))}
 
 
@@ -129,8 +121,8 @@ def run_alone(name: str, arguments: argparse.Namespace) -> None:
         calls = calls_of_torch(elements) if comm is None else calls_of_communicator(comm, elements)
         for collective, call in zip(COLLECTIVES, calls, strict=False):  # an odd number of ranks has no pairs
             dist.barrier()
-            timed(call, count)
-            found = statistics.median(timed(call, count) for _ in range(ROWS))
+            timed(call, CPU, count)
+            found = statistics.median(timed(call, CPU, count) for _ in range(ROWS))
             # There and back are two messages.
             times.setdefault(collective, {})[str(size)] = slowest(found) / (2 if collective == COLLECTIVES[-1] else 1)
     if dist.get_rank() == 0:

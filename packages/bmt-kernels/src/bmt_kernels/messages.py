@@ -19,8 +19,9 @@
     Memory that is not needed any more is given back when this process sends again, beyond 64 MiB that it keeps over
     all exchanges of this kind.
 
-    What can be received and sent is, in every call, and while a process waits for a message or for a collective through
-    shared memory. [Note: progress without a wait] in :mod:`bmt_kernels.progress_thread` says what happens otherwise.
+    What can be received and sent is while a process waits for a message or for a collective through shared memory, and
+    in every call that asks whether a message is done. [Note: progress without a wait] in
+    :mod:`bmt_kernels.progress_thread` says what happens otherwise.
 """
 
 from __future__ import annotations
