@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from bmt_comm import REDUCE_OPS, Communicator, _compat, init_distributed, shutdown, watch
 from bmt_comm import direct_exchange as module
+from bmt_comm.receive_memory import ReceiveMemory
 from bmt_comm.transport import stop_waiting
 
 DTYPES = [
@@ -124,6 +125,7 @@ def test_max_and_min_keep_a_nan_whoever_holds_it(ctx, device_type):
 def test_large_all_reduces_in_many_segments(ctx, device_type):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_ONE_TRIP_BYTES", 64)
+        patch.setattr(module, "_ONE_TRIP_BYTES_OF_PAIR", 64)
         patch.setattr(module, "_SEGMENT_BYTES", 256)
         patch.setattr(Communicator, "_on_host", property(lambda comm: exchanges[comm.group]))
         exchanges = {ctx.world.group: module.DirectExchange(ctx.world.group)}
@@ -135,6 +137,51 @@ def test_large_all_reduces_in_many_segments(ctx, device_type):
                 works[number].wait()
             for x, op in zip(several, ("sum", "max", "avg")):
                 torch.testing.assert_close(x.cpu().double(), expected(stack, op), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.ranks(2, 3)
+def test_memory_to_receive_into_is_used_again(ctx):
+    n, numel = ctx.world_size, 100_000
+    memory, taken = ReceiveMemory(1 << 22), []
+    take = memory.take
+
+    def noted(*arguments):
+        tensor = take(*arguments)
+        taken.append(tensor)  # which keeps the allocator from using its memory again
+        return tensor
+
+    memory.take = noted
+    exchange = module.DirectExchange(ctx.world.group, memory=memory)
+    sources = [values(ctx.rank + k, n * numel, torch.float32) for k in range(3)]
+    wanted = [sum(values(r + k, n * numel, torch.float32) for r in range(n)).view(n, -1)[ctx.rank] for k in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "_on_host", property(lambda comm: exchange))
+        for _ in range(2):
+            outs = [torch.empty(numel) for _ in sources]
+            works = [ctx.world.reduce_scatter(out, source, async_op=True) for out, source in zip(outs, sources)]
+            for number in (1, 0, 2):
+                works[number].wait()
+            assert all(map(torch.equal, outs, wanted))
+        addresses = [tensor.data_ptr() for tensor in taken]
+        assert len(set(addresses[:3])) == 3
+        assert set(addresses[3:]) == set(addresses[:3])
+        with torch.inference_mode():
+            ctx.world.reduce_scatter(outs[0], sources[0])
+        ctx.world.all_reduce(sources[0], "max")
+        ctx.world.reduce_scatter(outs[0], sources[1])
+        assert torch.equal(outs[0], wanted[1])
+
+
+def test_memory_to_receive_into_is_kept_up_to_a_limit():
+    memory = ReceiveMemory(most=1 << 20)
+    first, second, small = (memory.take(2, numel, torch.float32) for numel in (1 << 16, 1 << 16, 10))
+    for tensor in (first, second, small, memory.take(1, 1 << 20, torch.float32)):
+        memory.give_back(tensor)
+    assert memory.take(2, 1 << 15, torch.float32).untyped_storage().nbytes() == 1 << 18, "kept more than the limit"
+    memory.give_back(first)
+    again = memory.take(1, 1 << 17, torch.bfloat16)
+    assert again.data_ptr() == first.data_ptr() and again.shape == (1, 1 << 17)
+    assert memory.take(1, 1 << 17, torch.bfloat16).data_ptr() != first.data_ptr(), "in use twice"
 
 
 @pytest.mark.ranks(2, 3, 4)

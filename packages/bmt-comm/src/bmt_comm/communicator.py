@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import _compat
-from .combine import check_op, combine
+from .combine import TORCH_OPS, check_op, combine
 from .direct_exchange import TAG_RANGE
 from .fixed_order import TREE_SUM
 from .hosts import HostsCollectives
@@ -32,14 +32,6 @@ from .shared_vector import make_shared_vector
 from .transport import HostCollectives, Transport, host_collectives, share_memory, transports, use_messages
 from .watched import Watched
 from .work import DONE, Pending, Work
-
-_REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-}
 
 # What every backend can carry. Other dtypes travel as bytes.
 _BACKEND_DTYPES = frozenset(
@@ -288,7 +280,7 @@ class Communicator:
         if src.is_cuda and op == TREE_SUM:
             return self._finish_now(self._tree_sum(mine, flat), async_op, operation)
         if src.is_cuda:
-            work = _compat.reduce_scatter_single(mine, flat, _REDUCE_OPS[op], group=self.group, async_op=async_op)
+            work = _compat.reduce_scatter_single(mine, flat, TORCH_OPS[op], group=self.group, async_op=async_op)
             return self._finish_now(work, async_op, operation)
         chunks = [flat[r * numel : (r + 1) * numel] for r in range(self.size)]
         work = self._on_host.reduce_scatter(mine, chunks, op, operation, waits_at_once=not async_op)
@@ -357,7 +349,7 @@ class Communicator:
             self._tree_sum_everywhere(_flat(tensor))
             return DONE
         if tensor.is_cuda:
-            work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=async_op)
+            work = dist.all_reduce(tensor, TORCH_OPS[op], group=self.group, async_op=async_op)
             return self._finish_now(work, async_op, operation)
         return self._finish_now(self._on_host.all_reduce(_flat(tensor), op, operation), async_op, operation)
 

@@ -20,18 +20,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .combine import combine
+from .combine import TORCH_OPS, combine
 from .operation import TAG_BITS, Operation
+from .receive_memory import ReceiveMemory, of_process
 from .work import Pending, Work
 
 # An all-reduce of up to this many bytes (of fewer on more ranks, in proportion) takes one trip: everyone sends all it
 # has to everyone. On 2 to 8 ranks that takes a half to a third of the time of gloo's all-reduce, and less than a
-# reduce-scatter and an all-gather.
+# reduce-scatter and an all-gather. Two ranks send no more than they must.
 _ONE_TRIP_BYTES = 1 << 18
 _ONE_TRIP_RANKS = 8
+_ONE_TRIP_BYTES_OF_PAIR = 1 << 22
 
-_SEGMENT_BYTES = 1 << 21  # of a larger all-reduce, that go to each rank at a time
+_SEGMENT_BYTES = 1 << 23  # of a larger all-reduce
 _UNDER_WAY = 4  # segments
+
+# What gloo reduces as we do. Its max and min lose a NaN, or keep it, depending on who holds it. Its ring gives every
+# rank the same bits, but of more than two ranks in another order.
+_OF_GLOO = {
+    **dict.fromkeys((torch.float32, torch.float64), ("sum", "avg")),
+    **dict.fromkeys((torch.int32, torch.int64, torch.int8, torch.uint8), ("sum", "max", "min", "prod")),
+}
 
 # Gloo's tags are 31-bit. The upper half is for these messages. Their tags have to differ from those in flight, and
 # say which operation the message belongs to: ranks that call different ones do not take each other's messages. The
@@ -48,14 +57,22 @@ class DirectExchange:
         group: the process group.
         members: those of its ranks that take part, this one among them; None: all.
         lane: below 8. Exchanges of one group in which the same two ranks take part have different ones.
+        memory: for what is received and reduced; by default that of the process.
     """
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int] | None = None, lane: int = 0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        members: Sequence[int] | None = None,
+        lane: int = 0,
+        memory: ReceiveMemory = of_process,
+    ) -> None:
         self._members = range(group.size()) if members is None else members
         self.rank, self.size = self._members.index(group.rank()), len(self._members)
         self._group = weakref.ref(group)  # this is kept as long as the group is
         self._are_all = group.size() == len(self._members)
         self._tags = itertools.count(lane, _LANES)
+        self.memory = memory
         self._all_reduces: deque[_SegmentedAllReduce] = deque()
         """Those in flight, in the order in which they began."""
 
@@ -63,7 +80,7 @@ class DirectExchange:
         """One of some ranks of the group."""
         group = self._group()
         assert group is not None
-        return DirectExchange(group, members, lane)
+        return DirectExchange(group, members, lane, self.memory)
 
     def all_gather(
         self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation, waits_at_once: bool = False
@@ -73,11 +90,32 @@ class DirectExchange:
     def reduce_scatter(
         self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation, waits_at_once: bool = False
     ) -> Work:
-        received = chunks[0].new_empty(self.size - 1, out.numel())
-        parts = [received[r if r < self.rank else r - 1] for r in range(self.size) if r != self.rank]
-        parts.insert(self.rank, chunks[self.rank])
+        return self._reduce(out, chunks, op, operation)
+
+    def _reduce(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
+        mine = chunks[self.rank]
+        received = self.memory.take(self.size - 1, mine.numel(), mine.dtype)
+        parts = self.with_mine(received, mine)
         works = self.exchange(chunks, parts, self.next_tag(operation))
-        return Pending(works, lambda: combine(out, parts, op), (received, chunks))
+
+        def finish() -> None:
+            self.combine(out, parts, op)
+            self.memory.give_back(received)
+
+        # What a wait ends with an exception is not given back: it may still be written.
+        return Pending(works, finish, (received, chunks))
+
+    def with_mine(self, received: Tensor, mine: Tensor) -> list[Tensor]:
+        """The parts of all ranks, of which those of the others are rows of ``received``."""
+        parts = list(received.unbind())
+        parts.insert(self.rank, mine)
+        return parts
+
+    def combine(self, out: Tensor, parts: list[Tensor], op: str) -> None:
+        """Reduce ``parts`` into ``out``, which may be this rank's part."""
+        if self.rank > 1 and out.data_ptr() == parts[self.rank].data_ptr():
+            parts[self.rank] = out.clone()
+        combine(out, parts, op)
 
     def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
         nothing = flat[:0]
@@ -86,23 +124,14 @@ class DirectExchange:
         return Pending(self.exchange(sends, recvs, self.next_tag(operation)), None, flat)
 
     def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
-        # Gloo's, which is faster, only of large sums: its max and min lose a NaN, or keep it, depending on who holds
-        # it. Its ring gives every rank the same bits, but of more than two ranks in another order.
-        if flat.nbytes * max(self.size, _ONE_TRIP_RANKS) <= _ONE_TRIP_BYTES * _ONE_TRIP_RANKS:
-            return self._one_trip_all_reduce(flat, op, operation)
-        if self._are_all and op in ("sum", "avg") and flat.dtype in (torch.float32, torch.float64):
+        size = flat.nbytes
+        if size * max(self.size, _ONE_TRIP_RANKS) <= _ONE_TRIP_BYTES * _ONE_TRIP_RANKS:
+            return self._reduce(flat, [flat] * self.size, op, operation)
+        if self._are_all and op in _OF_GLOO.get(flat.dtype, ()):
             return self._all_reduce_by_gloo(flat, op, operation)
+        if self.size == 2 and size <= _ONE_TRIP_BYTES_OF_PAIR:
+            return self._reduce(flat, [flat] * self.size, op, operation)
         return self._all_reduce_in_segments(flat, op, operation)
-
-    def _one_trip_all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
-        reduced = torch.empty_like(flat)
-        reduce = self.reduce_scatter(reduced, [flat] * self.size, op, operation)
-
-        def finish() -> None:
-            reduce.wait()
-            flat.copy_(reduced)
-
-        return Pending([], finish, flat)
 
     def _all_reduce_by_gloo(self, flat: Tensor, op: str, operation: Operation) -> Work:
         group = self._group()
@@ -111,7 +140,9 @@ class DirectExchange:
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         received = [torch.empty_like(token) for _ in range(self.size)]
         tokens = self.exchange([token] * self.size, received, self.next_tag(operation))
-        reducing = group.allreduce([flat], dist.AllreduceOptions())
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(TORCH_OPS["sum" if op == "avg" else op])
+        reducing = group.allreduce([flat], options)
 
         def finish() -> None:
             if op == "avg":
@@ -156,60 +187,52 @@ class DirectExchange:
 
 
 class _SegmentedAllReduce:
-    """An all-reduce of which few segments are under way at a time, so that it takes little memory and no new pages.
+    """An all-reduce of which few segments are under way at a time, so that it takes little memory.
 
-    A segment is reduced in parts, one on each rank, and these are gathered while later segments are reduced. Two ranks
-    send each other all of it, which is as much, and need not gather.
+    A segment is reduced in parts, one on each rank, and these are gathered while later segments are reduced.
     """
 
     def __init__(self, exchange: DirectExchange, flat: Tensor, op: str, operation: Operation) -> None:
         self.done = False
         self._exchange, self._op = exchange, op
-        self._is_pair = exchange.size == 2
-        self._segments = flat.split(_SEGMENT_BYTES // flat.element_size() * (1 if self._is_pair else exchange.size))
+        self._segments = flat.split(_SEGMENT_BYTES // flat.element_size())
         # Taken now, so that ranks which wait for their collectives in different orders still agree.
         self._tags = [[exchange.next_tag(operation) for _ in range(2)] for _ in self._segments]
-        count = min(_UNDER_WAY, len(self._segments))
-        longest = len(self._chunks(0)[0]) if self._is_pair else -(-self._segments[0].numel() // exchange.size)
-        self._buffers = flat.new_empty(count, exchange.size - 1, longest)
+        count, others = min(_UNDER_WAY, len(self._segments)), exchange.size - 1
+        longest = -(-self._segments[0].numel() // exchange.size)
+        self._memory = exchange.memory.take(count * others, longest, flat.dtype)
+        self._buffers = self._memory.view(count, others, longest)
         self._reducing = deque(self._reduce(number) for number in range(count))
         self._gathering: deque[list[Any]] = deque()
         self._reduced = 0  # segments
 
-    def _chunks(self, number: int) -> list[Tensor]:
-        """What each rank reduces of a segment."""
-        if self._is_pair:
-            return [self._segments[number]] * 2
-        return evenly_cut(self._segments[number], self._exchange.size)
-
     def _reduce(self, number: int) -> tuple[list[Any], list[Tensor]]:
         """Send and receive what this rank is to reduce: the works, and all ranks' parts."""
-        chunks, rank = self._chunks(number), self._exchange.rank
-        mine = chunks[rank]
-        parts = list(self._buffers[number % len(self._buffers), :, : mine.numel()].unbind())
-        parts.insert(rank, mine)
-        return self._exchange.exchange(chunks, parts, self._tags[number][0]), parts
+        exchange = self._exchange
+        chunks = evenly_cut(self._segments[number], exchange.size)
+        mine = chunks[exchange.rank]
+        parts = exchange.with_mine(self._buffers[number % len(self._buffers), :, : mine.numel()], mine)
+        return exchange.exchange(chunks, parts, self._tags[number][0]), parts
 
     def complete(self) -> None:
         """Wait for all of it. An error leaves it as it is."""
+        exchange = self._exchange
         while self._reducing:
             works, parts = self._reducing[0]
             _wait_for(works)
-            mine = parts[self._exchange.rank]
-            if self._exchange.rank > 1:
-                parts[self._exchange.rank] = mine.clone()
-            combine(mine, parts, self._op)
+            mine = parts[exchange.rank]
+            exchange.combine(mine, parts, self._op)
             self._reducing.popleft()
             number, self._reduced = self._reduced, self._reduced + 1
-            if not self._is_pair:
-                chunks = self._chunks(number)
-                self._gathering.append(self._exchange.exchange([mine] * len(chunks), chunks, self._tags[number][1]))
+            chunks = evenly_cut(self._segments[number], exchange.size)
+            self._gathering.append(exchange.exchange([mine] * exchange.size, chunks, self._tags[number][1]))
             if number + len(self._buffers) < len(self._segments):
                 self._reducing.append(self._reduce(number + len(self._buffers)))
             while len(self._gathering) > _UNDER_WAY:
                 self._gather_first()
         while self._gathering:
             self._gather_first()
+        exchange.memory.give_back(self._memory)
         self.done = True
 
     def _gather_first(self) -> None:

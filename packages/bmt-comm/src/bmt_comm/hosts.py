@@ -96,7 +96,8 @@ class HostsCollectives:
 
         def finish() -> None:
             _wait_for(works)
-            self._across_later.reduce_scatter(out, sums, op, operation).wait()
+            self._across_later.reduce_scatter(out, sums.unbind(), op, operation).wait()
+            self.direct.memory.give_back(sums)
 
         return self._later(finish, chunks)
 
@@ -113,23 +114,24 @@ class HostsCollectives:
             _wait_for(works)
             packed = out.new_empty((2, self.host_count, packing.bytes(out.numel())), dtype=torch.uint8)
             sent, received = packed[0].unbind(), packed[1].unbind()
-            for host, total in enumerate(sums):
+            for host, total in enumerate(sums.unbind()):
                 if host != self._host:
                     packing.pack(sent[host], total)
             across = self._across_later
             _wait_for(across.exchange(sent, received, across.next_tag(operation)))
             packing.add_up(out, received, self._host, sums[self._host])
+            self.direct.memory.give_back(sums)
 
         return self._later(finish, chunks)
 
     def _reduce_within(
         self, chunks: Sequence[Tensor], op: str, dtype: torch.dtype, operation: Operation
-    ) -> tuple[list[Tensor], list[Work]]:
+    ) -> tuple[Tensor, list[Work]]:
         """What this rank's host has for this rank's place on every host, and the works that compute it."""
-        sums = list(chunks[0].new_empty((self.host_count, chunks[0].numel()), dtype=dtype).unbind())
+        sums = self.direct.memory.take(self.host_count, chunks[0].numel(), dtype)
         works = [
             self._within.reduce_scatter(total, [chunks[rank] for rank in host], op, operation)
-            for total, host in zip(sums, self._hosts)
+            for total, host in zip(sums.unbind(), self._hosts)
         ]
         return sums, works
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from .combine import combines
+from .combine import TORCH_OPS, combines
 from .direct_exchange import DirectExchange
 from .hosts import HostsCollectives, connect
 from .operation import Operation, describe
@@ -38,16 +38,7 @@ NAME = "bmt"
 
 _log = logging.getLogger("bmt_comm")
 _TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.PRODUCT: "prod",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
+_OPS = {op: name for name, op in TORCH_OPS.items()}
 _NO_LIMIT = datetime.timedelta(0)
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 

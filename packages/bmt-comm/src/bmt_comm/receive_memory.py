@@ -1,0 +1,53 @@
+"""Memory that operations receive into and that later ones use again.
+
+New memory comes from the system page by page. Of many megabytes that takes about as long as to receive them.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST = 1 << 26  # bytes that are kept
+_LEAST = 1 << 17  # of less the allocator keeps
+
+
+class ReceiveMemory:
+    """Tensors for what operations receive.
+
+    Args:
+        most: bytes that are kept of what :meth:`give_back` gets; the latest are.
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._spare: list[torch.UntypedStorage] = []  # the latest last
+        self._lock = threading.Lock()
+
+    def take(self, rows: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised, (rows, numel)."""
+        size = rows * numel * dtype.itemsize
+        if size < _LEAST:
+            return torch.empty(rows, numel, dtype=dtype, device="cpu")
+        with self._lock:
+            fitting = [n for n, spare in enumerate(self._spare) if size <= spare.nbytes() <= 2 * size]
+            memory = self._spare.pop(fitting[-1]) if fitting else torch.UntypedStorage(size)
+        tensor: Any = torch.empty(0, dtype=dtype, device="cpu")
+        return tensor.set_(memory, 0, (rows, numel))
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Nothing writes to a tensor of :meth:`take` any more, and nobody reads it."""
+        memory = tensor.untyped_storage()
+        if memory.nbytes() < _LEAST:
+            return
+        with self._lock:
+            self._spare.append(memory)
+            while sum(spare.nbytes() for spare in self._spare) > self._most:
+                self._spare.pop(0)
+
+
+of_process = ReceiveMemory()
+"""That of all process groups, so that what is kept does not grow with their number."""
