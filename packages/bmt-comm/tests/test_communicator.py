@@ -180,7 +180,8 @@ def test_memory_to_receive_into_is_kept_up_to_a_limit():
     assert memory.take(2, 1 << 15, torch.float32).untyped_storage().nbytes() == 1 << 18, "kept more than the limit"
     memory.give_back(first)
     again = memory.take(1, 1 << 17, torch.bfloat16)
-    assert again.data_ptr() == first.data_ptr() and again.shape == (1, 1 << 17)
+    assert again.data_ptr() == first.data_ptr()
+    assert again.shape == (1, 1 << 17)
     assert memory.take(1, 1 << 17, torch.bfloat16).data_ptr() != first.data_ptr(), "in use twice"
 
 
