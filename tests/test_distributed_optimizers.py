@@ -356,3 +356,15 @@ def test_a_micro_batch_is_dropped_by_zeroing_its_gradients(ctx, level, managed):
     for param, wanted in zip(block.parameters(), plain.parameters(), strict=True):
         rows = slice(param.bmt_slice.row_start, param.bmt_slice.row_stop)
         torch.testing.assert_close(param.grad[:], wanted.grad[rows])
+
+
+@pytest.mark.ranks(2)
+def test_optimizers_of_sharded_parameters_step_together(ctx: ParallelContext) -> None:
+    blocks = TransformerBlockList([Block(nn.Linear(4, 4)) for _ in range(2)])
+    manager = OptimManager(loss_scale=SCALE)
+    optimizers = [Lamb(block.parameters(), lr=0.1) for block in blocks]
+    for optimizer in optimizers:
+        manager.add_optimizer(optimizer)
+    manager.backward(blocks(torch.ones(1, 4)).sum())
+    manager.step()
+    assert optimizers[0].communication is optimizers[1].communication

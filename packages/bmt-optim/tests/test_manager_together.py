@@ -182,6 +182,14 @@ def test_hooks_and_steps_of_subclasses_are_not_passed_by(ctx, kind):
         handle.remove()
         assert set(optimizers) <= set(calls)
 
+    def hook(optimizer, *_):
+        calls.append(optimizer)
+
+    hook.bmt_for_others = True
+    handle = register_optimizer_step_pre_hook(hook)
+    assert steps_with_others(optimizers[0])
+    handle.remove()
+
 
 @pytest.mark.ranks(1)
 def test_an_optimizer_may_differentiate_in_its_step(ctx):

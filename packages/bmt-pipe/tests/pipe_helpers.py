@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from bmt_pipe import PipelineTransformerBlockList
 from bmt_zero import Block, BMTrainModelWrapper
 
 WIDTH = 7  # no number of ranks divides it
+STEPS = 10
 DTYPE = torch.float64  # so that the order of sums does not blur what is compared
 
 
@@ -139,3 +141,23 @@ def plain_training(
         optimizer.step()
         losses.append([loss.item() for loss in found])
     return {name: value - before[name] for name, value in model.state_dict().items()}, losses
+
+
+def compare(
+    ctx: ParallelContext, count: int, rows: list[int], tied: bool = False, tail: bool = False, **options
+) -> None:
+    """Train on batches of as many rows as the replicas have, and compare all parameters."""
+    batches = [[batch_of(step * 10 + r, rows[r % len(rows)]) for r in range(ctx.replicas)] for step in range(STEPS)]
+    wanted, losses = plain_training(count, tied, batches)
+    model = pipeline_model(count, tied, **options)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, batch in enumerate(batches):
+        loss = model(*batch[replica(ctx)], tail=tail)
+        assert loss.item() == pytest.approx(losses[step][replica(ctx)], rel=1e-10)
+        optimizer.zero_grad()
+        (loss / ctx.replicas).backward()
+        optimizer.step()
+    for name, param in model.named_parameters():
+        change = rows_of(wanted[name], param)
+        assert (param.detach() - before[name] - change).norm() <= 1e-10 * wanted[name].norm(), name

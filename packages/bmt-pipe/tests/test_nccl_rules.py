@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from test_equivalence import compare
+from pipe_helpers import compare
 from test_pipeline_failures import check_failing_layers
 
 from bmt_comm import ParallelContext

@@ -518,13 +518,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def steps_with_others(optimizer: Any) -> bool:
-    """Whether a step of ``optimizer`` is what :meth:`DistributedOptimizer.begin_step` begins and nothing else."""
+    """Whether a step of ``optimizer`` is what :meth:`DistributedOptimizer.begin_step` begins and nothing else.
+
+    Hooks of all optimizers that have the attribute ``bmt_for_others`` do nothing for this one.
+    """
     if not isinstance(optimizer, DistributedOptimizer) or "step" in vars(optimizer):
         return False
     step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)  # without what calls the hooks
+    of_all = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
     hooks = (
-        *(_global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks),
-        *(_global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks),
+        any(not hasattr(hook, "bmt_for_others") for hook in of_all),
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
     )
     return step is inspect.unwrap(DistributedOptimizer.step) and not any(hooks)
 

@@ -77,6 +77,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _shard_states(param, optimizer.state.get(param, {}))
 
 
+_before_step.bmt_for_others = True  # type: ignore[attr-defined]  # bmt_optim's optimizers may step without it
+
+
 def _sharded(optimizer: Optimizer) -> Iterator[tuple[int, ShardedParameter]]:
     """The sharded parameters that other ranks have other elements of, with their numbers in a state dict."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
