@@ -570,7 +570,8 @@ def test_single_messages_from_any_rank_through_shared_memory():
                 dist.isend(x, 0, tag=2)
             to, source = (rank + 1) % 3, (rank - 1) % 3
             big, large = torch.full((9_000_000,), float(rank)), torch.empty(9_000_000)
-            calls = [dist.P2POp(dist.isend, big, to), dist.P2POp(dist.irecv, large, source)]
+            # With a tag of its own: rank 0 may still receive tag 0 from any rank.
+            calls = [dist.P2POp(dist.isend, big, to, tag=3), dist.P2POp(dist.irecv, large, source, tag=3)]
             for work in dist.batch_isend_irecv(calls):
                 work.wait()
                 assert work.is_completed()
