@@ -90,9 +90,7 @@ class DirectExchange:
     def reduce_scatter(
         self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation, waits_at_once: bool = False
     ) -> Work:
-        return self._reduce(out, chunks, op, operation)
-
-    def _reduce(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
+        """``out`` may be the chunk of this rank, and all chunks one tensor."""
         mine = chunks[self.rank]
         received = self.memory.take(self.size - 1, mine.numel(), mine.dtype)
         parts = self.with_mine(received, mine)
@@ -126,11 +124,11 @@ class DirectExchange:
     def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
         size = flat.nbytes
         if size * max(self.size, _ONE_TRIP_RANKS) <= _ONE_TRIP_BYTES * _ONE_TRIP_RANKS:
-            return self._reduce(flat, [flat] * self.size, op, operation)
+            return self.reduce_scatter(flat, [flat] * self.size, op, operation)
         if self._are_all and op in _OF_GLOO.get(flat.dtype, ()):
             return self._all_reduce_by_gloo(flat, op, operation)
         if self.size == 2 and size <= _ONE_TRIP_BYTES_OF_PAIR:
-            return self._reduce(flat, [flat] * self.size, op, operation)
+            return self.reduce_scatter(flat, [flat] * self.size, op, operation)
         return self._all_reduce_in_segments(flat, op, operation)
 
     def _all_reduce_by_gloo(self, flat: Tensor, op: str, operation: Operation) -> Work:
