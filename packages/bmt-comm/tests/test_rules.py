@@ -90,6 +90,29 @@ def test_a_circle_of_three_is_found_when_it_closes_and_not_before() -> None:
     assert rules.failure.startswith("ranks 0, 1, 2 wait for ever")
 
 
+def test_messages_that_wait_behind_others_are_not_taken_for_later_ones() -> None:
+    rules = Rules(3)
+    first, second, third = messages(0, ("to", 2)), messages(0, ("to", 1)), messages(0, ("to", 1), nbytes=8)
+    early, late = messages(1, ("from", 2)), messages(1, ("from", 0))
+    for each in (first, second, third, early, late):
+        assert rules.post(each) == []
+    wait(rules, first)
+    assert not rules.failure
+    batch = messages(2, ("from", 0), ("to", 1))
+    assert set(rules.post(batch)) == {first, second, early, late, batch}
+
+
+def test_messages_of_ranks_that_wait_and_do_not_fit_are_reported_before_they_meet() -> None:
+    rules = Rules(3)
+    first, second, theirs = messages(0, ("to", 2)), messages(0, ("to", 1)), messages(1, ("from", 0), nbytes=8)
+    for each in (first, second, theirs):
+        rules.post(each)
+    wait(rules, second)
+    assert not rules.failure
+    wait(rules, theirs)
+    assert "rank 1 posts a recv of 8 bytes from 0 and rank 0 a send of 4 bytes to 1, on world" in rules.failure
+
+
 def test_a_rank_with_several_threads_may_still_post() -> None:
     rules = Rules(2)
     aside = messages(0, ("to", 1), key="aside")

@@ -138,7 +138,13 @@ class Rules:
         return list(self._unended.values())
 
     def _look_for_a_cycle(self) -> None:
-        stuck = set() if self.failure else self._stuck()
+        if self.failure:
+            return
+        try:
+            stuck = self._stuck()
+        except RulesError as error:
+            self.failure = str(error)
+            return
         if stuck:
             lines = [self._position(rank) for rank in sorted(stuck)]
             if self._left:
@@ -146,13 +152,20 @@ class Rules:
             self.failure = "\n  ".join([f"ranks {', '.join(map(str, sorted(stuck)))} wait for ever:", *lines])
 
     def _stuck(self) -> set[int]:
-        """The ranks whose operations would not end whatever the ranks that go on may post."""
+        """The ranks whose operations would not end whatever the ranks that go on may post.
+
+        Raises:
+            RulesError: operations of ranks that wait will meet and do not fit together.
+        """
         free = set(range(self.size)) - (self._waiting.keys() - self._threaded) - self._left
         queues = {
             key: {rank: deque(_Entry(e.operation, list(e.left)) for e in queue) for rank, queue in of_key.items()}
             for key, of_key in self._queues.items()
         }
         while True:
+            for of_key in queues.values():
+                for rank in free:
+                    of_key.pop(rank, None)  # its peers may go on, whatever it has posted
             ended = {each for of_key in queues.values() for each in _run(of_key, free, exchange=False)}
             more = {rank for rank, (each, _) in self._waiting.items() if rank not in free and each in ended}
             if not more:
@@ -171,7 +184,7 @@ def _run(queues: dict[int, deque[_Entry]], free: Collection[int], exchange: bool
 
     Args:
         queues: of each rank.
-        free: ranks that may post whatever is needed.
+        free: ranks that do whatever is needed; they have no queues.
         exchange: whether to hand payloads over.
 
     Raises:
@@ -232,11 +245,9 @@ def _run_collective(
             firsts[rank] = queues[rank][0].operation
         elif rank not in free:
             return []
-    for rank, other in list(firsts.items()):
+    for rank, other in firsts.items():
         same = (other.kind, other.form) == (operation.kind, operation.form)
-        if rank in free and not same:
-            del firsts[rank]
-        elif other.kind == MESSAGES:
+        if other.kind == MESSAGES:
             return []
         elif not same:
             raise RulesError(f"rank {operation.rank} posts {operation}, and rank {rank} {other}")
