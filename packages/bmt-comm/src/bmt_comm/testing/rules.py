@@ -249,7 +249,7 @@ def _run_collective(
         same = (other.kind, other.form) == (operation.kind, operation.form)
         if other.kind == MESSAGES:
             return []
-        elif not same:
+        if not same:
             raise RulesError(f"rank {operation.rank} posts {operation}, and rank {rank} {other}")
     if exchange:
         results = [firsts[rank].payload for rank in operation.ranks]
