@@ -28,7 +28,7 @@ if bmt_kernels.SharedMemoryExchange.available():
     BACKENDS += ["shm"]
 FEW = {
     "gloo": ["raise-forward", "spin-backward", "kill-step", "shape-save", "sleep-pipeline", "skip-forward"],
-    "shm": ["exit-forward", "stop-backward", "kill-pipeline", "frozen-step", "twice-forward"],
+    "shm": ["exit-forward", "raise-forward", "stop-backward", "kill-pipeline", "frozen-step", "twice-forward"],
 }
 SLACK = 3.0  # seconds after the time-out, on a busy machine
 

@@ -113,6 +113,13 @@ class Watch:
         self._delivered.set()
         return RankFailureError(message)
 
+    def explain_by_another(self, error: Exception) -> Exception:
+        """What to raise in place of ``error``: that another rank has failed, if that is known or soon becomes known."""
+        if self._stopping or os.getpid() != self.peers[self.rank].process or not self._concluded.wait(_ANSWER):
+            return error
+        self._delivered.set()
+        return RankFailureError(self._message)
+
     # --- in any thread ----------------------------------------------------------------------------
 
     def _alarm(self, reason: str) -> None:
@@ -383,9 +390,12 @@ def stop(leaves: bool) -> None:
 def explained(error: Exception) -> Exception:
     """What a wait is to raise in place of the error by which it has failed."""
     watch = _current
-    # Errors of classes of their own tell all that there is to say.
-    lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
-    return error if watch is None or not lost else watch.explain(error)
+    if watch is None or isinstance(error, RankFailureError):
+        return error
+    if type(error) is RuntimeError or isinstance(error, dist.DistError):
+        return watch.explain(error)
+    # Errors of classes of their own tell what is wrong, but not that an exception has taken a rank elsewhere.
+    return watch.explain_by_another(error)
 
 
 _connection: tuple[object, Any] | None = None  # the last one, and what it leads to

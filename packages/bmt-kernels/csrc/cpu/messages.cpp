@@ -217,13 +217,6 @@ class Messages {
     }
   }
 
-  bool is_pending(int64_t number) {
-    const Locked locked(mutex_);
-    ++calls_;
-    advance();
-    return pending_.count(number) != 0;
-  }
-
   // The data of a receive is not written any more. If its message has begun to come, the rest is dropped as it comes,
   // and the receive is done after that. Else the next receive gets the message.
   void cancel(int64_t number) {
@@ -652,7 +645,6 @@ void bind_messages(pybind11::module_& m) {
       .def("progress", &Messages::progress)
       .def("progress_alone", &Messages::progress_alone)
       .def("wait", &Messages::wait)
-      .def("is_pending", &Messages::is_pending)
       .def("cancel", &Messages::cancel)
       .def("lose", &Messages::lose)
       .def("finished", &Messages::finished)
