@@ -113,7 +113,7 @@ class Call:
                 group.unshard_in_backward()
             previous = self.hooks.previous
             for hooks in self.hooks.prefetch_in_backward or ([] if previous is None else [previous]):
-                if hooks.group.reshard_after_forward and hooks.needed_in_backward:
+                if hooks.group.reshard_after_forward and hooks.needed_in_backward and hooks.group.gathers:
                     group.step.enter(hooks.group)
                     hooks.group.unshard()
 
@@ -226,7 +226,8 @@ class ForwardHooks:
                 group.unshard(look=True)
                 note_place(group.places[0])
                 for hooks in following:
-                    step.prefetch(hooks.group, keep=bool(self.prefetch_in_forward))
+                    if hooks.group.gathers:
+                        step.prefetch(hooks.group, keep=bool(self.prefetch_in_forward))
                 group.wait()
                 group.hide()
                 if torch.is_grad_enabled():

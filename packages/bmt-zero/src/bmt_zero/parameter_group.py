@@ -44,7 +44,7 @@ class GroupHandle:
         saved: the last unsharded copy that was made for a state dict.
     """
 
-    __slots__ = ("_cached", "flat", "group", "index", "param", "reducer", "replacement", "saved")
+    __slots__ = ("flat", "group", "index", "param", "reducer", "replacement", "saved")
 
     def __init__(self, group: ParameterGroup, reducer: GradientReducer, index: int) -> None:
         self.group = group
@@ -54,7 +54,6 @@ class GroupHandle:
         self.param = self.flat.params[index]
         self.replacement: Tensor | None = None
         self.saved: TensorWeakRef | None = None
-        self._cached: tuple[int, TensorWeakRef] | None = None
 
     @property
     def is_on_one_rank(self) -> bool:
@@ -74,15 +73,15 @@ class GroupHandle:
         if not (torch.is_grad_enabled() and param.requires_grad):
             return flat.unshard_stored(self.index) if flat.allocate else flat.unshard_one(self.index)
         casts = stored and flat.casts
-        if not casts and self._cached is not None and self._cached[0] == param._version:
-            cached = self._cached[1]()
-            if cached is not None:
-                return cached  # a tied weight is used twice and gathered once
+        version, cached = self.group.gathered.get(self, (-1, None))
+        before = None if cached is None or casts or version != param._version else cached()
+        if before is not None:
+            return before  # a tied weight is used twice and gathered once
         gathered = flat.unshard_stored(self.index) if casts else flat.unshard_one(self.index)
         unsharded: Tensor
         [unsharded] = Enter.apply(self, [gathered], self.group.anchor)
         if not casts:
-            self._cached = (param._version, TensorWeakRef(unsharded))
+            self.group.gathered[self] = param._version, TensorWeakRef(unsharded)
         return unsharded
 
     def unshard_stored(self, like: Tensor | None = None) -> Tensor:
@@ -115,7 +114,7 @@ class GroupHandle:
 
     def params_arrived(self, grads: Sequence[Tensor | None]) -> None:
         """The gradient of the tensor that :meth:`gather` returned has arrived: reduce it."""
-        self._cached = None
+        self.group.gathered.pop(self, None)
         self.reduce(grads[0])
 
 
@@ -170,6 +169,7 @@ class ParameterGroup:
         communicators: of the several ranks that reduce the gradients.
         unsharding_communicators: those of them that unshard the parameters.
         in_backward: the calls (``hooks.Call``) in backward, which need the parameters.
+        gathered: single parameters that were unsharded for a computation: their versions then, and what it uses.
         trains: which parameters are trained, as last seen in forward.
         replaced: how many parameters modules have replacements for; see :func:`replaced_parameters`.
         held: whether unsharded parameters are kept; see :meth:`hold`.
@@ -207,6 +207,7 @@ class ParameterGroup:
         with torch.enable_grad():
             self.accumulates: Any = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.in_backward: set[Any] = set()
+        self.gathered: dict[GroupHandle, tuple[int, TensorWeakRef]] = {}
         self.trains: list[bool] = []
         self.replaced = 0
         self.held = False
@@ -236,6 +237,11 @@ class ParameterGroup:
                 param.handle = GroupHandle(self, reducer, index)
                 if param.is_unfilled:
                     self.unfilled.append(param)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether to unshard the parameters takes time, so that it is worth to begin before they are needed."""
+        return any(not flat.is_shard for flat in self.flats)
 
     def views(self) -> list[Tensor]:
         """The unsharded parameters, as new tensors, in the order of ``params``."""
@@ -462,8 +468,7 @@ class ParameterGroup:
         for call in self.in_backward:
             call.forget()
         self.in_backward.clear()
-        for param in self.params:
-            param.handle._cached = None
+        self.gathered.clear()
 
     # --- copying ----------------------------------------------------------------------------------
 
