@@ -142,7 +142,7 @@ def cases(draw):
         if numel:
             special = draw(st.sampled_from([None, 0.0, math.inf, math.nan, 1e-40, 3e38]))
             if special is not None:
-                rows[-1]["grads"][draw(st.integers(0, numel - 1))] = special
+                rows[-1]["grads"][draw(st.integers(0, numel - 1))] = torch.tensor(special)
             rows[-1]["grads"] *= draw(st.sampled_from([1.0, 0.0, 1e-20, 1e4]))
     step = {
         "lr": draw(st.floats(0.0, 2.0)),

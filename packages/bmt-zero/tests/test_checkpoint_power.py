@@ -21,7 +21,7 @@ STEPS = [1, 2, 3, 3, 4]
 """Of the saves, in their order. Parameters are filled with the number of the save, from 1 on."""
 
 RECORDED_RUN = """
-import os, pickle, sys, time
+import os, pathlib, pickle, sys, time
 import torch, bmt_comm, bmt_zero
 from torch import nn
 
@@ -75,8 +75,11 @@ def rmdir(path, *, dir_fd=None):
 layers = [nn.Linear(300, 300) for _ in range(3)]
 model = bmt_zero.BMTrainModelWrapper(nn.Sequential(*layers))
 checkpointer = bmt_zero.Checkpointer(folder, keep=2)
+accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10, whose paths do not look into os
 for function in (pwrite, fsync, rename, mkdir, unlink, rmdir):
     setattr(os, function.__name__, function)
+    if hasattr(accessor, function.__name__):
+        setattr(accessor, function.__name__, staticmethod(function))
 os.open = open_
 for number, step in enumerate(map(int, steps), 1):
     with torch.no_grad():

@@ -15,9 +15,16 @@ import torch.distributed as dist
 eval_frame: Any = _eval_frame
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# What the compiler does with a frame that begins to run; None: nothing.
-_callback: Any = getattr(eval_frame, "get_eval_frame_callback", None)
-_can_skip = hasattr(eval_frame, "set_code_exec_strategy") or hasattr(eval_frame, "skip_code")
+_version: Any = torch.__version__  # a TorchVersion
+
+
+def _compiler() -> Any:
+    return sys.modules.get("torch._dynamo.eval_frame")
+
+
+# Something if the compiler may look at frames. torch 2.6 and 2.7 have the function, but it gives away a
+# reference that it has not got, and the process crashes later.
+_callback: Any = eval_frame.get_eval_frame_callback if _version >= (2, 8) else _compiler
 
 
 def not_compiled(function: _F) -> _F:
@@ -27,8 +34,6 @@ def not_compiled(function: _F) -> _F:
     compiler, whose import takes a second, is not imported.
     """
     disabled: Any = torch._disable_dynamo(function)
-    if _callback is None or not _can_skip:
-        return disabled
 
     def eager(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if _callback() is None else disabled(*args, **kwargs)
@@ -59,11 +64,11 @@ def uses_compiler() -> bool:
 
 def _skip(code: CodeType) -> None:
     """Let the compiler leave out frames of a code, but not what they call. torch 2.7 renamed how."""
-    if hasattr(eval_frame, "skip_code"):
-        eval_frame.skip_code(code)
-    else:
+    if hasattr(eval_frame, "set_code_exec_strategy"):
         action = eval_frame._FrameAction
         eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    else:
+        eval_frame.skip_code(code)
 
 
 # torch 2.13 renamed the single-tensor collectives and deprecates the old names.

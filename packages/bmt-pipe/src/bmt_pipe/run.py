@@ -25,6 +25,7 @@ from bmt_zero.gradient_reducer import GradientReducer, ReducedGradient
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
 from bmt_zero.shard import group_of
 
+from ._compat import lasting_gradient_edge
 from .arguments import Arguments, Plan, any_failed, raise_first
 from .chunk import AmbientState, checkpoints, not_checkpointed, run_layers
 from .messages import Form, Message, Post, StageLostError, connected, take_apart
@@ -412,7 +413,7 @@ class Run:
         if grad:
             outputs = [x for x in take_apart((taps, hidden))[1] if x.is_floating_point()]
             # Not the outputs themselves, which can go once they have been sent.
-            edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
+            edges = [lasting_gradient_edge(x) if x.requires_grad else None for x in outputs]
             self._alive[micro_batch, place] = _Alive(inputs, arguments, edges)
         return hidden, taps
 

@@ -107,6 +107,7 @@ class CheckpointedForward:
         before = with_copied_caches((args, kwargs))
         keeping = _Keeping(self.kept)
         first = True
+        failed: list[BaseException] = []
 
         def run(*args: Any) -> Any:
             nonlocal first
@@ -120,10 +121,17 @@ class CheckpointedForward:
                     raise
             first = False
             notes = self._noting_writes(copies) if self._modules else contextlib.nullcontext()
-            with notes, keeping.forward():
-                return forward(*args, **kwargs)
+            try:
+                with notes, keeping.forward():
+                    return forward(*args, **kwargs)
+            except BaseException as error:
+                failed.append(error)  # to be raised outside: torch 2.8 would leave the checkpoint's hooks in place
+                return None
 
-        return checkpoint(run, *args, use_reentrant=False, determinism_check=keeping.determinism_check)
+        result = checkpoint(run, *args, use_reentrant=False, determinism_check=keeping.determinism_check)
+        if failed:
+            raise failed.pop()
+        return result
 
     def _recompute(
         self,

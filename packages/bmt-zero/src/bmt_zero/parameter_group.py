@@ -80,6 +80,8 @@ class GroupHandle:
         gathered = flat.unshard_stored(self.index) if casts else flat.unshard_one(self.index)
         unsharded: Tensor
         [unsharded] = Enter.apply(self, [gathered], self.group.anchor)
+        if self.group.step.splits_backward:
+            unsharded = unsharded.view_as(unsharded)  # whose node keeps the other, of which torch 2.8 lets go
         if not casts:
             self.group.gathered[self] = param._version, TensorWeakRef(unsharded)
         return unsharded

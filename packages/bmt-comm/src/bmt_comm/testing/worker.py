@@ -161,7 +161,7 @@ class _State:
         self.environ = dict(os.environ)
         self.path = list(sys.path)
         self.default_dtype = torch.get_default_dtype()
-        self.default_device = torch.get_default_device()
+        self.default_device = _default_device()
         self.threads = torch.get_num_threads()
         self.deterministic = torch.are_deterministic_algorithms_enabled()
         self._seed()
@@ -171,7 +171,7 @@ class _State:
         os.environ.update(self.environ)
         sys.path[:] = self.path
         torch.set_default_dtype(self.default_dtype)
-        if torch.get_default_device() != self.default_device:
+        if _default_device() != self.default_device:
             torch.set_default_device(None)
         torch.set_grad_enabled(True)
         if torch.get_num_threads() != self.threads:
@@ -187,6 +187,13 @@ class _State:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(0)
+
+
+def _default_device() -> torch.device:
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # of torch 2.6 and 2.7 after set_default_device(None)
+        return torch.device("cpu")
 
 
 class _GarbageCollection:
