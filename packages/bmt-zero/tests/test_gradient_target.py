@@ -128,6 +128,40 @@ class Partly(nn.Module):
         return y + z.float()
 
 
+class Reentrant(nn.Module):
+    """A part has a backward pass of its own within that of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=True)
+        return self.second(torch.tanh(self.first(y)))
+
+
+class Kept(nn.Module):
+    """A weight that the module finds in a list, too, and gathers by itself there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept = [self.first.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(F.linear(torch.tanh(self.first(x)), self.kept[0]))
+        return self.second(y)
+
+
+class MatrixAsBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
 MODULES = {
     "products": Products,
     "tied": Tied,
@@ -138,6 +172,9 @@ MODULES = {
     "partly": Partly,
     "hidden use": HiddenUse,
     "other signatures": OtherSignatures,
+    "reentrant": Reentrant,
+    "kept in a list": Kept,
+    "matrix as bias": MatrixAsBias,
 }
 
 

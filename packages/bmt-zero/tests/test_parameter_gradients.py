@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from block_helpers import assert_same_gradients, of_any_size, rows_of, seeded
+from block_helpers import assert_same_gradients, compare_updates, of_any_size, rows_of, seeded
 from torch import Tensor, nn
 
 from bmt_zero import Block, no_sync
@@ -162,4 +162,83 @@ def test_other_changes_are_refused_while_gradients_wait(ctx, level, how, reduced
     for module in (plain, model):
         module.zero_grad()
     backward(ctx, plain, model, 3, waits=False)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@of_any_size()
+def test_a_parameter_is_frozen_while_its_gradient_waits(ctx, level):
+    """One that the last rank has not used."""
+    plain, model = modules(level)
+    for micro_batch in range(2):
+        for rank in range(ctx.world_size):
+            x, both = seeded(10 * micro_batch + rank, 3, WIDTH), rank == 0
+            plain(x, both).square().sum().backward()
+            if rank == ctx.rank:
+                with no_sync(model) if micro_batch == 0 else contextlib.nullcontext():
+                    model(x, both).square().sum().backward()
+        for module in (plain, model):
+            module.second.weight.requires_grad_(False)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@of_any_size()
+def test_hooks_run_once_for_all_calls_in_a_backward_pass(ctx, level):
+    plain, model = modules(level)
+    start = [param.detach().clone() for param in plain.parameters()]
+    runs = {}
+    for module in (plain, model):
+        runs[module] = []
+        for number, param in enumerate(module.parameters()):
+            optimizer = torch.optim.Adam([param], lr=0.01)
+
+            def step(param, number=number, optimizer=optimizer, ran=runs[module]):
+                ran.append(number)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            param.register_post_accumulate_grad_hook(step)
+    for micro_batch in range(2):
+        seeds = [10 * micro_batch + rank for rank in range(ctx.world_size)]
+        sum(plain(plain(seeded(seed, 3, WIDTH))).square().sum() for seed in seeds).backward()
+        model(model(seeded(seeds[ctx.rank], 3, WIDTH))).square().sum().backward()
+    assert sorted(runs[model]) == sorted(runs[plain]) == sorted(2 * list(range(4)))
+    compare_updates(model, plain, start, 1e-4)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _grad):
+        raise ArithmeticError("in backward")
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("waits", [True, False])
+@of_any_size()
+def test_gradients_that_wait_outlast_a_backward_that_fails(ctx, level, waits):
+    """As in plain PyTorch, which keeps what the one that failed has added, too."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    model = nn.ModuleList(Block(copy.deepcopy(each), use_checkpoint=False, zero_level=level) for each in plain)
+
+    def compute(module: nn.Module, x: Tensor, fails: bool) -> None:
+        y = module[0](x)
+        loss = module[1](Fails.apply(y) if fails else y).square().sum()
+        with pytest.raises(ArithmeticError) if fails else contextlib.nullcontext():
+            loss.backward()
+
+    for micro_batch in range(3):
+        seeds = [10 * micro_batch + rank for rank in range(ctx.world_size)]
+        for seed in seeds:
+            compute(plain, seeded(seed, 3, WIDTH), micro_batch == 1)
+        with no_sync(model) if micro_batch == 0 or (waits and micro_batch == 1) else contextlib.nullcontext():
+            compute(model, seeded(seeds[ctx.rank], 3, WIDTH), micro_batch == 1)
     assert_same_gradients(model, plain)

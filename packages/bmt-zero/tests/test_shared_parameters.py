@@ -13,7 +13,7 @@ from torch import nn
 
 import bmt_kernels
 from bmt_comm import select_rows, slice_of
-from bmt_zero import Block, BMTrainModelWrapper, MixedPrecision, TransformerBlockList, fully_shard
+from bmt_zero import Block, BMTrainModelWrapper, MixedPrecision, TransformerBlockList, fully_shard, no_sync
 from bmt_zero.shard import group_of
 
 pytestmark = pytest.mark.skipif(
@@ -261,3 +261,27 @@ def test_a_model_that_moves_to_another_dtype_and_a_copy(ctx):
     for param in blocks.parameters():
         param.data.zero_()
     torch.testing.assert_close(twin(x), run(plain.float(), x))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("precision", [None, MixedPrecision(torch.bfloat16, torch.float32)])
+def test_micro_batches_and_an_optimizer_whose_writes_are_not_counted(ctx, level, precision):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+    model = Block(copy.deepcopy(plain), use_checkpoint=False, zero_level=level, precision=precision)
+    start = [param.detach().clone() for param in plain.parameters()]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, fused=True) for module in (plain, model)]
+    for step in range(3):
+        for micro_batch in range(2):
+            seeds = [10 * step + 5 * micro_batch + rank for rank in range(2)]
+            for seed in seeds:
+                plain(seeded(seed, 3, 7)).square().mean().backward()
+            with no_sync(model) if micro_batch == 0 else contextlib.nullcontext():
+                model(seeded(seeds[ctx.rank], 3, 7)).float().square().mean().backward()
+        if ctx.rank == 1:
+            time.sleep(LATE)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    compare_updates(model, plain, start, 1e-5 if precision is None else 0.05)

@@ -301,7 +301,7 @@ class StepContext:
         if current_backward() is not None:
             return
         while self._abandoned:
-            self._abandoned.popitem()[0].drop()
+            self._abandoned.popitem()[0].drop_pass()
         if not self._passes:
             return
         alive = _hidden.passes

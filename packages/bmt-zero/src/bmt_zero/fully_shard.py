@@ -207,6 +207,8 @@ class FSDPModule:
             group.step.recover()
             group.hide()
             group.abandon_backward()
+            for reducer in group.reducers:
+                reducer.drop()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Collectives work on the parameters' own flat buffers; there are no staging buffers.

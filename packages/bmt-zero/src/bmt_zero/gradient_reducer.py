@@ -64,14 +64,17 @@ class GradientReducer:
         self.no_sync = False
         self._has_checked = False  # that tensor-parallel ranks find the same gradients
         self.pending: Reduction | None = None
+        self._has_earlier = False  # what is pending includes gradients of earlier backward passes
         self._copied: torch.cuda.Event | None = None  # after the copy of a gradient to the host, which has not waited
         self._accumulated: Tensor | None = None  # unreduced gradients under no_sync
         self._partial: Tensor | None = None  # summed over the shard group and not over the replicate group
         self.gradients = ParameterGradients(flat)
         self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
         self.agrees = True  # the ranks know which parameters the reduced gradients are of
+        self.has_calls_left = False  # other calls may have gradients for the same parameters in this backward pass
         self.undecided: list[Tensor | None] = []  # reduced gradients that wait for :meth:`decide`
         self._arrived: dict[GradientReducer, ReducedGradient] | None = None  # see :meth:`apart`
+        self._waited: set[int] = set()  # parameters that were trained when gradients began to wait, frozen since or not
         self._trees: list[TreeSum] = []  # of the first, second, ... reductions of backward passes
         self._tree = 0  # which of them is next in this backward pass
         self._written: tuple[Tensor | None, list[Tensor]] = (None, [])  # what one rank reduces
@@ -118,7 +121,10 @@ class GradientReducer:
             total = self._new_total(None if needed else self.finish)
             views = write_gradients(grads, self.flat, total, False)
         if not accumulate:
+            self._has_earlier = self._accumulated is not None or self._partial is not None
             self._accumulated = None
+            for index in self.targets.take_accumulated():
+                self._used_here[index] = True
             self._written = (total, views) if self.flat.shard_comm.size == 1 else (None, [])
             partial, self._partial = self._partial, None
             self.pending = Reduction(self.flat, total, self.settings, self.grad_scale, self.has_fixed_order, partial)
@@ -180,8 +186,7 @@ class GradientReducer:
     @property
     def accumulates(self) -> bool:
         """Whether parameters stay unsharded from one micro-batch to the next."""
-        waits = self._accumulated is not None or bool(self._trees)
-        return self.flat.options.level <= 1 and (self.no_sync or waits)
+        return self.flat.options.level <= 1 and (self._accumulated is not None or bool(self._trees))
 
     def waiting(self) -> Iterator[Tensor]:
         """Gradients that are not in ``.grad``: not reduced yet, on the way, or waiting for the other ranks."""
@@ -193,18 +198,35 @@ class GradientReducer:
             found += tree.partials
         return (tensor for tensor in found if tensor is not None)
 
-    def drop(self) -> None:
-        """Forget what an interrupted backward has left."""
-        reduction, self.pending = self.pending, None
-        if reduction is not None:
-            reduction.finish()
+    def drop_pass(self) -> None:
+        """Forget what an interrupted backward has left.
+
+        Gradients of earlier backward passes that wait go on to do so, as in plain PyTorch together with what this one
+        has added to them.
+        """
+        if self.pending is not None and self._has_earlier:
+            self.finish()
+            self.decide(self._used_here)  # other ranks may not have failed, and cannot be asked
+        elif self.pending is not None:
+            self.pending.finish()
+        self.pending = None
         self.targets.drop()
-        self._written = None, []
-        self._accumulated = self._partial = None
-        self._trees, self._tree = [], 0
-        self.gradients.end_watch()
-        self.gradients.remove_placeholders(range(len(self.flat.params)))
+        self._written, self._tree = (None, []), 0
         self.drop_undecided()
+        if not self._has_waiting:
+            self.gradients.end_watch()
+            self.gradients.remove_placeholders(range(len(self.flat.params)))
+
+    def drop(self) -> None:
+        """Forget what an interrupted backward has left, and all gradients that wait."""
+        self._accumulated = self._partial = None
+        self._trees, self._has_earlier = [], False
+        self.drop_pass()
+
+    @property
+    def _has_waiting(self) -> bool:
+        """Whether gradients of earlier backward passes wait to be added."""
+        return self._accumulated is not None or self._partial is not None or bool(self._trees)
 
     # --- sums in a fixed order --------------------------------------------------------------------
 
@@ -239,12 +261,14 @@ class GradientReducer:
     def take_used_here(self) -> list[bool]:
         """Which parameters this rank has used since the last call of this."""
         used, self._used_here, self.agrees = self._used_here, [False] * len(self.flat.params), True
+        self.has_calls_left = False
         return used
 
     def drop_undecided(self) -> None:
         """Drop the gradients that wait for :meth:`decide`: what computed them has failed."""
         self.undecided = []
-        self.take_used_here()
+        if not self._has_waiting:
+            self.take_used_here()
 
     def awaits_others(self, used_here: Sequence[bool]) -> bool:
         """Whether a gradient waits to know if other ranks have used the parameter."""
@@ -269,7 +293,8 @@ class GradientReducer:
         """Add a flat, reduced gradient of this rank's shard to the parameters' ``.grad``.
 
         Hooks of ``register_hook`` may communicate, and all ranks must call them in one order. So parameters with such
-        hooks wait for the end of the backward pass, as do those that this rank has not used.
+        hooks wait for the end of the backward pass, as do those that this rank has not used, and those with hooks for
+        accumulated gradients if other calls may have gradients for them.
         """
         params = self.flat.params
         if self._arrived is not None:
@@ -280,14 +305,19 @@ class GradientReducer:
             return
         self.gradients.end_watch()
         self.agrees = False
+        waited, self._waited = self._waited, set()
         written, there = self._written
         self._written = None, []
         views: Sequence[Tensor | None] = there if there and written is reduced else self.flat.local_views(reduced)
-        now = [used and not p._backward_hooks for p, used in zip(params, self._used_here, strict=True)]
+        left = self.has_calls_left
+        now = [
+            used and not p._backward_hooks and not (left and p._post_accumulate_grad_hooks)
+            for p, used in zip(params, self._used_here, strict=True)
+        ]
         if not all(now):
             waiting = self.undecided or [None] * len(views)
             for index, (param, view) in enumerate(zip(params, views, strict=True)):
-                if param.requires_grad and not now[index]:
+                if (param.requires_grad or index in waited) and not now[index]:
                     earlier = waiting[index]
                     waiting[index] = view if earlier is None or view is None else earlier + view
             self.undecided = waiting if any(each is not None for each in waiting) else []
@@ -313,6 +343,8 @@ class GradientReducer:
 
     def _watch_gradients(self, of_others: bool = False) -> None:
         """Gradients wait to be added to those of the parameters: notice if a script drops them."""
+        if not self._waited:
+            self._waited = {index for index, param in enumerate(self.flat.params) if param.requires_grad}
         if self._arrived is None:
             self.gradients.watch(self._used_here, of_others)
 

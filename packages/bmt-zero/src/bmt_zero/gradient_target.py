@@ -44,6 +44,7 @@ class GradientTargets:
         self.flat = flat
         self._accumulated, self._new = accumulated, new
         self._opened: dict[GradientTarget, Tensor] = {}  # flat gradients that are being filled
+        self._adding: dict[GradientTarget, None] = {}  # to the accumulated one
 
     def for_call(self, accumulates: Any) -> GradientTarget:
         """For a call; ``accumulates`` is the node that runs only in backward passes whose gradients are reduced."""
@@ -54,25 +55,38 @@ class GradientTargets:
         with torch.no_grad():
             accumulated = self._accumulated()
             if accumulated is not None:
+                self._adding[target] = None
                 return accumulated, True
             total = self._opened[target] = self._new()
             return total, False
 
     def close(self, target: GradientTarget) -> None:
         """The flat gradient of a target will not be reduced: the backward that has filled it has failed."""
-        target.take()
-        total = self._opened.pop(target, None)
+        total = self._opened.get(target)
+        self.take(target)
         if total is not None:
             self.flat.shard_comm.discard(total)
 
     def take(self, target: GradientTarget) -> Filled | None:
         """What a call's backward has written, which the reduction has from now on; None: nothing."""
         self._opened.pop(target, None)
+        self._adding.pop(target, None)
         return target.take()
+
+    def take_accumulated(self) -> set[int]:
+        """The accumulated gradient is reduced from now on: calls that have added to it and go on do so in others.
+
+        Returns the indices of what they have written.
+        """
+        written: set[int] = set()
+        for target in list(self._adding):
+            filled = self.take(target)
+            written |= filled.written if filled is not None else set()
+        return written
 
     def drop(self) -> None:
         """Close all that were opened."""
-        for target in list(self._opened):
+        for target in [*self._opened, *self._adding]:
             self.close(target)
 
     @property

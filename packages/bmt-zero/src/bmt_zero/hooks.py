@@ -43,7 +43,16 @@ from .sharded_parameter import ShardedParameter
 class Call:
     """One use of a group's unsharded parameters in a computation that may be differentiated."""
 
-    __slots__ = ("_awaited_inputs", "_awaits_params", "_targets", "group", "hooks", "inputs", "trainable")
+    __slots__ = (
+        "__weakref__",
+        "_awaited_inputs",
+        "_awaits_params",
+        "_targets",
+        "group",
+        "hooks",
+        "inputs",
+        "trainable",
+    )
 
     def __init__(self, hooks: ForwardHooks) -> None:
         self.hooks = hooks
@@ -53,12 +62,17 @@ class Call:
         self._awaits_params = False
         self._awaited_inputs: dict[Any, Any] = {}  # such nodes, and the handles of the hooks on them
         self._targets: dict[GradientReducer, GradientTarget] = {}
+        self.group.calls.add(self)
 
     def enter(self) -> list[Tensor]:
         """The unsharded parameters, in the order of ``group.params``; their gradients come to this call."""
         views, self._targets = self.group.views_with_targets()
         trainable = list(itertools.compress(views, self.trainable))
         entered = Enter.apply(self, trainable, self.group.anchor) if trainable else ()
+        if entered:
+            for outer in self.group.step.calls:  # whose backward may lead here only
+                if outer.call is not None and not all(outer.call.trainable):
+                    outer.call.inputs.append(entered[0].grad_fn)
         if self.group.step.splits_backward:
             entered = tuple(x.view_as(x) for x in entered)  # a node for each, to compute its gradient alone
         if len(entered) == len(views):
@@ -66,22 +80,20 @@ class Call:
         arriving = iter(entered)
         return [next(arriving) if trains else view for trains, view in zip(self.trainable, views, strict=True)]
 
-    def follow_outputs(self, outputs: Sequence[Tensor], inputs: Mapping[int, Tensor]) -> bool:
+    def follow_outputs(self, outputs: Sequence[Tensor], inputs: Mapping[int, tuple[Tensor, Any]]) -> bool:
         """Begin backward when the gradients of ``outputs`` arrive; whether any will.
 
-        ``inputs`` (by identity) are tensors that came from elsewhere: if they are outputs, too, their gradients arrive
-        at another time.
+        ``inputs`` (by identity, with their nodes) are tensors that came from elsewhere: if they are outputs, too, and
+        the call has not written to them, their gradients arrive at another time.
         """
-        bases: set[int] | None = None
         nodes: dict[Any, None] = {}
         for output in outputs:
             for tensor in (output, output._base):
-                if tensor is None or not tensor.requires_grad or id(tensor) in inputs:
+                if tensor is None or not tensor.requires_grad:
                     continue
-                if bases is None:
-                    bases = {id(x._base) for x in inputs.values() if x._base is not None}
-                if id(tensor) not in bases:
-                    nodes[get_gradient_edge(tensor).node if tensor.grad_fn is None else tensor.grad_fn] = None
+                node, given = tensor.grad_fn, inputs.get(id(tensor))
+                if given is None or given[1] is not node:
+                    nodes[get_gradient_edge(tensor).node if node is None else node] = None
         for node in nodes:
             node.register_prehook(self.begin_backward)
         return bool(nodes)
@@ -148,7 +160,7 @@ class ForwardHooks:
     Attributes:
         group: the group.
         module: the module.
-        needed_in_backward: whether its backward reads the parameters' values; that of an embedding does not.
+        needed_in_backward: whether its backward may read the parameters' values; that of an embedding does not.
         previous, next: the hooks of the modules whose forward is before and after, for prefetching; see :func:`link`.
         prefetch_in_forward, prefetch_in_backward: what is prefetched instead, and kept until it is used.
         seen: how many registrations there were when the hooks last looked for new parameters.
@@ -162,7 +174,7 @@ class ForwardHooks:
         self.group = group
         self.module = module
         self.outermost_only = outermost_only
-        self.needed_in_backward = not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        self.needed_in_backward = type(module) is not nn.Embedding  # others may do more with it
         self.previous: ForwardHooks | None = None
         self.next: ForwardHooks | None = None
         self.prefetch_in_forward: list[ForwardHooks] = []
@@ -243,9 +255,9 @@ class ForwardHooks:
             args, kwargs = _cast((args, kwargs), dtype)
         if call.call is not None:
             tensors = find_tensors((*args, *kwargs.values()) if kwargs else args, in_objects=False)
-            call.inputs = {id(x): x for x in tensors}
+            call.inputs = {id(x): (x, x.grad_fn) for given in tensors for x in (given, given._base) if x is not None}
             if step.splits_backward or not all(call.call.trainable):
-                nodes = [get_gradient_edge(x).node for x in call.inputs.values() if x.requires_grad]
+                nodes = [get_gradient_edge(x).node for x in tensors if x.requires_grad]
                 call.call.inputs = list(dict.fromkeys(nodes))
         call.first = group.install(call.views)
         step.calls.append(call)
@@ -344,7 +356,7 @@ class ForwardCall:
         outer_error: the exception that was being handled when the call began.
         call: for backward; None where nothing will be differentiated.
         views: the unsharded parameters; none where the module has replacements for them.
-        inputs: the tensors in the arguments, by identity.
+        inputs: the tensors in the arguments, and those that they are views of, with their nodes; by identity.
         first: whether this call, and not one around it, has installed the unsharded parameters.
         calls_within: of the outermost call: how many calls of hooked modules have begun, this one among them.
     """
@@ -360,7 +372,7 @@ class ForwardCall:
         self.outer_error = sys.exc_info()[1]
         self.call: Call | None = None
         self.views: list[Tensor] = []
-        self.inputs: dict[int, Tensor] = {}
+        self.inputs: dict[int, tuple[Tensor, Any]] = {}
         self.first = False
         self.calls_within = 0
 

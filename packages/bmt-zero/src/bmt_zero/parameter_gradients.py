@@ -46,13 +46,13 @@ class ParameterGradients:
         return any(p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks for p in self._flat.params)
 
     def add(self, rows: Sequence[Tensor | None]) -> None:
-        """Add rows to the gradients of the parameters, except frozen ones.
+        """Add rows to the gradients of the parameters.
 
         The parameters' hooks run here: autograd does not reach the parameters.
         """
         grads, added, hooked = [], [], []
         for index, (param, new) in enumerate(zip(self._flat.params, rows, strict=True)):
-            if new is None or not param.requires_grad:
+            if new is None:
                 continue
             if param._backward_hooks:
                 new = sharded_gradient(new, param)

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,7 +171,8 @@ class ParameterGroup:
         label: stands for the name and what is frozen, where ranks compare the order of what they unshard.
         communicators: of the several ranks that reduce the gradients.
         unsharding_communicators: those of them that unshard the parameters.
-        in_backward: the calls (``hooks.Call``) in backward, which need the parameters.
+        calls: those (``hooks.Call``) that a backward pass may come to.
+        in_backward: the calls in backward, which need the parameters.
         gathered: single parameters that were unsharded for a computation: their versions then, and what it uses.
         trains: which parameters are trained, as last seen in forward.
         replaced: how many parameters modules have replacements for; see :func:`replaced_parameters`.
@@ -208,6 +210,7 @@ class ParameterGroup:
         # This node runs only in backward passes that accumulate gradients of all leaves.
         with torch.enable_grad():
             self.accumulates: Any = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self.in_backward: set[Any] = set()
         self.gathered: dict[GroupHandle, tuple[int, TensorWeakRef]] = {}
         self.trains: list[bool] = []
@@ -352,8 +355,9 @@ class ParameterGroup:
             )
 
     def reshard(self) -> None:
-        """Reshard, unless a call in backward needs the parameters."""
-        if not self.in_backward and not self.held:
+        """Reshard, unless a call in forward or backward needs the parameters."""
+        running = any(call.hooks.group is self for call in self.step.calls)
+        if not self.in_backward and not self.held and not running:
             self.hide()
             for flat in self.flats:
                 flat.reshard()
@@ -433,6 +437,8 @@ class ParameterGroup:
             arrived = iter(grads)
             grads = [next(arrived) if trains else None for trains in trainable]
         parts = [(reducer, part) for reducer, part in self._parts if any(trainable[part])]
+        for reducer, _ in parts:
+            reducer.has_calls_left |= len(self.calls) > 1
         self.reduce([(reducer, grads[part], targets.get(reducer)) for reducer, part in parts])
 
     def reduce(self, work: Sequence[tuple[GradientReducer, Sequence[Tensor | None], GradientTarget | None]]) -> None:
@@ -463,7 +469,7 @@ class ParameterGroup:
         """Backward was ended by an exception."""
         self._forget_calls()
         for reducer in self.reducers:
-            reducer.drop()
+            reducer.drop_pass()
             reducer.flat.reshard()
 
     def _forget_calls(self) -> None:

@@ -92,6 +92,8 @@ def _note_other_uses(values: Iterable[Any]) -> None:
 def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor | None:
     if not _writes(weight, input, bias) or input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         return None
+    if bias is not None and bias.dim() != 1:
+        return None
     rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     out: Tensor = _Product.apply(rows, weight.t(), bias, weight.target, weight.number, True)
     return out if input.dim() == 2 else out.view(*input.shape[:-1], out.shape[-1])

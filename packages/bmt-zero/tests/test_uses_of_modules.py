@@ -1,0 +1,162 @@
+"""Modules that use their parameters, inputs or themselves in ways that few do, where storage is released and shared."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from block_helpers import assert_same_gradients, own_memory, seeded
+from torch import Tensor, nn
+
+from bmt_zero import BMTrainModelWrapper, shard
+
+WIDTH = 6
+
+
+class WritesToInput(nn.Module):
+    """Adds to a tensor that it was given, or writes to a part of it, and returns that."""
+
+    def __init__(self, part: bool) -> None:
+        super().__init__()
+        self.part = part
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:
+        y = self.second(torch.tanh(self.first(x)))
+        if self.part:
+            total[:, 1:3] = y[:, :2]
+        else:
+            total += y
+        return total
+
+
+class CallsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        y = torch.tanh(self.first(x))
+        return self.second(y + self(y, depth - 1) if depth else y)
+
+
+class TrainedWithin(nn.Module):
+    """Frozen, but for a part whose input does not come from the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefix = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.first = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        prefix = self.second(self.prefix(torch.ones(WIDTH)))
+        return self.first(x) + prefix
+
+
+class Projecting(nn.Embedding):
+    """Embeds numbers and projects to them, as BMTrain's does."""
+
+    def forward(self, x: Tensor, projection: bool = False) -> Tensor:
+        return F.linear(x, self.weight) if projection else super().forward(x)
+
+
+class Tied(nn.Module):
+    """Has the weight of a part that it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1100, 256)  # large enough to be unsharded by itself
+        self.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.embedding(ids)), self.weight)
+
+
+def everywhere(test):
+    """Ranks share memory, or have memory of their own, at each level."""
+    for mark in (pytest.mark.parametrize("own", [False, True]), pytest.mark.parametrize("level", [1, 2, 3])):
+        test = mark(test)
+    return pytest.mark.ranks(2)(test)
+
+
+def compare(ctx, plain: nn.Module, model: nn.Module, own: bool, compute) -> None:
+    """Two steps of what ``compute`` makes of a module and a seed."""
+    with own_memory() if own else torch.enable_grad():
+        for step in range(2):
+            for rank in range(2):
+                compute(plain, 10 * step + rank).square().sum().backward()
+            compute(model, 10 * step + ctx.rank).square().sum().backward()
+    assert_same_gradients(model, plain)
+
+
+@everywhere
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("is_view", [False, True])
+def test_an_output_is_an_input_that_was_written_to(ctx, level, own, part, is_view):
+    torch.manual_seed(0)
+    plain = WritesToInput(part)
+    model = shard(copy.deepcopy(plain), level)
+
+    def compute(module: nn.Module, seed: int) -> Tensor:
+        total = seeded(seed + 1, 3, 2 * WIDTH)[:, :WIDTH] if is_view else seeded(seed + 1, 3, WIDTH)
+        return module(seeded(seed, 3, WIDTH), total)
+
+    compare(ctx, plain, model, own, compute)
+
+
+@everywhere
+def test_a_module_calls_itself(ctx, level, own):
+    torch.manual_seed(0)
+    plain = CallsItself()
+    compare(ctx, plain, shard(copy.deepcopy(plain), level), own, lambda module, seed: module(seeded(seed, 3, WIDTH)))
+
+
+@everywhere
+def test_a_module_calls_another_one_that_has_its_weight(ctx, level, own):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Tied(), nn.Linear(1100, 1100))
+    model = BMTrainModelWrapper(copy.deepcopy(plain), zero_level=level)
+
+    def compute(module: nn.Module, seed: int) -> Tensor:
+        return module(torch.arange(seed, seed + 6) % 12)
+
+    compare(ctx, plain, model, own, compute)
+
+
+@everywhere
+def test_a_frozen_module_around_a_trained_one(ctx, level, own):
+    torch.manual_seed(0)
+    plain = TrainedWithin()
+    model = copy.deepcopy(plain)
+    shard(model.prefix, level)
+    shard(model, level)
+    compare(ctx, plain, model, own, lambda module, seed: module(seeded(seed, 3, WIDTH).requires_grad_()))
+
+
+@everywhere
+def test_an_embedding_that_projects(ctx, level, own):
+    torch.manual_seed(0)
+    plain = Projecting(12, WIDTH)
+
+    def compute(module: nn.Module, seed: int) -> Tensor:
+        return module(torch.tanh(module(torch.arange(seed, seed + 6) % 12)), projection=True)
+
+    compare(ctx, plain, shard(copy.deepcopy(plain), level), own, compute)
+
+
+@everywhere
+def test_bags_with_trained_weights(ctx, level, own):
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"bag": nn.EmbeddingBag(12, WIDTH, mode="sum"), "weights": nn.Embedding(12, 1)})
+    model = copy.deepcopy(plain)
+    shard(model["bag"], level)
+    shard(model["weights"], level)
+
+    def compute(module: nn.Module, seed: int) -> Tensor:
+        ids = torch.arange(seed, seed + 6).view(2, 3) % 12
+        return module["bag"](ids, per_sample_weights=module["weights"](ids)[..., 0])
+
+    compare(ctx, plain, model, own, compute)
