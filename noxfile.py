@@ -80,8 +80,8 @@ NOT_BY_NCCLS_RULES = {
         "--deselect=tests/test_gradient_target.py::test_a_trace_of_a_step_has_no_copy_of_parameters_or_their_gradients",
     ],
 }
-# What torch 2.6 cannot do, and tests compare with or build on: FSDP2 on the CPU, or over tensor-parallel rows that are not
-# of one length, and compiled calls of operators that write to lists.
+# What torch 2.6 cannot do, and tests compare with or build on: FSDP2 on the CPU, or over uneven tensor-parallel
+# shards, and compiled calls of operators that write to lists.
 NOT_ON_OLDEST = {
     "bmt-kernels": ["--deselect=tests/test_factored.py::TestCompile"],
     "bmt-comm": ["-k", "not fsdp2_over"],
