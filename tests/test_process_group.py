@@ -433,6 +433,83 @@ def test_list_collectives_with_outputs_of_any_strides():
         assert out.tolist() == sum(x(r, rank) for r in range(size)).tolist()
 
 
+@pytest.mark.ranks(2, 3, init=False)
+@pytest.mark.parametrize("numel", [1, 6, 3000])
+@pytest.mark.parametrize("kind", ["strided", "expanded", "negated", "strided and negated"])
+def test_inputs_that_lie_in_memory_in_another_way(numel, kind):
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+
+        def made(sender, receiver=0):
+            x = torch.arange(2.0 * numel * size) + 1000 * sender + 7 * receiver
+            if "strided" in kind:
+                x = x[::2]
+            elif kind == "expanded":
+                x = x[:1].expand(numel * size)
+            return torch._neg_view(x) if "negated" in kind else x
+
+        def x(sender, receiver=0):
+            return made(sender, receiver)[:numel]
+
+        def plain(x):
+            return x.resolve_neg().clone(memory_format=torch.contiguous_format)
+
+        def empty(count=1):
+            return torch.full((count * numel,), -1.0)
+
+        everyone = [plain(x(r)) for r in range(size)]
+        outs = list(empty(size).split(numel))
+        dist.all_gather(outs, x(rank))
+        assert torch.equal(torch.cat(outs), torch.cat(everyone))
+        out = empty(size)
+        all_gather_single(out, x(rank))
+        assert torch.equal(out, torch.cat(everyone))
+        for root in range(size):
+            outs = list(empty(size).split(numel)) if rank == root else None
+            dist.gather(x(rank), outs, root)
+            if rank == root:
+                assert torch.equal(torch.cat(outs), torch.cat(everyone))
+            out = empty()
+            dist.scatter(out, [x(root, r) for r in range(size)] if rank == root else None, root)
+            assert torch.equal(out, plain(x(root, rank)))
+            out = x(root) if rank == root else empty()
+            dist.broadcast(out, root)
+            assert torch.equal(plain(out), everyone[root])
+            out = plain(x(rank)) if rank == root else x(rank)
+            dist.reduce(out, root)
+            assert torch.equal(plain(out), sum(everyone) if rank == root else everyone[rank])
+        out = empty()
+        dist.reduce_scatter(out, [x(rank, r) for r in range(size)])
+        assert torch.equal(out, sum(plain(x(r, rank)) for r in range(size)))
+        out = empty()
+        reduce_scatter_single(out, made(rank)[: numel * size])
+        whole = sum(plain(made(r)[: numel * size]) for r in range(size))
+        assert torch.equal(out, whole[rank * numel :][:numel])
+        outs = list(empty(size).split(numel))
+        dist.all_to_all(outs, [x(rank, r) for r in range(size)])
+        assert torch.equal(torch.cat(outs), torch.cat([plain(x(r, rank)) for r in range(size)]))
+        out = empty(size)
+        dist.all_to_all_single(out, made(rank)[: numel * size])
+        assert torch.equal(out, torch.cat([plain(made(r)[rank * numel :][:numel]) for r in range(size)]))
+        if kind != "expanded":  # and outputs of that kind
+            out = x(rank)
+            dist.all_reduce(out)
+            assert torch.equal(plain(out), sum(everyone))
+            outs = [x(9) for _ in range(size)]
+            dist.all_gather(outs, x(rank))
+            assert [plain(out).tolist() for out in outs] == [each.tolist() for each in everyone]
+            outs = [x(9) for _ in range(size)]
+            dist.all_to_all(outs, [x(rank, r) for r in range(size)])
+            assert [plain(out).tolist() for out in outs] == [plain(x(r, rank)).tolist() for r in range(size)]
+        if kind == "negated":
+            work = dist.isend(x(rank), (rank + 1) % size)
+            dist.recv(out := empty(), (rank - 1) % size)
+            work.wait()
+            assert torch.equal(out, everyone[rank - 1])
+            with pytest.raises(ValueError, match="negated lazily"):
+                dist.recv(x(rank), (rank - 1) % size)
+
+
 @pytest.mark.ranks(2, init=False, timeout=30)
 def test_expanded_tensors_are_refused_before_anything_is_sent():
     with job():

@@ -327,7 +327,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         messages = self._messages(tensors, tag, dstRank)
         if messages is None:
             return self._rest.send(tensors, dstRank, tag)
-        sent = messages.send(tensors[0].data, dstRank, tag)
+        sent = messages.send(_as_in_memory(tensors[0].data), dstRank, tag)
         return self._done if sent is None else _MessageWork(self, sent)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
@@ -335,14 +335,14 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         messages = self._messages(tensors, tag, srcRank)
         if messages is None:
             return self._rest.recv(tensors, srcRank, tag)
-        return _MessageWork(self, messages.receive(tensors[0].data, srcRank, tag))
+        return _MessageWork(self, messages.receive(_received(tensors[0]), srcRank, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         tensors = _listed(tensors)
         messages = self._messages(tensors, tag)
         if messages is None:
             return self._rest.recv_anysource(tensors, tag)
-        return _MessageWork(self, messages.receive(tensors[0].data, None, tag))
+        return _MessageWork(self, messages.receive(_received(tensors[0]), None, tag))
 
     def _messages(self, tensors: list[Tensor], tag: int, peer: int | None = None) -> Messages | None:
         """What carries single messages of these tensors; None: the rest does, which says what is wrong with them."""
@@ -458,7 +458,7 @@ class _Call:
 
     def ins(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Tensors that are read, as vectors."""
-        return [tensor.data.reshape(-1) for tensor in tensors]
+        return [_vector(_as_in_memory(tensor.data)) for tensor in tensors]
 
     def outs(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Tensors that are written, as vectors."""
@@ -471,16 +471,16 @@ class _Call:
         # An alias of its own: writing must not count as a change of what autograd has saved.
         data = tensor.data
         self._in_inference |= tensor.is_inference()
-        if data.is_contiguous():
-            return data.view(-1)
+        if _is_as_in_memory(data):
+            return _vector(data)
         if any(stride == 0 and length > 1 for length, stride in zip(data.shape, data.stride(), strict=True)):
             raise ValueError(
                 f"a collective cannot write to a tensor of shape {tuple(data.shape)} and strides {data.stride()}, "
                 "whose elements share memory; pass tensor.contiguous()"
             )
-        dense = data.contiguous() if read else torch.empty(data.shape, dtype=data.dtype, device="cpu")
+        dense = _as_in_memory(data) if read else torch.empty(data.shape, dtype=data.dtype, device="cpu")
         self.copies.append((data, dense))
-        return dense.view(-1)
+        return _vector(dense)
 
     def add(self, kind: str, detail: object, flat: Tensor, method: str, *arguments: Any) -> None:
         """A collective, by what ranks compare, and the method of :class:`SharedMemoryCollectives` that does it."""
@@ -519,6 +519,28 @@ class _Call:
     def _finish(self) -> None:
         for target, source in self.copies:
             target.copy_(source)
+
+
+def _is_as_in_memory(tensor: Tensor) -> bool:
+    """Whether its elements lie one after the other in memory, as they are: not to be conjugated or negated."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _as_in_memory(tensor: Tensor) -> Tensor:
+    return tensor if _is_as_in_memory(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _received(tensor: Tensor) -> Tensor:
+    """What a single message is received into, as it is sent."""
+    data: Tensor = tensor.data
+    if not _is_as_in_memory(data):
+        raise ValueError("a message cannot be received into a tensor that is conjugated or negated lazily")
+    return data
+
+
+def _vector(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a vector of stride 1. A view would keep another stride of a single element."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _alike(tensors: Iterable[Tensor], other: Tensor) -> bool:
