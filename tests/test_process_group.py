@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -566,6 +567,62 @@ def test_what_is_not_waited_for_goes_on_and_keeps_no_rank_waiting():
         while not work.is_completed():
             time.sleep(1e-3)
         assert x[0].item() == 8.0
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+def test_a_callback_of_a_future_may_wait_for_other_futures_of_the_group():
+    with job(10.0) as (_, gloo):
+        rank = dist.get_rank()
+
+        def reduced(x):
+            return dist.all_reduce(x, async_op=True).get_future()
+
+        # For one that it posts itself.
+        future = reduced(torch.ones(3)).then(lambda done: reduced(done.value()[0]).wait()[0].tolist())
+        assert future.wait() == [4.0] * 3
+        # For one that was asked for before, and in turn for another one.
+        futures = [reduced(torch.full((3,), float(n))) for n in range(4)]
+        for n in reversed(range(3)):
+            futures[n] = futures[n].then(lambda done, n=n: futures[n + 1].wait() and done.value()[0].tolist())
+        assert futures[0].wait() == [0.0] * 3
+        # The group goes on meanwhile, for what is asked for and for what is not.
+        x = torch.ones(1 << 19)
+        if rank == 0:  # the other one runs each when this one waits
+            inside, end = threading.Event(), threading.Event()
+            future = reduced(torch.ones(3)).then(lambda done: inside.set() or end.wait(20))
+            dist.barrier(gloo)
+            assert inside.wait(10)
+            work = dist.all_reduce(x, async_op=True)
+            dist.recv(torch.empty(1), 1)
+            work.wait()
+            assert x[0].item() == 2.0
+            assert reduced(x).wait()[0][0].item() == 4.0
+            end.set()
+            assert future.wait()
+        else:
+            dist.barrier(gloo)
+            dist.all_reduce(torch.ones(3))
+            dist.all_reduce(x)
+            dist.send(torch.empty(1), 0)
+            dist.all_reduce(x)
+        assert sum(thread.name == "bmt_progress" for thread in threading.enumerate()) <= 2
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+def test_ddp_trains_with_a_hook_that_waits_in_callbacks():
+    with job(10.0):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 64)).sum().backward()
+            optimizer.step()
+        weights = [torch.empty(64, 64) for _ in range(2)]
+        dist.all_gather(weights, model.module[0].weight.detach())
+        assert torch.equal(*weights)
 
 
 @pytest.mark.ranks(2, init=False)

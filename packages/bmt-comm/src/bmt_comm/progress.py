@@ -6,6 +6,10 @@
     own thread: that costs no switch between threads. What nobody waits for is run by a thread of the group: at once
     where a future or ``is_completed`` asks for it, and else a few milliseconds later, so that no other rank waits for
     one that has gone on to something else.
+
+    A thread that tells of a future runs its callbacks, and they may wait for other collectives of the group. So the
+    thread of the group is not that while it does so: another one takes its place if there is anything to run, or comes
+    to be. Afterwards it is that again if no other one is.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import torch.distributed as dist
 from .work import Work
 
 _GRACE = 5e-3  # seconds that the thread leaves to those that wait by themselves
+_LAST_WAIT = 1.0  # seconds for callbacks that have not ended when the thread is ended
 _NO_LIMIT = datetime.timedelta(0)
 _FOR_EVER = threading.TIMEOUT_MAX
 
@@ -76,7 +81,7 @@ class CollectiveWork(dist.Work):
             if self._future is None:
                 self._future = torch.futures.Future()
                 if self._concluded:
-                    self._settle(self._future)
+                    self.settle(self._future)
         self._progress.want(self)
         return self._future
 
@@ -138,14 +143,13 @@ class CollectiveWork(dist.Work):
         if self._finish is not None:
             self._finish()
 
-    def conclude(self) -> None:
-        """Tell those that have asked for a future."""
+    def conclude(self) -> torch.futures.Future[Any] | None:
+        """It is done, as later futures know at once. Returns the one that :meth:`settle` has to tell, if any."""
         with self._progress.posting:
-            self._concluded, future = True, self._future
-        if future is not None:
-            self._settle(future)
+            self._concluded = True
+            return self._future
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def settle(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
             future.set_result(self._outputs)
         else:
@@ -182,6 +186,7 @@ class Progress:
         self._to_begin: deque[CollectiveWork] = deque()
         self._number = self._wanted = 0
         self._thread: threading.Thread | None = None
+        self._tellers: set[threading.Thread] = set()  # that were it, and run callbacks of futures
         self._news = threading.Event()
         self._rests = False  # the thread has nothing to do
         self._stopped = False
@@ -245,8 +250,12 @@ class Progress:
             self._stopped = True
             thread, self._thread = self._thread, None
         self._news.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        me = threading.current_thread()
+        while thread is not None and thread not in (me, *self._tellers) and thread.is_alive():
+            thread.join(_LAST_WAIT)
+        for teller in list(self._tellers):  # whose callbacks may wait for what nobody will run
+            if teller is not me:
+                teller.join(_LAST_WAIT)
 
     def _begin_all(self) -> None:
         # Looked at again after the lock is free: another thread may have added one meanwhile.
@@ -282,10 +291,37 @@ class Progress:
         finally:
             self._running.release()
             if work is not None:
-                work.conclude()
+                self._conclude(work)
         if self._to_begin:
             self._begin_all()
         return True
+
+    def _conclude(self, work: CollectiveWork) -> None:
+        """Tell those that have asked for a future of ``work``."""
+        future = work.conclude()
+        if future is None:
+            return
+        thread = threading.current_thread()
+        if thread is not self._thread:
+            work.settle(future)
+            return
+        self._tellers.add(thread)
+        try:
+            self._thread = None
+            if self._queue:
+                self._need_thread()
+            work.settle(future)
+        finally:
+            self._tellers.discard(thread)
+
+    def _goes_on(self) -> bool:
+        """Whether the thread that asks is that of the group, or is so again after callbacks."""
+        thread = threading.current_thread()
+        if self._thread is None:
+            with self.posting:
+                if self._thread is None and not self._stopped:
+                    self._thread = thread
+        return self._thread is thread and not self._stopped
 
     def _need_thread(self) -> None:
         if self._thread is not None:
@@ -311,7 +347,7 @@ class Progress:
 
 
 def _run_in_thread(reference: weakref.ref[Progress]) -> None:
-    while (progress := reference()) is not None and not progress._stopped:
+    while (progress := reference()) is not None and progress._goes_on():
         delay = progress._next()
         if delay == 0.0:
             continue
