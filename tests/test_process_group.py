@@ -511,6 +511,55 @@ def test_inputs_that_lie_in_memory_in_another_way(numel, kind):
                 dist.recv(x(rank), (rank - 1) % size)
 
 
+class Named(torch.Tensor):
+    """A tensor with something more."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class NamedParameter(nn.Parameter):
+    pass
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+@pytest.mark.parametrize("kind", [Named, NamedParameter])
+def test_a_rank_may_have_a_subclass_of_tensor_where_others_have_none(kind):
+    with job(10.0):
+        rank, size = dist.get_rank(), dist.get_world_size()
+
+        def x(value=None):
+            x = torch.full((3,), float(rank + 1 if value is None else value))
+            return x if rank else kind(x)
+
+        out = x()
+        dist.broadcast(out, 0)
+        assert out.tolist() == [1.0] * 3
+        dist.all_reduce(out)
+        assert out.tolist() == [2.0] * 3
+        dist.reduce(out, 0)
+        outs = [x(0) for _ in range(size)]
+        dist.all_gather(outs, x())
+        assert [out.tolist() for out in outs] == [[1.0] * 3, [2.0] * 3]
+        out = torch.empty(6)
+        all_gather_single(out, x())
+        assert out.tolist() == [1.0] * 3 + [2.0] * 3
+        with dist._coalescing_manager():
+            dist.all_reduce(out := x())
+        assert out.tolist() == [3.0] * 3
+        work = dist.all_reduce(out, async_op=True)
+        work.wait()
+        assert out.tolist() == work.result()[0].tolist() == [6.0] * 3
+        if rank == 0:
+            dist.send(x(), 1)
+            dist.recv(out := x(), 1)
+        else:
+            dist.recv(out := x(), 0)
+            dist.send(out, 0)
+        assert out.tolist() == [1.0] * 3
+
+
 @pytest.mark.ranks(2, init=False, timeout=30)
 def test_expanded_tensors_are_refused_before_anything_is_sent():
     with job():

@@ -151,6 +151,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         return self._all_reduce(tensors, op, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        tensors = _listed(tensors)
         opts = _options(c10d.AllreduceCoalescedOptions, reduceOp=opts)
         op = _OPS.get(opts.reduceOp.op)
         if not self._takes(tensors, op):
@@ -548,8 +549,19 @@ def _alike(tensors: Iterable[Tensor], other: Tensor) -> bool:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """What a functional collective has returned, when it is there."""
-    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
+    """What a functional collective has returned, when it is there; and of a subclass, the tensor that it is.
+
+    Other ranks, which may have that of no subclass, must go the same way. A subclass that has its own dispatch may be
+    something else than a tensor in memory, so it stays what it is.
+    """
+    if type(tensor) in _TYPES:
+        return tensor
+    if hasattr(tensor, "trigger_wait"):
+        return _plain(tensor.trigger_wait())
+    if isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.detach().as_subclass(Tensor)
+    return tensor
 
 
 def _listed(tensors: Any) -> list[Tensor]:
