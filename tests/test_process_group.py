@@ -560,6 +560,43 @@ def test_a_rank_may_have_a_subclass_of_tensor_where_others_have_none(kind):
         assert out.tolist() == [1.0] * 3
 
 
+@pytest.mark.ranks(3, init=False)
+@pytest.mark.parametrize("numel", [4, 3000, 2_000_000])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_gathers_whose_input_lies_in_the_place_of_another_rank(numel, async_op):
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        wanted = [r + 1.0 for r in range(size)]
+
+        def outputs(place):
+            outs = [torch.full((numel,), -1.0) for _ in range(size)]
+            outs[place].fill_(rank + 1.0)
+            return outs
+
+        def check(work, found):
+            if work is not None:
+                work.wait()
+            assert [[out[0].item(), out[-1].item()] for out in found] == [[value] * 2 for value in wanted]
+
+        for place in range(size):
+            outs = outputs(place)
+            check(dist.all_gather(outs, outs[place], async_op=async_op), outs)
+            out = torch.cat(outputs(place))
+            outs = out.split(numel)
+            check(all_gather_single(out, outs[place], async_op=async_op), outs)
+            for root in range(size):
+                outs = outputs(place)
+                work = dist.gather(outs[place], outs if rank == root else None, root, async_op=async_op)
+                if rank == root:
+                    check(work, outs)
+                elif work is not None:
+                    work.wait()
+        with torch.inference_mode():
+            outs = outputs(0)
+            work = dist.all_gather(outs, outs[0], async_op=True)
+        check(work, outs)
+
+
 @pytest.mark.ranks(2, init=False, timeout=30)
 def test_expanded_tensors_are_refused_before_anything_is_sent():
     with job():

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import logging
 import sys
@@ -234,7 +235,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         (mine,) = call.ins(inputs)
         flats = call.outs(chunks)
         if root == self._rank:
-            call.copies.insert(0, (flats[root], mine))  # before what goes on from there
+            call.own_copies.append((flats[root], mine))
         call.add("gather to", root, mine, "gather", flats, mine, root)
         return call.post()
 
@@ -447,15 +448,17 @@ class _Call:
 
     Attributes:
         copies: targets and sources, of what is to be copied after that.
+        own_copies: of what is to be copied before it: what it receives may be written where the sources lie.
     """
 
-    __slots__ = ("_group", "_in_inference", "_opts", "_outputs", "_steps", "copies")
+    __slots__ = ("_group", "_in_inference", "_opts", "_outputs", "_steps", "copies", "own_copies")
 
     def __init__(self, group: SharedMemoryProcessGroup, opts: Any, outputs: list[Tensor]) -> None:
         self._group, self._opts, self._outputs = group, opts, outputs
         self._steps: list[tuple[str, object, Tensor, str, tuple[Any, ...]]] = []
         self._in_inference = False
         self.copies: list[tuple[Tensor, Tensor]] = []
+        self.own_copies: list[tuple[Tensor, Tensor]] = []
 
     def ins(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Tensors that are read, as vectors."""
@@ -490,8 +493,8 @@ class _Call:
     def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> None:
         own = chunks[self._group._rank]
         if own.data_ptr() != mine.data_ptr():
-            self.copies.insert(0, (own, mine))
-        self.add("all_gather", "", mine, "all_gather", chunks, mine)
+            self.own_copies.append((own, mine))
+        self.add("all_gather", "", own, "all_gather", chunks, own)
 
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str | None) -> None:
         self.add("reduce_scatter", op, out, "reduce_scatter", out, chunks, op)
@@ -512,6 +515,11 @@ class _Call:
         return progress.leave(progress.post(work))
 
     def _begin(self) -> Work:
+        if self.own_copies:
+            # What else begins has buffers that are kept, which must not be those of an inference.
+            with torch.inference_mode() if self._in_inference else contextlib.nullcontext():
+                for target, source in self.own_copies:
+                    target.copy_(source)
         if len(self._steps) == 1:
             return self._group._begin(*self._steps[0])
         works = [self._group._begin(*step) for step in self._steps]
