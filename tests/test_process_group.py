@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bmt_comm
+import bmt_comm.process_group
 import bmt_comm.progress
 import bmt_comm.shared_memory
 from bmt_comm._compat import all_gather_single, reduce_scatter_single
@@ -767,6 +768,35 @@ def test_a_process_may_end_while_collectives_and_messages_are_under_way(tmp_path
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:2] == ["2.0", "2.0"]
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+def test_a_forked_child_that_ends_leaves_its_parent_what_is_under_way():
+    with job(10.0) as (_, gloo):
+        rank, x = dist.get_rank(), torch.full((20_000_000,), 7.0 * (1 - dist.get_rank()))
+        others = [None, None]
+        dist.all_gather_object(others, os.getpid(), group=gloo)
+        if rank == 0:
+            work = dist.isend(x, 1)  # for which there is no room, so that it comes in pieces
+            dist.barrier(gloo)
+        else:
+            dist.barrier(gloo)
+            os.kill(others[0], signal.SIGSTOP)
+            try:
+                work = dist.irecv(x, 0)
+                child = os.fork()
+                if child == 0:
+                    try:
+                        bmt_comm.process_group._leave_all()  # as atexit does
+                    finally:
+                        os._exit(0)
+                os.waitpid(child, 0)
+            finally:
+                os.kill(others[0], signal.SIGCONT)
+        work.wait()
+        assert x[::1_000_000].tolist() == [7.0] * 20
+        dist.all_reduce(x)
+        assert x[-1].item() == 14.0
 
 
 @pytest.mark.ranks(3, init=False)

@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import datetime
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -649,6 +650,11 @@ def _leave_all() -> None:
     """Threads must not come back from a wait while the interpreter ends."""
     for group in list(_groups):
         group._leave("this process ends")
+
+
+# A child that is forked and ends has nothing to do with the groups: what it stopped would be its parent's.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_groups.clear)
 
 
 def register() -> None:
