@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from bmt_comm import Communicator
+from bmt_comm import Communicator, select_rows, slice_of, tp_shard_of
 from bmt_tp import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -16,6 +16,7 @@ from bmt_tp import (
     parallelize,
     per_rank_random,
     sequence_parallel,
+    vocab_parallel_linear_cross_entropy,
 )
 from bmt_zero import (
     Block,
@@ -436,3 +437,40 @@ def test_a_module_on_a_part_of_the_sequence_that_does_not_say_so_raises_on_every
     Block(Layers(True), zero_level=level)(x).square().sum().backward()
     with pytest.raises(RuntimeError, match=r"different gradients of .*sequence_parallel\(module\)"):
         Block(Layers(False), zero_level=level)(x).square().sum().backward()
+
+
+@pytest.mark.ranks(2, 4, tp_size=2)
+@pytest.mark.parametrize("level", [None, 0, 2, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_and_its_loss_take_the_weight_of_an_embedding(ctx, level, tied):
+    class Model(nn.Module):
+        def __init__(self, embedding, loss):
+            super().__init__()
+            self.embedding, self.loss = embedding, loss
+
+        def forward(self, x, ids):
+            hidden = torch.tanh(self.embedding(ids)) if tied else x
+            return self.loss(hidden, self.embedding.weight, ids)
+
+    def plain_loss(hidden, weight, ids):
+        return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), ids.flatten())
+
+    torch.manual_seed(0)
+    plain = Model(nn.Embedding(VOCAB, HIDDEN), plain_loss)
+    model = Model(VPEmbedding(VOCAB, HIDDEN, torch.float32), vocab_parallel_linear_cross_entropy)
+    model.embedding.load_state_dict(plain.embedding.state_dict())
+    if level is not None:
+        model = Block(model, zero_level=level)
+    for replica in range(ctx.replicas):
+        generator = torch.Generator().manual_seed(replica)
+        x = torch.randn(2, 4, HIDDEN, generator=generator)
+        ids = torch.randint(VOCAB, (2, 4), generator=generator)
+        expected = plain(x, ids)
+        expected.backward()
+        if replica == ctx.tp_zero.rank:
+            loss = model(x, ids)
+            torch.testing.assert_close(loss, expected)
+            loss.backward()
+    param = model.embedding.weight
+    wanted = select_rows(tp_shard_of(plain.embedding.weight.grad, slice_of(param)), slice_of(param))
+    assert (param.grad - wanted).norm() <= 1e-5 * plain.embedding.weight.grad.norm()

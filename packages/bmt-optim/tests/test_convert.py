@@ -14,7 +14,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from bmt_comm import local_tensor, slice_of
-from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, AdamW, DistributedOptimizer, Lamb, Muon, to_distributed
+from bmt_optim import (
+    AdamOffloadOptimizer,
+    AdamOptimizer,
+    AdamW,
+    DistributedOptimizer,
+    Lamb,
+    Muon,
+    TorchAdafactor,
+    to_distributed,
+)
 from bmt_optim.adapters import ADAPTERS, ELEMENTWISE, REFUSED, explanation, known_name
 from bmt_optim.convert import distributed_where_needed
 from bmt_optim.slices import cut
@@ -431,3 +440,21 @@ def test_elementwise_optimizers_of_torch_do_the_same_to_parts_as_to_the_whole(na
 
 def test_an_unused_name_of_ours():
     assert type(to_distributed(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))) is AdamW
+
+
+def test_adafactor_of_torch_goes_on_with_our_state():
+    params = [nn.Parameter(tensor) for tensor in tensors([(4, 3), (5,)])]
+    ours = TorchAdafactor(params)
+    for step in range(2):
+        for param, grad in zip(params, tensors([(4, 3), (5,)], step + 1)):
+            param.grad = grad
+        ours.step()
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    theirs = torch.optim.Adafactor(twins)
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for param, twin, grad in zip(params, twins, tensors([(4, 3), (5,)], 9)):
+        param.grad, twin.grad = grad.clone(), grad.clone()
+    ours.step()
+    theirs.step()
+    for param, twin in zip(params, twins):
+        torch.testing.assert_close(param, twin)

@@ -11,6 +11,7 @@ from torch import nn
 from bmt_comm import init_distributed, local_tensor
 from bmt_tp import (
     ColumnParallelLinear,
+    Linear,
     OpParallelLinear,
     ReduceType,
     RowParallelLinear,
@@ -346,3 +347,38 @@ def test_parts_of_the_sequence_in_dimension_0_are_refused(ctx):
         ValueError, match=r"2 parts of the sequence one after the other .* in the shape \(3, 4, features\)"
     ):
         down(h.view(6, 2, OUT // 2))
+
+
+LAYERS = {
+    "linear": lambda: Linear(6, 8),
+    "column": lambda: ColumnParallelLinear(6, 8, gather_input=False),
+    "gathered at once": lambda: ColumnParallelLinear(6, 8, async_gather_chunks=1),
+    "gathered in parts": lambda: ColumnParallelLinear(6, 8, async_gather_chunks=2),
+    "row": lambda: RowParallelLinear(6, 8, all_reduce_output=True),
+    "row, scattered": lambda: RowParallelLinear(6, 8),
+}
+
+
+@pytest.mark.ranks(1, 2, init=False)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_models_write_to_the_output_in_place(kind):
+    start()
+    layer = LAYERS[kind]()
+    size = layer.weight.shape[1] if isinstance(layer, RowParallelLinear) else 6
+    x = torch.randn(3, 4, size).requires_grad_()
+    grads = []
+    for inplace in (False, True):
+        F.relu(layer(x), inplace=inplace).square().sum().backward()
+        grads.append([x.grad, *[param.grad for param in layer.parameters()]])
+        x.grad = None
+        for param in layer.parameters():
+            param.grad = None
+    for expected, found in zip(*grads, strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_an_input_that_was_not_gathered_is_not_taken_for_parts_of_one_before(ctx):
+    gathers, up = ColumnParallelLinear(6, 8), ColumnParallelLinear(6, 8, gather_input=False)
+    gathers(torch.randn(2, 4, 6))
+    assert RowParallelLinear(8, 6)(up(torch.randn(4, 4, 6))).shape == (4, 2, 6)

@@ -60,7 +60,8 @@ class TorchAdafactor(DistributedOptimizer):
         stochastic_rounding: bool = False,
         **conventions: Any,
     ) -> None:
-        super().__init__(params, declared(locals()), stochastic_rounding)
+        # torch's, which loads the state, looks for ``maximize`` and has no default for it.
+        super().__init__(params, {"maximize": False, **declared(locals())}, stochastic_rounding)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay")

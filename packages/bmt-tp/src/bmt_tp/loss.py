@@ -9,6 +9,7 @@ from torch import Tensor
 from bmt_comm import Communicator, not_compiled
 from bmt_kernels import parallel_cross_entropy, parallel_linear_cross_entropy
 
+from .parameters import unsharded
 from .regions import copy_to_ranks, gather_along, tensor_comm
 
 
@@ -99,6 +100,7 @@ def vocab_parallel_linear_cross_entropy(
         TypeError, ValueError, IndexError: as ``bmt_kernels.linear_cross_entropy`` does.
     """
     comm = tensor_comm(comm)
+    weight, bias = unsharded(weight), unsharded(bias)
     if gather_input:
         hidden = gather_along(hidden, sequence_dim, comm, partial_grad=True)
     else:

@@ -36,7 +36,7 @@ class OpLinear(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias).data  # no view of something else: models may write to it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

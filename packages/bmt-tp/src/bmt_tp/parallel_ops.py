@@ -88,8 +88,7 @@ def column_linear(
     for weight, bias in layers:
         check_shapes(x, weight, bias)
     dim = _sequence_dim(x, sequence_dim) if gather_input else 0
-    if gather_input:
-        parts_gathered.note(x, dim, comm)
+    parts_gathered.note(x, dim, comm)
     flat = [tensor for layer in layers for tensor in layer]
     reduce = reduce_input_grad and comm.size > 1
     return _ColumnLinear.apply(x, comm, gather_input and comm.size > 1, reduce, dim, _checked_chunks(chunks), *flat)
@@ -144,9 +143,11 @@ class _PartsGathered:
         self._shapes: WeakKeyDictionary[Communicator, tuple[int, ...]] = WeakKeyDictionary()
 
     def note(self, x: Tensor, dim: int, comm: Communicator) -> None:
-        """This rank's part of an input was gathered along ``dim``."""
+        """The last input: this rank's part was gathered along ``dim``; 0: it was not."""
         if dim > 0:
             self._shapes[comm] = tuple(x.shape[: dim + 1])
+        else:
+            self._shapes.pop(comm, None)
 
     def check(self, x: Tensor, comm: Communicator) -> None:
         """Raise if the input of a row-parallel map has the parts of the last gathered one along dimension 0.
@@ -264,7 +265,7 @@ class _ColumnLinear(torch.autograd.Function):
         need_x = ctx.needs_input_grad[0]
         ctx.save_for_backward(x if ctx.needs_weight else None, *(w if need_x else None for w in weights))
         if not gather:
-            return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+            return tuple(F.linear(x, w, b).data for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
         x = _autocast(x)
         if comm.symmetric_memory:
             _, products = gathered_products(x, [w.t() for w in weights if w is not None], dim, comm)
@@ -273,7 +274,7 @@ class _ColumnLinear(torch.autograd.Function):
         pending = [start_gather(piece, dim, comm) for piece in pieces]
         if len(pieces) == 1:
             full = pending[0].wait()
-            return tuple(F.linear(full, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+            return tuple(F.linear(full, w, b).data for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
         outputs: list[Tensor] = []
         start = 0
         for piece, arriving in zip(pieces, pending, strict=True):
@@ -344,7 +345,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         if comm.size == 1:
-            return F.linear(x, weight, bias)
+            return F.linear(x, weight, bias).data
         x = _autocast(x)
         y = _scattered_product(x, weight, comm, dim, chunks) if scatter else _reduced_product(x, weight, comm, chunks)
         y = y if bias is None else y.add_(bias)
