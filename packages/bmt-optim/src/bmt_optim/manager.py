@@ -331,9 +331,8 @@ class OptimManager:
         if not run(begin_steps(together, self.loss_scale, factor), flag, None if alike else self.context.world):
             self._skip()
             return False
-        for optimizer, unscales in zip(self.optimizers, self._unscale_themselves):
-            if not any(optimizer is each for each in together):
-                self._step_alone(optimizer, unscales, factor)
+        pairs = zip(self.optimizers, self._unscale_themselves)
+        self._step_alone([pair for pair in pairs if not any(pair[0] is each for each in together)], factor)
         self._count()
         return True
 
@@ -393,17 +392,23 @@ class OptimManager:
         """Whether ranks agree on each step before they take it."""
         return self.loss_scale_enabled or self.skip_non_finite
 
-    def _step_alone(self, optimizer: Any, unscales: bool, factor: Tensor | None) -> None:
+    def _step_alone(self, optimizers: Sequence[tuple[Any, bool]], factor: Tensor | None) -> None:
+        """Step optimizers one by one, each of which unscales its gradients or does not. They may share parameters."""
         if factor is not None:
-            scale_grads(local_grads(_parameters(optimizer.param_groups)), factor)
-        if unscales:
-            optimizer.step(scale=self.loss_scale)
-            return
+            scale_grads(
+                local_grads(_parameters(group for each, _ in optimizers for group in each.param_groups)), factor
+            )
         if self.loss_scale != 1:
-            for grad in local_grads(_parameters(optimizer.param_groups)):
+            groups = (group for each, unscales in optimizers if not unscales for group in each.param_groups)
+            params = _parameters(groups)
+            for grad in local_grads(params):
                 grad.div_(self.loss_scale)
-            note_scale(_parameters(optimizer.param_groups), 1)
-        optimizer.step()
+            note_scale(params, 1)
+        for optimizer, unscales in optimizers:
+            if unscales:
+                optimizer.step(scale=self.loss_scale)
+            else:
+                optimizer.step()
 
     def _overflow(self) -> Tensor:
         """1 if this rank has found an inf or a NaN in the gradients, or in their norm, or rejects the step; else 0."""
