@@ -507,3 +507,17 @@ def test_a_state_that_does_not_fit_loads_nothing(ctx):
         with pytest.raises(ValueError, match=message):
             manager.load_state_dict(saved)
         torch.testing.assert_close(manager.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_optimizers_that_share_a_parameter_see_one_gradient(ctx, loss_scale, max_norm):
+    param = nn.Parameter(torch.ones(3))
+    manager = OptimManager(loss_scale=loss_scale)
+    for _ in range(2):
+        manager.add_optimizer(torch.optim.SGD([param], lr=0.1))
+    manager.backward((param * 0.5).sum())
+    manager.step(max_norm)
+    grad = 0.5 if max_norm is None else max_norm / 3**0.5
+    torch.testing.assert_close(param.detach(), torch.full((3,), 1 - 2 * 0.1 * grad), atol=1e-6, rtol=0)
