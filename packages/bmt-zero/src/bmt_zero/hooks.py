@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import itertools
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, cast
@@ -49,6 +50,8 @@ class Call:
         "_awaits_params",
         "_targets",
         "group",
+        "has_others",
+        "has_reduced",
         "hooks",
         "inputs",
         "trainable",
@@ -62,7 +65,12 @@ class Call:
         self._awaits_params = False
         self._awaited_inputs: dict[Any, Any] = {}  # such nodes, and the handles of the hooks on them
         self._targets: dict[GradientReducer, GradientTarget] = {}
-        self.group.calls.add(self)
+        self.has_reduced = False
+        before = self.group.last_call()
+        self.has_others = before is not None and not before.has_reduced  # whose gradients one backward may add up
+        if self.has_others:
+            before.has_others = True
+        self.group.last_call = weakref.ref(self)
 
     def enter(self) -> list[Tensor]:
         """The unsharded parameters, in the order of ``group.params``; their gradients come to this call."""
@@ -135,7 +143,8 @@ class Call:
         self._awaits_params = False
         self._end_if_complete()
         if torch._C._will_engine_execute_node(group.accumulates):  # not in torch.autograd.grad(loss, inputs)
-            group.reduce_call(self.trainable, grads, self._targets)
+            self.has_reduced = True
+            group.reduce_call(self.trainable, grads, self._targets, self.has_others)
         group.reshard_in_backward()
 
     @not_compiled

@@ -14,8 +14,7 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -171,7 +170,7 @@ class ParameterGroup:
         label: stands for the name and what is frozen, where ranks compare the order of what they unshard.
         communicators: of the several ranks that reduce the gradients.
         unsharding_communicators: those of them that unshard the parameters.
-        calls: those (``hooks.Call``) that a backward pass may come to.
+        last_call: returns the last one (``hooks.Call``), or None if it is gone.
         in_backward: the calls in backward, which need the parameters.
         gathered: single parameters that were unsharded for a computation: their versions then, and what it uses.
         trains: which parameters are trained, as last seen in forward.
@@ -210,7 +209,7 @@ class ParameterGroup:
         # This node runs only in backward passes that accumulate gradients of all leaves.
         with torch.enable_grad():
             self.accumulates: Any = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.last_call: Callable[[], Any] = lambda: None
         self.in_backward: set[Any] = set()
         self.gathered: dict[GroupHandle, tuple[int, TensorWeakRef]] = {}
         self.trains: list[bool] = []
@@ -431,14 +430,18 @@ class ParameterGroup:
         trainable: Sequence[bool],
         grads: Sequence[Tensor | None],
         targets: Mapping[GradientReducer, GradientTarget],
+        has_others: bool,
     ) -> None:
-        """Reduce the gradients of the parameters that a call computed with, one for each ``trainable`` one."""
+        """Reduce the gradients of the parameters that a call computed with, one for each ``trainable`` one.
+
+        ``has_others``: whether other calls may have gradients for them in the same backward pass.
+        """
         if len(grads) < len(trainable):
             arrived = iter(grads)
             grads = [next(arrived) if trains else None for trains in trainable]
         parts = [(reducer, part) for reducer, part in self._parts if any(trainable[part])]
         for reducer, _ in parts:
-            reducer.has_calls_left |= len(self.calls) > 1
+            reducer.has_calls_left |= has_others
         self.reduce([(reducer, grads[part], targets.get(reducer)) for reducer, part in parts])
 
     def reduce(self, work: Sequence[tuple[GradientReducer, Sequence[Tensor | None], GradientTarget | None]]) -> None:
