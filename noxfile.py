@@ -385,16 +385,8 @@ def oldest(session: nox.Session) -> None:
     install_build_tools(session)
     paths = [f"packages/{name}" for name in PACKAGES]
     session.install("--no-build-isolation", "--no-deps", "--force-reinstall", *paths, env={"BMT_CUDA": "OFF"})
-    failed = []
-    for name in PACKAGES:
-        options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", ".", *TWO_AT_A_TIME, *SIZES]
-        with session.chdir(ROOT / "packages" / name):
-            try:
-                run_tests(session, name, *options, "tests", *NOT_ON_OLDEST.get(name, []))
-            except CommandFailed:
-                failed.append(name)
-    if failed:
-        session.error(f"tests fail in {', '.join(failed)}")
+    options = [*TWO_AT_A_TIME, *SIZES, "tests"]
+    run_in_packages(session, [(name, name, [*options, *NOT_ON_OLDEST.get(name, [])]) for name in PACKAGES])
 
 
 @nox.session(default=False)
@@ -439,17 +431,27 @@ def run_by_nccls_rules(session: nox.Session, tests: dict[str, list[str]], *kinds
     install(session, *OUR_NEEDS, *TOOL_NEEDS, *TEST_NEEDS, *EXAMPLE_NEEDS)
     install(session, "--no-deps", "galore-torch")  # of which tests use what does not need bitsandbytes
     install_ours(session)
+    run_in_packages(
+        session,
+        [
+            (name, f"{name}, {kind}", [f"--bmt-nccl-rules={kind}", *TWO_AT_A_TIME, *arguments])
+            for name, arguments in tests.items()
+            for kind in kinds
+        ],
+    )
+
+
+def run_in_packages(session: nox.Session, runs: list[tuple[str, str, list[str]]]) -> None:
+    """Run tests in packages' folders: packages, titles and arguments. All are run; then it is an error if some fail."""
     failed = []
-    for name, arguments in tests.items():
-        for kind in kinds:
-            rules = ["-c", str(ROOT / "pyproject.toml"), f"--bmt-nccl-rules={kind}", *TWO_AT_A_TIME]
-            with session.chdir(ROOT / "packages" / name):
-                try:
-                    run_tests(session, f"{name}, {kind}", "--rootdir", ".", *rules, *arguments)
-                except CommandFailed:
-                    failed.append(f"{name} ({kind})")
+    for name, title, arguments in runs:
+        with session.chdir(ROOT / "packages" / name):
+            try:
+                run_tests(session, title, "-c", str(ROOT / "pyproject.toml"), "--rootdir", ".", *arguments)
+            except CommandFailed:
+                failed.append(title)
     if failed:
-        session.error(f"tests fail by NCCL's rules in {', '.join(failed)}")
+        session.error(f"tests fail in {'; '.join(failed)}")
 
 
 @nox.session(default=False)

@@ -355,11 +355,11 @@ class ParameterGroup:
 
     def reshard(self) -> None:
         """Reshard, unless a call in forward or backward needs the parameters."""
-        running = any(call.hooks.group is self for call in self.step.calls)
-        if not self.in_backward and not self.held and not running:
-            self.hide()
-            for flat in self.flats:
-                flat.reshard()
+        if self.in_backward or self.held or any(call.hooks.group is self for call in self.step.calls):
+            return
+        self.hide()
+        for flat in self.flats:
+            flat.reshard()
 
     def hold(self) -> None:
         """Keep the unsharded parameters from one micro-batch to the next, until :meth:`release`; not where they are
