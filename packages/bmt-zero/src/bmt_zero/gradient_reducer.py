@@ -214,6 +214,7 @@ class GradientReducer:
         self._written, self._tree = (None, []), 0
         self.drop_undecided()
         if not self._has_waiting:
+            self._waited = set()
             self.gradients.end_watch()
             self.gradients.remove_placeholders(range(len(self.flat.params)))
 
