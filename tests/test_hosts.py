@@ -4,7 +4,9 @@ Here all ranks are on one machine, and some say that they are on another one.
 """
 
 import contextlib
+import datetime
 import random
+import time
 
 import pytest
 import torch
@@ -242,6 +244,29 @@ def test_the_backend_does_all_over_hosts(ctx):
         dist.barrier(group=group)
         found.append([x[0], x[1] if ctx.rank == 3 else x[0], x[2], *(parts if ctx.rank == 1 else []), x[4], moved])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.parametrize("runs", ["who waits", "the thread of the group"])
+@pytest.mark.parametrize("numel", [40, 200_000])
+def test_a_wait_has_its_limit_over_hosts(ctx, runs, numel):
+    with hosts(lambda rank: rank // 2):
+        group = dist.new_group(backend="bmt")
+    meeting = dist.new_group(backend="gloo")
+    start = time.monotonic()
+    if ctx.rank != 3:
+        work = dist.all_reduce(values(ctx.rank, numel, torch.float32), group=group, async_op=True)
+        if runs != "who waits":
+            work.is_completed()
+            while group._progress._running.acquire(blocking=False):  # until the thread runs it
+                group._progress._running.release()
+                time.sleep(1e-3)
+        with pytest.raises(RuntimeError):
+            work.wait(datetime.timedelta(seconds=0.3))
+    assert time.monotonic() - start < 20
+    dist.barrier(meeting)
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(values(ctx.rank, numel, torch.float32), group=group)
 
 
 @pytest.mark.ranks(4)

@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +49,9 @@ _OF_GLOO = {
 # lower half is for the caller's sends and receives.
 TAG_RANGE = 1 << 30
 _TAGS = TAG_RANGE >> TAG_BITS  # of one operation's
+_AT_ONCE = datetime.timedelta(milliseconds=1)
 _LANES = 8  # exchanges of one process group whose messages are told apart
+_TAG_OF_NONE = TAG_RANGE + (_LANES - 1 << TAG_BITS)  # the last lane, which no exchange has
 
 
 class DirectExchange:
@@ -58,6 +62,7 @@ class DirectExchange:
         members: those of its ranks that take part, this one among them; None: all.
         lane: below 8. Exchanges of one group in which the same two ranks take part have different ones.
         memory: for what is received and reduced; by default that of the process.
+        seconds_left: that a wait for a message may take; None: as long as the group says.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class DirectExchange:
         members: Sequence[int] | None = None,
         lane: int = 0,
         memory: ReceiveMemory = of_process,
+        seconds_left: Callable[[], float] | None = None,
     ) -> None:
         self._members = range(group.size()) if members is None else members
         self.rank, self.size = self._members.index(group.rank()), len(self._members)
@@ -73,14 +79,14 @@ class DirectExchange:
         self._are_all = group.size() == len(self._members)
         self._tags = itertools.count(lane, _LANES)
         self.memory = memory
+        self._seconds_left = seconds_left
         self._all_reduces: deque[_SegmentedAllReduce] = deque()
         """Those in flight, in the order in which they began."""
 
     def among(self, members: Sequence[int], lane: int) -> DirectExchange:
         """One of some ranks of the group."""
-        group = self._group()
-        assert group is not None
-        return DirectExchange(group, members, lane, self.memory)
+        group = self._of_group()
+        return DirectExchange(group, members, lane, self.memory, self._seconds_left)
 
     def all_gather(
         self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation, waits_at_once: bool = False
@@ -132,8 +138,7 @@ class DirectExchange:
         return self._all_reduce_in_segments(flat, op, operation)
 
     def _all_reduce_by_gloo(self, flat: Tensor, op: str, operation: Operation) -> Work:
-        group = self._group()
-        assert group is not None
+        group = self._of_group()
         # Gloo adds up whatever the other ranks reduce at the time. These messages say that it is the same.
         token = torch.zeros(1, dtype=torch.uint8, device="cpu")
         received = [torch.empty_like(token) for _ in range(self.size)]
@@ -146,7 +151,7 @@ class DirectExchange:
             if op == "avg":
                 flat.div_(self.size)
 
-        return Pending([reducing, *tokens], finish, (flat, token, received))
+        return Pending([*self._limited([reducing]), *tokens], finish, (flat, token, received))
 
     def _all_reduce_in_segments(self, flat: Tensor, op: str, operation: Operation) -> Work:
         all_reduce = _SegmentedAllReduce(self, flat, op, operation)
@@ -168,8 +173,7 @@ class DirectExchange:
         Ranks agree on what is empty (the sizes are the same function of the ranks on both sides), so
         neither side waits for an empty message.
         """
-        group = self._group()
-        assert group is not None
+        group = self._of_group()
         # The process group's own methods: those of torch.distributed cost several times as much.
         send, recv = group.send, group.recv
         works = []
@@ -181,7 +185,37 @@ class DirectExchange:
             target = (self.rank + k) % self.size
             if sends[target].numel():
                 works.append(send([sends[target]], self._members[target], tag))
-        return works
+        return self._limited(works)
+
+    def stop(self) -> None:
+        """Let all waits for messages of the process group end with an error, in other threads and on other ranks too.
+
+        Gloo does so when one of them reaches its limit, unless it fails earlier because its peer has gone.
+        """
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        for peer, rank in enumerate(self._members):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    self._of_group().recv([nothing], rank, _TAG_OF_NONE).wait(_AT_ONCE)
+
+    def _of_group(self) -> dist.ProcessGroup:
+        group = self._group()
+        assert group is not None
+        return group
+
+    def _limited(self, works: list[Any]) -> list[Any]:
+        return works if self._seconds_left is None else [_Limited(work, self._seconds_left) for work in works]
+
+
+class _Limited:
+    """A message in flight whose wait has a limit, known when it begins."""
+
+    def __init__(self, work: Any, seconds_left: Callable[[], float]) -> None:
+        self._work, self._seconds_left = work, seconds_left
+        self.is_completed = work.is_completed
+
+    def wait(self) -> None:
+        self._work.wait(max(_AT_ONCE, datetime.timedelta(seconds=self._seconds_left())))
 
 
 class _SegmentedAllReduce:

@@ -195,6 +195,8 @@ class HostsCollectives:
         """Let waits, in other threads too, end with an error."""
         for within in (self._within, self._within_later):
             within.stop(why)
+        if self._unfinished:  # else other ranks may still read messages of this one
+            self.direct.stop()
 
     def give_up(self, error: BaseException) -> None:
         """After ``error``, no rank's collective passes for done that needs one of this rank's which is not."""

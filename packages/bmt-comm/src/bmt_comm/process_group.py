@@ -19,6 +19,7 @@ import datetime
 import logging
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -93,7 +94,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         self._begun = 0  # operations through shared memory
         self._shared: SharedMemoryCollectives | HostsCollectives | None = None
         if size > 1:
-            connected = connect(DirectExchange(self._rest), ranks, self._seconds_left)
+            connected = connect(DirectExchange(self._rest, seconds_left=self._seconds_left), ranks, self._seconds_left)
             if not isinstance(connected, str):
                 self._shared = connected
             elif rank == 0 and ranks[0] == 0:
@@ -403,7 +404,10 @@ class SharedMemoryProcessGroup(_ProcessGroup):
 
     def _seconds_left(self) -> float:
         """That the collective which is being run may take."""
-        return self._progress.limit or self._gloo.options._timeout.total_seconds()
+        deadline = self._progress.deadline
+        if deadline is None:
+            return float(self._gloo.options._timeout.total_seconds())
+        return max(1e-3, deadline - time.monotonic())
 
     def _begin(self, kind: str, detail: object, flat: Tensor, method: str, arguments: tuple[Any, ...]) -> Work:
         if self._shared is None:

@@ -10,11 +10,18 @@
     A thread that tells of a future runs its callbacks, and they may wait for other collectives of the group. So the
     thread of the group is not that while it does so: another one takes its place if there is anything to run, or comes
     to be. Afterwards it is that again if no other one is.
+
+[Note: exceptions out of signal handlers]
+    They may come after any call of a function, also between taking the lock of what is run and the next line. So it is
+    taken inside of the ``try`` that releases it, and it is a lock that only the thread which has it can release. The
+    group is given up then: what was interrupted may have begun or not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import queue
 import threading
 import time
 import weakref
@@ -150,6 +157,8 @@ class CollectiveWork(dist.Work):
             return self._future
 
     def settle(self, future: torch.futures.Future[Any]) -> None:
+        if future.done():  # told before an exception out of a signal handler
+            return
         if self._error is None:
             future.set_result(self._outputs)
         else:
@@ -172,33 +181,35 @@ class Progress:
     """Runs the collectives of one process group.
 
     Attributes:
-        limit: seconds that the wait in progress may take; 0: as long as the group says.
+        deadline: of the wait in progress, as :func:`time.monotonic` says it; None: as long as the group says.
         owner: the process group.
         posting: a lock for a moment.
     """
 
     def __init__(self, owner: Owner) -> None:
-        self.limit = 0.0
+        self.deadline: float | None = None
         self.owner = owner
         self.posting = threading.Lock()
-        self._running = threading.Lock()
+        self._running: Any = threading.RLock()  # nobody takes it twice
         self._queue: deque[CollectiveWork] = deque()
         self._to_begin: deque[CollectiveWork] = deque()
         self._number = self._wanted = 0
         self._thread: threading.Thread | None = None
         self._tellers: set[threading.Thread] = set()  # that were it, and run callbacks of futures
-        self._news = threading.Event()
+        # Not an event, whose lock an exception out of a signal handler may leave locked.
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._rests = False  # the thread has nothing to do
         self._stopped = False
-        weakref.finalize(self, self._news.set)
+        weakref.finalize(self, self._news.put, None)
 
     def post(self, work: CollectiveWork) -> CollectiveWork:
         """Add a collective to the queue and begin it, if no other one is being run."""
         with self.posting:
             self._number += 1
             work.number = self._number
-            self._queue.append(work)
+            # In this order: what is waited for has its turn among what begins, also after an exception.
             self._to_begin.append(work)
+            self._queue.append(work)
         self._begin_all()
         return work
 
@@ -207,10 +218,11 @@ class Progress:
         while True:
             while self._queue:
                 self._run_first(self._number)
+            self._be_outside()
             with self._running:
                 if self._queue:
                     continue
-                self.limit = limit
+                self.deadline = time.monotonic() + limit if limit else None
                 try:
                     begin().wait()
                     finish()
@@ -224,7 +236,7 @@ class Progress:
         work.posted = time.monotonic()
         self._need_thread()
         if self._rests:
-            self._news.set()
+            self._news.put(None)
         return work
 
     def want(self, work: CollectiveWork) -> None:
@@ -233,23 +245,27 @@ class Progress:
             return
         self._wanted = max(self._wanted, work.number)
         self._need_thread()
-        self._news.set()
+        self._news.put(None)
 
     def run_until(self, work: CollectiveWork, limit: float = 0.0) -> None:
         """Run everything up to ``work``, or wait for another thread that does."""
         deadline = time.monotonic() + limit
+        why = ""
         while not work.done:
             seconds = max(0.0, deadline - time.monotonic()) if limit else _FOR_EVER
             if not self._run_first(work.number, limit, seconds):
-                self.owner.stop_waits(f"a wait for a collective has reached its limit of {limit:g} seconds")
+                why = f"a wait for a collective has reached its limit of {limit:g} seconds"
+                self.owner.stop_waits(why)
                 limit = 0.0  # the other thread needs a moment to end its wait
+        if why and not work.is_success():
+            raise RuntimeError(why) from work.exception()
 
     def stop(self) -> None:
         """End the thread, when what it waits for has been made to end."""
         with self.posting:
             self._stopped = True
             thread, self._thread = self._thread, None
-        self._news.set()
+        self._news.put(None)
         me = threading.current_thread()
         while thread is not None and thread not in (me, *self._tellers) and thread.is_alive():
             thread.join(_LAST_WAIT)
@@ -259,11 +275,19 @@ class Progress:
 
     def _begin_all(self) -> None:
         # Looked at again after the lock is free: another thread may have added one meanwhile.
-        while self._to_begin and self._running.acquire(blocking=False):
+        while self._to_begin and not self._running._is_owned():
             try:
+                if not self._running.acquire(blocking=False):
+                    return
                 self._begin_in_order()
+            except BaseException as error:
+                self.owner.give_up(error)
+                raise
             finally:
-                self._running.release()
+                try:  # noqa: SIM105 - nothing else is called before it
+                    self._running.release()
+                except RuntimeError:  # it was not taken
+                    pass
 
     def _begin_in_order(self) -> None:
         while self._to_begin:
@@ -275,26 +299,41 @@ class Progress:
         Returns:
             Whether no other thread has been running one for ``seconds``.
         """
-        if not self._running.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-            return False
+        self._be_outside()
         work = None
         try:
+            if not self._running.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+                return False
             self._begin_in_order()
             if not self._queue or self._queue[0].number > last:
                 return True
             work = self._queue[0]
-            self.limit = limit or work.limit
             try:
-                work.run()
+                if not work.done:  # as one is that an exception out of a signal handler has left here
+                    limit = limit or work.limit
+                    self.deadline = time.monotonic() + limit if limit else None
+                    work.run()
             finally:
-                self._queue.popleft()
+                if work.done:
+                    self._queue.popleft()
+        except BaseException as error:
+            self.owner.give_up(error)
+            raise
         finally:
-            self._running.release()
-            if work is not None:
-                self._conclude(work)
+            try:
+                self._running.release()
+            except RuntimeError:
+                pass
+            finally:
+                if work is not None and work.done:
+                    self._conclude(work)
         if self._to_begin:
             self._begin_all()
         return True
+
+    def _be_outside(self) -> None:
+        if self._running._is_owned():
+            raise RuntimeError("this thread waits for a collective in the middle of another one of the same group")
 
     def _conclude(self, work: CollectiveWork) -> None:
         """Tell those that have asked for a future of ``work``."""
@@ -330,7 +369,11 @@ class Progress:
             if self._thread is None and not self._stopped:
                 self._thread = threading.Thread(target=_run_in_thread, args=(weakref.ref(self),), daemon=True)
                 self._thread.name = "bmt_progress"
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except BaseException:  # it may have started; then it finds that it is needed
+                    self._thread = None
+                    raise
 
     def _next(self) -> float | None:
         """Run what is to be run in the thread; returns seconds until it may have to do something; None: for ever."""
@@ -358,7 +401,7 @@ def _run_in_thread(reference: weakref.ref[Progress]) -> None:
                 continue
         news = progress._news
         del progress
-        news.wait(delay)
-        news.clear()  # before looking at what has changed
+        with contextlib.suppress(queue.Empty):
+            news.get(timeout=delay)
         if (progress := reference()) is not None:
             progress._rests = False

@@ -396,7 +396,7 @@ class SharedMemoryExchange:
                 raise RuntimeError(self._stopped)
             if time.monotonic() > deadline:
                 self._late.add(rank)
-                raise RuntimeError(f"{self.names[rank]} has not sent or received a message for {timeout:g} seconds")
+                raise RuntimeError(f"{self.names[rank]} has not sent or received a message for {timeout:.3g} seconds")
 
 
 def make_progress(but: object = None) -> None:
