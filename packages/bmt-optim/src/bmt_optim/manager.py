@@ -290,8 +290,8 @@ class OptimManager:
 
         Args:
             max_norm: clip the gradients of all optimizers, as :meth:`clip_grad_norm` does, which this saves a pass over
-                them: optimizers of ours clip as they read, and the gradients stay as they are. The norm is
-                ``grad_norm``.
+                them: optimizers of ours clip as they read, and the gradients stay as they are. Those of optimizers that
+                have step hooks, or are of others, are scaled in place. The norm is ``grad_norm``.
             norm_type: as in :meth:`clip_grad_norm`.
 
         Returns:
