@@ -32,6 +32,14 @@ def leaf(x):
     return x.detach().clone().requires_grad_()
 
 
+@pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.parametrize(("shape", "dim"), [((3, 4), 0), ((1, 3, 4), 1), ((2, 3, 4), 1)])
+def test_joined_parts_may_be_written_to_in_place(ctx, shape, dim):
+    x = torch.ones(shape, requires_grad=True)
+    gather_along(x, dim).mul_(3.0).sum().backward()
+    assert torch.equal(x.grad, torch.full(shape, 3.0))
+
+
 @pytest.mark.ranks(1, 2, 3, init=False)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_layouts_and_their_gradients(dim):

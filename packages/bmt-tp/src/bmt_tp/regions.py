@@ -120,23 +120,24 @@ def _from_front(x: Tensor, dim: int, what: str) -> int:
 class Pending:
     """A tensor that is on its way; ``wait`` returns it once it can be used."""
 
-    def __init__(self, work: Work, raw: Tensor, dim: int, is_gather: bool) -> None:
-        self._work, self._raw, self._dim, self._is_gather = work, raw, dim, is_gather
+    def __init__(self, work: Work, raw: Tensor, dim: int | None = None) -> None:
+        self._work, self._raw, self._dim = work, raw, dim
 
     def wait(self) -> Tensor:
         self._work.wait()
-        if not self._is_gather or self._dim == 0:
-            return self._raw if not self._is_gather else self._raw.flatten(0, 1)
-        # (ranks, ..., part, ...) to (..., ranks, part, ...): one copy, unless what is before the dimension is 1.
-        moved = self._raw.movedim(0, self._dim)
-        return moved.flatten(self._dim, self._dim + 1)
+        if self._dim is None:
+            return self._raw
+        # (ranks, ..., part, ...) to (..., ranks, part, ...): one copy.
+        return self._raw.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
 
 
 def start_gather(x: Tensor, dim: int, comm: Communicator) -> Pending:
     """Begin to join the ranks' parts along ``dim`` (not negative)."""
-    raw = x.new_empty(comm.size, *x.shape)
+    before, length, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
+    joined = before.numel() == 1  # as they arrive. No view, which could not be written to in place.
+    raw = x.new_empty(*before, comm.size * length, *after) if joined else x.new_empty(comm.size, *x.shape)
     work = comm.all_gather(raw, x.detach().contiguous(), async_op=True)
-    return Pending(work, raw, dim, is_gather=True)
+    return Pending(work, raw, None if joined else dim)
 
 
 def start_reduce_scatter(x: Tensor, dim: int, comm: Communicator) -> Pending:
@@ -144,12 +145,12 @@ def start_reduce_scatter(x: Tensor, dim: int, comm: Communicator) -> Pending:
     parts = x.detach().unflatten(dim, (comm.size, -1)).movedim(dim, 0).contiguous()
     out = x.new_empty(parts.shape[1:])
     work = comm.reduce_scatter(out, parts, async_op=True)
-    return Pending(_Keep(work, parts), out, dim, is_gather=False)
+    return Pending(_Keep(work, parts), out)
 
 
 def start_all_reduce(x: Tensor, comm: Communicator) -> Pending:
     """Begin to add up ``x``, contiguous and ours to overwrite, over the ranks."""
-    return Pending(comm.all_reduce(x, async_op=True), x, 0, is_gather=False)
+    return Pending(comm.all_reduce(x, async_op=True), x)
 
 
 class _Keep:
