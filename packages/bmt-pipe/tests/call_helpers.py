@@ -135,7 +135,7 @@ def same(what: str, found: Any, wanted: Any, tolerance: float) -> None:
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{what}: {a.shape} {a.dtype}, not {b.shape} {b.dtype}"
         # What needs no gradient here may be a way to other ranks' that do.
         assert a.requires_grad >= b.requires_grad, f"{what}: requires_grad={a.requires_grad}"
-        a, b = a.detach().double(), b.detach().double()
+        a, b = (x.detach().to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
         assert bool(((a - b).norm() <= tolerance * b.norm()).item()), f"{what}: {(a - b).norm() / b.norm():.1e} off"
 
 

@@ -158,7 +158,8 @@ class PipelineTransformerBlockList(StagedState):
             StageLostError: another stage cannot be reached any more.
         """
         hidden, args = hidden_and_args[: self.num_hidden], hidden_and_args[self.num_hidden :]
-        found = self._pipeline(hidden, args, kwargs, batch_related, return_hidden_states, tail, tail_args, tail_modules)
+        options = batch_related, return_hidden_states, tail, tail_args, tail_modules, self.training
+        found = self._pipeline(hidden, args, kwargs, *options)
         if tail is not None or return_hidden_states or self.num_hidden > 1:
             return found
         return found[0]

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from bmt_comm import ParallelContext
 from bmt_zero.recording import link_pipeline_call
 from bmt_zero.shard import group_of
+from bmt_zero.written_buffers import WrittenBuffers
 
 from .arguments import Plan, Signature, exchange_signatures, remember, sign
-from .messages import StageFailedError, connected
+from .chunk import autocast_state, inside_checkpoint
+from .messages import StageFailedError, connected, gets_gradient
 from .recording import Recorder
 from .run import Run
 from .schedule import Schedule, make_schedule, recompute
@@ -43,6 +46,7 @@ class Pipeline:
         self._signatures: dict[bytes, list[Signature]] = {}
         self._plans: dict[tuple[bytes, int], Plan] = {}
         self._factor = torch.ones((), dtype=torch.float64, device=context.device)  # see Tail
+        self._buffers: list[WrittenBuffers] | None = None  # from the first call on: modules may be copies to be filled
         self._anchor = torch.zeros((), requires_grad=True)
 
     def __call__(
@@ -55,6 +59,7 @@ class Pipeline:
         tail: Callable[..., Tensor] | None,
         tail_args: tuple[Any, ...],
         tail_modules: Sequence[nn.Module],
+        training: bool,
     ) -> tuple[Any, ...] | Tensor:
         """The hidden states behind the last layer, and those of :class:`TransformerBlockList` where they are wanted;
         or the loss."""
@@ -71,6 +76,11 @@ class Pipeline:
                 raise ValueError("return_hidden_states and tail cannot be combined: a tail returns the loss alone")
             if tail is None and (tail_args or tail_modules):
                 raise ValueError(f"{'tail_args' if tail_args else 'tail_modules'} were given without a tail")
+            if tail is not None and inside_checkpoint():
+                raise ValueError(
+                    "a tail was passed inside of torch.utils.checkpoint, which would compute all of it a second time; "
+                    "call the pipeline outside of it: it keeps little between forward and backward by itself"
+                )
             if tail is not None:
                 prepared = Tail(tail, tail_modules, context, self._factor, grad)
             signature, values = sign(
@@ -82,7 +92,10 @@ class Pipeline:
                 device=context.device,
                 grad=grad,
                 trains=any(p.requires_grad for each in self.chunks for block in each for p in group_of(block).params),
-                options=(return_hidden_states, prepared and prepared.shapes, len(self.layers), self.tail_schedule),
+                options=(
+                    *(return_hidden_states, prepared and prepared.shapes, len(self.layers), self.tail_schedule),
+                    *(training, autocast_state(context.device)),  # dtypes may depend on them
+                ),
             )
         except Exception as error:  # whatever it is, the other ranks are to know
             problem = error
@@ -107,7 +120,9 @@ class Pipeline:
             remember(self._plans, (key, pieces), plan)
         if self.recorder is not None:
             self.last_schedule = plan.schedule
-        run = Run(self.chunks, context, plan, values, prepared, self.recorder)
+        if self._buffers is None:
+            self._buffers = [WrittenBuffers(chunk) for chunk in self.chunks]
+        run = Run(self.chunks, context, plan, values, prepared, self.recorder, self._buffers)
         try:
             return self._outputs(run) if prepared is None else self._loss(run, prepared)
         finally:
@@ -162,13 +177,13 @@ class _Outputs(torch.autograd.Function):
         ctx: Any, run: Run, num_outputs: int, anchor: Tensor, outputs: list[Tensor], *wanted: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.run = run
+        ctx.run, ctx.anchor = run, get_gradient_edge(anchor).node
         ctx.num_outputs = num_outputs
-        ctx.floating = [x.is_floating_point() for x in outputs]
+        ctx.get_gradients = [gets_gradient(x) for x in outputs]
         ctx.save_for_backward(*run.give_tensors())
         results = tuple(x.detach() for x in outputs)
         link = torch.zeros((), device=run.context.device)  # see bmt_zero.recording.link_pipeline_call
-        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+        ctx.mark_non_differentiable(*(x for x in results if not gets_gradient(x)))
         return *results, link
 
     @staticmethod
@@ -181,10 +196,10 @@ class _Outputs(torch.autograd.Function):
         except RuntimeError as error:  # somebody has written into them, or there was a backward before
             problem = error
         outputs, taps = (
-            [grad for grad, is_float in zip(all_grads[part], ctx.floating[part]) if is_float]
-            for part in (slice(ctx.num_outputs), slice(ctx.num_outputs, len(ctx.floating)))
+            [grad for grad, is_wanted in zip(all_grads[part], ctx.get_gradients[part]) if is_wanted]
+            for part in (slice(ctx.num_outputs), slice(ctx.num_outputs, len(ctx.get_gradients)))
         )
-        return None, None, None, None, *ctx.run.backward(saved, outputs, taps, problem)
+        return None, None, None, None, *ctx.run.backward(saved, outputs, taps, problem, _accumulates(ctx.anchor))
 
 
 class _Loss(torch.autograd.Function):
@@ -194,7 +209,7 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, run: Run, tail: Tail, anchor: Tensor, loss: Tensor, grads: list[Tensor | None], *wanted: Tensor
     ) -> Tensor:
-        ctx.run, ctx.tail, ctx.grads = run, tail, grads
+        ctx.run, ctx.tail, ctx.grads, ctx.anchor = run, tail, grads, get_gradient_edge(anchor).node
         return loss.detach()
 
     @staticmethod
@@ -205,11 +220,20 @@ class _Loss(torch.autograd.Function):
         grad = _same_on_stages(ctx.run.context, grad.double())
         factor = grad / ctx.tail.scale
         ctx.tail.note(grad)
-        ctx.run.scale_gradients(factor)
-        ctx.tail.reduce(factor)
+        if _accumulates(ctx.anchor):
+            ctx.run.scale_gradients(factor)
+            ctx.tail.reduce(factor)
         scaled = [None if g is None else g * factor for g in ctx.grads]
         ctx.run = ctx.tail = ctx.grads = None  # the loss may live on
         return None, None, None, None, None, *scaled
+
+
+def _accumulates(anchor: Any) -> bool:
+    """Whether the backward pass that is running adds to the gradients of parameters.
+
+    ``torch.autograd.grad``, and ``backward`` of given inputs, do not. They need no leaf that is not among these.
+    """
+    return bool(torch._C._will_engine_execute_node(anchor))
 
 
 def _same_on_stages(context: ParallelContext, grad: Tensor) -> Tensor:

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from bmt_zero.activation_checkpoint import CheckpointedForward
 from bmt_zero.shard import sharding_of
+
+from ._compat import saved_tensors_hooks
 
 
 def run_layers(
@@ -34,15 +37,36 @@ def run_layers(
     return hidden, inputs
 
 
+def autocast_state(device: torch.device) -> list[tuple[Any, ...]]:
+    """The arguments of ``torch.autocast`` by which computations on ``device`` and the host are as now."""
+    return [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+        for kind in dict.fromkeys((device.type, "cpu"))
+    ]
+
+
+@contextlib.contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """For backward passes inside of what the caller may compute with autocast: theirs would be outside."""
+    with contextlib.ExitStack() as stack:
+        for kind, _, is_enabled, _ in autocast_state(device):
+            if is_enabled:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def inside_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` (not reentrant) takes what autograd saves now."""
+    hooks = saved_tensors_hooks()
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+
+
 class AmbientState:
     """What a computation depends on beside its arguments: random generators and autocast, as they are now."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = [device] if device.type == "cuda" else []
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
-            for kind in dict.fromkeys((device.type, "cpu"))
-        ]
+        self._autocast = autocast_state(device)
         self._random = torch.get_rng_state(), [torch.cuda.get_rng_state(cuda) for cuda in self._cuda]
 
     @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """A model's own loop over its layers, which runs the layers of all stages.
 
 Models that were written for one device go through their list of layers in their forward and call one after the other.
-In such a loop the first call runs all layers of all stages. The calls after it must get what it has returned, and the
-same further arguments as the first; then they return the same. Whatever else a loop does is refused.
+In such a loop the first call runs all layers of all stages, and the last one returns their result. The others return
+tensors without values: those between layers may be on another stage. Each call must get what the one before has
+returned, and the same further arguments as the first. Whatever else a loop does is refused.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 _SIMPLE = (str, int, float, bool, type(None))
 
@@ -36,6 +38,29 @@ def in_forward_around(layers: nn.Module) -> bool:
     return False
 
 
+class _BetweenLayers(Tensor):
+    """The hidden state between two layers: all that is known of it is what it shares with the result, ``like``."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> _BetweenLayers:
+        return Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<hidden state of shape {tuple(self.shape)} between layers of a pipeline>"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"{func} of the hidden state between two layers of a pipeline, which may be on another stage: a loop over "
+            f"the layers can do no more than hand it on to the next layer, through all layers; write a forward that "
+            f"calls the list of layers itself, with return_hidden_states=True where hidden states are wanted"
+        )
+
+
 class LayerLoop:
     """The layers of all stages, for one loop; ``run`` calls the pipeline, ``own`` is this stage's first layer."""
 
@@ -49,6 +74,7 @@ class LayerLoop:
         self._called = 0
         self._given: tuple[Any, list[Any]] | None = None  # the first call's arguments but hidden states
         self._output: Any = None
+        self._between: Any = None  # in place of it, until the last layer
 
     def __len__(self) -> int:
         return len(self._attributes)
@@ -63,7 +89,7 @@ class LayerLoop:
             )
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What layer ``index`` returns: what all layers of all stages have returned."""
+        """What layer ``index`` returns; the last one: what all layers of all stages have returned."""
         # Hidden states may be passed by keyword.
         names = list(inspect.signature(type(self._own).forward).parameters)[1 : 1 + self._num_hidden]
         missing = names[len(args) :]
@@ -81,8 +107,9 @@ class LayerLoop:
                 raise ValueError("a pipeline keeps no cache of keys and values; call the model with use_cache=False")
             self._given = spec, leaves
             self._output = self._first_call(hidden, args, kwargs)
-            return self._output
-        before = self._output if isinstance(self._output, tuple) else (self._output,)
+            self._between = tree_map_only(Tensor, _BetweenLayers, self._output)
+            return self._result()
+        before = self._between if isinstance(self._between, tuple) else (self._between,)
         if any(a is not b for a, b in zip(hidden, before)):
             raise RuntimeError(
                 f"the model's forward changes the hidden state between layers {index - 1} and {index}, which may be "
@@ -93,7 +120,10 @@ class LayerLoop:
                 f"the model's forward gives layer {index} other arguments than layer 0; a pipeline gives all layers "
                 f"the same: write a forward that calls the list of layers itself"
             )
-        return self._output
+        return self._result()
+
+    def _result(self) -> Any:
+        return self._output if self._called == len(self) else self._between
 
     def _first_call(self, hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run all layers; the result has the form that a layer's has."""

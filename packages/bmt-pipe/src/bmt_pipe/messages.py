@@ -109,14 +109,19 @@ def take_apart(tree: Any) -> tuple[Form, list[Tensor]]:
     return Form(forms, spec), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
+def gets_gradient(x: Tensor | TensorForm) -> bool:
+    """Whether it has a dtype of gradients."""
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
 class Forms(dict[Message, Form]):
-    """The form of each message. A gradient is a list, of the floating-point tensors of what it is the gradient of."""
+    """The form of each message. A gradient is a list, of those tensors that get one in what it is the gradient of."""
 
     def __missing__(self, message: Message) -> Form:
         if not message.kind.endswith("_grad"):
             raise KeyError(message)
         forms = self[message._replace(kind=message.kind.removesuffix("_grad"))].tensors
-        self[message] = Form.of([form for form in forms if form.dtype.is_floating_point])
+        self[message] = Form.of([form for form in forms if gets_gradient(form)])
         return self[message]
 
 

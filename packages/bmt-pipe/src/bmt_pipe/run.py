@@ -22,13 +22,15 @@ from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 from bmt_comm import ParallelContext, note_place
 from bmt_zero.backward_context import outside_backward, step_context
 from bmt_zero.gradient_reducer import GradientReducer, ReducedGradient
+from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
 from bmt_zero.shard import group_of
+from bmt_zero.written_buffers import Copies, WrittenBuffers
 
 from ._compat import lasting_gradient_edge
 from .arguments import Arguments, Plan, any_failed, raise_first
-from .chunk import AmbientState, checkpoints, not_checkpointed, run_layers
-from .messages import Form, Message, Post, StageLostError, connected, take_apart
+from .chunk import AmbientState, checkpoints, inside_checkpoint, not_checkpointed, run_layers, without_autocast
+from .messages import Form, Message, Post, StageLostError, connected, gets_gradient, take_apart
 from .recording import Recorder
 from .routes import Pass
 from .schedule import Action, Kind
@@ -43,8 +45,8 @@ class _Alive(NamedTuple):
 
     inputs: list[Tensor]  # leaves
     arguments: dict[int, Tensor]  # leaves whose gradients are wanted, by the index of the argument
-    # Of the floating-point tensors that get gradients: what went into each layer, where it is wanted, and the hidden
-    # states behind the last one. None: there is no gradient to pass on.
+    # Of the tensors that get gradients: what went into each layer, where it is wanted, and the hidden states behind the
+    # last one. None: there is no gradient to pass on.
     outputs: list[GradientEdge | None]
 
 
@@ -59,6 +61,7 @@ class Run:
         values: list[Any],
         tail: Tail | None,
         recorder: Recorder | None,
+        buffers: Sequence[WrittenBuffers],
     ) -> None:
         self.chunks = chunks
         self.context = context
@@ -75,6 +78,11 @@ class Run:
         # By micro-batch and place:
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}  # kept to compute a chunk again
         self._states: dict[tuple[int, int], AmbientState] = {}
+        self._copies: dict[tuple[int, int], Copies] = {}
+        self._buffers = buffers
+        self._settings = _Settings(chunks if plan.differentiable else (), self._groups)
+        self._in_checkpoint = inside_checkpoint()
+        self._accumulates = True
         self._marks: dict[tuple[int, int], Mark] = {}  # what layers have recorded, to be recorded again
         self._alive: dict[tuple[int, int], _Alive] = {}
         self._split: dict[tuple[int, int], SplitBackward] = {}  # whose second part is still to come
@@ -123,11 +131,13 @@ class Run:
         output_grads: list[Tensor | None],
         tap_grads: list[Tensor | None],
         problem: Exception | None,
+        accumulates: bool,
     ) -> list[Tensor | None]:
-        """All backwards, from the gradients of what :meth:`forward` has returned (of floating-point tensors).
+        """All backwards, from the gradients of what :meth:`forward` has returned (of tensors that get one).
 
-        ``saved`` is what :meth:`give_tensors` has returned. Returns the gradient of each leaf of this rank's arguments
-        that wants one. Raises ``problem``, why this rank cannot do its part, when the other stages know.
+        ``saved`` is what :meth:`give_tensors` has returned; ``accumulates``: parameters get gradients, too. Returns the
+        gradient of each leaf of this rank's arguments that wants one. Raises ``problem``, why this rank cannot do its
+        part, when the other stages know.
         """
 
         def made(message: Message) -> list[Tensor]:
@@ -136,6 +146,7 @@ class Run:
             return self._output_grad(message, output_grads, tap_grads)
 
         self._retains = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._accumulates = accumulates
         if problem is None:
             self._inputs, self.arguments.values = self._saved.fill(saved)
         try:
@@ -201,7 +212,9 @@ class Run:
         learning = what.forward and not self.plan.learned
         self._post = Post(self.context, self.plan.forms, learning, what.expected(self.stage))
         gradients = self._gradients() if what.backward else contextlib.nullcontext()
-        with self._step.deferring(), self._all_stages(), gradients:
+        later = what.backward and not what.forward
+        settings = self._settings.restored() if later else contextlib.nullcontext()
+        with self._step.deferring(), self._all_stages(), settings, gradients:
             for peer, message in what.before(self.stage):
                 self._post.send(peer, message, made(message))
             for action in what.actions(self.stage):
@@ -238,6 +251,10 @@ class Run:
         the last one of each chunk reduces (:meth:`_complete`), unless the caller's ``no_sync`` is to.
 
         Where the loss is computed inside, what arrives is no parameter's gradient yet: it goes to ``self._arrived``."""
+        if not self._accumulates:
+            with self._step.nested():
+                yield
+            return
         before = {reducer: reducer.no_sync for reducer in self._reducers}
         self._no_sync = {reducer: no_sync and self.tail is None for reducer, no_sync in before.items()}
         self._left = dict.fromkeys(range(len(self.chunks)), self.plan.schedule.micro_batches)
@@ -292,6 +309,8 @@ class Run:
         if not self.plan.differentiable:
             return False
         checkpointed = checkpoints(self.chunks[chunk])
+        if self._in_checkpoint:  # which would take what layers save, and is not all ranks' to ask for
+            return True
         if self.plan.schedule.loss_outside:
             return len(self.chunks[chunk]) > 1 or not checkpointed or self.plan.taps
         return self.plan.schedule.splits_backward and bool(checkpointed)
@@ -312,7 +331,11 @@ class Run:
             Kind.WEIGHT: self._weight,
         }
         arrived = [x for peer, message in self._pass.takes(self.stage, action) for x in self._post.take(peer, message)]
-        with contextlib.nullcontext() if self.recorder is None else self.recorder.action(action):
+        with contextlib.ExitStack() as around:
+            if self.recorder is not None:
+                around.enter_context(self.recorder.action(action))
+            if self.tail is not None and action.kind is not Kind.FORWARD:
+                around.enter_context(without_autocast(self.context.device))
             made = kinds[action.kind](action, place, arrived)
         for peer, message in self._pass.during(self.stage, action):
             self._post.send(peer, message, made[message.kind])
@@ -325,7 +348,10 @@ class Run:
         with inside_pipeline(where), marked() as self._marks[i, place]:
             if again:
                 self._inputs[i, place], self._states[i, place] = tensors, AmbientState(self.context.device)
-            hidden, taps = self._run(action.chunk, i, place, tensors, self.plan.differentiable and not again)
+                self._copies[i, place] = Copies()
+            buffers = self._buffers[action.chunk]
+            with buffers.noting_writes(self._copies[i, place]) if again else contextlib.nullcontext():
+                hidden, taps = self._run(action.chunk, i, place, tensors, self.plan.differentiable and not again)
             if versions != [x._version for x in tensors if versions]:
                 raise RuntimeError(
                     "a layer writes into its input, which is needed to compute it again in backward; let the layer "
@@ -347,7 +373,11 @@ class Run:
         self, action: Action, place: int, inputs: list[Tensor], keep_activations: Sequence[nn.Module]
     ) -> None:
         key = action.micro_batch, place
-        with self._states[key].restored(), not_checkpointed(keep_activations), replayed(self._marks[key]):
+        with contextlib.ExitStack() as within:
+            within.enter_context(self._states[key].restored())
+            within.enter_context(self._buffers[action.chunk].restored(self._copies[key]))
+            within.enter_context(not_checkpointed(keep_activations))
+            within.enter_context(replayed(self._marks[key]))
             self._run(action.chunk, action.micro_batch, place, inputs, True)
 
     def _backward_of(self, action: Action, place: int, grads: list[Tensor]) -> Mapping[str, Any]:
@@ -366,8 +396,11 @@ class Run:
             entry.grad_of_loss = None
         pairs = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None]
         roots, grads = [edge for edge, _ in pairs], [grad for _, grad in pairs]
-        if action.kind is Kind.INPUT:
-            leaves = [*alive.inputs, *alive.arguments.values()]
+        leaves = [x for x in (*alive.inputs, *alive.arguments.values()) if x.requires_grad]
+        if not self._accumulates:
+            if roots and leaves:
+                torch.autograd.backward(roots, grads, retain_graph=retain, inputs=leaves)
+        elif action.kind is Kind.INPUT:
             hooked = {get_gradient_edge(e.tensor).node for e in self._marks[key] if e.tensor.requires_grad}
             self._split[key] = SplitBackward(roots, grads, leaves, self._step, hooked)
             self._split[key].inputs()
@@ -376,16 +409,17 @@ class Run:
             torch.autograd.backward(roots, grads, retain_graph=retain)
         self.arguments.add_grads(i, alive.arguments)
         wants = [leaf.requires_grad for leaf in self._hidden(i)] if place == 0 else []
-        floating = [x for n, x in enumerate(alive.inputs) if x.is_floating_point() and (place or wants[n])]
-        found = [torch.zeros_like(x) if x.grad is None else x.grad for x in floating]
+        wanted = [x for n, x in enumerate(alive.inputs) if gets_gradient(x) and (place or wants[n])]
+        found = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
         for x in (*alive.inputs, *alive.arguments.values()):
             x.grad = None
         return {"hidden_grad": found, "input_grad": found}
 
     def _weight(self, action: Action, place: int, _: list[Tensor]) -> Mapping[str, Any]:
-        split = self._split.pop((action.micro_batch, place))
-        self._complete(action.chunk)
-        split.weights()
+        if self._accumulates:
+            split = self._split.pop((action.micro_batch, place))
+            self._complete(action.chunk)
+            split.weights()
         return {}
 
     def _run(
@@ -396,7 +430,7 @@ class Run:
         inputs = tensors
         if grad:
             wanted = [True] * len(tensors) if place else [leaf.requires_grad for leaf in self._hidden(micro_batch)]
-            inputs = [x.detach().requires_grad_(want and x.is_floating_point()) for x, want in zip(tensors, wanted)]
+            inputs = [x.detach().requires_grad_(want and gets_gradient(x)) for x, want in zip(tensors, wanted)]
         form = self.plan.forms[Message("hidden" if place else "input", micro_batch, place)]
         splits = grad and self.plan.schedule.splits_backward
         with torch.set_grad_enabled(grad), self._step.splitting() if splits else contextlib.nullcontext():
@@ -411,7 +445,7 @@ class Run:
                 )
         taps = taps if self.plan.taps else []
         if grad:
-            outputs = [x for x in take_apart((taps, hidden))[1] if x.is_floating_point()]
+            outputs = [x for x in take_apart((taps, hidden))[1] if gets_gradient(x)]
             # Not the outputs themselves, which can go once they have been sent.
             edges = [lasting_gradient_edge(x) if x.requires_grad else None for x in outputs]
             self._alive[micro_batch, place] = _Alive(inputs, arguments, edges)
@@ -453,6 +487,38 @@ class Run:
         """The gradients of the leaves of this rank's hidden states that want one."""
         parts = [results[m] for _, m in self._pass.results(self.stage) if m.kind == "input_grad"]
         return [_joined(of_leaf, 0) for of_leaf in zip(*parts)]
+
+
+class _Settings:
+    """What modules and parameters are told to do, as a call has found it."""
+
+    def __init__(self, chunks: Sequence[Sequence[nn.Module]], groups: Sequence[ParameterGroup]) -> None:
+        modules = dict.fromkeys(m for chunk in chunks for block in chunk for m in block.modules())
+        self._training = {module: module.training for module in modules}
+        self._requires_grad = [(param, param.requires_grad) for group in groups for param in group.params]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within, modules are in training or not as they were; after it, as they are now.
+
+        Raises:
+            RuntimeError: a parameter was frozen or unfrozen since.
+        """
+        changed = next((param for param, before in self._requires_grad if param.requires_grad != before), None)
+        if changed is not None:
+            raise RuntimeError(
+                f"requires_grad of a parameter of shape {tuple(changed.bmt_slice.shape)} was set to "
+                f"{changed.requires_grad} between the call of a pipeline and its backward, which computes the layers "
+                f"again; set it before the call"
+            )
+        now = [(module, module.training) for module, before in self._training.items() if module.training != before]
+        for module, flag in now:
+            module.training = not flag
+        try:
+            yield
+        finally:
+            for module, flag in now:
+                module.training = flag
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:

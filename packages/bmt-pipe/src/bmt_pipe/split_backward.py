@@ -26,9 +26,9 @@
     whatever is asked for (unless it has ``splits_backward = True``; see ``bmt_tp.ops``), and those of a tensor that
     crosses the boundary at several nodes, one of which may be on another one's path.
 
-    All gradients are computed in the first part, if the computation contains a reentrant checkpoint, which knows
-    complete backward passes only, if what crosses there is computed of something that crosses elsewhere, or if a tensor
-    just behind the boundary has hooks and is a parameter or one that bmt_zero knows of.
+    All gradients are computed in the first part, if the computation contains a node that runs once (``_RUN_ONCE``), if
+    what crosses there is computed of something that crosses elsewhere, or if a tensor just behind the boundary has
+    hooks and is a parameter or one that bmt_zero knows of.
 
     Hooks on a product and on other tensors just behind the boundary are called in both parts, for a node does not tell
     of them; what they return in the second one is ignored. So ``retain_grad`` there retains twice the gradient.
@@ -59,6 +59,10 @@ _PRODUCTS = {
 }
 """Nodes that compute a weight's gradient by itself, without the weight's value, at a cost that is worth a pass; and
 what they save."""
+
+_RUN_ONCE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
+"""Nodes of reentrant checkpoints, which know complete backward passes only, and of compiled backwards, which may write
+where tensors are that they have saved."""
 
 _SHAPES = "Alias Expand Permute ReshapeAlias Select Slice Split Squeeze T Transpose Unbind UnsafeView Unsqueeze View"
 _COPIES = "Add Cat Clone Stack Sub ToCopy Embedding"
@@ -161,7 +165,7 @@ class SplitBackward:
         others.update((root.node, root.output_nr) for root, _ in self._roots)
         self._recomputed = _Recomputed()
         self._whole = (
-            any(node.name() == "CheckpointFunctionBackward" for node in graph)
+            any(node.name() in _RUN_ONCE for node in graph)
             or any(not at_once.isdisjoint(nodes - {entry}) for entry, nodes in behind.items())
             or not edges.isdisjoint(others)
             or any(entry in hooked or _has_hooks(entry) for entry in behind)

@@ -25,7 +25,8 @@ from bmt_zero.backward_context import step_context
 from bmt_zero.parameter_group import parameters_in_forward, replaced_parameters
 from bmt_zero.shard import group_of
 
-from .messages import connected, take_apart
+from .chunk import without_autocast
+from .messages import connected, gets_gradient, take_apart
 from .split_backward import graph_of
 
 
@@ -93,13 +94,13 @@ class Tail:
     def run(self, micro_batch: int, weight: float, hidden: tuple[Any, ...], args: tuple[Any, ...]) -> list[Tensor]:
         """The loss of a micro-batch, whose share of the batch is ``weight``, and its gradients at once.
 
-        Returns the gradients of the floating-point tensors in ``hidden``.
+        Returns the gradients of the tensors in ``hidden`` that get one.
 
         Raises:
             TypeError, ValueError: the function does not return a loss, or uses parameters whose gradients nobody would
                 reduce.
         """
-        inputs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(self.grad and x.is_floating_point()), hidden)
+        inputs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(self.grad and gets_gradient(x)), hidden)
         wanted = [x for x in take_apart(inputs)[1] if x.requires_grad]
         first = _sequence_number() if self.grad else 0
         with self._gathered_only(), torch.set_grad_enabled(self.grad):
@@ -114,7 +115,8 @@ class Tail:
             params = [self._leaves[param] for param in self.grads]
             plain = self._plain_leaves(loss, [*wanted, *params], first)
             seed = (self.scale * weight).to(loss.dtype)
-            found = torch.autograd.grad(loss, [*wanted, *params, *plain], seed, allow_unused=True)
+            with without_autocast(self.context.device):
+                found = torch.autograd.grad(loss, [*wanted, *params, *plain], seed, allow_unused=True)
         for param, grad in zip((*self.grads, *plain), found[len(wanted) :], strict=True):
             if grad is not None:
                 grads: dict[Any, Any] = self.grads if param in self.grads else self.plain

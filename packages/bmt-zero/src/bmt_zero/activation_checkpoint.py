@@ -1,10 +1,5 @@
 """Activation checkpointing of a sharded module: keep its inputs and recompute the rest in backward.
 
-[Note: buffers]
-    A forward may write to buffers (running averages, counters). Recomputation starts from the values that they had
-    before, and its own writes are dropped. So buffers that forward writes to are copied before it. The first forward
-    copies all buffers to learn which ones these are.
-
 [Note: scripted functions]
     TorchScript's profiling executor replaces a scripted function by an optimized one after some calls. The two save
     different tensors for backward, so a recomputation between them would not find the tensors of the first forward.
@@ -36,9 +31,7 @@ from .kept_operations import KeptOperations, KeptShare
 from .kept_results import Forward, Operation, Recomputation, Result
 from .memory_share import Recording, noting_saves, recording
 from .parameter_group import ParameterGroup
-
-# Buffers from before a forward, by (index of module, name); None: a buffer was not copied.
-_Copies = dict[tuple[int, str], Tensor | None]
+from .written_buffers import Copies, WrittenBuffers
 
 
 class CheckpointedForward:
@@ -59,9 +52,7 @@ class CheckpointedForward:
         self.group = group
         self.kept = kept
         self.enabled = True
-        # Modules with buffers, found at the first call: the module may be a copy that is not filled yet.
-        self._modules: list[nn.Module] | None = None
-        self._written: set[tuple[int, str]] | None = None  # (index of module, name) of written buffers; None: unknown
+        self._buffers: WrittenBuffers | None = None  # from the first call on: the module may be a copy to be filled
         self._compiled: Callable[..., Any] | None = None
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
         functools.update_wrapper(self, self._forward)
@@ -101,9 +92,9 @@ class CheckpointedForward:
 
             with config.patch(activation_memory_budget=self.kept.share):  # read when it compiles
                 return forward(*args, **kwargs)
-        if self._modules is None:
-            self._modules = [m for m in self.module.modules() if m._buffers]
-        views, copies = {group: c.views for group, c in calls.items()}, _Copies()
+        if self._buffers is None:
+            self._buffers = WrittenBuffers([self.module])
+        buffers, views, copies = self._buffers, {group: c.views for group, c in calls.items()}, Copies()
         before = with_copied_caches((args, kwargs))
         keeping = _Keeping(self.kept)
         first = True
@@ -114,15 +105,15 @@ class CheckpointedForward:
             if not first:
                 given, named = with_copied_caches(before)
                 try:
-                    return self._recompute(views, copies, keeping, functools.partial(forward, *given, **named))
+                    with buffers.restored(copies):
+                        return self._recompute(views, keeping, functools.partial(forward, *given, **named))
                 except RuntimeError as error:
                     if "TorchScript" in str(error) and str(error).rstrip().endswith("RuntimeError:"):
                         return None  # it has stopped; see [Note: scripted functions]
                     raise
             first = False
-            notes = self._noting_writes(copies) if self._modules else contextlib.nullcontext()
             try:
-                with notes, keeping.forward():
+                with buffers.noting_writes(copies), keeping.forward():
                     return forward(*args, **kwargs)
             except BaseException as error:
                 failed.append(error)  # to be raised outside: torch 2.8 would leave the checkpoint's hooks in place
@@ -136,7 +127,6 @@ class CheckpointedForward:
     def _recompute(
         self,
         views: Mapping[ParameterGroup, list[Tensor]],
-        copies: _Copies,
         keeping: _Keeping,
         forward: Callable[[], Any],
     ) -> Any:
@@ -145,54 +135,11 @@ class CheckpointedForward:
                 group.unshard_in_backward()
         installed = [group for group, tensors in views.items() if group.install(tensors)]
         try:
-            with self._restored(copies) if self._modules else contextlib.nullcontext(), keeping.recomputation():
+            with keeping.recomputation():
                 return forward()
         finally:
             for group in installed:
                 group.uninstall()
-
-    @contextlib.contextmanager
-    def _noting_writes(self, copies: _Copies) -> Iterator[None]:
-        """Fill ``copies`` for the buffers that the forward within writes to."""
-        modules = self._modules or []
-        buffers = {(i, name): b for i, m in enumerate(modules) for name, b in m._buffers.items() if b is not None}
-        before = {key: b.clone() for key, b in buffers.items() if self._written is None or key in self._written}
-        versions = {key: _version(buffer) for key, buffer in buffers.items()}
-        yield
-        written = {
-            (index, name)
-            for (index, name), buffer in buffers.items()
-            # The kernel of batch normalisation writes without counting a version.
-            if isinstance(modules[index], nn.modules.batchnorm._NormBase)
-            or modules[index]._buffers.get(name) is not buffer
-            or _version(buffer) != versions[index, name]
-        }
-        self._written = written | (self._written or set())
-        copies.update({key: before.get(key) for key in written})
-
-    @contextlib.contextmanager
-    def _restored(self, copies: _Copies) -> Iterator[None]:
-        """Within, buffers have the values from before the first forward; after it, those of now.
-
-        Raises:
-            RuntimeError: the forward was the first to write to a buffer, so that there is no copy.
-        """
-        modules = self._modules or []
-        missing = [name for (_, name), value in copies.items() if value is None]
-        if missing:
-            raise RuntimeError(
-                f"a checkpointed forward has written to the buffers {missing} for the first time; it cannot be "
-                f"computed again with their values before; use use_checkpoint=False for this module"
-            )
-        now = [dict(m._buffers) for m in modules]
-        for (index, name), value in copies.items():
-            assert value is not None
-            modules[index]._buffers[name] = value.clone()
-        try:
-            yield
-        finally:
-            for module, buffers in zip(modules, now, strict=True):
-                module._buffers.update(buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointedForward:
         twin = CheckpointedForward(
@@ -227,7 +174,3 @@ class _Keeping:
     def recomputation(self) -> contextlib.AbstractContextManager[object]:
         """A recomputation runs within."""
         return Recomputation(self._results) if self._results else contextlib.nullcontext()
-
-
-def _version(buffer: Tensor) -> int:
-    return -1 if buffer.is_inference() else buffer._version

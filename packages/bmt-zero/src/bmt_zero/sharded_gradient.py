@@ -91,7 +91,7 @@ def _written(name: str, args: Sequence[Any]) -> list[ShardedGradient]:
 
 def sharded_gradient(rows: Tensor, like: Any) -> Tensor:
     """This rank's rows, on the same memory, as a gradient of the sharded parameter ``like``, or of that of ``like``."""
-    return noting_gradient(rows, like) if like.bmt_slice.communicators else rows
+    return noting_gradient(rows, like) if like.bmt_slice.communicators or is_stage_local(like) else rows
 
 
 def noting_gradient(rows: Tensor, like: Any) -> ShardedGradient:

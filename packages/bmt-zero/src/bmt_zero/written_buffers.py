@@ -1,0 +1,68 @@
+"""Buffers that a forward writes to (running averages, counters), for forwards that are computed again.
+
+Recomputation starts from the values that they had before, and its own writes are dropped. So buffers that forward
+writes to are copied before it. The first forward copies all buffers to learn which ones these are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+# Buffers from before a forward, by (index of module, name); None: a buffer was not copied.
+Copies = dict[tuple[int, str], Tensor | None]
+
+
+class WrittenBuffers:
+    """The buffers of ``modules`` and all modules in them."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = [m for module in modules for m in module.modules() if m._buffers]
+        self._written: set[tuple[int, str]] | None = None  # (index of module, name); None: unknown
+
+    @contextlib.contextmanager
+    def noting_writes(self, copies: Copies) -> Iterator[None]:
+        """Fill ``copies`` for the buffers that the forward within writes to."""
+        buffers = {(i, name): b for i, m in enumerate(self._modules) for name, b in m._buffers.items() if b is not None}
+        before = {key: b.clone() for key, b in buffers.items() if self._written is None or key in self._written}
+        versions = {key: _version(buffer) for key, buffer in buffers.items()}
+        yield
+        written = {
+            (index, name)
+            for (index, name), buffer in buffers.items()
+            # The kernel of batch normalisation writes without counting a version.
+            if isinstance(self._modules[index], nn.modules.batchnorm._NormBase)
+            or self._modules[index]._buffers.get(name) is not buffer
+            or _version(buffer) != versions[index, name]
+        }
+        self._written = written | (self._written or set())
+        copies.update({key: before.get(key) for key in written})
+
+    @contextlib.contextmanager
+    def restored(self, copies: Copies) -> Iterator[None]:
+        """Within, buffers have the values from before the first forward; after it, those of now.
+
+        Raises:
+            RuntimeError: the forward was the first to write to a buffer, so that there is no copy.
+        """
+        missing = [name for (_, name), value in copies.items() if value is None]
+        if missing:
+            raise RuntimeError(
+                f"a checkpointed forward has written to the buffers {missing} for the first time; it cannot be "
+                f"computed again with their values before; use use_checkpoint=False for this module"
+            )
+        now = [dict(m._buffers) for m in self._modules]
+        for (index, name), value in copies.items():
+            assert value is not None
+            self._modules[index]._buffers[name] = value.clone()
+        try:
+            yield
+        finally:
+            for module, buffers in zip(self._modules, now, strict=True):
+                module._buffers.update(buffers)
+
+
+def _version(buffer: Tensor) -> int:
+    return -1 if buffer.is_inference() else buffer._version
