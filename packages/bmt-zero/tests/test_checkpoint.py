@@ -20,6 +20,7 @@ from bmt_zero import checkpoint
 from bmt_zero.checkpoints import rank0_source, weight_files
 from bmt_zero.checkpoints.pt_files import PtSource
 from bmt_zero.checkpoints.sources import SafetensorsSource
+from bmt_zero.checkpoints.tools import convert
 
 SUFFIX = pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 
@@ -360,6 +361,7 @@ def bad_files(tmp_path: Path) -> dict[str, str]:
     add_torch("number.pt", {**state, "norm.bias": 3}, "'norm.bias' has no tensor")
     add_torch("shape.pt", {**state, "layers.1.bias": torch.zeros(8)}, "'layers.1.bias' has shape")
     add_torch("surplus.pt", {**state, "extra": torch.zeros(8)}, "does not have: 'extra'")
+    add_torch("negated.pt", {**state, "norm.bias": torch.zeros(7)._neg_view()}, "conjugated or negated")
     add_torch("sparse.pt", {**state, "norm.bias": torch.zeros(7).to_sparse()}, "'norm.bias'")
     return files
 
@@ -433,6 +435,26 @@ def test_the_modules_own_code_takes_part(tmp_path: Path, block: bool) -> None:
     model = wrap(Doubling(3, 5))
     bmt_zero.load(model, path)
     same(model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_names_are_those_of_the_module_that_is_compiled(ctx: Any, tmp_path: Path) -> None:
+    compiled, uncompiled = torch.compile(sharded(0), backend="eager"), sharded(1)
+    bmt_zero.save(compiled, tmp_path / "m.pt")
+    bmt_zero.load(uncompiled, tmp_path / "m.pt")
+    same(uncompiled.state_dict(), sharded(0).state_dict())
+    checkpointer = bmt_zero.Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=sharded(2))
+    checkpointer.load(1, model=compiled)
+    same(sharded(2).state_dict(), compiled._orig_mod.state_dict())
+
+
+def test_tensors_that_are_no_plain_memory_are_not_converted(tmp_path: Path) -> None:
+    for name, tensor in {"sparse": torch.eye(3).to_sparse(), "negated": torch.ones(3)._neg_view()}.items():
+        torch.save({"weight": torch.ones(2), "other": {"nested": tensor}}, tmp_path / f"{name}.pt")
+        with pytest.raises(ValueError, match=r"not plain memory|conjugated or negated"):
+            convert(tmp_path / f"{name}.pt", tmp_path / "out.pt")
+        assert not (tmp_path / "out.pt").exists()
 
 
 class Held(TorchDispatchMode):

@@ -155,3 +155,80 @@ def sharded_without_randomness() -> nn.Module:
     model = bmt_zero.BMTrainModelWrapper(model)
     torch.set_rng_state(state)
     return model
+
+
+@pytest.mark.ranks(2)
+def test_objects_come_back_as_they_were(ctx: Any, tmp_path: Path) -> None:
+    value = {
+        "later": 1,
+        "earlier": {frozenset({1}): {frozenset({2}), frozenset({3, 4})}},
+        "conjugated": torch.tensor([1 + 2j]).conj(),
+    }
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=sharded(), position=Position(value))
+    checkpointer.wait()
+    position = Position(None)
+    checkpointer.load(1, position=position)
+    found = position.value
+    assert list(found) == list(value)
+    assert found["earlier"] == value["earlier"]
+    assert found["conjugated"].tolist() == [1 - 2j]
+
+
+@pytest.mark.ranks(2)
+def test_messages_and_states_of_any_length(ctx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the store takes, and than a file is without a record of its length."""
+    from bmt_zero.checkpoints import manifest, meeting
+
+    monkeypatch.setattr(meeting, "_PART", 100)
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=sharded(), position=Position("x" * 100_000))
+    checkpointer.wait()
+    monkeypatch.setattr(manifest, "_LONGEST", 50_000)
+    position = Position(None)
+    checkpointer.load(1, model=sharded(), position=position)
+    assert position.value == "x" * 100_000
+    lengths = [0, 1, 99, 100, 101, 250]
+    for length in lengths:
+        messages = checkpointer._meeting.exchange(bytes([ctx.rank]) * length)
+        assert messages == [bytes([rank]) * length for rank in range(2)]
+
+
+class Scaled(nn.Module):
+    """With a parameter of no dimensions, which is on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale.exp()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["Adam", "NAdam", "ASGD", "SGD"])
+def test_states_of_optimizers_of_torch_for_a_number(ctx: Any, tmp_path: Path, kind: str) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = bmt_zero.BMTrainModelWrapper(Scaled())
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        return model, getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    checkpointer = Checkpointer(tmp_path / "c")
+    for _ in range(2):
+        step(model, optimizer)
+    checkpointer.save(1, model=model, optimizer=optimizer)
+    checkpointer.wait()
+    again, its_optimizer = made()
+    checkpointer.load(1, model=again, optimizer=its_optimizer)
+    step(model, optimizer)
+    step(again, its_optimizer)
+    wanted, found = model.state_dict(), again.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -42,6 +42,7 @@ from .state import (
     logical_tensor,
     raise_on_all,
     shape_of,
+    without_wrapper,
 )
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
         RuntimeError: ranks have different models; rank 0 cannot write (on every rank; a failure in the
             background is the future's exception, and logged).
     """
+    model = without_wrapper(model)
     context = current_context()
     path = Path(file_name)
     has_code = _has_own_code(model, context, loading=False)
@@ -171,6 +173,7 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
         OSError: on every rank: the machine cannot read for now. The model may be loaded in part.
         RuntimeError: ranks have different models.
     """
+    model = without_wrapper(model)
     context = current_context()
     path = Path(file_name)
     if context.world.broadcast_object(path.is_dir() or key_map is not None):

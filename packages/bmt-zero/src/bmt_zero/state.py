@@ -40,6 +40,13 @@ _unshards: ContextVar[bool] = ContextVar("bmt_zero_state_dict_unshards", default
 _own_stage: ContextVar[bool] = ContextVar("bmt_zero_state_dict_own_stage", default=False)
 
 
+def without_wrapper(model: Any) -> Any:
+    """The module that ``torch.compile(module)`` has wrapped, whose entries have its plain names; others as they are."""
+    while isinstance(model, nn.Module) and "_orig_mod" in model._modules:
+        model = model._modules["_orig_mod"]
+    return model
+
+
 @contextmanager
 def sharded_entries() -> Iterator[None]:
     """Within, the entries of ``state_dict(keep_vars=True)`` are sharded parameters instead of unsharded copies."""

@@ -31,7 +31,7 @@ _REFUSED = {
     "LBFGS": "an element-wise optimizer",
     "Muon": "bmt_optim.Muon",
 }
-_OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")
+OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")
 """States with one value for a parameter; only the names tell, where the parameter has no dimensions."""
 
 _SEEN = "_bmt_sharded_parameters"
@@ -100,7 +100,7 @@ def _is_per_element(name: str, value: Any, where: Slice) -> bool:
     """Whether a state has a value for each element of a parameter; the alternative is one for all of it."""
     if not isinstance(value, Tensor):
         return False
-    return bool(value.dim()) if where.shape else name not in _OF_A_PARAMETER
+    return bool(value.dim()) if where.shape else name not in OF_A_PARAMETER
 
 
 def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

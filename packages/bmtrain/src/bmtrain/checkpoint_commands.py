@@ -46,6 +46,8 @@ def run_convert(options: argparse.Namespace) -> int:
             return 0
         if len(options.sources) > 1:
             raise ValueError(f"{options.sources[0]} holds weights, of which there is one SOURCE")
+        if not 1 <= options.max_file_size < float("inf"):
+            raise ValueError(f"--max-file-size={options.max_file_size:g} must be a number of bytes, at least 1")
         with progress(f"writing {options.target}") as report:
             convert(options.sources[0], options.target, int(options.max_file_size), report)
     except (OSError, TypeError, ValueError) as error:
@@ -68,7 +70,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
             try:
                 with progress(f"reading {path}") as report:
                     verify(path, report)
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 facts["problem"] = str(error)
         status = status or int(facts["problem"] is not None)
         print(json.dumps(facts) if options.json else _line(path, facts, options.action))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import operator
 import os
 import time
 import weakref
@@ -64,6 +65,7 @@ class Checkpointer:
         max_file_size: of a file, in bytes; a tensor is never divided.
 
     Raises:
+        TypeError: ``keep`` is no whole number.
         ValueError: ``keep``, ``timeout`` or ``max_file_size`` is out of range.
         RuntimeError: on every rank: the directory cannot be used, or another run has locked it.
     """
@@ -80,6 +82,7 @@ class Checkpointer:
         for name, value in (("keep", keep), ("timeout", timeout), ("max_file_size", max_file_size)):
             if value is not None and not value >= 1:
                 raise ValueError(f"{name}={value!r} must be at least 1")
+        keep = None if keep is None else operator.index(keep)
         self.directory = Path(os.path.abspath(directory))
         self.keep = keep
         self.readonly = readonly
@@ -367,7 +370,7 @@ def _kind(error: Exception) -> str:
 
 
 def check_step(step: Any) -> None:
-    if not isinstance(step, int) or not 0 <= step < 10**18:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
         raise ValueError(f"step={step!r} must be a whole number, 0 or more")
 
 

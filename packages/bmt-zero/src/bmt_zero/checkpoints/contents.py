@@ -14,6 +14,7 @@ from bmt_comm import Slice, StateRecord, local_tensor, slice_of, whole
 from bmt_zero.sharded_parameter import ShardedParameter
 from bmt_zero.state import has_own_code as module_has_own_code
 from bmt_zero.state import is_extra_state, stage_entries
+from bmt_zero.torch_optimizers import OF_A_PARAMETER
 
 from .headers import DTYPES, Entry, dtype_name
 
@@ -201,7 +202,7 @@ def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, 
                 dtype, shape = DTYPES[entry.dtype], slice_of(param).shape
                 if dtype.is_complex and not param.is_complex():
                     raise ValueError(f"{entry} is of complex numbers, and its parameter is not")
-                if entry.shape == shape:
+                if entry.shape == shape and (shape or key not in OF_A_PARAMETER):
                     like = param.detach()
                     state[key] = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
                 elif not entry.shape:

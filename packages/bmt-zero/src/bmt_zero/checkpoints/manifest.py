@@ -127,12 +127,13 @@ def _parse_record(path: Path, name: str, record: Any) -> FileRecord:
         raise DamagedError(f"{path} has damaged checksums of {name}") from None
 
 
-def read_small_file(path: Path, record: FileRecord | None = None, limit: int = _LONGEST) -> bytes:
+def read_small_file(path: Path, record: FileRecord | None = None) -> bytes:
     """A file as a whole, compared with its checksums where these are given.
 
     Raises:
-        DamagedError: it is missing, has changed, or has more than ``limit`` bytes.
+        DamagedError: it is missing, has changed, or is too long for a file that has no record.
     """
+    limit = _LONGEST if record is None else record.size
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

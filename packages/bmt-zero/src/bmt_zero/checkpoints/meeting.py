@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+_PART = 1 << 22  # bytes of a value in the store, which takes less than 8 MiB
+
 
 class MeetingError(RuntimeError):
     """Ranks have not come, or could not be reached."""
@@ -61,14 +63,14 @@ class Meeting:
             return [mine]
         digest = hashlib.sha256(mine).hexdigest()
         if digest not in self._known:
-            self._store.set(f"content/{digest}", mine)
+            self._put(f"content/{digest}", mine)
             self._known[digest] = mine
         everyone = self.report(digest.encode())
         listed = self.announce(b"".join(everyone) if everyone is not None else None)
         digests = [listed[at : at + 64].decode() for at in range(0, len(listed), 64)]
         for digest in digests:
             if digest not in self._known:
-                self._known[digest] = bytes(self._store.get(f"content/{digest}"))
+                self._known[digest] = self._get(f"content/{digest}")
         messages = [self._known[digest] for digest in digests]
         self._used.append(set(digests))
         self._known = {digest: content for digest, content in self._known.items() if digest in set().union(*self._used)}
@@ -84,7 +86,7 @@ class Meeting:
             return None
         keys = [f"{key}/{rank}" for rank in range(self.size)]
         self._wait(keys)
-        messages = [bytes(self._store.get(each)) for each in keys]
+        messages = [self._get(each) for each in keys]
         self._forget()  # every rank has come here, so it has heard all announcements before
         return messages
 
@@ -99,7 +101,7 @@ class Meeting:
             self._set(key, value)
             return value
         self._wait([key])
-        value = bytes(self._store.get(key))
+        value = self._get(key)
         self._forget()  # rank 0 has come here, so it has read all reports before
         return value
 
@@ -108,8 +110,20 @@ class Meeting:
         return f"call/{self._calls}"
 
     def _set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
-        self._old.append(key)
+        self._old += self._put(key, value)
+
+    def _put(self, key: str, value: bytes) -> list[str]:
+        """Put a value into the store, the first part last, which others wait for. The keys of its parts."""
+        parts = {f"{key}/part/{at}": value[at : at + _PART] for at in range(_PART, len(value), _PART)}
+        parts[key] = len(value).to_bytes(8, "little") + value[:_PART]
+        for name, part in parts.items():
+            self._store.set(name, part)
+        return list(parts)
+
+    def _get(self, key: str) -> bytes:
+        first = bytes(self._store.get(key))
+        more = range(_PART, int.from_bytes(first[:8], "little"), _PART)
+        return first[8:] + b"".join(bytes(self._store.get(f"{key}/part/{at}")) for at in more)
 
     def _forget(self) -> None:
         """Remove what this rank has set, which everybody has read."""

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from bmt_comm import StateRecord
+from bmt_zero.state import without_wrapper
 
 from .contents import (
     Content,
@@ -43,7 +44,7 @@ class Objects:
     def __init__(self, objects: Mapping[str, Any], loading: bool = False) -> None:
         self.others = dict(objects)
         self.records: list[tuple[Any, list[StateRecord], State]] = []
-        self.model: nn.Module | None = self.others.pop("model", None)
+        self.model: nn.Module | None = without_wrapper(self.others.pop("model", None))
         self.manager: Any = self.others.pop("manager", None)
         optimizer: Any = self.others.pop("optimizer", None)
         if self.model is not None and not isinstance(self.model, nn.Module):

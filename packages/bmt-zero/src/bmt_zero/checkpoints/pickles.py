@@ -221,7 +221,9 @@ def _find(module: str, name: str) -> Any:
     return _Function(function)
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any, dtype: torch.dtype | None = None) -> Any:
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *others: Any, dtype: torch.dtype | None = None) -> Any:
+    if others and type(others[-1]) is dict and (others[-1].get("conj") or others[-1].get("neg")):
+        raise PickleError("it has a tensor to be conjugated or negated: save x.resolve_conj().resolve_neg()")
     if type(storage) is not StorageRecord or type(shape) is not tuple or type(stride) is not tuple:
         raise PickleError("it has a tensor without a storage, a shape or strides")
     numbers = (offset, *shape, *stride)
@@ -231,10 +233,10 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any, dtype: 
 
 
 def _tensor_of_dtype(*arguments: Any) -> Any:
-    storage, offset, shape, stride, _, _, dtype, *_ = arguments
+    storage, offset, shape, stride, _, _, dtype, *others = arguments
     if not isinstance(dtype, torch.dtype):
         raise PickleError("it has a tensor without a dtype")
-    return _tensor(storage, offset, shape, stride, dtype=dtype)
+    return _tensor(storage, offset, shape, stride, *others, dtype=dtype)
 
 
 def _encoded(text: str, encoding: str) -> bytes:

@@ -118,10 +118,13 @@ class PtSource:
     def _values(self, state: Mapping[str, Any]) -> dict[str, Any]:
         known: dict[int, Any] = {}
         memory: dict[str, Tensor] = {}
-        try:
-            return {name: self._value(value, known, memory) for name, value in state.items()}
-        except RecursionError as error:
-            raise self._damaged(error) from None
+        values = {}
+        for name, value in state.items():
+            try:
+                values[name] = self._value(value, known, memory)
+            except (PickleError, RecursionError) as error:
+                raise DamagedError(f"{self._path}: {name!r} cannot be read: {error}") from None
+        return values
 
     def close(self) -> None:
         self._file.close()
@@ -256,6 +259,8 @@ class PtSource:
             result.extend(self._value(each, known, memory) for each in value)
         elif isinstance(value, tuple):
             result = tuple(self._value(each, known, memory) for each in value)
+        elif isinstance(value, OtherTensor):
+            raise PickleError(f"it has a tensor that is not plain memory ({value.kind}), which is not read")
         else:
             result = value
         known[id(value)] = result

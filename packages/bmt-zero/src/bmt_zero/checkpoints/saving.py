@@ -37,7 +37,7 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
     tensors: dict[int, Tensor] = {}
     for content, place in distinct:
         tensors.setdefault(place, content.tensor)
-    copies = snapshot.take([tensors[place].contiguous() for place in range(len(tensors))])
+    copies = snapshot.take([tensors[place].resolve_conj().resolve_neg().contiguous() for place in range(len(tensors))])
     for (section, content), (_, place) in zip(contents, distinct):
         where = content.where if content.is_current else None
         job.tensors.append(HeldTensor(section, content.entry, where, copies[place], content.is_single))
@@ -51,9 +51,9 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
         if not hasattr(each, "state_dict"):
             continue
         state = encode(each.state_dict(), f"the state of {name!r}")
-        text = to_json(state)
+        text = json.dumps(state).encode()  # in the order of dicts
         if name not in per_replica:
-            job.states[name] = hashlib.sha256(text).hexdigest()
+            job.states[name] = hashlib.sha256(to_json(state)).hexdigest()
             job.common_files[f"state-{name}.json"] = text
         elif leads:
             job.own_files[replica_file(name, replica, replicas)] = text

@@ -53,7 +53,7 @@ def describe(checkpoint: Path) -> dict[str, Any]:
     try:
         manifest = read_manifest(checkpoint)
         trainer = parse_json(checkpoint / "trainer.json", read_small_file(checkpoint / "trainer.json"))
-    except DamagedError as error:
+    except (DamagedError, OSError) as error:
         return {"path": str(checkpoint), "problem": str(error)}
     return {
         "path": str(checkpoint),

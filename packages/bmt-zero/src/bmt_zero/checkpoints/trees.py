@@ -14,6 +14,7 @@ from .memory import view_of
 from .regions import flat_bytes
 
 _DEEPEST = 100
+_COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def encode(value: Any, what: str, depth: int = 0) -> Any:
@@ -42,7 +43,7 @@ def encode(value: Any, what: str, depth: int = 0) -> Any:
     if isinstance(value, list):
         return [encode(item, f"{what}[{n}]", depth + 1) for n, item in enumerate(value)]
     if isinstance(value, (tuple, set, frozenset)):
-        kind = "tuple" if isinstance(value, tuple) else "set"
+        kind = "tuple" if isinstance(value, tuple) else "frozenset" if isinstance(value, frozenset) else "set"
         items = value if kind == "tuple" else sorted(value, key=repr)
         return {kind: [encode(item, f"{what}[{n}]", depth + 1) for n, item in enumerate(items)]}
     if isinstance(value, dict):
@@ -82,9 +83,8 @@ def decode(value: Any, what: str, depth: int = 0) -> Any:
             return _decode_tensor(content, what)
         if kind == "array":
             return _decode_tensor(content, what).numpy()
-        if kind in ("tuple", "set"):
-            items = [decode(item, what, depth + 1) for item in content]
-            return tuple(items) if kind == "tuple" else set(items)
+        if kind in _COLLECTIONS:
+            return _COLLECTIONS[kind](decode(item, what, depth + 1) for item in content)
         if kind == "dict":
             return {key: decode(item, what, depth + 1) for key, item in content.items()}
         if kind == "pairs":
@@ -97,9 +97,9 @@ def decode(value: Any, what: str, depth: int = 0) -> Any:
 
 
 def _encode_tensor(value: Tensor, what: str) -> dict[str, Any]:
-    tensor = value.detach().cpu().contiguous()
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{what} is a tensor of {tensor.layout}; a checkpoint holds dense ones")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{what} is a tensor of {value.layout}; a checkpoint holds dense ones")
+    tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data = base64.b64encode(view_of(flat_bytes(tensor))).decode()
     return {"dtype": dtype_name(tensor.dtype, what), "shape": list(tensor.shape), "data": data}
 
