@@ -209,9 +209,9 @@ class Scaled(nn.Module):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["Adam", "NAdam", "ASGD", "SGD"])
 def test_states_of_optimizers_of_torch_for_a_number(ctx: Any, tmp_path: Path, kind: str) -> None:
-    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = bmt_zero.BMTrainModelWrapper(Scaled())
+        model = bmt_zero.BMTrainModelWrapper(Scaled().to(dtype))
         options = {"momentum": 0.9} if kind == "SGD" else {}
         return model, getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
 
@@ -231,4 +231,7 @@ def test_states_of_optimizers_of_torch_for_a_number(ctx: Any, tmp_path: Path, ki
     step(model, optimizer)
     step(again, its_optimizer)
     wanted, found = model.state_dict(), again.state_dict()
+    other, its_optimizer = made(torch.bfloat16)
+    with pytest.raises(ValueError, match="float32|F32"):
+        checkpointer.load(1, model=other, optimizer=its_optimizer)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -204,6 +204,8 @@ def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, 
                     raise ValueError(f"{entry} is of complex numbers, and its parameter is not")
                 if entry.shape == shape and (shape or key not in OF_A_PARAMETER):
                     like = param.detach()
+                    if dtype.is_floating_point and param.is_floating_point():
+                        dtype = param.dtype  # which those of torch have; another one in the file does not fit
                     state[key] = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
                 elif not entry.shape:
                     state[key] = torch.zeros((), dtype=dtype)
