@@ -296,6 +296,40 @@ def test_compiled_layers_keep_a_share_of_their_activations(ctx: Any, backend: st
         layer.compile()
 
 
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.relu(self.inner(x)), 0.5, self.training)
+
+
+@pytest.mark.ranks(1)
+def test_a_share_of_compiled_layers_that_drop_at_random_is_refused(ctx: Any, backend: str) -> None:
+    torch._dynamo.reset()
+    layer = bmt_zero.Block(Dropping(), use_checkpoint=0.3)
+    layer.compile(backend=backend)
+    with pytest.raises(RuntimeError, match=r"use_checkpoint=0\.3 draws random numbers"):
+        layer(torch.ones(3, WIDTH))
+    layer.eval()(torch.ones(3, WIDTH)).sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [1, 3])
+def test_compiled_autograd_is_refused(ctx: Any, level: int, backend: str) -> None:
+    from torch._dynamo import compiled_autograd
+
+    model = bmt_zero.BMTrainModelWrapper(Model(), zero_level=level)
+    ids = torch.arange(12).view(2, 6)
+    loss = loss_of(model, ids, 12)
+    refused = pytest.raises(RuntimeError, match="backward runs with compiled autograd")
+    with refused, compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    loss_of(model, ids, 12).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("use_checkpoint", ["matmuls", 0.5])
 def test_what_is_compiled_in_a_checkpointed_layer(ctx: Any, use_checkpoint: Any, backend: str) -> None:

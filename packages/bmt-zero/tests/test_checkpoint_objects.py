@@ -232,6 +232,6 @@ def test_states_of_optimizers_of_torch_for_a_number(ctx: Any, tmp_path: Path, ki
     step(again, its_optimizer)
     wanted, found = model.state_dict(), again.state_dict()
     other, its_optimizer = made(torch.bfloat16)
-    with pytest.raises(ValueError, match="float32|F32"):
+    with pytest.raises(ValueError, match=r"float32|F32"):
         checkpointer.load(1, model=other, optimizer=its_optimizer)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())

@@ -135,6 +135,8 @@ def test_what_is_no_compression_is_refused():
 def test_double_precision_is_refused():
     with pytest.raises(ValueError, match=r"compression is for fp32, bf16 and fp16, and 'weight' is torch.float64"):
         Block(Linear().double(), False, 3, precision=MixedPrecision(compression="int8"))
+    with pytest.raises(ValueError, match=r"compression is for fp32, bf16 and fp16, and reduce_dtype is torch.float64"):
+        Block(Linear(), False, 3, precision=MixedPrecision(reduce_dtype=torch.float64, compression="int8"))
     assert MixedPrecision(compression="float8").compression == Compression("float8", "float8")
 
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import re
+import threading
 
 import pytest
 import torch
@@ -754,6 +755,51 @@ def test_a_copy_of_a_model_trains_by_itself(ctx):
     expected = train_plain(plain, 2)
     assert_same_updates(train_sharded(twin, ctx.rank), expected)
     assert_same_updates(train_sharded(model, ctx.rank, micro_steps=1), expected)
+
+
+class WithLock(nn.Linear):
+    """With what cannot be copied, and an own method beside forward."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {name: value for name, value in super().__getstate__().items() if name != "lock"}
+
+    def encode(self, x):
+        return 2 * self(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_copy_does_not_compute_with_the_original(ctx):
+    torch._dynamo.reset()
+    model = fully_shard(WithLock())
+    register_fsdp_forward_method(model, "encode")
+    model.compile(backend="eager")
+    x = torch.ones(2, 5)
+    before = model.encode(x).detach(), model(x).detach()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.weight.mul_(3.0)
+    for name, expected in zip(("encode", "forward"), before, strict=True):
+        y = twin.encode(x) if name == "encode" else twin(x)
+        torch.testing.assert_close(y.detach(), expected, msg=name)
+        y.sum().backward()
+        assert model.weight.grad is None
+        assert twin.weight.grad is not None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_compiled_layer_is_one_graph(ctx):
+    torch._dynamo.reset()
+    plain = Layer()
+    model = fully_shard(copy.deepcopy(plain))
+    model.compile(fullgraph=True, backend="eager")
+    x = torch.ones(2, plain.up.in_features)
+    torch.testing.assert_close(model(x), plain(x))
 
 
 @pytest.mark.ranks(2)

@@ -160,3 +160,78 @@ def test_bags_with_trained_weights(ctx, level, own):
         return module["bag"](ids, per_sample_weights=module["weights"](ids)[..., 0])
 
     compare(ctx, plain, model, own, compute)
+
+
+class Changing(nn.Module):
+    """Begins with an operation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor | None = None, pair: list[Tensor] | None = None, inplace: bool = True) -> Tensor:
+        x = pair[0] if x is None else x
+        return self.linear(F.silu(x, inplace=inplace))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("how", ["by position", "by keyword", "in a list"])
+@pytest.mark.parametrize("when", ["in forward", "later", "never"])
+def test_arguments_that_are_changed_in_place_before_they_are_needed_again(ctx, how, when):
+    torch.manual_seed(0)
+    plain = Changing()
+    model = shard(copy.deepcopy(plain), use_checkpoint=True)
+    grads = []
+    for each in (plain, model):
+        x = seeded(0, 3, WIDTH).requires_grad_().mul(1.0)
+        inplace = when == "in forward"
+        y = {
+            "by position": lambda each=each, x=x, inplace=inplace: each(x, inplace=inplace),
+            "by keyword": lambda each=each, x=x, inplace=inplace: each(x=x, inplace=inplace),
+            "in a list": lambda each=each, x=x, inplace=inplace: each(pair=[x], inplace=inplace),
+        }[how]()
+        if when == "later" and each is model:
+            x.add_(1.0)
+        if when == "never" or each is plain:
+            y.sum().backward()
+            grads.append(each.linear.weight.grad)
+            continue
+        with pytest.raises(RuntimeError, match=r"changed in place in its forward or since|modified by an inplace"):
+            y.sum().backward()
+    if when == "never":
+        torch.testing.assert_close(grads[1].add(0), grads[0])
+
+
+class Refreshing(nn.Module):
+    """Writes to a buffer in some calls, and in evaluation to another one than in training."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("usage", torch.ones(size))
+        self.register_buffer("seen", torch.ones(size))
+        self.usage: Tensor
+        self.seen: Tensor
+
+    def forward(self, x: Tensor, refresh: bool) -> Tensor:
+        if refresh:
+            written = self.usage if self.training else self.seen
+            written.add_(x.detach().abs().mean())
+        return self.linear(x) / self.usage[0].clone() / self.seen[0].clone()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("is_small", [True, False])
+def test_buffers_that_only_some_forwards_write_to(ctx, is_small):
+    size = 1 if is_small else 1 << 15
+    torch.manual_seed(0)
+    plain = Refreshing(size)
+    model = shard(copy.deepcopy(plain), use_checkpoint=True)
+    steps = [(False, True), (True, True), (True, False), (False, False)] if is_small else [(True, False), (True, True)]
+    for refresh, training in steps:
+        for each in (plain, model):
+            each.train(training)
+            each(seeded(0, 3, WIDTH), refresh=refresh).square().sum().backward()
+        assert_same_gradients(model, plain)
+        for name, buffer in plain.named_buffers():
+            torch.testing.assert_close(model.get_buffer(name), buffer)

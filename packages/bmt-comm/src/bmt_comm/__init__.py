@@ -4,7 +4,7 @@ from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
 from . import nccl, packing, process_group, store
-from ._compat import not_compiled, uses_compiler
+from ._compat import not_compiled, runs_compiled_autograd, uses_compiler
 from ._version import __version__
 from .agreement import CallSequences, DisagreementError, agreement_time, check_agreement, note_step
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
@@ -102,6 +102,7 @@ __all__ = [
     "rank",
     "recv_activations",
     "reduce_scatter",
+    "runs_compiled_autograd",
     "scale_in_backward",
     "scale_of",
     "see_memory",

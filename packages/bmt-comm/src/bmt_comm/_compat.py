@@ -62,6 +62,13 @@ def uses_compiler() -> bool:
     return _has_compiled
 
 
+def runs_compiled_autograd() -> bool:
+    """Whether the backward pass that is running was captured to be compiled."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    names = "in_compiled_autograd_region", "compiled_autograd_enabled"
+    return module is not None and any(getattr(module, name, False) for name in names)
+
+
 def _skip(code: CodeType) -> None:
     """Let the compiler leave out frames of a code, but not what they call. torch 2.7 renamed how."""
     if hasattr(eval_frame, "set_code_exec_strategy"):

@@ -88,21 +88,25 @@ class CheckpointedForward:
         if not self.enabled or not calls or any(c.call is None for c in calls.values()):
             return forward(*args, **kwargs)
         if self._compiled is not None and isinstance(self.kept, KeptShare):
-            from torch._functorch import config
-
-            with config.patch(activation_memory_budget=self.kept.share):  # read when it compiles
-                return forward(*args, **kwargs)
+            return self._compiled_with_share(self._compiled, self.kept.share, args, kwargs)
         if self._buffers is None:
             self._buffers = WrittenBuffers([self.module])
         buffers, views, copies = self._buffers, {group: c.views for group, c in calls.items()}, Copies()
         before = with_copied_caches((args, kwargs))
+        versions = _versions((args, kwargs))
         keeping = _Keeping(self.kept)
         first = True
         failed: list[BaseException] = []
 
-        def run(*args: Any) -> Any:
+        def run(*_: Any) -> Any:
             nonlocal first
             if not first:
+                if versions != _versions((args, kwargs)):
+                    raise RuntimeError(
+                        f"an argument of a checkpointed {type(self.module).__name__}, which is computed again in "
+                        f"backward, was changed in place in its forward or since; change a copy, or shard the module "
+                        f"with use_checkpoint=False"
+                    )
                 given, named = with_copied_caches(before)
                 try:
                     with buffers.restored(copies):
@@ -122,6 +126,23 @@ class CheckpointedForward:
         result = checkpoint(run, *args, use_reentrant=False, determinism_check=keeping.determinism_check)
         if failed:
             raise failed.pop()
+        return result
+
+    def _compiled_with_share(
+        self, forward: Callable[..., Any], share: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        from torch._functorch import config
+
+        checks = torch.is_grad_enabled() and share < 1.0
+        generators = _random_states() if checks else []
+        with config.patch(activation_memory_budget=share):  # read when it compiles
+            result = forward(*args, **kwargs)
+        if checks and not all(map(torch.equal, generators, _random_states())):
+            raise RuntimeError(
+                f"a compiled {type(self.module).__name__} with use_checkpoint={share:g} draws random numbers "
+                f"(dropout): what torch recomputes of it in backward would draw other ones; shard it with "
+                f"use_checkpoint=True or False to compile it"
+            )
         return result
 
     def _recompute(
@@ -174,3 +195,22 @@ class _Keeping:
     def recomputation(self) -> contextlib.AbstractContextManager[object]:
         """A recomputation runs within."""
         return Recomputation(self._results) if self._results else contextlib.nullcontext()
+
+
+def _random_states() -> list[Tensor]:
+    """The states of the generators that operations draw from."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _versions(value: Any) -> list[int]:
+    """How often the tensors in nested arguments were written to."""
+    if isinstance(value, Tensor):
+        return [] if value.is_inference() else [value._version]
+    if isinstance(value, (list, tuple)):
+        return [version for item in value for version in _versions(item)]
+    if isinstance(value, dict):
+        return [version for item in value.values() for version in _versions(item)]
+    return []

@@ -19,7 +19,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from bmt_comm import CallSequences, Communicator, ParallelContext, Work, begin_backward, forget_scale, not_compiled
+from bmt_comm import (
+    CallSequences,
+    Communicator,
+    ParallelContext,
+    Work,
+    begin_backward,
+    forget_scale,
+    not_compiled,
+    runs_compiled_autograd,
+)
 
 from .gradient_reducer import GradientReducer
 from .gradient_target import GradientTarget
@@ -172,6 +181,11 @@ class StepContext:
         task = current_backward()
         assert task is not None
         if task not in self._passes:
+            if runs_compiled_autograd():
+                raise RuntimeError(
+                    "backward runs with compiled autograd, which would lose gradients of sharded parameters; compile "
+                    "modules, and call backward outside of torch._dynamo.compiled_autograd"
+                )
             self._passes[task] = {}
             begin_backward()
             engine: Any = torch.autograd.Variable._execution_engine

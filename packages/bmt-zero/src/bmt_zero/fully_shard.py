@@ -22,7 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from bmt_comm import Communicator, ParallelContext, current_context, init_distributed, is_initialized, shutdown
+from bmt_comm import (
+    Communicator,
+    ParallelContext,
+    current_context,
+    init_distributed,
+    is_initialized,
+    not_compiled,
+    shutdown,
+)
 
 from .backward_context import current_backward
 from .hooks import Call, ForwardHooks
@@ -87,7 +95,7 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = memo[id(self)] = object.__new__(type(self))
-        cast(Any, twin).__setstate__(copy.deepcopy(self.__dict__, memo))
+        cast(Any, twin).__setstate__(copy.deepcopy(cast(Any, self).__getstate__(), memo))  # as copy.deepcopy does
         return twin
 
     # --- parameters -------------------------------------------------------------------------------
@@ -362,6 +370,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if method is None:
         raise ValueError(f"method_name={method_name!r} is no method of {type(module).__name__}")
+    function = (
+        method.__func__ if getattr(method, "__self__", None) is module else None
+    )  # copies have modules of their own
 
     @functools.wraps(method)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -369,7 +380,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         for before in (_before_forward, hooks.before):
             args, kwargs = before(self, args, kwargs) or (args, kwargs)
         try:
-            output = method(*args, **kwargs)
+            output = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
         except BaseException:
             hooks.after(self, args, None)
             raise
@@ -499,6 +510,7 @@ def _hooks_of(modules: Sequence[FSDPModule]) -> list[ForwardHooks]:
 
 
 @serves_shards
+@not_compiled
 def _reshard_before(module: Any, *_: Any) -> None:
     """A hook before a state dict is made or loaded: its entries are the sharded parameters."""
     module.reshard()
@@ -507,6 +519,7 @@ def _reshard_before(module: Any, *_: Any) -> None:
 _PREPARED = "_bmt_fsdp_prepared"  # set on modules when the root they belong to is known
 
 
+@not_compiled
 def _before_forward(module: Any, args: Any, kwargs: Any) -> Any:
     """A hook before forward. The first one finds out whether the module is a root."""
     group: ParameterGroup = module._group

@@ -387,6 +387,8 @@ def check_compression(options: Options, context: ParallelContext, slots: Sequenc
             "compression is of the all-gather of parameters and the reduce-scatter of gradients, and zero_level=0 "
             "has neither; choose zero_level 1, 2 or 3"
         )
+    if options.precision.packs_gradients and options.precision.reduce_dtype is torch.float64:
+        raise ValueError("compression is for fp32, bf16 and fp16, and reduce_dtype is torch.float64")
     for slot in slots:
         if torch.float64 in (slot.param.dtype, options.precision.param_dtype):
             dtype = options.precision.param_dtype or slot.param.dtype

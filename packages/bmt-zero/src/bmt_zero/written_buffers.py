@@ -1,7 +1,8 @@
 """Buffers that a forward writes to (running averages, counters), for forwards that are computed again.
 
 Recomputation starts from the values that they had before, and its own writes are dropped. So buffers that forward
-writes to are copied before it. The first forward copies all buffers to learn which ones these are.
+writes to are copied before it. The first forward in training, and that in evaluation, copies all buffers to learn which
+ones these are. Small ones are always copied: some forwards may write to them and some not.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
+
+_SMALL = 1 << 16  # bytes
 
 # Buffers from before a forward, by (index of module, name); None: a buffer was not copied.
 Copies = dict[tuple[int, str], Tensor | None]
@@ -20,13 +23,15 @@ class WrittenBuffers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [m for module in modules for m in module.modules() if m._buffers]
-        self._written: set[tuple[int, str]] | None = None  # (index of module, name); None: unknown
+        self._written: dict[bool, set[tuple[int, str]]] = {}  # (index of module, name), in training and evaluation
 
     @contextlib.contextmanager
     def noting_writes(self, copies: Copies) -> Iterator[None]:
         """Fill ``copies`` for the buffers that the forward within writes to."""
+        training = any(module.training for module in self._modules)
+        known = self._written.get(training)
         buffers = {(i, name): b for i, m in enumerate(self._modules) for name, b in m._buffers.items() if b is not None}
-        before = {key: b.clone() for key, b in buffers.items() if self._written is None or key in self._written}
+        before = {k: b.clone() for k, b in buffers.items() if known is None or k in known or b.nbytes <= _SMALL}
         versions = {key: _version(buffer) for key, buffer in buffers.items()}
         yield
         written = {
@@ -37,7 +42,7 @@ class WrittenBuffers:
             or self._modules[index]._buffers.get(name) is not buffer
             or _version(buffer) != versions[index, name]
         }
-        self._written = written | (self._written or set())
+        self._written[training] = written | (known or set())
         copies.update({key: before.get(key) for key in written})
 
     @contextlib.contextmanager
@@ -50,8 +55,9 @@ class WrittenBuffers:
         missing = [name for (_, name), value in copies.items() if value is None]
         if missing:
             raise RuntimeError(
-                f"a checkpointed forward has written to the buffers {missing} for the first time; it cannot be "
-                f"computed again with their values before; use use_checkpoint=False for this module"
+                f"a checkpointed forward has written to the buffers {missing} for the first time, which are too large "
+                f"to be copied before each forward; it cannot be computed again with their values before; use "
+                f"use_checkpoint=False for this module"
             )
         now = [dict(m._buffers) for m in self._modules]
         for (index, name), value in copies.items():
