@@ -69,3 +69,29 @@ def test_a_run_whose_lock_was_removed_writes_and_removes_nothing(tmp_path: Path,
     with pytest.raises(SaveError, match="its lock was removed or replaced"):
         first.wait()
     assert kept.exists()
+
+
+def test_a_copy_of_the_directory_does_not_let_another_run_in(tmp_path: Path) -> None:
+    """This process loses its lock when it reads the file; the next save takes it again."""
+    checkpointer = Checkpointer(tmp_path / "c")
+    shutil.copytree(tmp_path / "c", tmp_path / "copy")
+    checkpointer.save(1, model=plain())
+    checkpointer.wait()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "c")], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as other:
+        _, errors = other.communicate()
+    assert "another run writes" in errors
+    checkpointer.save(2, model=plain())
+    checkpointer.close()
+    checkpointer = Checkpointer(tmp_path / "c")
+    shutil.copytree(tmp_path / "c", tmp_path / "again")
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "c")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        checkpointer.save(3, model=plain())
+        with pytest.raises(SaveError, match="another run has taken its lock"):
+            checkpointer.wait()
+        other.kill()

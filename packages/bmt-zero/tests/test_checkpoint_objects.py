@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -12,10 +13,13 @@ import torch
 from saving_helpers import Position, plain, same, sharded
 from torch import nn
 
+import bmt_comm
 import bmt_zero
 from bmt_zero import Checkpointer, SaveError
+from bmt_zero.checkpoints import checkpointer as checkpointer_module
 from bmt_zero.checkpoints import trainer_state
 from bmt_zero.checkpoints import writer as writer_module
+from bmt_zero.checkpoints.directory import complete_checkpoints
 from bmt_zero.checkpoints.manifest import Manifest
 
 
@@ -235,3 +239,78 @@ def test_states_of_optimizers_of_torch_for_a_number(ctx: Any, tmp_path: Path, ki
     with pytest.raises(ValueError, match=r"float32|F32"):
         checkpointer.load(1, model=other, optimizer=its_optimizer)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.ranks(2)
+def test_back_to_before_the_first_step_of_an_optimizer_of_torch(ctx: Any, tmp_path: Path) -> None:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(0, model=model, optimizer=optimizer)
+    updates = []
+    for _ in range(2):
+        for _ in range(2):
+            model.embed(torch.arange(3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        updates.append(model.state_dict())
+        with pytest.raises(ValueError, match="has no state of 'other'"):
+            checkpointer.load(0, model=model, optimizer=optimizer, other=Position(None))
+        assert optimizer.state  # nothing was changed
+        checkpointer.load(0, model=model, optimizer=optimizer)
+        assert not optimizer.state
+    same(*updates)
+
+
+class WithFolder:
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "additional_chat_templates").mkdir()
+
+
+@pytest.mark.ranks(2)
+def test_a_folder_of_a_tokenizer_is_refused(ctx: Any, tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "c")
+    match = "a folder 'additional_chat_templates'"
+    with pytest.raises(ValueError, match=match) if ctx.rank == 0 else contextlib.nullcontext():
+        checkpointer.save(1, model=sharded(), tokenizer=WithFolder())
+    with pytest.raises(SaveError, match=match):
+        checkpointer.wait()
+
+
+@pytest.mark.ranks(2, init=False)
+def test_the_end_of_the_job_waits_for_the_last_checkpoint(tmp_path: Path) -> None:
+    bmt_comm.init_distributed()
+    checkpointer = Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=sharded())
+    bmt_comm.shutdown()
+    assert [step for step, _ in complete_checkpoints(tmp_path / "c").checkpoints] == [1]
+
+
+@pytest.mark.ranks(1)
+def test_a_reader_beside_a_run_that_keeps_one(ctx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it has listed goes before it is read."""
+    writer = Checkpointer(tmp_path / "c", keep=1)
+    writer.save(1, model=sharded())
+    writer.wait()
+    reader = Checkpointer(tmp_path / "c", readonly=True)
+    load, listed = reader._load, checkpointer_module.listed_steps
+    steps = iter([2, 3])
+
+    def save_next() -> None:
+        if (step := next(steps, None)) is not None:
+            writer.save(step, model=sharded())
+            writer.wait()
+
+    def late_load(*args: Any) -> None:
+        save_next()
+        load(*args)
+
+    def early_list(directory: Path) -> list[int]:
+        found = listed(directory)
+        monkeypatch.setattr(checkpointer_module, "listed_steps", listed)
+        save_next()
+        return found
+
+    monkeypatch.setattr(reader, "_load", late_load)
+    monkeypatch.setattr(checkpointer_module, "listed_steps", early_list)
+    assert reader.load_latest(model=sharded()) == 3

@@ -11,7 +11,14 @@ from .collectives import all_gather, all_reduce, broadcast, recv_activations, re
 from .combine import REDUCE_OPS
 from .communicator import Communicator, Traffic
 from .config import Config, config, rank, world_size
-from .context import ParallelContext, current_context, init_distributed, is_initialized, shutdown
+from .context import (
+    ParallelContext,
+    before_shutdown,
+    current_context,
+    init_distributed,
+    is_initialized,
+    shutdown,
+)
 from .fixed_order import TREE_SUM, TreeSum, tree_sum
 from .journal import note_place
 from .loss_scale import (
@@ -72,6 +79,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "allgather_objects",
+    "before_shutdown",
     "begin_backward",
     "benchmark",
     "broadcast",

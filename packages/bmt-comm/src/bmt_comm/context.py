@@ -122,6 +122,7 @@ class ParallelContext(TopologyNames):
 
 _current: ParallelContext | None = None
 _process = os.getpid()  # that the context belongs to
+_before_shutdown: list[Callable[[], object]] = []
 _restore_kernels: Callable[[], None] | None = None  # after a deterministic job
 
 
@@ -302,12 +303,19 @@ def _wake(message: str) -> None:
     stop_waiting(message)
 
 
+def before_shutdown(call: Callable[[], object]) -> None:
+    """Let the next :func:`shutdown` call this first, on all ranks, while the process groups are there."""
+    _before_shutdown.append(call)
+
+
 def shutdown() -> None:
     """Leave the job: forget the context and destroy the process group, unless it was adopted.
 
     Runs by itself at exit. Calling it twice, or before :func:`init_distributed`, does nothing.
     """
     global _current, _restore_kernels
+    while _current is not None and _before_shutdown:
+        _before_shutdown.pop()()
     context, _current = _current, None
     if context is None:
         return

@@ -12,10 +12,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bmt_comm import note_place
+import torch.distributed as dist
+
+from bmt_comm import before_shutdown, note_place
 from bmt_comm.durable import sync_to_disk
 
 from .directory import DirectoryLock, age_key, clean_up, complete_checkpoints, listed_steps, step_name
@@ -111,7 +114,8 @@ class Checkpointer:
         problem = self._meeting.announce(problem.encode()).decode()
         if problem:
             raise RuntimeError(problem)
-        atexit.register(_wait_at_exit, weakref.ref(self))
+        for register in (atexit.register, before_shutdown):
+            register(partial(_wait_at_exit, weakref.ref(self)))
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -162,6 +166,11 @@ class Checkpointer:
             self._failure = error
         except Exception as error:
             self._failure = self._broken = error
+            if self._meeting.size > 1 and not dist.is_initialized():
+                self._failure = SaveError(
+                    f"the checkpoint of step {job.step} was not written: the process group was destroyed meanwhile; "
+                    "call wait() or close() before that"
+                )
 
     def wait(self) -> None:
         """Return when nothing is being written any more.
@@ -232,11 +241,17 @@ class Checkpointer:
             What :meth:`load` raises; a RuntimeError if there are checkpoints and all of them are damaged.
         """
         self._settle("load_latest()")
-        candidates: list[int] = self._from_rank_0(self._candidates)
-        damaged = []
-        for step in candidates:
+        damaged: list[str] = []
+        tried: set[int] = set()
+        # Listed again after each that fails: a run may write there that keeps few.
+        while candidates := [step for step in self._from_rank_0(self._candidates) if step not in tried]:
+            step = candidates[0]
+            tried.add(step)
             try:
                 self._load(step, objects)
+            except FileNotFoundError:
+                if self._from_rank_0((self.directory / step_name(step)).is_dir):
+                    raise
             except DamagedError as error:
                 damaged.append(str(error))
                 if self._meeting.rank == 0:
@@ -285,9 +300,13 @@ class Checkpointer:
 
     def _candidates(self) -> list[int]:
         """The steps to try, newest first."""
-        complete, unread = complete_checkpoints(self.directory)
-        if not complete and not unread and (steps := listed_steps(self.directory)):
-            raise DamagedError(f"none of the checkpoints {steps[-5:]} is complete; remove them to begin anew")
+        while True:
+            steps = listed_steps(self.directory)
+            complete, unread = complete_checkpoints(self.directory)
+            if complete or unread or not steps:
+                break
+            if steps == listed_steps(self.directory):  # else a run that keeps few has changed them meanwhile
+                raise DamagedError(f"none of the checkpoints {steps[-5:]} is complete; remove them to begin anew")
         finite = [step for step, manifest in complete if manifest.is_finite]
         for step, manifest in complete:
             if manifest.is_finite or not finite:

@@ -149,13 +149,17 @@ class DirectoryLock:
         self._file.flush()
 
     def check(self) -> None:
-        """Raise RuntimeError if somebody has removed the lock, so that another run may write to the directory."""
+        """Raise RuntimeError if somebody has removed or taken the lock, so that another run may write there."""
         try:
             held = _identity(os.stat(self._path)) == self._key
         except FileNotFoundError:
             held = not self._path.parent.exists()  # what writes to the directory says that it is gone
         if not held:
             raise RuntimeError(f"its lock was removed or replaced: {self._path}; another run may write there")
+        try:  # again: this process may have lost it by reading the file, as a copy of the directory does
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RuntimeError(f"another run has taken its lock: {self._path}: {error}") from None
 
     def release(self) -> None:
         """Let other runs in."""

@@ -29,6 +29,7 @@ class Loading:
     def __init__(self, path: Path, step: int, rank: int, size: int) -> None:
         self._path, self._step, self._rank, self._size = path, step, rank, size
         self._sources: dict[str, Any] = {}
+        self._aside: list[tuple[Any, Tensor, dict[str, Any]]] = []  # states that the checkpoint does not have
 
     def prepare(self, given: Objects) -> None:
         """Open the files, and find what this rank needs of them."""
@@ -47,6 +48,7 @@ class Loading:
             self._contents["model"] = given.model_contents()
         if given.optimizers:
             source = self._sources["optimizer"] = checkpoint_source(self._path, self._manifest, "optimizer")
+            self._aside = given.set_aside({name.rpartition(".")[0] for name in source.entries})
             self._contents["optimizer"] = given.optimizer_contents(source.entries)
 
     def names(self) -> dict[str, Any]:
@@ -98,6 +100,7 @@ class Loading:
         elif self._extra:
             assert self._given.model is not None
             set_extra_states(self._given.model, self._extra)
+        self._aside = []
         mark_loaded(self._contents.get("model", ()))
         self._given.adopt_records()
         if self._settings is not None:
@@ -108,6 +111,8 @@ class Loading:
             trainer_state.set_random_state(self._random)
 
     def close(self) -> None:
+        for optimizer, param, state in self._aside:  # nothing was loaded
+            optimizer.state[param] = state
         for source in self._sources.values():
             source.close()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from bmt_comm import StateRecord
 from bmt_zero.state import without_wrapper
@@ -93,6 +93,20 @@ class Objects:
                 contents[content.entry.name] = content
         return list(contents.values())
 
+    def set_aside(self, saved: Collection[str]) -> list[tuple[Any, Tensor, dict[str, Any]]]:
+        """Take the states of parameters but those of these names from torch's optimizers, which make them anew."""
+        names = {} if self.model is None else parameter_names(self.model)
+        aside = [
+            (optimizer, param, state)
+            for optimizer in self.optimizers
+            if not hasattr(optimizer, "state_records")
+            for param, state in optimizer.state.items()
+            if param in names and names[param] not in saved
+        ]
+        for optimizer, param, _ in aside:
+            del optimizer.state[param]
+        return aside
+
     def adopt_records(self) -> None:
         """Let the optimizers go on from what was written into their state."""
         for optimizer, records, made in self.records:
@@ -108,7 +122,12 @@ class Objects:
             with tempfile.TemporaryDirectory() as folder:
                 each.save_pretrained(folder)
                 for path in sorted(Path(folder).iterdir()):
-                    if path.is_file() and is_file_name(path.name):
+                    if path.is_dir():
+                        raise ValueError(
+                            f"{type(each).__name__}.save_pretrained writes a folder {path.name!r}, and a checkpoint "
+                            "has none; save this object beside the checkpoints"
+                        )
+                    if is_file_name(path.name):
                         files[path.name] = path.read_bytes()
         return files
 
