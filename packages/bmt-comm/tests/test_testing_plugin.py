@@ -277,6 +277,29 @@ def test_warnings_are_errors_where_the_run_says_so(pytest_run: Callable[..., Run
     assert run.outcomes == {"test_warns[ranks=1]": "passed", "test_mark[ranks=1]": "passed"}
 
 
+def test_what_a_test_has_patched_is_as_before_in_the_next(pytest_run: Callable[..., Run]) -> None:
+    run = pytest_run(
+        """
+        @pytest.mark.ranks(2, init=False)
+        @pytest.mark.parametrize("fails", [False, True])
+        def test_patches(monkeypatch, fails):
+            assert os.sep == "/"
+            monkeypatch.setattr(os, "sep", "patched")
+            assert not fails
+
+        @pytest.mark.ranks(2, init=False)
+        def test_the_next():
+            assert os.sep == "/"
+        """
+    )
+    assert run.outcomes == {
+        "test_patches[ranks=2-False]": "passed",
+        "test_patches[ranks=2-True]": "failed",
+        "test_the_next[ranks=2]": "passed",
+    }
+    assert "assert not True" in run.text("test_patches[ranks=2-True]")
+
+
 def test_an_argument_that_cannot_be_pickled_is_named(pytest_run: Callable[..., Run]) -> None:
     run = pytest_run(
         """

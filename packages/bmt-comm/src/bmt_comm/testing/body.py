@@ -81,7 +81,12 @@ def run_test(body: TestBody) -> Verdict:
                 for name, value in arguments.items():
                     if value is Placeholder.CONTEXT:
                         arguments[name] = context
-                _find(module, body.qualname)(**arguments)
+                try:
+                    _find(module, body.qualname)(**arguments)
+                finally:
+                    for value in arguments.values():  # the process goes on to other tests
+                        if isinstance(value, pytest.MonkeyPatch):
+                            value.undo()
     except pytest.skip.Exception as skip:
         return Verdict("skipped", skip.msg or "")
     except pytest.xfail.Exception as xfail:
