@@ -457,6 +457,57 @@ def test_tensors_that_are_no_plain_memory_are_not_converted(tmp_path: Path) -> N
         assert not (tmp_path / "out.pt").exists()
 
 
+class Upgraded(nn.Module):
+    """The second version of a module; the first one had the logarithm of ``scale``."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 5.0))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state_dict[prefix + "scale"] = state_dict[prefix + "scale"].exp()
+        super()._load_from_state_dict(state_dict, prefix, metadata, *others)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_modules_know_the_version_of_what_they_load(ctx: Any, tmp_path: Path, is_sharded: bool) -> None:
+    def made(value: float = 5.0) -> nn.Module:
+        model: nn.Module = nn.Sequential(nn.Linear(3, 3), Upgraded())
+        nn.init.constant_(model[1].scale, value)
+        return bmt_zero.BMTrainModelWrapper(model) if is_sharded else model
+
+    def check(model: nn.Module) -> None:
+        assert model.state_dict()["1.scale"].tolist() == [5.0] * 3
+
+    bmt_zero.save(made(), tmp_path / "m.pt")
+    read = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert read._metadata == nn.Sequential(nn.Linear(3, 3), Upgraded()).state_dict()._metadata
+    model = made(0.0)
+    bmt_zero.load(model, tmp_path / "m.pt")
+    check(model)
+    if ctx.rank == 0:
+        torch.save(nn.Sequential(nn.Linear(3, 3), Upgraded()).state_dict(), tmp_path / "theirs.pt")
+        old = {"0.weight": torch.ones(3, 3), "0.bias": torch.ones(3), "1.scale": torch.full((3,), 5.0).log()}
+        torch.save(old, tmp_path / "old.pt")
+    ctx.world.barrier()
+    for name in ("theirs.pt", "old.pt"):
+        model = made(0.0)
+        bmt_zero.load(model, tmp_path / name)
+        torch.testing.assert_close(model.state_dict()["1.scale"], torch.full((3,), 5.0))
+    checkpointer = bmt_zero.Checkpointer(tmp_path / "c")
+    checkpointer.save(1, model=made())
+    model = made(0.0)
+    checkpointer.load(1, model=model)
+    check(model)
+    model = made(0.0)
+    bmt_zero.load(model, tmp_path / "c" / "step-00000001")
+    check(model)
+
+
 class Held(TorchDispatchMode):
     """The most bytes that were in storages made within, at any operation."""
 

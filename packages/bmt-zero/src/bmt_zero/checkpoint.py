@@ -42,6 +42,8 @@ from .state import (
     logical_tensor,
     raise_on_all,
     shape_of,
+    versions_of,
+    with_versions,
     without_wrapper,
 )
 
@@ -89,7 +91,8 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
         path = Path(os.path.realpath(path))  # a symbolic link stays one
         _check_target(path)
         kinds = {i: Placeholder(n[0], shape_of(entries[n[0]]) or (), dtype_of(entries[n[0]])) for i, n in names.items()}
-        files.append(weight_file(path, {n: others[n] if n in others else kinds[id(v)] for n, v in entries.items()}))
+        state = {n: others[n] if n in others else kinds[id(v)] for n, v in entries.items()}
+        files.append(weight_file(path, with_versions(state, versions_of(entries))))
 
     def write(values: Iterable[tuple[list[str], Tensor]]) -> None:
         write_weights(files[0], path, _by_name(values, path))
@@ -199,7 +202,7 @@ def _fill(model: nn.Module, reading: Rank0Source, strict: bool, has_code: bool, 
             state[name] = state[first] if first in state else reading.receive(name, shape, dtype)
         reading.check()
         give_memory(model, device)
-        load_state_dict(model, state, strict)
+        load_state_dict(model, with_versions(state, reading.versions), strict)
         return
     entries = local_entries(model)
     check_entries(entries, {name: shape for name, shape, _ in reading.facts}, strict)
@@ -249,7 +252,7 @@ def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, con
         if any(has_code for _, has_code in everyone):
             state: dict[str, Any] = {}
             together(lambda: state.update(loaders[0].read_whole(context.device)))
-            load_state_dict(model, state, strict)
+            load_state_dict(model, with_versions(state, loaders[0].versions), strict)
         else:
             together(lambda: loaders[0].read(context.device))
     finally:

@@ -65,7 +65,35 @@ def unshards_state() -> bool:
 def local_entries(model: nn.Module) -> dict[str, Any]:
     """The entries of ``model.state_dict()``, with sharded parameters themselves instead of unsharded copies."""
     with sharded_entries():
-        return dict(model.state_dict(keep_vars=True))
+        entries: dict[str, Any] = model.state_dict(keep_vars=True)
+        return entries
+
+
+def with_versions(entries: Mapping[str, Any], versions: Any) -> OrderedDict[str, Any]:
+    """A state dict with the versions that modules have given their entries, as :func:`versions_of` returns them.
+
+    A module's own code finds them when it loads the entries, and brings older ones up to date.
+    """
+    state = OrderedDict(entries)
+    if versions is not None:
+        state._metadata = versions  # type: ignore[attr-defined]
+    return state
+
+
+def valid_versions(found: Any) -> dict[str, Any] | None:
+    """The versions that a file tells of; None: it tells of none."""
+    if not isinstance(found, dict):
+        return None
+    return {
+        name: {"version": of_module["version"]}
+        for name, of_module in found.items()
+        if isinstance(name, str) and isinstance(of_module, dict) and type(of_module.get("version")) is int
+    }
+
+
+def versions_of(entries: Mapping[str, Any]) -> Any:
+    """The versions in a state dict; None: it has none."""
+    return getattr(entries, "_metadata", None)
 
 
 def stage_entries(model: nn.Module) -> dict[str, Any]:
@@ -351,9 +379,8 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping of names to tensors, not {type(state_dict).__name__}")
     # Not the caller's parameters: assigning changes their requires_grad.
-    entries = OrderedDict((k, v.detach() if isinstance(v, Tensor) else v) for k, v in state_dict.items())
-    if hasattr(state_dict, "_metadata"):
-        entries._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
+    entries = with_versions(detached, versions_of(state_dict))
     places = _places(model)
     for place in places:
         place.open()

@@ -40,8 +40,12 @@ class Content:
     owner: Tensor | None = None
 
 
-def contents_of_model(model: nn.Module) -> list[Content]:
+def contents_of_model(model: nn.Module, entries: Mapping[str, Any] | None = None) -> list[Content]:
     """The tensors in a model's state dict, of this rank's pipeline stage, but for :func:`extra_states`.
+
+    Args:
+        model: the model.
+        entries: its :func:`~bmt_zero.state.stage_entries`, where they are known.
 
     Raises:
         TypeError: ``model`` is no module, or its state dict holds something else than tensors.
@@ -50,7 +54,7 @@ def contents_of_model(model: nn.Module) -> list[Content]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     contents = []
-    for name, value in stage_entries(model).items():
+    for name, value in (stage_entries(model) if entries is None else entries).items():
         if is_extra_state(name):
             continue
         if not isinstance(value, Tensor):

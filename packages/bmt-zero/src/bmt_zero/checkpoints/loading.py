@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bmt_zero.state import load_state_dict
+from bmt_zero.state import load_state_dict, valid_versions, with_versions
 
 from . import trainer_state
 from .contents import Content, extra_states, has_own_code, mark_loaded, require_memory, set_extra_states
@@ -95,7 +95,8 @@ class Loading:
         """Set what is no tensor, and what the model's own code loads."""
         if self._whole:
             assert self._given.model is not None
-            load_state_dict(self._given.model, {**self._whole, **self._extra})
+            versions = valid_versions(self._trainer.get("versions"))
+            load_state_dict(self._given.model, with_versions({**self._whole, **self._extra}, versions))
             self._whole = {}
         elif self._extra:
             assert self._given.model is not None

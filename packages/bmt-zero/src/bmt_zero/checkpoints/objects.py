@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmt_comm import StateRecord
-from bmt_zero.state import without_wrapper
+from bmt_zero.state import stage_entries, versions_of, without_wrapper
 
 from .contents import (
     Content,
@@ -55,6 +55,7 @@ class Objects:
             raise TypeError(f"manager must be an OptimManager, not {type(self.manager).__name__}")
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        self.versions: Any = None  # of the model's modules, when its contents are known
         self.optimizers: list[Any] = [] if optimizer is None else [optimizer]
         if self.manager is not None:
             self.optimizers = list(self.manager.optimizers)
@@ -71,7 +72,11 @@ class Objects:
                 )
 
     def model_contents(self) -> list[Content]:
-        return [] if self.model is None else contents_of_model(self.model)
+        if self.model is None:
+            return []
+        entries = stage_entries(self.model)
+        self.versions = versions_of(entries)
+        return contents_of_model(self.model, entries)
 
     def optimizer_contents(self, saved: Mapping[str, Entry] | None = None) -> list[Content]:
         """The state of all optimizers; where it is not there yet, room for what was ``saved``.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,8 +72,17 @@ class OtherTensor:
     kind: str
 
 
-def read_pickle(data: bytes, at: int = 0) -> tuple[Any, int, dict[str, StorageRecord]]:
-    """The value that a pickle in ``data`` describes, where the pickle ends, and the storages in it.
+class Pickled(NamedTuple):
+    """What a pickle describes."""
+
+    value: Any
+    end: int  # where the pickle ends
+    storages: dict[str, StorageRecord]
+    versions: Any  # of modules, where the value is a state dict that has them, else None
+
+
+def read_pickle(data: bytes, at: int = 0) -> Pickled:
+    """What a pickle in ``data`` describes.
 
     Raises:
         PickleError: it is damaged, or has other things than plain values and tensors in it.
@@ -98,7 +107,8 @@ def read_pickle(data: bytes, at: int = 0) -> tuple[Any, int, dict[str, StorageRe
                 reader.outer.append(reader.stack)
                 reader.stack = []
             elif operation == _STOP:
-                return reader.stack.pop(), reader.at, reader.storages
+                value = reader.stack.pop()
+                return Pickled(value, reader.at, reader.storages, reader.versions.get(id(value)))
             else:
                 step = _STEPS.get(operation)
                 if step is None:
@@ -121,6 +131,7 @@ class _Reader:
         self.outer: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.storages: dict[str, StorageRecord] = {}
+        self.versions: dict[int, Any] = {}  # by the identity of the state dict
 
     def take(self, count: int) -> bytes:
         self.at += count
@@ -175,7 +186,9 @@ class _Reader:
 
     def build(self) -> None:
         """What is set on an object: the metadata of a state dict, the attributes of a parameter."""
-        self.stack.pop()
+        attributes = self.stack.pop()
+        if type(attributes) is dict and type(self.stack[-1]) is dict:
+            self.versions[id(self.stack[-1])] = attributes.get("_metadata")
         if type(self.stack[-1]) not in (dict, TensorRecord, OtherTensor):
             raise PickleError(f"it sets attributes of a {type(self.stack[-1]).__name__}")
 

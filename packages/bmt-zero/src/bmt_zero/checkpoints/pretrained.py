@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bmt_zero.sharded_parameter import ShardedParameter
-from bmt_zero.state import is_extra_state
+from bmt_zero.state import is_extra_state, valid_versions
 
+from . import trainer_state
 from .contents import (
     Content,
     contents_of_model,
@@ -64,12 +65,15 @@ def _open_directory(path: Path) -> Any:
             raise
         if (path / EXTRA_STATE).is_file():  # a checkpoint that was converted
             files = {EXTRA_STATE: None}
-    if EXTRA_STATE in files:
-        try:
+    try:
+        if trainer_state.FILE in files:
+            trainer = parse_json(path, read_small_file(path / trainer_state.FILE, files[trainer_state.FILE]))
+            source.versions = valid_versions(trainer.get("versions") if isinstance(trainer, dict) else None)
+        if EXTRA_STATE in files:
             source.others = _extra_states(path / EXTRA_STATE, files[EXTRA_STATE])
-        except BaseException:
-            source.close()
-            raise
+    except BaseException:
+        source.close()
+        raise
     return source
 
 
@@ -138,6 +142,7 @@ class WeightLoader:
         self._source = Renamed(self._opened, key_map)
         self._contents = contents_of_model(model)
         self._extra = self._read_extra(key_map)
+        self.versions = self._opened.versions if key_map is None else None
 
     def _read_extra(self, key_map: KeyMap) -> dict[str, Any] | None:
         """States of modules with ``get_extra_state``, by the model's names; ``None`` if the files cannot have any."""

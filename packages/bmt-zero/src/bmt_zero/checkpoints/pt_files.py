@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmt_zero.state import valid_versions
+
 from .checksum import crc32
 from .headers import NAMES, DamagedError, Entry, unreadable
 from .memory import view_of
-from .pickles import OtherTensor, PickleError, TensorRecord, read_pickle
+from .pickles import OtherTensor, Pickled, PickleError, TensorRecord, read_pickle
 from .sources import BUFFER, CHUNK, OpenFile
 
 _LONGEST_PICKLE = 1 << 26
@@ -36,6 +38,7 @@ class PtSource:
         entries: the tensors, by name.
         tied: of a tensor that is another one of the file, by another name, the first name.
         nbytes: of the file.
+        versions: of the modules; see :func:`~bmt_zero.state.with_versions`.
 
     Raises:
         DamagedError: the file is damaged, would run code, or holds no state dict.
@@ -131,12 +134,13 @@ class PtSource:
 
     def _open(self) -> Mapping[str, Any]:
         try:
-            state = self._open_archive() if zipfile.is_zipfile(self._path) else self._open_legacy()
+            pickled = self._open_archive() if zipfile.is_zipfile(self._path) else self._open_legacy()
         except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, UnicodeError, struct.error) as error:
             # zipfile seeks to where a damaged archive points, which may be nowhere.
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
                 raise unreadable(self._path, error) from None
             raise DamagedError(f"{self._path} cannot be read; it may be truncated or damaged: {error}") from None
+        state, self.versions = pickled.value, valid_versions(pickled.versions)
         if not isinstance(state, dict):
             kind = "tensor" if isinstance(state, TensorRecord) else type(state).__name__
             raise DamagedError(f"{self._path} holds a {kind}, not a state dict")
@@ -145,7 +149,7 @@ class PtSource:
                 raise DamagedError(f"{self._path} holds no state dict: {name!r} is not a name")
         return state
 
-    def _open_archive(self) -> Any:
+    def _open_archive(self) -> Pickled:
         records: dict[str, tuple[int, int]] = {}
         with zipfile.ZipFile(self._path) as archive:
             for info in archive.infolist():
@@ -158,7 +162,7 @@ class PtSource:
         if length > _LONGEST_PICKLE:
             raise DamagedError(f"{self._path} cannot be read: its record data.pkl has {length} bytes")
         self._places = {name[5:]: place for name, place in records.items() if name.startswith("data/")}
-        return read_pickle(self._file.bytes_at(at, length))[0]
+        return read_pickle(self._file.bytes_at(at, length))
 
     def _checked_record(self, info: zipfile.ZipInfo) -> tuple[int, int]:
         """Where a record is, and its length; it has the checksum that the archive has for it."""
@@ -181,15 +185,16 @@ class PtSource:
             raise DamagedError(f"{self._path} cannot be read; it is damaged: bad CRC-32 of {info.filename[:100]!r}")
         return begin, info.file_size
 
-    def _open_legacy(self) -> Any:
+    def _open_legacy(self) -> Pickled:
         data = self._file.bytes_at(0, min(self._file.size, _LONGEST_PICKLE))
-        magic, at, _ = read_pickle(data)
+        magic, at, *_ = read_pickle(data)
         if magic != _MAGIC:
             raise PickleError("it is no file of torch.save")
         for _ in range(2):  # the version, the machine
-            _, at, _ = read_pickle(data, at)
-        state, at, storages = read_pickle(data, at)
-        keys, at, _ = read_pickle(data, at)
+            _, at, *_ = read_pickle(data, at)
+        pickled = read_pickle(data, at)
+        storages = pickled.storages
+        keys, at, *_ = read_pickle(data, pickled.end)
         for key in keys if isinstance(keys, list) else ():
             if not isinstance(key, str) or key not in storages:
                 raise PickleError("it lists a storage that no tensor has")
@@ -199,7 +204,7 @@ class PtSource:
                 raise DamagedError(f"{self._path} cannot be read; it may be truncated")
             self._places[key] = at + 8, nbytes
             at += 8 + nbytes
-        return state
+        return pickled
 
     def _check(self, name: str, record: TensorRecord) -> None:
         """Raise unless a tensor has memory for every element that it tells of."""

@@ -29,6 +29,7 @@ class Rank0Source:
     Attributes:
         facts: name, shape (``None`` if it is no tensor) and dtype of all that is in it.
         tied: the first name of each tensor that has several.
+        versions: of the modules; see :func:`~bmt_zero.state.with_versions`.
     """
 
     def __init__(self, path: Path, context: ParallelContext, at_once: bool) -> None:
@@ -37,18 +38,19 @@ class Rank0Source:
         self._problem: Exception | None = None
         facts: list[tuple[str, tuple[int, ...] | None, torch.dtype | None]] = []
         tied: dict[str, str] = {}
+        versions: Any = None
         if context.rank == 0:
             try:
                 self._source = open_source(path)
                 if at_once:
                     check_total(self._source)
-                tied = dict(self._source.tied)
+                tied, versions = dict(self._source.tied), self._source.versions
                 facts = [(name, each.shape, DTYPES[each.dtype]) for name, each in self._source.entries.items()]
                 facts += [(name, shape_of(value), dtype_of(value)) for name, value in self._source.others.items()]
             except Exception as error:  # the others wait to hear of it
                 self._problem = error
         self.check()
-        self.facts, self.tied = context.world.broadcast_object((facts, tied))
+        self.facts, self.tied, self.versions = context.world.broadcast_object((facts, tied, versions))
 
     def _read(self, name: str, low: int, high: int) -> Tensor | None:
         """Bytes of a tensor, on rank 0, if they can be read; what cannot be is kept for :meth:`check`."""

@@ -206,6 +206,7 @@ class SafetensorsSource:
         self._places: dict[str, tuple[OpenFile, int]] = {}
         self.entries: dict[str, Entry] = {}
         self.others: dict[str, Any] = {}
+        self.versions: dict[str, Any] | None = None  # of the modules; whoever opens a checkpoint sets it
         self.tied: dict[str, str] = {}
         try:
             for path in paths:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bmt_comm.durable import sync_to_disk
-from bmt_zero.state import is_extra_state
+from bmt_zero.state import is_extra_state, with_versions
 
 from . import trainer_state
 from .directory import listed_steps, step_name
@@ -119,7 +119,8 @@ def convert(
         if target.suffix in (".pt", ".pth", ".bin", ".safetensors"):
             entries = opened.entries.values()
             tensors = {each.name: Placeholder(each.name, each.shape, DTYPES[each.dtype]) for each in entries}
-            write_weights(weight_file(target, {**tensors, **opened.others}), target, reading.tensors(entries))
+            state = with_versions({**tensors, **opened.others}, opened.versions)
+            write_weights(weight_file(target, state), target, reading.tensors(entries))
             return
         for name in opened.others:
             if not is_extra_state(name):
