@@ -25,9 +25,20 @@ class WrittenBuffers:
         self._modules = [m for module in modules for m in module.modules() if m._buffers]
         self._written: dict[bool, set[tuple[int, str]]] = {}  # (index of module, name), in training and evaluation
 
-    @contextlib.contextmanager
-    def noting_writes(self, copies: Copies) -> Iterator[None]:
+    def noting_writes(self, copies: Copies) -> contextlib.AbstractContextManager[None]:
         """Fill ``copies`` for the buffers that the forward within writes to."""
+        return self._noting_writes(copies) if self._modules else contextlib.nullcontext()
+
+    def restored(self, copies: Copies) -> contextlib.AbstractContextManager[None]:
+        """Within, buffers have the values from before the first forward; after it, those of now.
+
+        Raises:
+            RuntimeError: the forward was the first to write to a large buffer, so that there is no copy.
+        """
+        return self._restored(copies) if self._modules else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _noting_writes(self, copies: Copies) -> Iterator[None]:
         training = any(module.training for module in self._modules)
         known = self._written.get(training)
         buffers = {(i, name): b for i, m in enumerate(self._modules) for name, b in m._buffers.items() if b is not None}
@@ -46,12 +57,7 @@ class WrittenBuffers:
         copies.update({key: before.get(key) for key in written})
 
     @contextlib.contextmanager
-    def restored(self, copies: Copies) -> Iterator[None]:
-        """Within, buffers have the values from before the first forward; after it, those of now.
-
-        Raises:
-            RuntimeError: the forward was the first to write to a buffer, so that there is no copy.
-        """
+    def _restored(self, copies: Copies) -> Iterator[None]:
         missing = [name for (_, name), value in copies.items() if value is None]
         if missing:
             raise RuntimeError(
