@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import threading
@@ -503,6 +504,9 @@ def test_modules_know_the_version_of_what_they_load(ctx: Any, tmp_path: Path, is
     model = made(0.0)
     checkpointer.load(1, model=model)
     check(model)
+    trainer = json.loads((tmp_path / "c" / "step-00000001" / "trainer.json").read_text())
+    assert trainer["versions"]["torch"] == torch.__version__
+    assert trainer["module_versions"]["1"] == {"version": 2}
     model = made(0.0)
     bmt_zero.load(model, tmp_path / "c" / "step-00000001")
     check(model)

@@ -95,7 +95,7 @@ class Loading:
         """Set what is no tensor, and what the model's own code loads."""
         if self._whole:
             assert self._given.model is not None
-            versions = valid_versions(self._trainer.get("versions"))
+            versions = valid_versions(self._trainer.get("module_versions"))
             load_state_dict(self._given.model, with_versions({**self._whole, **self._extra}, versions))
             self._whole = {}
         elif self._extra:

@@ -68,7 +68,7 @@ def _open_directory(path: Path) -> Any:
     try:
         if trainer_state.FILE in files:
             trainer = parse_json(path, read_small_file(path / trainer_state.FILE, files[trainer_state.FILE]))
-            source.versions = valid_versions(trainer.get("versions") if isinstance(trainer, dict) else None)
+            source.versions = valid_versions(trainer.get("module_versions") if isinstance(trainer, dict) else None)
         if EXTRA_STATE in files:
             source.others = _extra_states(path / EXTRA_STATE, files[EXTRA_STATE])
     except BaseException:

@@ -46,7 +46,7 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
     replica, replicas, leads = replica_of(rank, size)
     trainer: dict[str, Any] = trainer_state.describe_run(job.step, size)
     trainer.update(trainer_state.state_of_optimizers(given.optimizers, given.manager))
-    trainer["versions"] = given.versions
+    trainer["module_versions"] = given.versions
     trainer["objects"] = {}
     for name, each in given.others.items():
         if not hasattr(each, "state_dict"):
