@@ -65,6 +65,17 @@ class Layer(nn.Module):
         return out if bias is None else out + bias
 
 
+class Dropping(nn.Module):
+    """y = w · x, of which half is dropped at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x * self.weight, 0.2, self.training)
+
+
 def make_layers(count: int, seed: int = 0, factory: Callable[[], nn.Module] = Layer) -> list[nn.Module]:
     torch.manual_seed(seed)
     return [factory() for _ in range(count)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from call_helpers import Twins, hidden, random, same
-from pipe_helpers import DTYPE, WIDTH, Layer, rows_of
+from pipe_helpers import DTYPE, WIDTH, Dropping, Layer, rows_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -170,17 +170,6 @@ def test_dtypes_depend_on_autocast_and_training(ctx: ParallelContext) -> None:
             with torch.no_grad():
                 assert layers.piped(x).dtype is torch.float64
             layers.piped.train()
-
-
-class Dropping(nn.Module):
-    """y = w · x, of which some is dropped at random."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x * self.weight, 0.2, self.training)
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4)

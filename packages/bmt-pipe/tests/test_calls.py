@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from call_helpers import Twins, hidden, random, same, weighted
-from pipe_helpers import DTYPE, WIDTH, Layer
+from pipe_helpers import DTYPE, WIDTH, Dropping, Layer
 from torch import Tensor, nn
 
 from bmt_comm import Communicator, ParallelContext
@@ -320,17 +320,6 @@ def test_layers_that_write_into_their_input_are_refused(ctx: ParallelContext) ->
             layers(x + 0)
         with torch.no_grad():
             layers(x + 0)
-
-
-class Dropping(nn.Module):
-    """y = w · x, of which half is dropped at random."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x * self.weight, 0.2, self.training)
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)

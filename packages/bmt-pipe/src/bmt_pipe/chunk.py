@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from bmt_zero.activation_checkpoint import CheckpointedForward
+from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.shard import sharding_of
 
 from ._compat import saved_tensors_hooks
@@ -79,6 +80,38 @@ class AmbientState:
             for options in self._autocast:
                 stack.enter_context(torch.autocast(*options))
             yield
+
+
+class Settings:
+    """What modules and parameters are told to do, as a call has found it."""
+
+    def __init__(self, chunks: Sequence[Sequence[nn.Module]], groups: Sequence[ParameterGroup]) -> None:
+        modules = dict.fromkeys(m for chunk in chunks for block in chunk for m in block.modules())
+        self._training = {module: module.training for module in modules}
+        self._requires_grad = [(param, param.requires_grad) for group in groups for param in group.params]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within, modules are in training or not as they were; after it, as they are now.
+
+        Raises:
+            RuntimeError: a parameter was frozen or unfrozen since.
+        """
+        changed = next((param for param, before in self._requires_grad if param.requires_grad != before), None)
+        if changed is not None:
+            raise RuntimeError(
+                f"requires_grad of a parameter of shape {tuple(changed.bmt_slice.shape)} was set to "
+                f"{changed.requires_grad} between the call of a pipeline and its backward, which computes the layers "
+                f"again; set it before the call"
+            )
+        now = [(module, module.training) for module, before in self._training.items() if module.training != before]
+        for module, flag in now:
+            module.training = not flag
+        try:
+            yield
+        finally:
+            for module, flag in now:
+                module.training = flag
 
 
 def checkpoints(blocks: Sequence[nn.Module]) -> list[CheckpointedForward]:

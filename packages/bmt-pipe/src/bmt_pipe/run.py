@@ -22,14 +22,21 @@ from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 from bmt_comm import ParallelContext, note_place
 from bmt_zero.backward_context import outside_backward, step_context
 from bmt_zero.gradient_reducer import GradientReducer, ReducedGradient
-from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
 from bmt_zero.shard import group_of
 from bmt_zero.written_buffers import Copies, WrittenBuffers
 
 from ._compat import lasting_gradient_edge
 from .arguments import Arguments, Plan, any_failed, raise_first
-from .chunk import AmbientState, checkpoints, inside_checkpoint, not_checkpointed, run_layers, without_autocast
+from .chunk import (
+    AmbientState,
+    Settings,
+    checkpoints,
+    inside_checkpoint,
+    not_checkpointed,
+    run_layers,
+    without_autocast,
+)
 from .messages import Form, Message, Post, StageLostError, connected, gets_gradient, take_apart
 from .recording import Recorder
 from .routes import Pass
@@ -80,7 +87,7 @@ class Run:
         self._states: dict[tuple[int, int], AmbientState] = {}
         self._copies: dict[tuple[int, int], Copies] = {}
         self._buffers = buffers
-        self._settings = _Settings(chunks if plan.differentiable else (), self._groups)
+        self._settings = Settings(chunks if plan.differentiable else (), self._groups)
         self._in_checkpoint = inside_checkpoint()
         self._accumulates = True
         self._marks: dict[tuple[int, int], Mark] = {}  # what layers have recorded, to be recorded again
@@ -487,38 +494,6 @@ class Run:
         """The gradients of the leaves of this rank's hidden states that want one."""
         parts = [results[m] for _, m in self._pass.results(self.stage) if m.kind == "input_grad"]
         return [_joined(of_leaf, 0) for of_leaf in zip(*parts)]
-
-
-class _Settings:
-    """What modules and parameters are told to do, as a call has found it."""
-
-    def __init__(self, chunks: Sequence[Sequence[nn.Module]], groups: Sequence[ParameterGroup]) -> None:
-        modules = dict.fromkeys(m for chunk in chunks for block in chunk for m in block.modules())
-        self._training = {module: module.training for module in modules}
-        self._requires_grad = [(param, param.requires_grad) for group in groups for param in group.params]
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Within, modules are in training or not as they were; after it, as they are now.
-
-        Raises:
-            RuntimeError: a parameter was frozen or unfrozen since.
-        """
-        changed = next((param for param, before in self._requires_grad if param.requires_grad != before), None)
-        if changed is not None:
-            raise RuntimeError(
-                f"requires_grad of a parameter of shape {tuple(changed.bmt_slice.shape)} was set to "
-                f"{changed.requires_grad} between the call of a pipeline and its backward, which computes the layers "
-                f"again; set it before the call"
-            )
-        now = [(module, module.training) for module, before in self._training.items() if module.training != before]
-        for module, flag in now:
-            module.training = not flag
-        try:
-            yield
-        finally:
-            for module, flag in now:
-                module.training = flag
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:

@@ -200,7 +200,7 @@ class _Keeping:
 def _random_states() -> list[Tensor]:
     """The states of the generators that operations draw from."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return states
 

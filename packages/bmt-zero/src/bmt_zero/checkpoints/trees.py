@@ -42,8 +42,8 @@ def encode(value: Any, what: str, depth: int = 0) -> Any:
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, list):
         return [encode(item, f"{what}[{n}]", depth + 1) for n, item in enumerate(value)]
-    if isinstance(value, (tuple, set, frozenset)):
-        kind = "tuple" if isinstance(value, tuple) else "frozenset" if isinstance(value, frozenset) else "set"
+    kind = next((name for name, collection in _COLLECTIONS.items() if isinstance(value, collection)), None)
+    if kind is not None:
         items = value if kind == "tuple" else sorted(value, key=repr)
         return {kind: [encode(item, f"{what}[{n}]", depth + 1) for n, item in enumerate(items)]}
     if isinstance(value, dict):
