@@ -215,6 +215,58 @@ def test_the_modules_own_code_takes_part(ctx: Any, tmp_path: Path) -> None:
     same(model.state_dict(), make(0).state_dict())
 
 
+class WeightNormed(nn.Module):
+    """Torch's own code gives the entries of the older weight norm their new names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
+        self.embed, self.head = nn.Embedding(5, 6), nn.Linear(6, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("form", ["one.safetensors", "safetensors", "bin", "several"])
+def test_entries_that_the_modules_own_code_renames_are_loaded(ctx: Any, tmp_path: Path, form: str) -> None:
+    torch.manual_seed(0)
+    plain = WeightNormed()
+    old = {"original0": "weight_g", "original1": "weight_v"}
+    state = {
+        name.replace(f"parametrizations.weight.{name[-9:]}", old.get(name[-9:], "")): value.clone()
+        for name, value in plain.state_dict().items()
+    }
+    assert {"first.weight_g", "first.weight_v"} < state.keys()
+    folder = tmp_path / "model"
+    if ctx.rank == 0:
+        save_file = pytest.importorskip("safetensors.torch").save_file
+        save_file(state, tmp_path / "one.safetensors")
+        folder.mkdir()
+        del state["head.weight"]  # as Hugging Face writes tied weights
+        if form == "safetensors":
+            save_file(state, folder / "model.safetensors")
+        elif form == "bin":
+            torch.save(state, folder / "pytorch_model.bin")
+        else:
+            weight_map = {name: f"pytorch_model-{n % 2}.bin" for n, name in enumerate(state)}
+            for file in sorted(set(weight_map.values())):
+                torch.save({name: value for name, value in state.items() if weight_map[name] == file}, folder / file)
+            (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    ctx.world.barrier()
+    torch.manual_seed(1)
+    model = bmt_zero.BMTrainModelWrapper(WeightNormed())
+    bmt_zero.load(model, tmp_path / form if form == "one.safetensors" else folder)
+    same(model.state_dict(), plain.state_dict())
+
+
+def test_files_of_a_directory_that_have_the_same_name_in_them_are_refused(tmp_path: Path) -> None:
+    for n in range(2):
+        torch.save({"weight": torch.ones(2), f"b{n}": torch.ones(1)}, tmp_path / f"pytorch_model-{n}.bin")
+    weight_map = {"b0": "pytorch_model-0.bin", "b1": "pytorch_model-1.bin"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(DamagedError, match="has 'weight', and so has another file"):
+        open_source(tmp_path)
+
+
 class WithState(nn.Linear):
     """Keeps something by get_extra_state."""
 

@@ -248,8 +248,9 @@ def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, con
         together(lambda: loaders.append(WeightLoader(model, path, key_map)))
         everyone = context.world.all_gather_object((loaders[0].names(), loaders[0].has_code()))
         elsewhere = {name for names, _ in everyone for name in names}
-        together(lambda: loaders[0].check(elsewhere, strict))
-        if any(has_code for _, has_code in everyone):
+        by_code = any(has_code for _, has_code in everyone)
+        together(lambda: loaders[0].check(elsewhere, strict, by_code))
+        if by_code:
             state: dict[str, Any] = {}
             together(lambda: state.update(loaders[0].read_whole(context.device)))
             load_state_dict(model, with_versions(state, loaders[0].versions), strict)

@@ -251,6 +251,6 @@ def distinct_tensors(contents: Iterable[Content]) -> list[tuple[Content, int]]:
         tensor = content.tensor
         key: tuple[Any, ...] = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if tensor.is_meta or not tensor.numel():
-            key = (id(content.owner if tensor.is_meta else tensor),)
+            key = (id(tensor if content.owner is None else content.owner),)
         numbered.append((content, places.setdefault(key, len(places))))
     return numbered

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bmt_zero.sharded_parameter import ShardedParameter
-from bmt_zero.state import is_extra_state, valid_versions
+from bmt_zero.state import dtypes_without_own_code, is_extra_state, valid_versions
 
 from . import trainer_state
 from .contents import (
@@ -57,12 +57,10 @@ def _open_directory(path: Path) -> Any:
         manifest = read_manifest(path)
         source, files = checkpoint_source(path, manifest, "model"), manifest.files
     else:
-        try:
-            source = SafetensorsSource(hugging_face_files(path))
-        except FileNotFoundError:
-            if (path / "pytorch_model.bin").is_file():
-                return PtSource(path / "pytorch_model.bin")
-            raise
+        names = hugging_face_files(path)
+        if names[0].suffix == ".bin":
+            return PtSource(names[0]) if len(names) == 1 else JoinedSource(names)
+        source = SafetensorsSource(names)
         if (path / EXTRA_STATE).is_file():  # a checkpoint that was converted
             files = {EXTRA_STATE: None}
     try:
@@ -87,6 +85,49 @@ def _extra_states(path: Path, record: FileRecord | None) -> dict[str, Any]:
 
 def _mapped(name: str, key_map: KeyMap) -> str | None:
     return key_map(name) if callable(key_map) else name if key_map is None else key_map.get(name)
+
+
+class JoinedSource:
+    """Several files of ``torch.save``, each with a part of one state dict.
+
+    Raises:
+        DamagedError: one is damaged, or two have the same name in them.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._sources: list[PtSource] = []
+        self._places: dict[str, PtSource] = {}
+        self.others: dict[str, Any] = {}
+        self.versions: dict[str, Any] | None = None
+        try:
+            for path in paths:
+                self._sources.append(source := PtSource(path))
+                for name in (*source.entries, *source.others):
+                    if name in self._places:
+                        raise DamagedError(f"{path} has {name!r}, and so has another file of its directory")
+                    self._places[name] = source
+                self.others |= source.others
+                if source.versions is not None:
+                    self.versions = {**(self.versions or {}), **source.versions}
+        except BaseException:
+            self.close()
+            raise
+        self.entries = {name: entry for source in self._sources for name, entry in source.entries.items()}
+        self.tied = {name: first for source in self._sources for name, first in source.tied.items()}
+        self.nbytes = sum(source.nbytes for source in self._sources)
+
+    def read(self, name: str, low: int, high: int) -> Tensor:
+        return self._places[name].read(name, low, high)
+
+    def read_into(self, name: str, low: int, out: Tensor) -> None:
+        self._places[name].read_into(name, low, out)
+
+    def finish(self) -> None:
+        """Nothing is left to compare."""
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
 
 
 class Renamed:
@@ -163,31 +204,50 @@ class WeightLoader:
 
     def read_whole(self, device: torch.device) -> dict[str, Any]:
         """All of it, for such a model: a state dict. What is on the meta device gets memory on ``device``."""
-        values = {**read_whole(self._source), **(self._extra or {})}
+        values: dict[str, Any] = {**read_whole(self._source), **(self._extra or {})}
+        for group in self._tied():
+            has = [content.entry.name for content in group if content.entry.name in values]
+            values.update(
+                {content.entry.name: values[has[0]] for content in group if has and content.entry.name not in has}
+            )
         give_memory(self._model, device)
         return values
 
-    def check(self, elsewhere: set[str], strict: bool) -> None:
+    def _tied(self) -> Iterable[list[Content]]:
+        """What this rank needs; tied weights, of whose names one is enough in a source, are together."""
+        groups: dict[int, list[Content]] = {}
+        for content, place in distinct_tensors(self._contents):
+            groups.setdefault(place, []).append(content)
+        return groups.values()
+
+    def check(self, elsewhere: set[str], strict: bool, by_code: bool) -> None:
         """Raise ValueError unless the source fits.
 
         Args:
             elsewhere: the names that other ranks need.
+            by_code: whether the model's own code loads it: it may rename and convert what it loads.
         """
+        if by_code:
+            plain, entries = dtypes_without_own_code(self._model), self._source.entries
+            self._wanted = [c for c in self._contents if c.entry.name in plain and c.entry.name in entries]
+            self._raise_unless_it_fits(
+                check_fit(entries.values(), [c.entry for c in self._wanted], str(self._path), strict=False)
+            )
+            return
         own = {content.entry.name for content in self._contents}
         offered = [each for each in self._source.entries.items() if not is_extra_state(each[0])]
         theirs = [entry for name, entry in offered if name in own or name not in elsewhere]
-        # Of the names of tied weights one is enough.
-        groups: dict[int, list[Content]] = {}
-        for content, place in distinct_tensors(self._contents):
-            groups.setdefault(place, []).append(content)
         self._wanted = []
-        for group in groups.values():
+        for group in self._tied():
             has = [content for content in group if content.entry.name in self._source.entries]
             self._wanted += has or (group if strict else [])
         problems = check_fit(theirs, [c.entry for c in self._wanted], str(self._path), strict)
         lacking = [name for name in extra_states(self._model) if name not in (self._extra or {})]
         if strict and lacking and self._extra is not None:
             problems.append(f"{self._path} lacks {lacking[:5]}")
+        self._raise_unless_it_fits(problems)
+
+    def _raise_unless_it_fits(self, problems: list[str]) -> None:
         if problems:
             raise ValueError(f"{self._path} does not fit the model; nothing was loaded: " + "; ".join(problems))
         check_range(self._wanted, self._source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -278,24 +278,30 @@ def checkpoint_source(directory: Path, manifest: Manifest, section: str) -> Safe
 
 
 def hugging_face_files(directory: Path) -> list[Path]:
-    """The safetensors files of a directory as Hugging Face has it: those of the index, or one file.
+    """The weight files of a directory as Hugging Face has it: one file, or those of an index; safetensors come first.
 
     Raises:
         DamagedError: the index is damaged, or names files that are none of the directory.
         FileNotFoundError: there are none.
     """
-    index = directory / "model.safetensors.index.json"
-    single = directory / "model.safetensors"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise FileNotFoundError(f"{directory}: it is a folder with neither {single.name} nor {index.name} in it")
+    for single in (directory / "model.safetensors", directory / "pytorch_model.bin"):
+        if single.is_file():
+            return [single]
+        index = directory / f"{single.name}.index.json"
+        if index.is_file():
+            return [directory / name for name in _indexed_files(index, single.suffix)]
+    raise FileNotFoundError(
+        f"{directory}: it is a folder with neither model.safetensors nor pytorch_model.bin in it, nor the index of one"
+    )
+
+
+def _indexed_files(index: Path, suffix: str) -> list[str]:
     content = parse_json(index, read_small_file(index))
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not weights:
         raise DamagedError(f"{index} has no weight_map")
-    names: Iterable[Any] = dict.fromkeys(value if isinstance(value, str) else repr(value) for value in weights.values())
+    names = dict.fromkeys(value if isinstance(value, str) else repr(value) for value in weights.values())
     for name in names:
-        if not is_file_name(name) or not name.endswith(".safetensors"):
+        if not is_file_name(name) or not name.endswith(suffix):
             raise DamagedError(f"{index} names the file {name[:100]!r}, which is none of its directory")
-    return [directory / name for name in names]
+    return list(names)
