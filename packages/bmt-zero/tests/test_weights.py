@@ -10,6 +10,7 @@ import random
 import resource
 import shutil
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -516,8 +517,17 @@ def odd_state() -> dict[str, Any]:
         "uint16": torch.arange(5).to(torch.uint16),
         "float8": torch.randn(4).to(torch.float8_e4m3fn),
         "complex": torch.randn(3, dtype=torch.complex128),
-        "other": {"a": (1, 2.5, None, True, b"x\xff", {1, 2}), 3: [torch.arange(2)], "big": 1 << 70},
+        "other": {"a": (1, 2.5, None, True, b"x\xff", {1, 2}), 3: [torch.arange(2)], "big": 1 << 70, **COLLECTIONS},
     }
+
+
+COLLECTIONS: dict[str, Any] = {
+    "OrderedDict": OrderedDict([(3, "b"), ("a", 1)]),
+    "Counter": Counter("abracadabra"),
+    "Size": torch.Size([3, 1]),
+    "device": torch.device("cuda", 1),
+    "bytearray": bytearray(b"\0x\xff"),
+}
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -537,6 +547,8 @@ def check_odd(found: dict[str, Any], state: dict[str, Any]) -> None:
     assert found["other"]["a"] == state["other"]["a"]
     assert found["other"][3][0].tolist() == [0, 1]
     assert found["other"]["big"] == 1 << 70
+    for name, value in COLLECTIONS.items():
+        assert (type(found["other"][name]), found["other"][name]) == (type(value), value)
 
 
 class Odd(nn.Module):
@@ -554,6 +566,18 @@ def test_all_that_a_state_dict_may_have_is_saved(ctx: Any, tmp_path: Path) -> No
         check_odd(found, model.state)
     with zipfile.ZipFile(tmp_path / "m.pt") as archive:
         assert archive.testzip() is None
+
+
+class Unknown:
+    """Something that only unpickling makes again."""
+
+
+@pytest.mark.ranks(2)
+def test_what_only_unpickling_reads_again_is_saved_with_a_warning(ctx: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(WithState({"a": Unknown()}))
+    with pytest.warns(UserWarning, match=r"only torch.load.*Unknown") if ctx.rank == 0 else contextlib.nullcontext():
+        bmt_zero.save(model, tmp_path / "m.pt")
+    assert "a" in torch.load(tmp_path / "m.pt", weights_only=False)["0._extra_state"]
 
 
 @pytest.mark.ranks(1)
@@ -838,7 +862,9 @@ def test_states_survive_as_json() -> None:
         "tensor": torch.randn(3, 2).bfloat16(),
         "empty": torch.empty(0, 3),
     }
+    value |= {name: each for name, each in COLLECTIONS.items() if name not in ("device", "bytearray")}
     found = decode(json.loads(json.dumps(encode(value, "x"))), "x")
+    assert {name: type(each) for name, each in found.items()} == {name: type(each) for name, each in value.items()}
     for name in ("tensor", "empty"):
         a, b = found.pop(name), value.pop(name)
         assert a.dtype == b.dtype

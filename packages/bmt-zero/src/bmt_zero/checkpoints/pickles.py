@@ -8,6 +8,7 @@ keys that are no plain values, and leaves tensors as :class:`TensorRecord`.
 from __future__ import annotations
 
 import struct
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -116,7 +117,16 @@ def read_pickle(data: bytes, at: int = 0) -> Pickled:
                 step(reader)
     except PickleError:
         raise
-    except (IndexError, KeyError, TypeError, ValueError, struct.error, OverflowError, AttributeError) as error:
+    except (
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        struct.error,
+        OverflowError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
         raise PickleError(f"it is damaged at byte {reader.at}: {type(error).__name__}: {error}") from None
 
 
@@ -164,7 +174,7 @@ class _Reader:
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) is not dict:
+        if type(target) not in _DICTS:
             raise PickleError(f"it sets items of a {type(target).__name__}")
         for n in range(0, len(items), 2):
             target[_plain_key(items[n])] = items[n + 1]
@@ -187,9 +197,9 @@ class _Reader:
     def build(self) -> None:
         """What is set on an object: the metadata of a state dict, the attributes of a parameter."""
         attributes = self.stack.pop()
-        if type(attributes) is dict and type(self.stack[-1]) is dict:
+        if type(attributes) is dict and type(self.stack[-1]) in _DICTS:
             self.versions[id(self.stack[-1])] = attributes.get("_metadata")
-        if type(self.stack[-1]) not in (dict, TensorRecord, OtherTensor):
+        if type(self.stack[-1]) not in (*_DICTS, TensorRecord, OtherTensor):
             raise PickleError(f"it sets attributes of a {type(self.stack[-1]).__name__}")
 
     def storage(self) -> None:
@@ -237,12 +247,12 @@ def _find(module: str, name: str) -> Any:
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *others: Any, dtype: torch.dtype | None = None) -> Any:
     if others and type(others[-1]) is dict and (others[-1].get("conj") or others[-1].get("neg")):
         raise PickleError("it has a tensor to be conjugated or negated: save x.resolve_conj().resolve_neg()")
-    if type(storage) is not StorageRecord or type(shape) is not tuple or type(stride) is not tuple:
+    if type(storage) is not StorageRecord or not isinstance(shape, tuple) or not isinstance(stride, tuple):
         raise PickleError("it has a tensor without a storage, a shape or strides")
     numbers = (offset, *shape, *stride)
     if len(shape) != len(stride) or {*map(type, numbers)} != {int} or not 0 <= min(numbers) <= max(numbers) < 1 << 62:
         raise PickleError("it has a tensor whose shape or strides are no sizes")
-    return TensorRecord(storage, offset, shape, stride, storage.dtype if dtype is None else dtype)
+    return TensorRecord(storage, offset, tuple(shape), tuple(stride), storage.dtype if dtype is None else dtype)
 
 
 def _tensor_of_dtype(*arguments: Any) -> Any:
@@ -262,10 +272,18 @@ def _set(items: Any = ()) -> set[Any]:
     return {_plain_key(item) for item in items}
 
 
+def _counter(counts: Any = ()) -> Counter[Any]:
+    if counts and type(counts) is not dict:
+        raise PickleError("it counts something else than the keys of a dict")
+    return Counter(counts)
+
+
+_DICTS = (dict, OrderedDict, Counter)
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": lambda pairs=(): {_plain_key(key): value for key, value in pairs},
-    "torch.Size": tuple,
-    "torch.device": lambda *parts: parts,
+    "collections.OrderedDict": lambda pairs=(): OrderedDict((_plain_key(key), value) for key, value in pairs),
+    "collections.Counter": _counter,
+    "torch.Size": torch.Size,
+    "torch.device": torch.device,
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
@@ -275,6 +293,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _encoded,
     "__builtin__.set": _set,
     "__builtin__.complex": complex,
+    "__builtin__.bytearray": lambda content=b"": bytearray(memoryview(content)),  # no number, which would be a length
 }
 
 _STEPS: dict[int, Callable[[_Reader], None]] = {

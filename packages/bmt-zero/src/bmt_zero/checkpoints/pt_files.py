@@ -257,13 +257,13 @@ class PtSource:
             self._check("a tensor", value)
             result: Any = self._tensor(value, memory)
         elif isinstance(value, dict):
-            result = known[id(value)] = {}
+            result = known[id(value)] = type(value)()
             result.update({key: self._value(each, known, memory) for key, each in value.items()})
         elif isinstance(value, list):
             result = known[id(value)] = []
             result.extend(self._value(each, known, memory) for each in value)
         elif isinstance(value, tuple):
-            result = tuple(self._value(each, known, memory) for each in value)
+            result = type(value)(self._value(each, known, memory) for each in value)
         elif isinstance(value, OtherTensor):
             raise PickleError(f"it has a tensor that is not plain memory ({value.kind}), which is not read")
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from .memory import view_of
 from .regions import flat_bytes
 
 _DEEPEST = 100
-_COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_COLLECTIONS = {"Size": torch.Size, "tuple": tuple, "set": set, "frozenset": frozenset}
+_DICTS = {"pairs": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 
 
 def encode(value: Any, what: str, depth: int = 0) -> Any:
@@ -44,15 +46,16 @@ def encode(value: Any, what: str, depth: int = 0) -> Any:
         return [encode(item, f"{what}[{n}]", depth + 1) for n, item in enumerate(value)]
     kind = next((name for name, collection in _COLLECTIONS.items() if isinstance(value, collection)), None)
     if kind is not None:
-        items = value if kind == "tuple" else sorted(value, key=repr)
+        items = value if isinstance(value, tuple) else sorted(value, key=repr)
         return {kind: [encode(item, f"{what}[{n}]", depth + 1) for n, item in enumerate(items)]}
     if isinstance(value, dict):
         pairs = [
             [encode(k, f"a key of {what}", depth + 1), encode(v, f"{what}[{k!r}]", depth + 1)] for k, v in value.items()
         ]
-        if all(isinstance(k, str) for k in value):
+        kind = next((name for name, cls in _DICTS.items() if type(value) is cls), "pairs")
+        if kind == "pairs" and all(isinstance(k, str) for k in value):
             return {"dict": dict(zip(value, (v for _, v in pairs)))}
-        return {"pairs": pairs}
+        return {kind: pairs}
     raise TypeError(
         f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; its "
         "state_dict must consist of plain values, lists, dicts, tensors and numpy arrays"
@@ -87,8 +90,8 @@ def decode(value: Any, what: str, depth: int = 0) -> Any:
             return _COLLECTIONS[kind](decode(item, what, depth + 1) for item in content)
         if kind == "dict":
             return {key: decode(item, what, depth + 1) for key, item in content.items()}
-        if kind == "pairs":
-            return {decode(k, what, depth + 1): decode(v, what, depth + 1) for k, v in content}
+        if kind in _DICTS:
+            return _DICTS[kind]({decode(k, what, depth + 1): decode(v, what, depth + 1) for k, v in content})
     except DamagedError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:

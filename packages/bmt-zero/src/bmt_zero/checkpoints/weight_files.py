@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import struct
+import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from bmt_comm.durable import complete_file
 
 from .headers import Entry, FileLayout, dtype_name, lay_out_file
 from .memory import view_of
-from .pickles import STORAGES
+from .pickles import STORAGES, PickleError, read_pickle
 from .writer import write_all
 
 _ALIGNMENT = 64
@@ -137,6 +138,14 @@ class PtFile:
         self._pickler.dump(state)
         self._content = described.getvalue()
         self._left = 0
+        try:
+            read_pickle(self._content)
+        except PickleError as error:
+            warnings.warn(
+                f"the state dict has in it what only torch.load(..., weights_only=False) reads again: {error}; let "
+                "get_extra_state return plain values and tensors",
+                stacklevel=2,
+            )
 
     def open(self, path: Path) -> None:
         self._archive = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED)
