@@ -199,7 +199,7 @@ def test_little_memory_is_needed_beside_the_copy_and_the_shard(ctx: Any, tmp_pat
     ctx.world.barrier()
     with MemoryGrowth() as memory:
         bmt_zero.load(make("meta"), tmp_path / "c" / "step-00000002")
-    assert shard * 0.9 < memory.peak < shard + extra
+    assert shard * 0.5 < memory.peak < shard + extra  # freed memory that the process still holds is used again
 
 
 @pytest.mark.ranks(2, timeout=120)
