@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import checkpoint
 
 _KEEPS_GRAPH = "ownership_token" in GradientEdge._fields
 
@@ -24,7 +25,14 @@ def lasting_gradient_edge(tensor: Tensor) -> GradientEdge:
         return get_gradient_edge(tensor.view_as(tensor))
 
 
-def saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """The hooks that what autograd saves now is passed to; None: there are none, or torch does not tell."""
+def inside_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` (not reentrant) takes what autograd saves now."""
     ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if ask is None else ask(False)
+    if ask is not None:
+        hooks = ask(False)
+        return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+    # torch 2.6 does not tell of hooks: the function of torch's that was called last, and is running, does.
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != checkpoint.__name__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in ("checkpoint", "recompute_fn")

@@ -16,8 +16,9 @@ from bmt_zero.recording import link_pipeline_call
 from bmt_zero.shard import group_of
 from bmt_zero.written_buffers import WrittenBuffers
 
+from ._compat import inside_checkpoint
 from .arguments import Plan, Signature, exchange_signatures, remember, sign
-from .chunk import autocast_state, inside_checkpoint
+from .chunk import autocast_state
 from .messages import StageFailedError, connected, gets_gradient
 from .recording import Recorder
 from .run import Run

@@ -14,8 +14,6 @@ from bmt_zero.activation_checkpoint import CheckpointedForward
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.shard import sharding_of
 
-from ._compat import saved_tensors_hooks
-
 
 def run_layers(
     blocks: Sequence[nn.Module], hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -54,12 +52,6 @@ def without_autocast(device: torch.device) -> Iterator[None]:
             if is_enabled:
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-def inside_checkpoint() -> bool:
-    """Whether ``torch.utils.checkpoint`` (not reentrant) takes what autograd saves now."""
-    hooks = saved_tensors_hooks()
-    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
 
 
 class AmbientState:

@@ -26,13 +26,12 @@ from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_
 from bmt_zero.shard import group_of
 from bmt_zero.written_buffers import Copies, WrittenBuffers
 
-from ._compat import lasting_gradient_edge
+from ._compat import inside_checkpoint, lasting_gradient_edge
 from .arguments import Arguments, Plan, any_failed, raise_first
 from .chunk import (
     AmbientState,
     Settings,
     checkpoints,
-    inside_checkpoint,
     not_checkpointed,
     run_layers,
     without_autocast,
