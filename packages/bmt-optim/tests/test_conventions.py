@@ -9,6 +9,8 @@ from layouts import layout, shards, tensors, train, update_error
 from torch import nn
 
 import bmt_optim
+from bmt_comm import slice_of
+from bmt_optim.slices import cut
 
 CLASSES = {
     "Adam": {},
@@ -86,3 +88,188 @@ def test_lamb_leaves_biases_alone_and_bounds_the_ratio(ctx):
     bmt_optim.Lamb(groups).load_state_dict(state)
     with pytest.raises(ValueError, match="max_trust_ratio"):
         bmt_optim.Lamb(params, max_trust_ratio=-math.inf)
+
+
+def grads_of(params, seed):
+    for p, g in zip(params, tensors([p.shape for p in params], seed)):
+        p.grad = g.to(p.dtype)
+
+
+def stepped(optimizer, params, seeds):
+    for seed in seeds:
+        grads_of(params, seed)
+        optimizer.step()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", CLASSES)
+def test_groups_may_be_edited_between_steps(ctx, name):
+    """What torch's optimizers read anew in each step."""
+    shapes = [(4, 3), (2, 5), (3, 4)]
+
+    def run(edit):
+        params = [nn.Parameter(t.clone()) for t in tensors(shapes)]
+        optimizer = made(name, [{"params": [params[0], params[1]]}, {"params": [params[2]], "lr": 0.5}])
+        stepped(optimizer, params, range(2))
+        edit(optimizer, params)
+        stepped(optimizer, params, range(2, 4))
+        return params, optimizer
+
+    def replace(optimizer, params):
+        old, params[1] = params[1], nn.Parameter(torch.ones(2, 5))
+        optimizer.param_groups[0]["params"][1] = params[1]
+        optimizer.state.pop(old)
+
+    def move(optimizer, params):
+        optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+        optimizer.param_groups[1]["lr"] = 0.0
+
+    def delete(optimizer, params):
+        del optimizer.param_groups[1]
+
+    untouched, _ = run(lambda *_: None)
+    params, _ = run(replace)
+    assert not torch.equal(params[1], torch.ones(2, 5))  # the new one is stepped
+    assert torch.equal(params[0], untouched[0])
+    before = {}
+    params, _ = run(lambda optimizer, params: (move(optimizer, params), before.update(p=params[1].clone())))
+    if name != "ScheduleFreeAdamW":  # which moves between its two sequences
+        torch.testing.assert_close(params[1], before["p"])
+    assert torch.equal(params[0], untouched[0])
+    params, _ = run(lambda optimizer, params: (delete(optimizer, params), before.update(p=params[2].clone())))
+    assert torch.equal(params[2], before["p"])
+    assert torch.equal(params[0], untouched[0])
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "AdamOptimizer", "AdamOffloadOptimizer"])
+@pytest.mark.parametrize("way", ["pop", "zeros"])
+def test_the_state_of_one_parameter_may_be_reset(ctx, name, way):
+    memory = torch.randn(22)
+    params = [nn.Parameter(v.view(s)) for v, s in zip(memory.split([12, 10]), SHAPES)]
+    theirs = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = made(name, params, weight_decay=0.0)
+    reference = torch.optim.AdamW(theirs, lr=0.02, weight_decay=0.0)
+    for step in range(4):
+        if step == 2:
+            for each, p in ((optimizer, params[1]), (reference, theirs[1])):
+                if way == "pop":
+                    each.state.pop(p)
+                else:
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        each.state[p][key] = torch.zeros_like(p.detach())
+        grads = tensors(SHAPES, step)
+        flat = torch.cat([g.flatten() for g in grads])  # end to end, as in a Block
+        for p, g in zip(params, flat.split([12, 10])):
+            p.grad = g.view_as(p)
+        for p, g in zip(theirs, grads):
+            p.grad = g
+        optimizer.step()
+        reference.step()
+    for p, q in zip(params, theirs):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert len(optimizer.state_dict()["state"]) == 2
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(ctx, default):
+    start = tensors([(9, 6), (6, 5), (6,)])
+    shapes = [t.shape for t in start]
+    grads = [[4 * g for g in tensors(shapes, step)] for step in range(2)]
+
+    def run(name, options, dtype):
+        params = shards(start, layout(ctx, shapes))
+        of_vector = {"use_muon": False} if name in ("Muon", "Dion") else {}
+        groups = [{"params": params[:2], **options}, {"params": params[2:], **of_vector}]
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer = getattr(bmt_optim, name)(groups, lr=0.02, **CLASSES[name])
+            manager = bmt_optim.OptimManager(loss_scale=4, grad_scale=1)
+            manager.add_optimizer(optimizer)
+            for whole in grads:
+                for p, g in zip(params, whole):
+                    p.grad = cut(g, slice_of(p)).clone() if p.numel() else None
+                manager.clip_grad_norm(params, 1.0)
+                assert manager.step()
+            return params, optimizer.state_dict()["state"]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    for name in CLASSES:
+        options = {"APOLLO": {"rank": 2}, "AdamMini": {"block": 3}}.get(name, {})
+        (params, state), (expected, wanted) = (run(name, options, dtype) for dtype in (default, torch.float32))
+        for p, q in zip(params, expected):
+            assert torch.equal(p, q), name
+        torch.testing.assert_close(state, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.ranks(1)
+def test_a_step_inside_of_autocast_is_as_outside(ctx):
+    start = tensors([(8, 6), (5, 6)])
+    for name in CLASSES:
+        runs = []
+        for enabled in (False, True):
+            params = [nn.Parameter(t.clone()) for t in start]
+            optimizer = made(name, params)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                stepped(optimizer, params, range(3))
+            runs.append(params)
+        for p, q in zip(*runs):
+            assert torch.equal(p, q), name
+
+
+@pytest.mark.ranks(1)
+def test_hooks_of_loading_are_called(ctx):
+    params = [nn.Parameter(t) for t in tensors(SHAPES)]
+    optimizer, seen = made("Lion", params), []
+    stepped(optimizer, params, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.register_load_state_dict_pre_hook(lambda _, given: {**given, "param_groups": given["groups"]})
+    optimizer.register_load_state_dict_post_hook(lambda each: seen.append(each.state[params[0]]["step"]))
+    optimizer.load_state_dict({"state": state["state"], "groups": state["param_groups"]})
+    assert seen == [2]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_dtype_of_parameters_may_change(ctx, name):
+    for first, then in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        params = [nn.Parameter(t.to(first)) for t in tensors(SHAPES)]
+        optimizer = made(name, params)
+        stepped(optimizer, params, range(2))
+        for p in params:
+            p.data = p.data.to(then)
+            p.grad = None
+        stepped(optimizer, params, range(2, 4))
+        for p in params:
+            assert ("master" in optimizer.state[p]) == (then is torch.bfloat16), name
+            if then is torch.bfloat16:
+                assert torch.equal(optimizer.state[p]["master"].bfloat16(), p), name
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict(gather=True)))
+
+
+@pytest.mark.ranks(1)
+def test_an_optimizer_of_frozen_parameters_is_saved_and_loaded(ctx):
+    frozen, trained = (nn.Parameter(t) for t in tensors(SHAPES))
+    frozen.requires_grad_(False)
+    manager = bmt_optim.OptimManager()
+    for p in (frozen, trained):
+        manager.add_optimizer(bmt_optim.AdamW([p]))
+    trained.grad = torch.ones(2, 5)
+    manager.step()
+    manager.load_state_dict(copy.deepcopy(manager.state_dict()))
+    assert manager.optimizers[1].state[trained]["step"] == 1
+
+
+@pytest.mark.ranks(1)
+def test_groups_that_were_given_are_the_optimizers(ctx):
+    matrix, vector = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
+    for name, first, second in (
+        ("Muon", {}, {"use_muon": False}),
+        ("Dion", {}, {"use_muon": False}),
+        ("GaLoreAdamW", {"rank": 2}, {}),
+    ):
+        groups = [{"params": [matrix], **first}, {"params": [vector], **second}]
+        optimizer = getattr(bmt_optim, name)(groups)
+        assert all(mine is given for mine, given in zip(optimizer.param_groups, groups, strict=True))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from bmt_comm import Slice, local_tensor
 from bmt_optim import AdamOptimizer, OptimManager
@@ -58,6 +59,66 @@ def test_the_loss_is_multiplied_by_the_loss_scale_and_divided_by_the_replicas(ct
         p = param(2.0, grad=False)
         manager.backward((p**2).sum())
         assert p.grad.item() == 4 * expected
+
+
+def sharded_by_bmt_zero(model):
+    bmt_zero = pytest.importorskip("bmt_zero")
+    return bmt_zero.BMTrainModelWrapper(model)
+
+
+def fully_sharded_by_bmt_zero(model):
+    return pytest.importorskip("bmt_zero").fully_shard(model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrap", [sharded_by_bmt_zero, fully_sharded_by_bmt_zero, fully_shard, DistributedDataParallel])
+def test_gradients_are_means_whoever_reduces_them(ctx, wrap):
+    def made():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5))
+
+    is_ddp = wrap is DistributedDataParallel
+    model, plain = wrap(made()), made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = OptimManager(grad_scale=1 if is_ddp else None)
+    manager.add_optimizer(optimizer)
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(2))
+    manager.backward(model(x[2 * ctx.rank :][:2]).square().mean())
+    plain(x).square().mean().backward()
+    norm = manager.clip_grad_norm(optimizer.param_groups, 1e9)
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item(), rel=1e-5)
+    if is_ddp:
+        manager = OptimManager()
+        manager.add_optimizer(optimizer)
+        with pytest.raises(ValueError, match=r"Pass grad_scale=1 if they are averaged"):
+            manager.scale_loss(torch.ones(()))
+        assert OptimManager(grad_scale=2).grad_scale == 2
+
+
+@pytest.mark.ranks(2)
+def test_sums_and_means_are_not_mixed(ctx):
+    bmt_zero = pytest.importorskip("bmt_zero")
+    models = bmt_zero.BMTrainModelWrapper(nn.Linear(3, 3)), fully_shard(nn.Linear(3, 3))
+    manager = OptimManager()
+    manager.add_optimizer(torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1))
+    with pytest.raises(ValueError, match="shard all by one of them"):
+        manager.backward(torch.ones((), requires_grad=True))
+
+
+@pytest.mark.ranks(1)
+def test_gradients_of_complex_parameters_are_clipped(ctx):
+    start = torch.randn(3, 2, dtype=torch.complex64)
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    for p in params:
+        p.grad = 3 * start.conj()
+    manager = OptimManager(loss_scale=1)
+    manager.add_optimizer(torch.optim.AdamW([params[0]]))
+    norms = [manager.clip_grad_norm([params[0]], 1.0), nn.utils.clip_grad_norm_([params[1]], 1.0)]
+    assert norms[0].item() == pytest.approx(norms[1].item())
+    torch.testing.assert_close(params[0].grad, params[1].grad)
+    assert manager.step()
+    with pytest.raises(ValueError, match="complex"):
+        manager.clip_grad_norm([params[0]], 1.0, norm_type=3)
 
 
 @pytest.mark.ranks(2, tp_size=2)

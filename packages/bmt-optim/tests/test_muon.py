@@ -316,3 +316,22 @@ def test_groups_of_a_model():
         Muon([model.up.weight], parts=3)
     with pytest.raises(ValueError, match="give it to a group with use_muon=False"):
         Muon([model.up.bias])
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("shape", [(12, 4), (3, 12, 4)])
+def test_parts_that_are_taller_than_wide_are_stepped_as_matrices_of_their_own(ctx, shape):
+    parts = 2
+    (start,) = tensors([shape])
+    (param,) = shards([start], [cut_slice(shape, ctx.world)])
+    train(Muon([param], parts=parts, **OPTIONS), [param], range(3), lambda step: tensors([shape], step + 1))
+    halves = [t.clone().contiguous() for expert in start.view(-1, 12, 4) for t in expert.chunk(parts)]
+    apart = [nn.Parameter(t) for t in halves]
+
+    def grads_at(step):
+        (grad,) = tensors([shape], step + 1)
+        return [t.contiguous() for expert in grad.view(-1, 12, 4) for t in expert.chunk(parts)]
+
+    train(Muon(apart, **OPTIONS), apart, range(3), grads_at)
+    whole = torch.cat([p.detach() for p in apart]).view(shape)
+    torch.testing.assert_close(assemble(param.detach(), slice_of(param)), whole, rtol=1e-5, atol=2e-3)  # of bf16

@@ -7,6 +7,7 @@ from . import nccl, packing, process_group, store
 from ._compat import not_compiled, runs_compiled_autograd, uses_compiler
 from ._version import __version__
 from .agreement import CallSequences, DisagreementError, agreement_time, check_agreement, note_step
+from .autocast import without_autocast
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
 from .combine import REDUCE_OPS
 from .communicator import Communicator, Traffic
@@ -128,6 +129,7 @@ __all__ = [
     "uses_compiler",
     "wait_loader",
     "whole",
+    "without_autocast",
     "world_size",
 ]
 

@@ -21,8 +21,11 @@ _last = 1.0
 class LossScaler(Protocol):
     """Multiplies losses by ``loss_scale / grad_scale`` before their backward."""
 
-    loss_scale: float
-    grad_scale: float
+    @property
+    def loss_scale(self) -> float: ...
+
+    @property
+    def grad_scale(self) -> float: ...
 
 
 _scaler: weakref.ref[LossScaler] | None = None

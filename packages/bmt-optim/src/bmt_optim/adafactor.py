@@ -113,8 +113,8 @@ class DistributedAdafactor(DistributedOptimizer):
             torch._foreach_copy_(sizes, found.unbind())
             rates = found.clamp_(min=options["eps"][1]).mul_(self._rate(batch))
         else:
-            rates = torch.full((len(parts.order),), self._rate(batch), device=batch.device)
-        totals = torch.empty(len(parts.grads), device=batch.device)
+            rates = torch.full((len(parts.order),), self._rate(batch), dtype=torch.float32, device=batch.device)
+        totals = torch.empty(len(parts.grads), dtype=torch.float32, device=batch.device)
         bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
         (squares,) = yield [Sum(parts.per_matrix(totals), parts.matrices)]
         clips = parts.root_mean_squares(squares).div_(options["clip_threshold"]).clamp_(min=1)

@@ -135,7 +135,7 @@ def _block_sums(grad: Tensor, where: Slice, block: str | int) -> Tensor:
     rows = grad.square().sum(-1)
     if block == "row":
         return rows
-    sums = torch.zeros(where.shape[0] // int(block), device=grad.device)
+    sums = torch.zeros(where.shape[0] // int(block), dtype=torch.float32, device=grad.device)
     return sums.index_add_(0, row_indices(where, grad.device) // int(block), rows)
 
 

@@ -74,8 +74,7 @@ class GroupPlan:
             return False
         if _places(params if self.plain else [local_tensor(p) for p in params]) != self.places:
             return False
-        probe = next((run for run in self.runs if run.states), None)  # a state is replaced as a whole
-        return probe is None or state.get(probe.params[0]) is probe.states[0]
+        return all(run.has_state_in(state) for run in self.runs)
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, torch.dtype, bool]]:
@@ -99,6 +98,7 @@ class Run:
         self.flat = flat_view(first.detach(), self.numel) if len(params) > 1 else self.locals[0]
         self.flats: dict[str, Tensor] = {}  # the state
         self.states: list[dict[str, Any]] = []  # of the parameters: views of it, and steps
+        self.views: list[dict[str, Tensor]] = []  # these views
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -111,12 +111,24 @@ class Run:
         layout = optimizer._layout(self.params[0], group)
         self.rounds = self.params[0].dtype in HALF and "master" not in layout
         self.flats = {key: self._flat_state(optimizer, group, key, kind, entries) for key, kind in layout.items()}
+        self.views = []
         for i, (param, local) in enumerate(zip(self.params, self.locals)):
             views = {key: self._view(flat, i, local.shape) for key, flat in self.flats.items()}
             if "master" in views and "master" not in entries[i]:
                 views["master"].copy_(local)
             state[param] = {"step": entries[i].get("step", 0), **views}
+            self.views.append(views)
         self.states = [state[p] for p in self.params]
+
+    def has_state_in(self, state: Mapping[Tensor, Any]) -> bool:
+        """Whether ``state`` has what this run has given it, or was given nothing: scripts may change or drop it."""
+        for param, entry, views in zip(self.params, self.states, self.views):
+            if state.get(param) is not entry:
+                return False
+            for key, view in views.items():
+                if entry.get(key) is not view:
+                    return False
+        return True
 
     def _flat_state(
         self, optimizer: Optimizer, group: Mapping[str, Any], key: str, kind: Any, entries: Sequence[Mapping[str, Any]]

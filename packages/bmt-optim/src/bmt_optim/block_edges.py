@@ -72,7 +72,7 @@ class SharedBlocks:
 
     def zeros(self) -> Tensor:
         """The vector of maxima."""
-        return torch.zeros(sum(self.sizes), device=self.held.device)
+        return torch.zeros(sum(self.sizes), dtype=torch.float32, device=self.held.device)
 
     def of(self, vector: Tensor, i: int) -> Tensor:
         """The view of one matrix's maxima in the vector: (2, blocks)."""

@@ -81,7 +81,7 @@ class DistributedCAME(DistributedOptimizer):
         bmt_kernels.factored_square_sums(parts.grads, average.rows, average.cols, eps=eps[0], **parts.scaling)
         sums = yield average.requests()
         average.update(sums, beta2)
-        totals = torch.empty(len(parts.grads), device=batch.device)
+        totals = torch.empty(len(parts.grads), dtype=torch.float32, device=batch.device)
         bmt_kernels.factored_update_square_sum(parts.grads, average.rows, average.cols, totals, **parts.scaling)
         (squares,) = yield [Sum(parts.per_matrix(totals), parts.matrices)]
         clips = parts.per_entry(parts.root_mean_squares(squares).div_(options["clip_threshold"]).clamp_(min=1))

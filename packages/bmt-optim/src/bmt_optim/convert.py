@@ -14,7 +14,7 @@ from .adapters import ADAPTERS, ELEMENTWISE, REFUSED, explanation, known_name
 from .distributed import DistributedOptimizer
 
 _FORWARDED = (
-    *("step", "zero_grad", "add_param_group"),
+    *("step", "add_param_group"),  # torch's own zero_grad does what scripts expect of it
     *("state_dict", "load_state_dict", "state_records", "adopt_state_records"),
 )
 _HOOKS = (

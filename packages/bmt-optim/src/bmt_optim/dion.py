@@ -14,7 +14,7 @@ from bmt_comm import slice_of
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .moments import adamw_rule
-from .options import check_betas, check_not_negative, check_positive, check_whole, declared
+from .options import check_betas, check_not_negative, check_positive, check_whole, declared, with_defaults
 from .requests import Rule, Share, Sum
 from .slices import cut, padded
 from .state_layout import StateTensor, like_parameter, whole
@@ -76,7 +76,7 @@ class Dion(DistributedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; with ``use_muon=False`` among the options, such as AdamW steps (see the class)."""
         with_dion = param_group.get("use_muon", self.defaults["use_muon"])
-        super().add_param_group(param_group if with_dion else {**_ADAM, **param_group})
+        super().add_param_group(param_group if with_dion else with_defaults(param_group, _ADAM))
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "mu", "weight_decay", "eps")
@@ -113,7 +113,8 @@ class Dion(DistributedOptimizer):
         values = []
         for m, state, b in zip(matrices, states, wholes):
             if batch.step == 1:
-                state["Q"].copy_(torch.randn(state["Q"].shape, generator=torch.Generator().manual_seed(0)))
+                generator = torch.Generator().manual_seed(0)
+                state["Q"].copy_(torch.randn(state["Q"].shape, dtype=torch.float32, generator=generator))
             values.append(_low_rank(b, state["Q"], options["power_iters"]) if m.owned else None)
         shapes = [(sum(m.where.shape), _rank(m.where.shape, options)) for m in matrices]
         (shared,) = yield [Share(values, matrices, shapes)]

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -314,7 +315,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _grad(matrix: Matrix) -> Tensor:
         grad = local_grad(matrix.param)
         if grad is None:  # of an empty part; see the note in bmt_optim.matrix
-            return torch.zeros(matrix.where.local_shape, device=matrix.param.device)
+            return torch.zeros(matrix.where.local_shape, dtype=torch.float32, device=matrix.param.device)
         return grad.detach().contiguous()
 
     @on_local_tensors
@@ -355,7 +356,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found = super().state_dict()
         params = self._params()
         found["state"] = {
-            index: {**entry, "step": torch.tensor(float(entry["step"]))}
+            index: {**entry, "step": torch.tensor(float(entry["step"]), dtype=torch.float32)}
             for index, entry in sorted(found["state"].items())
             if params[index].requires_grad or entry.get("step", 0) > 0
         }
@@ -393,6 +394,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: the dict does not fit; the optimizer is unchanged.
         """
         self.settle_step()
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         entries = self._parse(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             group.update(
@@ -405,6 +410,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for key, value in (values or {}).items():
                 assert mine is not None
                 mine[key] = value if key == "step" else mine[key].copy_(value)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _parse(self, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any] | None]:
         """Per parameter what is to be loaded: the step, and tensors of the local shape."""
@@ -463,7 +470,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _layout(self, param: Tensor, options: Mapping[str, Any]) -> dict[str, StateTensor]:
         shape = slice_of(param).shape
         layout = self.state_layout(shape, options)
-        if param.dtype in HALF and not self.stochastic_rounding:
+        if self._has_master(param):
             layout = {**layout, "master": like_parameter(shape)}
         return layout
 
@@ -473,8 +480,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         wanted = set(also)
         for group in self.param_groups:
             for param in group["params"]:
+                held = self.state.get(param)
+                if held:
+                    if ("master" in held) != self._has_master(param):
+                        self._change_master(param, held, group)
+                    continue
                 # who looks up a state that is not there yet leaves an empty one behind
-                if self.state.get(param) or not (param.requires_grad or param.grad is not None or param in wanted):
+                if not (param.requires_grad or param.grad is not None or param in wanted):
                     continue
                 local, where = local_tensor(param), slice_of(param)
                 entry: dict[str, Any] = {"step": 0}
@@ -483,6 +495,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     if key == "master":
                         entry[key].copy_(local)
                 self.state[param] = entry
+
+    def _has_master(self, param: Tensor) -> bool:
+        return param.dtype in HALF and not self.stochastic_rounding
+
+    def _change_master(self, param: Tensor, entry: dict[str, Any], options: Mapping[str, Any]) -> None:
+        """For a parameter that has got another dtype, as by ``model.bfloat16()``."""
+        if entry.pop("master", None) is None:
+            local, where = local_tensor(param), slice_of(param)
+            master = like_parameter(where.shape)
+            entry["master"] = self.new_state("master", master, tuple(local.shape), local.device, options).copy_(local)
 
     def _maintained_part(self, tensor: StateTensor, index: int, param: Tensor) -> Slice:
         """The part of a state tensor that this rank keeps up to date.
@@ -511,7 +533,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             del self.state[param]
 
     def _current_plan(self) -> _Plan:
-        if self._plan is None:
+        if self._plan is None or not self._plan.holds(self.param_groups):
             self._forget_replaced()
             self._plan = _Plan(self)
         return self._plan
@@ -569,6 +591,7 @@ class _Plan:
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         groups = optimizer.param_groups
+        self._params = [list(group["params"]) for group in groups]
         params = [(p, number) for number, group in enumerate(groups) for p in group["params"]]
         self.group_of = [number for _, number in params]
         costs = [float(optimizer.cost(slice_of(p).shape, groups[number])) for p, number in params]
@@ -579,12 +602,19 @@ class _Plan:
         """What rules keep for batches, by their matrices. Only that of the last step stays."""
         self._cache: Tensor | None = None
 
+    def holds(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the parameters are still these: scripts may change the lists of groups."""
+        return len(groups) == len(self._params) and all(
+            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
+            for group, params in zip(groups, self._params)
+        )
+
     def cache(self, numel: int) -> Tensor | None:
         """So many elements of memory that all batches share, one after the other; ``None``: they are too many."""
         if numel > _CACHED:
             return None
         if self._cache is None:
-            self._cache = torch.empty(_CACHED)
+            self._cache = torch.empty(_CACHED, dtype=torch.float32)
         return self._cache[:numel]
 
 

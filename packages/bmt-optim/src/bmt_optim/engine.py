@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, named_range
+from bmt_comm import Communicator, named_range, without_autocast
 
 from .exchange import Communication, Reduction, Transfer, move_packed, reduce_packed
 from .grid import Answer, answer_alone, answer_to
@@ -84,6 +84,7 @@ def run(steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | 
 
 
 @torch.no_grad()
+@without_autocast()
 def advance(
     steps: Sequence[Step], flag: Tensor | None = None, comm: Communicator | None = None
 ) -> Communication | None:

@@ -69,7 +69,7 @@ class Plan:
         for entry, n in enumerate(self.owners):
             self.places[self.order[n]].append(entry)
         counts = [1 / max(1, math.prod(m.where.shape)) for m in self.matrices]
-        self.inverse_counts = torch.tensor(counts, device=batch.device)
+        self.inverse_counts = torch.tensor(counts, dtype=torch.float32, device=batch.device)
         self.averages: dict[str, FactoredAverage] = {}
 
 
@@ -322,7 +322,7 @@ def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _end_to_end(shapes: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """A new fp32 vector, and tensors of ``shapes`` in it, one after the other."""
     sizes = [math.prod(shape) for shape in shapes]
-    vector = torch.empty(sum(sizes), device=device)
+    vector = torch.empty(sum(sizes), dtype=torch.float32, device=device)
     return vector, [v if len(shape) == 1 else v.view(shape) for v, shape in zip(vector.split(sizes), shapes)]
 
 

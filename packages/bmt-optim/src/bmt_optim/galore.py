@@ -26,7 +26,7 @@ from .galore_projection import (
 )
 from .galore_step import plain_rule, projected_rule
 from .moments import Moments, host_state, moments_layout
-from .options import check_betas, check_not_negative, declared
+from .options import check_betas, check_not_negative, declared, with_defaults
 from .percentile_clipping import HISTORY
 from .requests import Rule
 from .state_layout import StateTensor, whole
@@ -113,7 +113,7 @@ class DistGaloreAdamW(DistributedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; with a ``rank`` among the options, such as are projected (see the class)."""
-        super().add_param_group({**_PROJECTION, **param_group} if "rank" in param_group else param_group)
+        super().add_param_group(with_defaults(param_group, _PROJECTION) if "rank" in param_group else param_group)
         group = self.param_groups[-1]
         for param in group["params"] if "rank" in group else ():
             shape = slice_of(param).shape

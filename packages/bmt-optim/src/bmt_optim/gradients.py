@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import bmt_kernels
-from bmt_comm import ParallelContext, Slice, slice_of
+from bmt_comm import ParallelContext, Slice, is_dtensor, slice_of
 
 from .runs import local_grad, merge_adjacent
 from .slices import Comms, all_reduce_over, by_comms
@@ -28,10 +28,49 @@ single rank that is a stage), and a copy on every stage otherwise.
 """
 
 
+def scale_for_means(params: Iterable[Tensor], replicas: int) -> float:
+    """What a loss is to be divided by for the gradients to be means over data-parallel replicas.
+
+    Raises:
+        ValueError: some parameters have gradients that are summed over replicas, and others such as are averaged; or
+            there are replicas, and of no parameter it is known.
+    """
+    if replicas == 1:
+        return 1
+    found = {_is_averaged(param) for param in params if param.requires_grad}
+    if {True, False} <= found:
+        raise ValueError(
+            "some parameters have gradients that are summed over data-parallel replicas (bmt_zero.shard), and others "
+            "such as are averaged (FSDP2, bmt_zero.fully_shard); shard all by one of them"
+        )
+    if found == {None}:
+        raise ValueError(
+            f"there are {replicas} data-parallel replicas, and nobody shards the parameters: OptimManager cannot know "
+            f"what is done to gradients. Pass grad_scale=1 if they are averaged, as DistributedDataParallel does, or "
+            f"grad_scale={replicas} if they are summed"
+        )
+    return 1 if True in found else replicas
+
+
+def _is_averaged(param: Tensor) -> bool | None:
+    """Whether the gradient is averaged over replicas, rather than summed; None: it is not known."""
+    averaged: bool | None = getattr(param, "bmt_averages_gradients", None)
+    if averaged is not None:
+        return averaged
+    if is_dtensor(param):
+        return True
+    where = slice_of(param)
+    return None if where.row_comm is None and where.replicate_comm is None else False
+
+
 def local_grads(params: Sequence[Tensor]) -> list[Tensor]:
     """The gradients there are on this rank, in as few flat tensors as they lie in."""
     grads = (local_grad(p) for p in params)
-    return merge_adjacent(grad.detach() for grad in grads if grad is not None)
+    return merge_adjacent(_as_real(grad.detach()) for grad in grads if grad is not None)
+
+
+def _as_real(grad: Tensor) -> Tensor:
+    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 class HostCopy:
@@ -55,7 +94,7 @@ def overflow_here(grads: Sequence[Tensor], context: ParallelContext, flags: Sequ
 
     0-dim fp32 on the context's device, as the flags are. Nothing is communicated.
     """
-    flag = torch.zeros((), device=context.device)
+    flag = torch.zeros((), dtype=torch.float32, device=context.device)
     for other in flags:
         flag = torch.maximum(flag, other)
     for device in {grad.device for grad in grads}:
@@ -71,7 +110,12 @@ def global_norm(params: Sequence[Tensor], norm_type: float, context: ParallelCon
     element counts once. Sums over the ranks that share a parameter are packed: one all-reduce for each
     communicator of each distinct set, and one over the pipeline where there is one. A NaN gives NaN, or inf
     where ``norm_type`` is inf.
+
+    Raises:
+        ValueError: a gradient is complex, and the norm is not that of two.
     """
+    if norm_type != 2 and any(p.is_complex() for p in params):
+        raise ValueError(f"norm_type={norm_type!r} of complex gradients is not computed; use 2")
     op = "max" if math.isinf(norm_type) else "sum"
     if op == "sum" and context.deterministic:
         return _norm_in_fixed_order(params, norm_type, context), local_grads(params)

@@ -28,7 +28,7 @@ from .convert import distributed_where_needed
 from .distributed import begin_steps, steps_with_others
 from .engine import Step, advance, run
 from .exchange import Communication
-from .gradients import HostCopy, global_norm, local_grads, overflow_here, scale_grads
+from .gradients import HostCopy, global_norm, local_grads, overflow_here, scale_for_means, scale_grads
 from .state_dict import match_groups
 from .upstream_state import from_upstream, is_upstream
 
@@ -64,7 +64,9 @@ class OptimManager:
         loss_scale_steps: good steps in a row after which it grows.
         min_loss_scale, max_loss_scale: its bounds.
         grad_scale: what the loss is divided by; by default the number of data-parallel replicas, so that
-            gradients which are summed over replicas are their mean.
+            gradients which are summed over replicas are their mean, and 1 if the parameters are those of FSDP2 or of
+            :func:`bmt_zero.fully_shard`, whose gradients are means. Of parameters that nobody shards nothing is known:
+            with several replicas, give 1 where gradients are averaged, as DDP does.
         skip_non_finite: whether all ranks skip a step if a gradient on any rank is inf or NaN; by default if there is
             a loss scale. Without a loss scale, this costs what the overflow check costs.
         max_skipped_steps: as many steps in a row are skipped; :meth:`step` raises at the next one.
@@ -129,7 +131,8 @@ class OptimManager:
         self.loss_scale_steps = loss_scale_steps
         self.min_loss_scale = min_loss_scale
         self.max_loss_scale = max_loss_scale
-        self.grad_scale = self.context.replicas if grad_scale is None else grad_scale
+        self._grad_scale = grad_scale
+        self._found_grad_scale: float | None = None
         use_scaler(self)
         self.steps_since_last_scale = 0
         self.skip_non_finite = bool(skip_non_finite)
@@ -167,13 +170,31 @@ class OptimManager:
         """
         optimizer = distributed_where_needed(optimizer, elementwise)
         self.optimizers.append(optimizer)
+        self._found_grad_scale = None
         self.lr_schedulers.append(lr_scheduler)
         self._unscale_themselves.append(_takes(type(optimizer), "step", "scale"))
+
+    @property
+    def grad_scale(self) -> float:
+        """What losses are divided by.
+
+        Raises:
+            ValueError: it was not given, and the parameters do not say.
+        """
+        if self._grad_scale is not None:
+            return self._grad_scale
+        if self._found_grad_scale is None:
+            self._found_grad_scale = scale_for_means(self._params(), self.context.replicas)
+        return self._found_grad_scale
 
     # --- a step -----------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """``loss`` · loss_scale / grad_scale."""
+        """``loss`` · loss_scale / grad_scale.
+
+        Raises:
+            ValueError: see :attr:`grad_scale`.
+        """
         self._forget_norms()  # for gradients are going to change
         scale = self.loss_scale
         scaled = loss * (scale / self.grad_scale)

@@ -15,7 +15,7 @@ from .batch import Batch
 from .distributed import DistributedOptimizer, Params
 from .matrix import Matrix
 from .moments import adamw_rule
-from .options import check_betas, check_not_negative, declared
+from .options import check_betas, check_not_negative, declared, with_defaults
 from .requests import Own, Return, Rule
 from .state_layout import StateTensor, like_parameter
 
@@ -110,7 +110,7 @@ class Muon(DistributedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; with ``use_muon=False`` among the options, such as AdamW steps (see the class)."""
         with_muon = param_group.get("use_muon", self.defaults["use_muon"])
-        super().add_param_group(param_group if with_muon else {**_ADAM, **param_group})
+        super().add_param_group(param_group if with_muon else with_defaults(param_group, _ADAM))
 
     def counts_steps(self, options: Mapping[str, Any]) -> bool:
         """As :meth:`DistributedOptimizer.counts_steps`."""
@@ -264,7 +264,7 @@ def _orthogonalised_parts(
         return [None if part is None else part.to(_MOVED) for part in parts]
     together = torch.stack(here)
     results = orthogonalised(together.view(size[1:] if size[0] == 1 else (-1, *size[1:])), *settings)
-    found = iter(results.view(together.shape))
+    found = iter(results.reshape(together.shape))
     return [None if part is None else next(found) for part in parts]
 
 

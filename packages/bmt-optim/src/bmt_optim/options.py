@@ -31,6 +31,13 @@ def check_conventions(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"maximize": bool(given["maximize"])} if "maximize" in given else {}
 
 
+def with_defaults(group: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """``group``, the very dict, which the script may keep, with those options that it does not set."""
+    for name, value in defaults.items():
+        group.setdefault(name, value)
+    return group
+
+
 def check_not_negative(options: Mapping[str, Any], *names: str) -> None:
     """Raise ValueError unless the options are numbers, finite and not negative."""
     for name in names:

@@ -107,7 +107,7 @@ class QKClip:
         """
         mine = self._layers[layer]
         if mine.largest is None:
-            mine.largest = torch.full((mine.heads,), -math.inf, device=logits.device)
+            mine.largest = torch.full((mine.heads,), -math.inf, dtype=torch.float32, device=logits.device)
         here = mine.largest[first_head : first_head + len(logits)]
         torch.maximum(here, logits.detach().float().nan_to_num(-math.inf, -math.inf, -math.inf), out=here)
 
@@ -117,7 +117,7 @@ class QKClip:
         if not self._layers:
             return
         device = local_tensor(self._layers[0].query[0][0]).device
-        nothing = torch.tensor(-math.inf, device=device)
+        nothing = torch.tensor(-math.inf, dtype=torch.float32, device=device)
         logits = [nothing.expand(x.heads) if x.largest is None else x.largest.to(device) for x in self._layers]
         largest = torch.cat(logits)
         if self.comm is not None:
@@ -134,7 +134,7 @@ class QKClip:
     def _scale(self, param: Tensor, scales: Tensor, first: int) -> None:
         """Multiply the rows of ``param`` from the ``first`` on."""
         where, local = slice_of(param), local_tensor(param)
-        per_row = torch.ones(where.shape[0], device=scales.device)
+        per_row = torch.ones(where.shape[0], dtype=torch.float32, device=scales.device)
         per_row[first : first + len(scales)] = scales
         mine = per_row[row_indices(where, scales.device)].view(-1, *[1] * (local.dim() - 1))
         state = self.optimizer.state.get(param, {})

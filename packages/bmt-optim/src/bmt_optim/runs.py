@@ -15,6 +15,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from bmt_comm import without_autocast
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -138,14 +140,13 @@ def merge_adjacent(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def on_local_tensors(function: Callable[P, R]) -> Callable[P, R]:
-    """Without gradient mode, and without what subclasses of tensors make of an access to ``.grad`` or an address.
-
-    That would cost more than all else an optimizer does for a small parameter.
+    """Without gradient mode and autocast, and without what subclasses of tensors make of an access to ``.grad`` or an
+    address, which would cost more than all else an optimizer does for a small parameter.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), without_autocast():
             return function(*args, **kwargs)
 
     return run

@@ -48,7 +48,7 @@ def preconditioned(block: Tensor, roots: Sequence[Tensor]) -> Tensor:
 
 def inverse_root(factor: Tensor, options: Mapping[str, Any], dims: int) -> Tensor:
     """(factor + epsilon)^(-1/(2·dims)), flat, without what is not finite, for which ``eigh`` raises."""
-    eye = torch.eye(len(factor), device=factor.device)
+    eye = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
     values, vectors = torch.linalg.eigh(factor.nan_to_num(0, 0, 0).add(eye, alpha=options["epsilon"]))
     short = values[0] < options["epsilon"]  # by rounding
     values = torch.where(short, values - values[0] + options["epsilon"], values)

@@ -36,7 +36,7 @@ def gather_state(
     for index, (param, step) in enumerate(zip(params, steps)):
         if step < 0:  # no rank has a state for it
             continue
-        entry: dict[str, Any] = {"step": torch.tensor(float(step))}
+        entry: dict[str, Any] = {"step": torch.tensor(float(step), dtype=torch.float32)}
         for key, (where, dtype) in tensors[index].items():
             local = state[index][key] if index in state else _no_state(param, where, dtype)
             whole = assemble(local, where)
@@ -55,7 +55,7 @@ def match_groups(
 
     Raises:
         ValueError: the numbers of groups or of parameters differ, or, without ``allow_empty``, there is no
-            state at all.
+            state at all, though a parameter requires a gradient.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -75,7 +75,7 @@ def match_groups(
     unknown = set(state) - {key for theirs in saved for key in theirs["params"]}
     if unknown:
         raise ValueError(f"the state dict has state for parameters {sorted(unknown)}, which are in none of its groups")
-    if matched and not state and not allow_empty:
+    if any(param.requires_grad for param, _ in matched) and not state and not allow_empty:
         raise ValueError(
             "the state dict holds no state: it was saved before the first step, or it is what a rank other than "
             "0 gets of a gathered one; load the one of rank 0 on every rank"

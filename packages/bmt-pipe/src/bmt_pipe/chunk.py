@@ -44,16 +44,6 @@ def autocast_state(device: torch.device) -> list[tuple[Any, ...]]:
     ]
 
 
-@contextlib.contextmanager
-def without_autocast(device: torch.device) -> Iterator[None]:
-    """For backward passes inside of what the caller may compute with autocast: theirs would be outside."""
-    with contextlib.ExitStack() as stack:
-        for kind, _, is_enabled, _ in autocast_state(device):
-            if is_enabled:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
 class AmbientState:
     """What a computation depends on beside its arguments: random generators and autocast, as they are now."""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from bmt_comm import ParallelContext, note_place
+from bmt_comm import ParallelContext, note_place, without_autocast
 from bmt_zero.backward_context import outside_backward, step_context
 from bmt_zero.gradient_reducer import GradientReducer, ReducedGradient
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
@@ -34,7 +34,6 @@ from .chunk import (
     checkpoints,
     not_checkpointed,
     run_layers,
-    without_autocast,
 )
 from .messages import Form, Message, Post, StageLostError, connected, gets_gradient, take_apart
 from .recording import Recorder
@@ -341,7 +340,7 @@ class Run:
             if self.recorder is not None:
                 around.enter_context(self.recorder.action(action))
             if self.tail is not None and action.kind is not Kind.FORWARD:
-                around.enter_context(without_autocast(self.context.device))
+                around.enter_context(without_autocast())
             made = kinds[action.kind](action, place, arrived)
         for peer, message in self._pass.during(self.stage, action):
             self._post.send(peer, message, made[message.kind])

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
-from bmt_comm import ParallelContext, expected_scale
+from bmt_comm import ParallelContext, expected_scale, without_autocast
 from bmt_zero import Block, ShardedParameter
 from bmt_zero.backward_context import step_context
 from bmt_zero.parameter_group import parameters_in_forward, replaced_parameters
 from bmt_zero.shard import group_of
 
-from .chunk import without_autocast
 from .messages import connected, gets_gradient, take_apart
 from .split_backward import graph_of
 
@@ -115,7 +114,7 @@ class Tail:
             params = [self._leaves[param] for param in self.grads]
             plain = self._plain_leaves(loss, [*wanted, *params], first)
             seed = (self.scale * weight).to(loss.dtype)
-            with without_autocast(self.context.device):
+            with without_autocast():
                 found = torch.autograd.grad(loss, [*wanted, *params, *plain], seed, allow_unused=True)
         for param, grad in zip((*self.grads, *plain), found[len(wanted) :], strict=True):
             if grad is not None:

@@ -74,6 +74,11 @@ class ShardedParameter(nn.Parameter):
         return self.logical_shape
 
     @property
+    def bmt_averages_gradients(self) -> bool:
+        """Whether gradients are divided by the number of ranks, as under :func:`fully_shard`; otherwise summed."""
+        return any(reducer.settings.divisor != 1 for reducer in self.handle.group.reducers)
+
+    @property
     def device_mesh(self) -> Any:
         """The ranks that share the parameter (a ``DeviceMesh``): those of :func:`fully_shard`, or the context's."""
         return self.handle.group.mesh
