@@ -13,6 +13,7 @@ from bmt_tp import (
     ColumnParallelLinear,
     RowParallelLinear,
     VPEmbedding,
+    full_state_dict,
     parallelize,
     per_rank_random,
     sequence_parallel,
@@ -474,3 +475,65 @@ def test_the_head_and_its_loss_take_the_weight_of_an_embedding(ctx, level, tied)
     param = model.embedding.weight
     wanted = select_rows(tp_shard_of(plain.embedding.weight.grad, slice_of(param)), slice_of(param))
     assert (param.grad - wanted).norm() <= 1e-5 * plain.embedding.weight.grad.norm()
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_plain_model_that_was_cut_is_saved_whole(ctx, tmp_path):
+    plan = {"up": "colwise", "down": "rowwise", "embed": "vocab"}
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.norm = nn.Embedding(6, 4), nn.LayerNorm(4)
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+            self.again = self.down
+
+    torch.manual_seed(1)
+    plain = Both()
+    for suffix in (".pt", ".safetensors"):
+        save(parallelize(copy.deepcopy(plain), plan), tmp_path / f"m{suffix}")
+        if ctx.rank == 0:
+            torch.save(plain.state_dict(), tmp_path / "plain.pt")
+        ctx.world.barrier()
+        for name in (f"m{suffix}", "plain.pt"):
+            model = parallelize(Both(), plan)
+            load(model, tmp_path / name)
+            for key, value in full_state_dict(model).items():
+                assert torch.equal(value, plain.state_dict()[key]), key
+    load(loaded := Both(), tmp_path / "m.pt")
+    model = parallelize(Both(), plan)
+    load_state_dict(model, plain.state_dict())
+    for found in (loaded.state_dict(), full_state_dict(model)):
+        for key, value in found.items():
+            assert torch.equal(value, plain.state_dict()[key]), key
+
+
+@pytest.mark.ranks(4, tp_size=2)
+@pytest.mark.parametrize("padding", [None, 0])
+def test_layers_that_were_cut_are_called_outside_of_their_model(ctx, padding):
+    """As ``get_input_embeddings()`` is for prompts; keys and values have fewer heads than there are ranks."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        pad_token_id=padding,
+    )
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config)
+    model = BMTrainModelWrapper(parallelize(copy.deepcopy(plain)))
+    ids = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(1))
+    embedded = [each.get_input_embeddings()(ids) for each in (plain, model)]
+    torch.testing.assert_close(*embedded)
+    logits = [each(inputs_embeds=x).logits for each, x in zip((plain, model), embedded)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+    keys = [each.model.layers[0].self_attn.k_proj(embedded[0].detach()) for each in (plain, model)]
+    torch.testing.assert_close(*keys)
+    for x in embedded:
+        (x * (1 + ids[..., None])).sum().backward()
+    wanted, weight = plain.get_input_embeddings().weight.grad, model.get_input_embeddings().weight
+    rows = select_rows(tp_shard_of(wanted, weight.bmt_slice), weight.bmt_slice)
+    torch.testing.assert_close(weight.grad.to_local(), 2 * rows)  # two replicas, the same batch

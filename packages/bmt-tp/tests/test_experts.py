@@ -144,6 +144,28 @@ def test_ranks_have_any_number_of_tokens(tracked):
 
 
 @pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.parametrize("plan", [WHOLE, SPLIT], ids=["whole", "split"])
+def test_experts_without_tokens_are_stepped_as_on_one_device(ctx, plan):
+    plain = build()
+    model = parallelize(copy.deepcopy(plain), plan)
+    start = copy.deepcopy(plain.state_dict())
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01)
+        for step in range(3):
+            if step:  # then only the first rank's experts have tokens
+                for layer in each.layers:
+                    layer.router.bias.data[:CHOSEN] += 100
+            ids = torch.randint(0, 11, (B, S), generator=torch.Generator().manual_seed(step))
+            each(ids).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    after = full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        update, expected = after[name] - start[name], value - start[name]
+        assert (update - expected).norm() <= 1e-4 * expected.norm(), name
+
+
+@pytest.mark.ranks(2, tp_size=2)
 def test_what_cannot_be_divided_is_named_and_nothing_changes(ctx):
     model = build()
     before = copy.deepcopy(model.state_dict())

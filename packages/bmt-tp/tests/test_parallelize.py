@@ -1,6 +1,7 @@
 """Plain models, cut by a plan."""
 
 import copy
+import math
 import os
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bmt_comm import init_distributed, slice_of
+from bmt_comm import init_distributed, slice_of, unshard_tp
 from bmt_tp import full_state_dict, load_full_state_dict, parallelize
 
 VOCAB, HIDDEN, HEADS = 24, 24, 12
@@ -359,3 +360,167 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(ctx):
     with pytest.raises(ValueError, match=r"'embed.weight' has shape \(5, 5\); the whole parameter has \(24, 24\)"):
         load_full_state_dict(model, wrong)
     assert torch.equal(model.layers[0].up.weight, before)
+
+
+class Feedforward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+FEEDFORWARD = {"up": "colwise", "down": "rowwise"}
+
+
+def feedforwards():
+    """A plain one, and a copy of it that is cut."""
+    torch.manual_seed(0)
+    plain = Feedforward()
+    return plain, parallelize(copy.deepcopy(plain), FEEDFORWARD)
+
+
+def check_same(model, plain):
+    for name, value in full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_torch_clips_and_scales_a_cut_model_as_the_plain_one(ctx):
+    plain, model = feedforwards()
+    x = torch.randn(5, 6)
+    for step in range(3):
+        norms = []
+        for each in (plain, model):
+            each(x).square().sum().backward()
+            norms.append(nn.utils.clip_grad_norm_(each.parameters(), 0.1))
+            torch.optim.SGD(each.parameters(), lr=1.0).step()
+            each.zero_grad(set_to_none=step == 0)
+        torch.testing.assert_close(*norms)
+    check_same(model, plain)
+    for bad in (False, True):
+        for each in (plain, model):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+            scaler.scale(each(x).square().sum()).backward()
+            if bad and (each is plain or ctx.rank == 1):  # in the piece of one rank
+                each.up.weight.grad[-1, 0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        check_same(model, plain)
+    assert nn.Parameter(torch.ones(2)).grad is None
+    for name in ("Adafactor", "LBFGS"):
+        optimizer = getattr(torch.optim, name)(model.parameters())
+        model(x).sum().backward()
+        with pytest.raises(TypeError, match=f"{name} computes with logical parameters"):
+            optimizer.step(lambda: model(x).sum())
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_what_is_reset_after_it_was_cut_is_that_of_the_plain_layer(ctx):
+    for style in ("vocab", "colwise", "rowwise"):
+        plain = nn.Sequential(nn.Embedding(8, 6, padding_idx=1) if style == "vocab" else nn.Linear(6, 8))
+        model = parallelize(copy.deepcopy(plain), {"0": style})
+        pieces = list(model.parameters())
+        for each in (plain, model):
+            torch.manual_seed(3)
+            each.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+        check_same(model, plain)
+        assert all(a is b for a, b in zip(pieces, model.parameters(), strict=True))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_an_encoder_layer_of_torch_is_right_in_evaluation(ctx):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)).eval()
+    model = parallelize(copy.deepcopy(plain), {"0.linear1": "colwise", "0.linear2": "rowwise"})
+    x = torch.randn(2, 5, 8)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_plan_may_name_a_shared_module_twice(ctx):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = self.b = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    plain = Twice()
+    model = parallelize(copy.deepcopy(plain), {"a": "colwise_gather_output", "b": "colwise_gather_output"})
+    torch.testing.assert_close(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_an_input_that_was_written_to_is_copied_again(ctx):
+    plain = nn.Linear(4, 6).requires_grad_(False)  # or torch would keep the input
+    model = parallelize(nn.Sequential(copy.deepcopy(plain)), {"0": "colwise_gather_output"})
+    results = []
+    for each in (plain, model):
+        x = torch.ones(2, 4, requires_grad=True)
+        first = each(x)
+        with torch.no_grad():
+            x.add_(0.5)
+        (first + 2 * each(x)).sum().backward()
+        results.append(x.grad)
+    torch.testing.assert_close(*results)
+    with torch.inference_mode():
+        x = torch.ones(2, 4)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_sparse_mask_beside_the_batch(ctx):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            return self.linear(x)
+
+    parallelize(Masked(), {"linear": "colwise_gather_output"})(torch.ones(2, 4), torch.eye(2).to_sparse())
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_heads_by_the_names_of_many_repositories(ctx):
+    class Vit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = 4
+            self.to_qkv, self.to_out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.to_qkv(x).chunk(3, -1))
+            return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    plain = nn.Sequential(Vit())
+    model = parallelize(copy.deepcopy(plain), {"0.to_qkv": "packed_colwise:3", "0.to_out": "rowwise"})
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.parametrize("kind", ["Apertus", "Glm4Moe"])
+def test_plans_of_models_are_completed(ctx, kind):
+    transformers = pytest.importorskip("transformers")
+    options = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
+    options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    if kind == "Glm4Moe":
+        options |= {"use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        options |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    config = getattr(transformers, f"{kind}Config")(**options)
+    torch.manual_seed(0)
+    plain = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = parallelize(copy.deepcopy(plain))
+    ids = torch.randint(1, 32, (2, 6))
+    for each in (plain, model):
+        each(input_ids=ids, labels=ids).loss.backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        grad = p.grad if p.grad is None or not getattr(p, "tp_mode", False) else unshard_tp(p.grad, slice_of(p))
+        torch.testing.assert_close(grad, q.grad, rtol=1e-3, atol=1e-5, msg=name)

@@ -33,7 +33,9 @@ def leaf(x):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-@pytest.mark.parametrize(("shape", "dim"), [((3, 4), 0), ((1, 3, 4), 1), ((2, 3, 4), 1)])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((3, 4), 0), ((1, 3, 4), 1), ((2, 3, 4), 1), ((2, 1, 4), 1), ((2, 3, 1), 2)]
+)
 def test_joined_parts_may_be_written_to_in_place(ctx, shape, dim):
     x = torch.ones(shape, requires_grad=True)
     gather_along(x, dim).mul_(3.0).sum().backward()

@@ -119,6 +119,9 @@ def test_another_attention_and_heads_that_cannot_be_divided_are_refused(ctx):
     parallelize(model, PLAN)
     with pytest.raises(RuntimeError, match=r"'layers.1.attention', which the plan has as 'ulysses', has not called"):
         model(torch.randint(11, (B, S)))
+    model = parallelize(Model(8, False), PLAN)
+    with pytest.raises(ValueError, match="got one position of the sequence on this rank"):
+        model(torch.randint(11, (B, 2)))
     x = torch.zeros(B, 3, S, HEAD)
     with pytest.raises(ValueError, match="with heads that 2 ranks divide"):
         ulysses_attention(x, x, x)

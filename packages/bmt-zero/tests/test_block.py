@@ -21,9 +21,9 @@ from block_helpers import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bmt_comm import local_rows
 from bmt_zero import Block, TransformerBlockList
 from bmt_zero.shard import forget_sharding, group_of
-from bmt_zero.sharded_gradient import local_rows
 
 OPTIONS = [
     pytest.param({"use_checkpoint": checkpointing, "zero_level": level}, id=f"{level}{'c' * checkpointing}")

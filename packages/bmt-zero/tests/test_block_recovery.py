@@ -20,10 +20,10 @@ from block_helpers import (
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bmt_comm import local_rows
 from bmt_zero import Block, TransformerBlockList, no_sync
 from bmt_zero.hooks import Call
 from bmt_zero.shard import group_of, sharding_of
-from bmt_zero.sharded_gradient import local_rows
 
 every_level = pytest.mark.parametrize("level", [0, 1, 2, 3])
 

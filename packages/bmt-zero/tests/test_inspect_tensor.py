@@ -10,9 +10,8 @@ import torch
 from test_inspect_model import assert_same
 from torch import Tensor, nn
 
-from bmt_comm import mark_scaled
+from bmt_comm import local_rows, mark_scaled
 from bmt_zero import Block, TransformerBlockList, inspect_tensor, record_tensor
-from bmt_zero.sharded_gradient import local_rows
 
 WIDTH, LAYERS = 5, 3
 

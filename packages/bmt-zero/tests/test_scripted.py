@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmt_comm import local_rows
 from bmt_zero import Block
-from bmt_zero.sharded_gradient import local_rows
 
 
 def scripted(function: Any) -> Any:

@@ -37,12 +37,15 @@ from .planned import PlannedCommunicator, planned_context
 from .printing import print_block, print_dict, print_rank, see_memory
 from .ranges import named_range
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
+from .sharded_gradient import ShardedGradient, local_rows, noting_gradient, sharded_gradient
 from .slice import (
     LAYER_ATTRIBUTE,
     SLICE_ATTRIBUTE,
+    STAGE_LOCAL_ATTRIBUTE,
     Slice,
     dtensor_like,
     is_dtensor,
+    is_stage_local,
     local_tensor,
     select_rows,
     slice_of,
@@ -54,12 +57,14 @@ from .state_record import StateRecord
 from .store import allgather_objects, broadcast_object
 from .topology import TopologyNames
 from .watch import RankFailureError
+from .whole_layer_optimizers import refuse_whole_layer_optimizers
 from .work import Work
 
 __all__ = [
     "LAYER_ATTRIBUTE",
     "REDUCE_OPS",
     "SLICE_ATTRIBUTE",
+    "STAGE_LOCAL_ATTRIBUTE",
     "TREE_SUM",
     "CallSequences",
     "Communicator",
@@ -69,6 +74,7 @@ __all__ = [
     "ParallelContext",
     "PlannedCommunicator",
     "RankFailureError",
+    "ShardedGradient",
     "Slice",
     "StateRecord",
     "TopologyNames",
@@ -95,6 +101,8 @@ __all__ = [
     "init_distributed",
     "is_dtensor",
     "is_initialized",
+    "is_stage_local",
+    "local_rows",
     "local_tensor",
     "mark_scaled",
     "named_range",
@@ -103,6 +111,7 @@ __all__ = [
     "note_place",
     "note_scale",
     "note_step",
+    "noting_gradient",
     "packing",
     "planned_context",
     "print_block",
@@ -111,12 +120,14 @@ __all__ = [
     "rank",
     "recv_activations",
     "reduce_scatter",
+    "refuse_whole_layer_optimizers",
     "runs_compiled_autograd",
     "scale_in_backward",
     "scale_of",
     "see_memory",
     "select_rows",
     "send_activations",
+    "sharded_gradient",
     "shutdown",
     "slice_of",
     "store",

@@ -26,6 +26,18 @@ SLICE_ATTRIBUTE = "bmt_slice"
 LAYER_ATTRIBUTE = "bmt_pipe_layer"
 """On a parameter that one pipeline stage alone has: the number of its pipeline in the process, and of its layer."""
 
+STAGE_LOCAL_ATTRIBUTE = "bmt_stage_local"
+"""On a parameter: a bool, whether only the ranks of one pipeline stage have it.
+
+Without it, a parameter is a stage's own if its rows are spread over ranks of that stage (or over the single rank that
+is a stage), and a copy on every stage otherwise.
+"""
+
+
+def is_stage_local(tensor: Tensor) -> bool:
+    """Whether a parameter is said to belong to this pipeline stage only."""
+    return bool(getattr(tensor, STAGE_LOCAL_ATTRIBUTE, False))
+
 
 @dataclass(frozen=True)
 class Slice:

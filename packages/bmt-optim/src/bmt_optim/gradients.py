@@ -15,17 +15,10 @@ import torch
 from torch import Tensor
 
 import bmt_kernels
-from bmt_comm import ParallelContext, Slice, is_dtensor, slice_of
+from bmt_comm import STAGE_LOCAL_ATTRIBUTE, ParallelContext, Slice, is_dtensor, slice_of
 
 from .runs import local_grad, merge_adjacent
 from .slices import Comms, all_reduce_over, by_comms
-
-STAGE_LOCAL_ATTRIBUTE = "bmt_stage_local"
-"""Set to a bool on a parameter to say whether only this pipeline stage has it.
-
-Without it, a parameter is this stage's own if its rows are spread over ranks of this stage (or over the
-single rank that is a stage), and a copy on every stage otherwise.
-"""
 
 
 def scale_for_means(params: Iterable[Tensor], replicas: int) -> float:

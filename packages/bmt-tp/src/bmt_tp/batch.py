@@ -76,5 +76,8 @@ _TOLERANCE = 0.05
 
 
 def _digest(tensor: Tensor) -> str:
+    if tensor.is_meta:
+        return "unknown"
+    tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
     data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import Communicator, not_compiled
+from bmt_comm import Communicator, not_compiled, slice_of, tp_shard_of
 
 from .embedding import lookup
 from .parallel_ops import ReduceType, column_linear, row_linear
-from .parameters import PieceModule
+from .parameters import PieceModule, TensorParallelParameter, unsharded
 from .regions import copy_to_ranks, gather_along, reduce_from_ranks, reduce_scatter_along, split_along
 
 
@@ -23,17 +23,18 @@ class SharedInput:
     """The input of layers beside each other (query, key and value), whose gradient is reduced once for all."""
 
     def __init__(self) -> None:
-        self._last: tuple[TensorWeakRef, TensorWeakRef] | None = None
+        self._last: tuple[TensorWeakRef, int, TensorWeakRef] | None = None
 
     @not_compiled
     def enter(self, x: Tensor, comm: Communicator) -> Tensor:
-        """``copy_to_ranks(x)``, the same one if ``x`` is the same."""
-        if self._last is not None and self._last[0]() is x:
-            found = self._last[1]()
+        """``copy_to_ranks(x)``, the same one if ``x`` is the same and was not written to."""
+        version = 0 if x.is_inference() else x._version
+        if self._last is not None and self._last[0]() is x and self._last[1] == version:
+            found = self._last[2]()
             if found is not None and found.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
                 return found
         result = copy_to_ranks(x, comm)
-        self._last = (TensorWeakRef(x), TensorWeakRef(result))
+        self._last = (TensorWeakRef(x), version, TensorWeakRef(result))
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
@@ -91,10 +92,11 @@ class SharedHeadLinear(PieceModule):
             input = gather_along(input, how.sequence_dim, how.comm, partial_grad=True)
         elif how.shared is not None:
             input = how.shared.enter(input, how.comm)
-        length = len(self.weight) // how.shared_heads
+        weight, bias = unsharded(self.weight), unsharded(self.bias)
+        length = len(weight) // how.shared_heads
         start = how.comm.rank * how.shared_heads // how.comm.size * length
-        bias = None if self.bias is None else self.bias[start : start + length]
-        return F.linear(input, self.weight[start : start + length], bias)
+        bias = None if bias is None else bias[start : start + length]
+        return F.linear(input, weight[start : start + length], bias)
 
 
 class CutRowLinear(PieceModule):
@@ -123,7 +125,7 @@ class CutEmbedding(PieceModule):
 
     def forward(self, input: Tensor) -> Tensor:
         how = self.tensor_parallel
-        weight = self.weight
+        weight = unsharded(self.weight)
         start = how.comm.rank * len(weight)
         if self.padding_idx is not None and 0 <= self.padding_idx - start < len(weight):
             weight = _WithoutGradientOfRow.apply(weight, self.padding_idx - start)
@@ -148,6 +150,26 @@ class _WithoutGradientOfRow(torch.autograd.Function):
         return grad, None
 
 
+def _reset_whole(module: nn.Module, cls: Any) -> None:
+    """``cls.reset_parameters``, which fills whole parameters, and this rank keeps its pieces.
+
+    Bounds depend on whole sizes, and ranks with the same random state get pieces of the same tensor.
+    """
+    own = dict(module._parameters)
+    wholes: dict[str, Any] = {}
+    for name, param in own.items():
+        if isinstance(param, TensorParallelParameter) and param.tp_mode:
+            wholes[name] = nn.Parameter(param.new_empty(slice_of(param).shape), requires_grad=False)
+    module._parameters.update(wholes)
+    try:
+        cls.reset_parameters(module)
+    finally:
+        module._parameters.update(own)
+    with torch.no_grad():
+        for name, whole in wholes.items():
+            own[name].copy_(tp_shard_of(whole, slice_of(own[name])))  # type: ignore[arg-type, union-attr]
+
+
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
@@ -155,7 +177,7 @@ def class_with_forward_of(form: type[PieceModule], cls: type[nn.Module]) -> type
     """``cls`` with the forward of ``form`` in the place of PyTorch's own.
 
     A class derived from ``nn.Embedding`` or ``nn.Linear`` whose forward calls ``super().forward`` (a scaled embedding)
-    keeps that forward, and calls the one of ``form`` in it.
+    keeps that forward, and calls the one of ``form`` in it. What ``reset_parameters`` fills is whole.
     """
     if (form, cls) not in _classes:
         bases: tuple[type, ...] = (form, cls)
@@ -163,7 +185,10 @@ def class_with_forward_of(form: type[PieceModule], cls: type[nn.Module]) -> type
         if cls is not torchs_own and cls.forward is not torchs_own.forward:
             inner = type(form.__name__, (form, torchs_own), {"__module__": form.__module__})
             bases = (cls, inner)
-        _classes[form, cls] = type(cls.__name__, bases, {"__module__": cls.__module__})
+        own: dict[str, Any] = {"__module__": cls.__module__}
+        if hasattr(cls, "reset_parameters"):
+            own["reset_parameters"] = lambda self: _reset_whole(self, cls)
+        _classes[form, cls] = type(cls.__name__, bases, own)
     return _classes[form, cls]
 
 

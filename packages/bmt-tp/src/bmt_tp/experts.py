@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ def expert_parallel(
     *,
     split_tokens: bool = False,
     comm: Communicator | None = None,
+    parameters: Iterable[Tensor] = (),
 ) -> Tensor:
     """The sum, for each token, of what its experts compute, weighted.
 
@@ -56,6 +57,7 @@ def expert_parallel(
         num_experts: of all ranks.
         split_tokens: whether each rank has tokens of its own, any number of them. Otherwise all have the same.
         comm: the ranks; by default the context's tensor-parallel ones.
+        parameters: of this rank's experts. They get gradients, of zeros, also where P is 0, as on one device.
 
     Returns:
         (T, H).
@@ -85,8 +87,12 @@ def expert_parallel(
     if counts is not None:
         (numbers,) = counts.exchanged([numbers])
         rows, scales = _Exchange.apply(counts, rows, scales)
-    # Where there are no rows, the result depends on them nevertheless.
-    results = compute(rows, numbers - comm.rank * held, scales) if len(rows) else rows * scales
+    if len(rows):
+        results = compute(rows, numbers - comm.rank * held, scales)
+    else:  # the result depends on them, and on the experts, nevertheless
+        results = rows * scales
+        for param in parameters:
+            results = results + param.flatten()[:0].sum().to(results.dtype)
     if counts is not None:
         (results,) = _Exchange.apply(counts.reversed(), results)
     total = torch.zeros_like(tokens).index_add(0, of_token, results.to(tokens.dtype))
@@ -161,5 +167,10 @@ class ExpertParallel(PieceModule):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         routed = hidden_states, top_k_index, top_k_weights
         return expert_parallel(
-            super().forward, *routed, self.all_experts, split_tokens=self.split_tokens, comm=self.comm
+            super().forward,
+            *routed,
+            self.all_experts,
+            split_tokens=self.split_tokens,
+            comm=self.comm,
+            parameters=self.parameters(),
         )

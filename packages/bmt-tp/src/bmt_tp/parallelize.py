@@ -87,12 +87,16 @@ DIVIDED_ATTRIBUTES = (
     "num_kv_heads",
     "n_head",
     "n_heads",
+    "heads",
+    "nhead",
+    "n_kv_heads",
+    "num_kv_head",
     "split_size",
     "all_head_size",
 )
 """What an attention module counts its heads by: divided where its projections are cut."""
 
-_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_kv_head")
 
 _ALIASES = {
     "colwise_rep": "colwise_gather_output",
@@ -155,6 +159,8 @@ def parallelize(
     if expert_parallel:
         plan = _with_whole_experts(plan)
     cuts = _matches(model, plan, given)
+    if not given:
+        cuts += _left_out(cuts)
     gathered = tuple(match.name + "." for match in cuts if match.style == "sequence_gather")
     whole = [_Cut.of(match, comm, sequence_dim, match.name.startswith(gathered)) for match in cuts]
     _check_experts(whole)
@@ -172,6 +178,8 @@ def parallelize(
         cut.apply(shared.setdefault(cut.name.rpartition(".")[0], SharedInput()))
     for module, attribute, value in heads:
         setattr(module, attribute, value)
+    for encoder in {match.parent for match in cuts if isinstance(match.parent, nn.TransformerEncoderLayer)}:
+        encoder.activation_relu_or_gelu = 0  # else torch computes with the weights of its layers, in evaluation
     model.register_forward_pre_hook(_FirstBatchCheck(comm), with_kwargs=True)
     return model
 
@@ -199,7 +207,8 @@ def _matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> lis
     """What the plan names, in the model's order; the first matching entry counts."""
     patterns = [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), p, _style(p, style)) for p, style in plan.items()]
     found: list[_Match] = []
-    used = set()
+    all_names = [name for name, _ in model.named_modules(remove_duplicate=False)]  # also those of shared modules
+    used = {source for pattern, source, _ in patterns if any(map(pattern.fullmatch, all_names))}
     for name, module in model.named_modules():
         prefix = name + "." if name else ""
         names = [(name, None), *((prefix + n, n) for n, p in module._parameters.items() if p is not None)]
@@ -218,6 +227,27 @@ def _matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> lis
     if not found:
         raise ValueError(f"no name in the plan is that of a module of {type(model).__name__}")
     return found
+
+
+def _left_out(cuts: list[_Match]) -> list[_Match]:
+    """What plans of some models leave out: modules that compute with the heads, or the features, of this rank alone.
+
+    These are norms over one head, and activations with parameters of one element. Each rank finds a part of their
+    gradients.
+    """
+    found: dict[str, _Match] = {}
+    known = {match.name for match in cuts}
+    for match in cuts:
+        if match.style not in ("colwise", "packed_colwise") or match.parameter is not None:
+            continue
+        head: int = getattr(match.parent, "head_dim", 0)
+        for name, most in (("q_norm", head), ("k_norm", head), ("act_fn", 1)):
+            module = match.parent._modules.get(name)
+            path = f"{match.name.rpartition('.')[0]}.{name}"
+            sizes = [] if module is None else [param.numel() for param in module.parameters()]
+            if module is not None and sizes and max(sizes) <= most and path not in known:
+                found[path] = _Match(path, module, "sequence", None, match.parent)
+    return list(found.values())
 
 
 def _style(name: str, style: str) -> str:
@@ -275,8 +305,10 @@ class _Cut:
         elif kind == "packed_rowwise":
             raise TypeError(f"{name!r} is a {type(module).__name__}; {style!r} cuts a parameter of packed experts")
         elif kind in _LINEAR_STYLES and not (isinstance(module, nn.Linear) or transposed):
+            cure = f"; name {name}.base_layer, and the layers beside it" if hasattr(module, "base_layer") else ""
             raise TypeError(
-                f"{name!r} is a {type(module).__name__}; {style!r} cuts a torch.nn.Linear or a Conv1D of transformers"
+                f"{name!r} is a {type(module).__name__}; {style!r} cuts a torch.nn.Linear or a Conv1D of "
+                f"transformers{cure}"
             )
         if kind in _CUTTING_STYLES and kind != "expert_parallel" and parameter is None:
             _check_uncut(name, module)

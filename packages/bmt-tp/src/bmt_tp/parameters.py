@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import SLICE_ATTRIBUTE, Communicator, Slice, current_context, tp_shard_of
+from bmt_comm import (
+    SLICE_ATTRIBUTE,
+    Communicator,
+    ShardedGradient,
+    Slice,
+    current_context,
+    refuse_whole_layer_optimizers,
+    sharded_gradient,
+    tp_shard_of,
+)
 
 _SHARDED = importlib.util.find_spec("bmt_zero") is not None
 
@@ -49,6 +58,9 @@ else:
     Module = DistributedModule
 
 
+_grad: Any = Tensor.grad
+
+
 class TensorParallelParameter(nn.Parameter):
     """A plain parameter that says what it holds, or how it is used, also when it is copied.
 
@@ -64,6 +76,23 @@ class TensorParallelParameter(nn.Parameter):
     sequence_comm: Communicator
     has_sum_hook: bool = False
 
+    @property
+    def grad(self) -> Tensor | None:
+        """That of a piece is a :class:`bmt_comm.ShardedGradient`, whose norm is that of the whole gradient."""
+        grad: Tensor | None = _grad.__get__(self)
+        if grad is not None and self.tp_mode and not isinstance(grad, ShardedGradient):
+            grad = sharded_gradient(grad, self)
+            _grad.__set__(self, grad)
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _grad.__delete__(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelParameter:
         if id(self) not in memo:
             twin = super().__deepcopy__(memo)
@@ -77,6 +106,7 @@ class TensorParallelParameter(nn.Parameter):
 
 def mark_piece(param: nn.Parameter, found: Slice) -> None:
     """Let a plain parameter, which holds the piece, say what of."""
+    refuse_whole_layer_optimizers()
     _mark(param, tp_mode=True, **{SLICE_ATTRIBUTE: found})
 
 

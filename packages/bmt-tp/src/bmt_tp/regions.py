@@ -128,7 +128,9 @@ class Pending:
         if self._dim is None:
             return self._raw
         # (ranks, ..., part, ...) to (..., ranks, part, ...): one copy.
-        return self._raw.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
+        joined = self._raw.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
+        # Of parts of length 1 it is a view, which could not be written to in place.
+        return joined.clone() if joined._is_view() else joined
 
 
 def start_gather(x: Tensor, dim: int, comm: Communicator) -> Pending:

@@ -109,7 +109,7 @@ class UlyssesModule:
         for name in ("position_embeddings", "position_ids"):
             if kwargs.get(name) is not None:
                 kwargs[name] = tree_map_only(Tensor, self._split, kwargs[name])
-        self._modes.append(_Mode(self.comm))
+        self._modes.append(_Mode(self.comm, self.name))
         self._modes[-1].__enter__()
         return args, kwargs
 
@@ -127,12 +127,18 @@ class UlyssesModule:
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, name: str) -> None:
         super().__init__()
-        self.comm, self.calls = comm, 0
+        self.comm, self.name, self.calls = comm, name, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls += 1
+        query = args[0] if args else kwargs["query"]
+        if query.shape[SEQUENCE] == 1:
+            raise ValueError(
+                f"{self.name!r}, which the plan has as 'ulysses', got one position of the sequence on this rank. "
+                "Attentions of one position are not causal, and the model may have asked for none; pass longer ones"
+            )
         return ulysses_attention(*args, comm=self.comm, **(kwargs or {}))

@@ -1,5 +1,7 @@
 """ZeRO-sharded parameters and modules, initialisation and state dicts."""
 
+from bmt_comm import is_stage_local
+
 from ._version import __version__
 from .block import Block, CheckpointBlock
 from .block_list import TransformerBlockList, link_blocks
@@ -31,7 +33,7 @@ from .replica_sums import verify_replicas
 from .shard import shard
 from .sharded_parameter import ShardedParameter
 from .stage import stage_block
-from .stage_entry import StageEntry, is_stage_local
+from .stage_entry import StageEntry
 from .state import entries_of_stages, has_own_stage_only, load_state_dict, serves_shards
 from .wrapper import BMTrainModelWrapper
 

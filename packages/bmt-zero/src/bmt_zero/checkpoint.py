@@ -17,6 +17,7 @@ from bmt_comm import (
     ParallelContext,
     check_agreement,
     current_context,
+    is_stage_local,
     local_tensor,
     note_place,
     select_rows,
@@ -30,7 +31,7 @@ from .checkpoints.rank0_source import Rank0Source
 from .checkpoints.regions import flat_bytes
 from .checkpoints.weight_files import Placeholder, WeightFile, weight_file, write_weights
 from .sharded_parameter import ShardedParameter
-from .stage_entry import StageEntry, is_stage_local
+from .stage_entry import StageEntry
 from .state import (
     check_entries,
     dtype_of,
@@ -79,7 +80,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     has_code = _has_own_code(model, context, loading=False)
     note_place("save")
     check_agreement(context.world, "save", _facts(model, has_code))
-    entries = model.state_dict() if has_code else local_entries(model)
+    entries = model.state_dict(keep_vars=True) if has_code else local_entries(model)
     names: dict[int, list[str]] = {}  # of each value, by its identity
     for name, value in entries.items():
         names.setdefault(id(value), []).append(name)

@@ -54,12 +54,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Work, named_range
+from bmt_comm import Communicator, Work, local_rows, named_range, sharded_gradient
 
 from .float8 import Float8Weights, float8_dtype
 from .layout import FlatLayout, Placement
 from .options import Options
-from .sharded_gradient import local_rows, sharded_gradient
 from .sharded_parameter import ShardedParameter
 
 _NOTHING = contextlib.nullcontext()

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmt_comm import TreeSum, current_context
+from bmt_comm import ShardedGradient, TreeSum, current_context
 
 from .flat_gradient import is_flat_gradient, new_flat_gradient, write_gradients
 from .flat_parameter import FlatParameter
@@ -36,7 +36,6 @@ from .gradient_target import GradientTarget, GradientTargets
 from .parameter_gradients import ParameterGradients
 from .reduction import Reduction, ReductionSettings
 from .replica_check import check_replicas
-from .sharded_gradient import ShardedGradient
 
 
 @dataclass

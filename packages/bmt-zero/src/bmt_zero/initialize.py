@@ -19,7 +19,7 @@ from bmt_comm import ParallelContext, check_agreement, current_context
 from .fill_order import Fill, generators_of_rank_0, run_in_order, without_drawing
 from .shard import sharding_of
 from .sharded_parameter import ShardedParameter
-from .state import logical_tensor, raise_on_all, write_logical
+from .state import raise_on_all, write_logical
 
 _Place: TypeAlias = tuple[dict[str, Any], str]
 """A module's dictionary of parameters or buffers, and a name in it."""
@@ -315,7 +315,7 @@ def _run_reset(reset: _Reset, context: ParallelContext) -> None:
             if (marker := _marker_of(values.dtype)) is not None:
                 values.fill_(marker)
         else:
-            values.copy_(logical_tensor(tensor))
+            values.copy_(tensor.gather_all() if isinstance(tensor, ShardedParameter) else tensor)
     results: list[Any] = []
     try:
         for tensors, name, tensor in before:

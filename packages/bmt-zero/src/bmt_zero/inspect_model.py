@@ -9,11 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import Communicator, current_context, is_initialized, local_tensor, scale_of, slice_of
+from bmt_comm import (
+    Communicator,
+    current_context,
+    is_initialized,
+    is_stage_local,
+    local_rows,
+    local_tensor,
+    scale_of,
+    slice_of,
+)
 
 from .shard import sharding_of
-from .sharded_gradient import local_rows
-from .stage_entry import is_stage_local, natural_key
+from .stage_entry import natural_key
 from .statistics import Statistics, as_statistics, describe, over_several, summary_of
 
 

@@ -23,8 +23,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from bmt_comm import ShardedGradient, local_rows, noting_gradient, sharded_gradient
+
 from .flat_parameter import FlatParameter
-from .sharded_gradient import ShardedGradient, local_rows, noting_gradient, sharded_gradient
 
 
 class ParameterGradients:

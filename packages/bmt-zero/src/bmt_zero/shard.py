@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bmt_comm import Communicator, ParallelContext, check_agreement, current_context, slice_of
+from bmt_comm import STAGE_LOCAL_ATTRIBUTE, Communicator, ParallelContext, check_agreement, current_context, slice_of
 
 from .activation_checkpoint import CheckpointedForward
 from .backward_context import step_context
@@ -33,7 +33,6 @@ from .options import Options, ranks_of
 from .parameter_group import GroupHandle, ParameterGroup, Slot
 from .precision import MixedPrecision
 from .sharded_parameter import ShardedParameter
-from .stage_entry import STAGE_LOCAL_ATTRIBUTE
 from .state import add_state_hooks
 from .torch_optimizers import watch_optimizers
 

@@ -31,9 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bmt_comm import Slice, select_rows, tp_shard_of, unshard_tp
-
-from .sharded_gradient import ShardedGradient
+from bmt_comm import ShardedGradient, Slice, select_rows, tp_shard_of, unshard_tp
 
 
 class ShardedParameter(nn.Parameter):

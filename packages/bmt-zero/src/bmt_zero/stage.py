@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from bmt_comm import ParallelContext, current_context
+from bmt_comm import STAGE_LOCAL_ATTRIBUTE, ParallelContext, current_context
 
 from .block import Block, check_no_blocks
 from .flat_parameter import FlatParameter
@@ -22,7 +22,6 @@ from .shard import (
     values_of,
 )
 from .sharded_parameter import ShardedParameter
-from .stage_entry import STAGE_LOCAL_ATTRIBUTE
 
 
 def stage_block(module: nn.Module, keep: bool) -> nn.Module | None:

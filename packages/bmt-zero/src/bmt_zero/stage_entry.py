@@ -1,4 +1,4 @@
-"""Parameters that belong to one pipeline stage, and their entries in a state dict of all stages."""
+"""Entries of one pipeline stage's parameters in a state dict of all stages."""
 
 from __future__ import annotations
 
@@ -7,17 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bmt_comm import Communicator
-
-STAGE_LOCAL_ATTRIBUTE = "bmt_stage_local"
-"""Set on parameters that only the ranks of one pipeline stage have."""
-
-
-def is_stage_local(tensor: Tensor) -> bool:
-    """Whether a parameter belongs to this pipeline stage only."""
-    return bool(getattr(tensor, STAGE_LOCAL_ATTRIBUTE, False))
 
 
 def natural_key(name: str) -> tuple[Any, ...]:

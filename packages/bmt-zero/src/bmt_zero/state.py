@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import Communicator, select_rows, tp_shard_of
+from bmt_comm import SLICE_ATTRIBUTE, Communicator, select_rows, slice_of, tp_shard_of, unshard_tp
 
 from .parameter_group import GroupHandle, Slot, refresh_flat_weights
 from .sharded_parameter import ShardedParameter
@@ -114,12 +114,22 @@ def has_own_stage_only() -> bool:
     return _own_stage.get()
 
 
+def is_piece(value: Any) -> bool:
+    """Whether it is a plain tensor that says that it is a tensor-parallel rank's piece of a logical one."""
+    if isinstance(value, ShardedParameter) or not isinstance(value, Tensor):
+        return False
+    where = getattr(value, SLICE_ATTRIBUTE, None)
+    return where is not None and where.tp_dim is not None
+
+
 def logical_tensor(value: Any) -> Any:
     """The logical tensor of an entry; anything else as it is. Every rank must take part."""
     if isinstance(value, StageEntry):
         return value.spread(logical_tensor(value.value) if value.is_here else None)
     if isinstance(value, ShardedParameter):
         return value.gather_all()
+    if is_piece(value):
+        return unshard_tp(value.detach(), slice_of(value))
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -127,8 +137,8 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
     """The shape of the logical tensor of an entry; None if it is no tensor."""
     if isinstance(value, StageEntry):
         return value.shape
-    if isinstance(value, ShardedParameter):
-        return value.bmt_slice.shape
+    if isinstance(value, ShardedParameter) or is_piece(value):
+        return slice_of(value).shape
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
@@ -466,7 +476,7 @@ class _Place:
         for own, loaded in self.loaded:
             if not isinstance(own, ShardedParameter):
                 with torch.no_grad():
-                    own.copy_(loaded)
+                    own.copy_(tp_shard_of(loaded, slice_of(own)) if is_piece(own) and not self.has_code else loaded)
             elif not (own.awaits_values and self.has_code and not loaded.any()):  # zeros: not written
                 write_logical(own, loaded)
         for state in self.extra_state:

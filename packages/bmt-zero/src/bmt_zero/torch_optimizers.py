@@ -21,16 +21,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from bmt_comm import Slice, unshard_tp
+from bmt_comm import Slice, refuse_whole_layer_optimizers, unshard_tp
 
 from .sharded_parameter import ShardedParameter
 from .state import rows_of_logical
 
-_REFUSED = {
-    "Adafactor": "bmt_optim.DistributedAdafactor",
-    "LBFGS": "an element-wise optimizer",
-    "Muon": "bmt_optim.Muon",
-}
 OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")
 """States with one value for a parameter; only the names tell, where the parameter has no dimensions."""
 
@@ -44,15 +39,12 @@ def watch_optimizers() -> None:
     global _watching
     if not _watching:
         _watching = True
+        refuse_whole_layer_optimizers()
         register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """A hook before each step of any optimizer.
-
-    Raises:
-        TypeError: the optimizer is not element-wise, and a parameter is sharded.
-    """
+    """A hook before each step of any optimizer."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     seen = optimizer.__dict__.get(_SEEN)
     if seen == count:
@@ -61,12 +53,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for _, param in _sharded(optimizer)]
     if not params:
         return
-    for cls in type(optimizer).__mro__:
-        if cls.__module__.partition(".")[0] == "torch" and cls.__name__ in _REFUSED:
-            raise TypeError(
-                f"torch.optim.{cls.__name__} computes with logical parameters, and this rank holds rows of a parameter "
-                f"of shape {params[0].bmt_slice.shape}; use {_REFUSED[cls.__name__]}"
-            )
     own = type(optimizer)
     if own.state_dict is not Optimizer.state_dict or own.load_state_dict is not Optimizer.load_state_dict:
         return

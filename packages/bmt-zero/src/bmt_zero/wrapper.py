@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from bmt_comm import ParallelContext, check_agreement, current_context, not_compiled, print_rank
+from bmt_comm import ParallelContext, check_agreement, current_context, is_stage_local, not_compiled, print_rank
 
 from .block import Block
 from .caches import turn_off_caches
@@ -34,7 +34,6 @@ from .shard import (
     share_buffers,
 )
 from .sharded_parameter import ShardedParameter
-from .stage_entry import is_stage_local
 from .wrapped import WrapperHook
 
 M = TypeVar("M", bound=nn.Module)

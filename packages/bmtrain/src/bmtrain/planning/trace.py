@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from bmt_comm import ParallelContext, planned_context
+from bmt_comm import ParallelContext, planned_context, sharded_gradient
 from bmt_tp import parallelize
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
 from bmt_zero.block_list import link_blocks
 from bmt_zero.repeated_layers import find_layers
 from bmt_zero.shard import sharding_of
-from bmt_zero.sharded_gradient import sharded_gradient
 from bmt_zero.sharded_parameter import ShardedParameter
 
 from .live_memory import LiveMemory, Memory, flash_attention

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, Slice, current_context, is_initialized
-
-from .stage_entry import STAGE_LOCAL_ATTRIBUTE, is_stage_local
+from .communicator import Communicator
+from .context import current_context, is_initialized
+from .slice import STAGE_LOCAL_ATTRIBUTE, Slice, is_stage_local
 
 _OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
 _ADDING = ("add_", "sub_", "_foreach_add_", "_foreach_sub_", "__iadd__", "__isub__")

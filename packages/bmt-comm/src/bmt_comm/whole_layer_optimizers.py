@@ -1,0 +1,46 @@
+"""torch's optimizers that compute with whole layers are refused on parts of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from .slice import SLICE_ATTRIBUTE
+
+_REFUSED = {
+    "Adafactor": "bmt_optim.DistributedAdafactor",
+    "LBFGS": "an element-wise optimizer",
+    "Muon": "bmt_optim.Muon",
+}
+_SEEN = "_bmt_parameters_seen"
+
+_watching = False
+
+
+def refuse_whole_layer_optimizers() -> None:
+    """Let steps of such optimizers raise TypeError, from now on, where other ranks have other parts of a parameter."""
+    global _watching
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A hook before each step of any optimizer."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if optimizer.__dict__.get(_SEEN) == count:
+        return
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.partition(".")[0] == "torch" and cls.__name__ in _REFUSED:
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                where = getattr(param, SLICE_ATTRIBUTE, None)
+                if where is not None and any(comm.size > 1 for comm in where.communicators):
+                    raise TypeError(
+                        f"torch.optim.{cls.__name__} computes with logical parameters, and this rank holds a part of a "
+                        f"parameter of shape {where.shape}; use {_REFUSED[cls.__name__]}"
+                    )
+    optimizer.__dict__[_SEEN] = count
+
+
+_before_step.bmt_for_others = True  # type: ignore[attr-defined]  # bmt_optim's optimizers may step without it
