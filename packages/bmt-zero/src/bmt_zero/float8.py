@@ -55,7 +55,9 @@ class Float8Weights:
         self._weights: list[Any] = [getattr(param, _ATTRIBUTE) for param in params]
         self.dtype: torch.dtype = self._weights[0]._dtype
         self._largest = torch.finfo(self.dtype).max
-        self._scales = torch.ones(len(params), device=device)  # in memory that stays: backward reads it, too
+        self._scales = torch.ones(
+            len(params), dtype=torch.float32, device=device
+        )  # in memory that stays: backward reads it, too
 
     def write(self, rows: Sequence[Tensor], values: Sequence[Tensor], comm: Communicator, label: str) -> None:
         """Write this rank's rows of each weight, ``values``, into ``rows`` in float8; all ranks of ``comm`` call it."""
@@ -76,6 +78,6 @@ class Float8Weights:
 
 def _largest_of(values: Tensor) -> Tensor:
     if not values.numel():
-        return torch.zeros((), device=values.device)
+        return torch.zeros((), dtype=torch.float32, device=values.device)
     least, most = values.aminmax()
     return torch.maximum(most, -least).float()

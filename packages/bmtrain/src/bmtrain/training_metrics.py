@@ -103,7 +103,9 @@ class TrainingMetrics:
         self.steps += 1
         self.overflows += skipped
         self._tokens += tokens
-        self._losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss)))
+        self._losses.append(
+            loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float32)
+        )
         if self.steps % self.every:
             return None
         record = self._record()
