@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ import data  # noqa: E402
 from bits import baselines, bits_per_byte, token_bytes  # noqa: E402
 from checkpoint import Conditions, ModelFiles, find_checkpoint, read_config  # noqa: E402
 from errors import UsageError  # noqa: E402
-from flags import parse_flags  # noqa: E402
+from flags import check_output, parse_flags  # noqa: E402
 from generate import generate  # noqa: E402
 from metrics import Metrics, plot  # noqa: E402
 from models import GPT, PRESETS, GPTConfig  # noqa: E402
@@ -954,3 +955,12 @@ def test_other_numbers_of_ranks_go_on_with_the_same_samples(single):
                 if int(later.name.removeprefix("step-")) > stop:
                     shutil.rmtree(later)
     assert_same_losses(losses(folder, "elastic"), losses(folder, "whole"))
+
+
+def test_a_folder_in_which_no_run_has_begun_may_be_used(tmp_path):
+    args = SimpleNamespace(out=tmp_path, resume=False, overwrite=False)
+    (tmp_path / "checkpoints").mkdir()  # left by a run whose data was not there
+    check_output(args)
+    (tmp_path / "checkpoints" / "step-00000002").mkdir()
+    with pytest.raises(UsageError, match="holds an earlier run"):
+        check_output(args)

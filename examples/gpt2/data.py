@@ -253,7 +253,9 @@ def load_corpus(source: Path | None, max_bytes: int, held_out: float, vocab_size
                 print(f"Reading {len(paths)} files of {source or sysconfig.get_path('stdlib')}", flush=True)
                 documents = list_documents(paths, max_bytes)
                 if not documents:
-                    raise UsageError(f"--data {source}: no file there is text in UTF-8; all of them contain NUL bytes")
+                    raise UsageError(
+                        f"--data {source}: no file there has text in UTF-8; all are empty or have NUL bytes"
+                    )
                 build(documents, held_out, vocab_size, cache / key)
         except (UsageError, OSError) as error:
             problem = str(error)

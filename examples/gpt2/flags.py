@@ -312,6 +312,6 @@ def model_config(args: argparse.Namespace) -> GPTConfig:
 
 def check_output(args: argparse.Namespace) -> None:
     """Raise unless ``--out`` holds what ``--resume`` needs, or nothing that this run would mix with."""
-    has_run = (args.out / "metrics.jsonl").exists() or (args.out / "checkpoints").exists()
+    has_run = (args.out / "metrics.jsonl").exists() or any((args.out / "checkpoints").glob("step-*"))
     if has_run and not (args.resume or args.overwrite):
         raise UsageError(f"--out {args.out} holds an earlier run; go on with --resume, or delete it with --overwrite")

@@ -79,6 +79,10 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="below 1: bet on the likely (default: 0.8)")
     parser.add_argument("--seed", type=int, default=0, help="of the choices (default: %(default)s)")
     args = parser.parse_args()
+    if not (args.tokens >= 0 and args.top_k > 0 and args.temperature > 0):
+        parser.error(
+            "--tokens must not be negative, and --top-k and --temperature must be above 0; no chance: --top-k 1"
+        )
     bmt.init_distributed()
     try:
         model, tokenizer = load_model(find_checkpoint(args.checkpoint))

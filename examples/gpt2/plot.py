@@ -59,6 +59,8 @@ def main() -> int:
         parser.error(f"{error.filename} does not exist; name folders that train.py wrote")
     if len(runs) < len(args.runs):
         parser.error(f"two of the runs have the same name: {', '.join(folder.name for folder in args.runs)}")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: there is no such folder")
     plot_runs(runs, args.out)
     print(f"Wrote {args.out}")
     return 0

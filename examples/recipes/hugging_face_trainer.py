@@ -40,7 +40,7 @@ class ShardedTrainer(Trainer):
 
     def _backward(self, loss: Tensor, **_: Any) -> None:
         replicas = bmt.config["world_size"] // bmt.config["tp_size"]
-        (loss / self.args.gradient_accumulation_steps / replicas).backward()
+        (loss / replicas).backward()  # the Trainer has divided by the number of accumulated batches
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the ordinary weights, which ``from_pretrained`` loads; all ranks must call this."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import sys
@@ -55,6 +56,36 @@ def test_one_trace_has_the_named_ranges_of_all_ranks(ctx, tmp_path):
     assert min(event["ts"] for event in events if "ts" in event) >= 0
 
 
+def profile_one_rank(ctx):
+    if ctx.rank == 1:
+        with torch.profiler.profile():
+            pass
+
+
+@pytest.mark.ranks(2)
+def test_what_a_profile_cannot_do_is_said_on_all_ranks(ctx, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder"), bmt.profile(tmp_path / "no" / "trace.json"):
+        pytest.fail("not reached")
+    outer = torch.profiler.profile() if ctx.rank == 1 else contextlib.nullcontext()
+    with pytest.raises(RuntimeError, match="a profiler runs already"), outer, bmt.profile(tmp_path / "trace.json"):
+        pytest.fail("not reached")
+    with pytest.raises(RuntimeError, match="another profiler ran within it"), bmt.profile(tmp_path / "trace.json"):
+        profile_one_rank(ctx)
+    with bmt.profile(tmp_path / "trace.json"):
+        ctx.world.barrier()
+    ctx.world.barrier()
+    assert (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.ranks(2)
+def test_further_numbers_may_be_tensors(ctx, tmp_path):
+    with bmt.TrainingMetrics([bmt.JsonLines(tmp_path / "metrics.jsonl")], every=1) as metrics:
+        record = metrics.step(1.0, tokens=1, grad_norm=torch.tensor(2.5))
+    assert record["grad_norm"] == 2.5
+    if ctx.rank == 0:
+        assert json.loads((tmp_path / "metrics.jsonl").read_text())["grad_norm"] == 2.5
+
+
 @pytest.mark.ranks(2)
 def test_metrics_are_of_all_ranks_and_go_to_rank_0_sinks(ctx, tmp_path):
     seen = []
@@ -72,8 +103,11 @@ def test_metrics_are_of_all_ranks_and_go_to_rank_0_sinks(ctx, tmp_path):
     assert last["memory"] > 1e7
     assert ctx.world.all_gather_object(records) == [records] * 2
     assert seen == ([2, 4, "closed"] if ctx.rank == 0 else [])
-    lines = [json.loads(line) for line in (tmp_path / f"metrics-{ctx.rank}.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines] == ([first["loss"], last["loss"]] if ctx.rank == 0 else [])
+    path = tmp_path / f"metrics-{ctx.rank}.jsonl"
+    assert path.exists() == (ctx.rank == 0)  # nothing is opened elsewhere
+    if ctx.rank == 0:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [line["loss"] for line in lines] == [first["loss"], last["loss"]]
 
 
 def test_sinks_of_other_libraries_get_scalars(monkeypatch, tmp_path):
@@ -81,6 +115,7 @@ def test_sinks_of_other_libraries_get_scalars(monkeypatch, tmp_path):
     run = SimpleNamespace(log=lambda record, step: logged.append((record, step)), finish=lambda: logged.append("end"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))
     sink = bmt.WeightsAndBiases(project="p")
+    sink.open()
     sink.write(3, {"loss": 1.0})
     sink.close()
     assert logged == [({"loss": 1.0}, 3), "end"]

@@ -179,7 +179,7 @@ def test_micro_batches_of_a_pipeline_gather_only_the_layers_again():
     assert sent(2, 2) == sent(2, 8) > 0  # a stage is one rank: only embedding and head are sharded
     # Forward, recomputation and reduction of a layer each send half of 2 bytes for each parameter. The last of the 3
     # layers is not gathered again.
-    assert sent(4, 8) - sent(4, 2) == pytest.approx(6 * (3 * 3 - 1) * model.layer_parameters, rel=0.01)
+    assert sent(4, 8) - sent(4, 2) == pytest.approx(6 * (3 * 3 - 1) * model.layer_trained, rel=0.01)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -265,3 +265,65 @@ def test_a_model_of_a_user_is_planned(monkeypatch):
     user = load_model(f"{Path(__file__).stem}:build")
     assert user.depth == 5
     assert estimate(user, job, Settings()).peak.total > 0
+
+
+def with_adapters() -> torch.nn.Module:
+    """The embedding and most of each layer are frozen."""
+    model = build()
+    for name, param in model.named_parameters():
+        param.requires_grad_("linear1.bias" in name)
+    return model
+
+
+def test_frozen_parameters_have_no_gradients_and_no_state(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    job = Job(4, 1e9, 2, 16, torch.float32, DEVICES["cpu"])
+    user, whole = (load_model(f"{Path(__file__).stem}:{name}") for name in ("with_adapters", "build"))
+    assert (user.parameters, user.trained) == (whole.parameters, 5 * 32)
+    found, usual = (estimate(each, job, Settings(zero=0)) for each in (user, whole))
+    assert found.peak.gradients + found.peak.state <= 0.02 * (usual.peak.gradients + usual.peak.state)
+    assert found.mfu * found.seconds == pytest.approx(usual.mfu * usual.seconds * 2 / 3, rel=0.01)
+    assert estimate(user, dataclasses.replace(job, world_size=2), Settings(pipe=2, micro_batches=2)).peak.total > 0
+    # As much memory as level 0 needs, with which training all of it would not be tried.
+    memory = 1.01 * found.peak.total
+    assert usual.peak.total > 1.5 * memory
+    settings = search(user, dataclasses.replace(job, device_memory=memory), Choices(zero=(0, 3), tp=(1,), pipe=(1,)))
+    assert {each.settings.zero for each in settings if each.fits(dataclasses.replace(job, device_memory=memory))} == {
+        0,
+        3,
+    }
+
+
+def failing() -> torch.nn.Module:
+    class Fails(torch.nn.Linear):
+        def forward(self, ids):
+            raise RuntimeError("on purpose")
+
+    return Fails(4, 4)
+
+
+def test_a_model_whose_step_fails_is_named(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert main(["plan", f"{Path(__file__).stem}:failing", "--gpus", "2", "--gpu-memory", "1GB"]) == 2
+    assert "fails: RuntimeError: on purpose" in capsys.readouterr().err
+
+
+def test_a_learned_bias_of_attention_is_planned(monkeypatch, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    job = Job(2, 1e9, 2, 16, torch.float32, DEVICES["cpu"])
+    assert estimate(load_model(str(tmp_path)), job, Settings()).peak.total > 0
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adam_offload", "adafactor", "lion"])
+def test_the_printed_optimizer_can_be_made(optimizer):
+    import bmt_optim
+
+    line = Settings(optimizer=optimizer).lines()[-1]
+    names = {"bmt": bmt, "bmt_optim": bmt_optim, "model": torch.nn.Linear(2, 2), "lr": 0.1}
+    exec(line, names)
+    assert isinstance(names["optimizer"], torch.optim.Optimizer)

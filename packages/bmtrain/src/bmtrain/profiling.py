@@ -15,6 +15,7 @@ from typing import IO, Any
 import torch
 
 from bmt_comm import Communicator, current_context
+from bmt_zero.state import raise_on_all
 
 _EXCHANGES = 8
 
@@ -40,7 +41,11 @@ def profile(path: str | os.PathLike[str], memory: bool = False) -> Iterator[torc
 
     Raises:
         ValueError: ``path`` ends otherwise.
-        RuntimeError: before ``init_distributed``.
+        FileNotFoundError: its folder is not there.
+        RuntimeError: before ``init_distributed``; or there is another profiler around this one, or in it, which torch
+            cannot have.
+
+        What is wrong on one rank is raised on all.
     """
     path = Path(path)
     if not path.name.endswith((".json", ".json.gz")):
@@ -49,11 +54,20 @@ def profile(path: str | os.PathLike[str], memory: bool = False) -> Iterator[torc
     activities = [torch.profiler.ProfilerActivity.CPU]
     if context.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    problem: Exception | None = None
+    if context.rank == 0 and not path.parent.is_dir():
+        problem = FileNotFoundError(f"there is no folder {path.parent} for the profile {path.name}")
+    elif torch.autograd._profiler_enabled():
+        problem = RuntimeError("bmt.profile: a profiler runs already, and torch can have one at a time")
+    raise_on_all(context.world, problem)
     offset = _clock_offset(context.world)
     with torch.profiler.profile(activities=activities, profile_memory=memory) as profiler:
         yield profiler
+        if not torch.autograd._profiler_enabled():
+            problem = RuntimeError("bmt.profile: another profiler ran within it, and torch can have one at a time")
         if context.device.type == "cuda":
             torch.cuda.synchronize(context.device)
+    raise_on_all(context.world, problem)
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(own))

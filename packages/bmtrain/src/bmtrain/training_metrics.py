@@ -19,7 +19,7 @@ Record = dict[str, float]
 
 
 class Sink(Protocol):
-    """Where records go; called on rank 0 only."""
+    """Where records go; called on rank 0 only. One may have a method ``open``, which is called first."""
 
     def write(self, step: int, record: Record) -> None: ...
 
@@ -73,6 +73,8 @@ class TrainingMetrics:
             raise ValueError(f"every={every!r} must be positive")
         self.context = context or current_context()
         self.sinks = list(sinks) if self.context.rank == 0 else []
+        for sink in self.sinks:
+            getattr(sink, "open", lambda: None)()
         self.every = every
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.steps = 0
@@ -88,14 +90,14 @@ class TrainingMetrics:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def step(self, loss: Tensor | float, tokens: int, skipped: bool = False, **more: float) -> Record | None:
+    def step(self, loss: Tensor | float, tokens: int, skipped: bool = False, **more: float | Tensor) -> Record | None:
         """A step has been taken.
 
         Args:
             loss: this rank's mean loss, unscaled.
             tokens: that this rank has trained on in the step.
             skipped: whether the step was skipped because a gradient was not finite.
-            more: further numbers of this step, for the record.
+            more: further numbers of this step, or tensors of one element, for the record.
 
         Returns:
             The record, on every rank, after every so many steps; else None.
@@ -109,7 +111,7 @@ class TrainingMetrics:
         if self.steps % self.every:
             return None
         record = self._record()
-        record.update(more)
+        record.update({name: float(value) for name, value in more.items()})
         for sink in self.sinks:
             sink.write(self.steps, record)
         self._begin()
@@ -180,7 +182,10 @@ class JsonLines:
     """A line of JSON per record, at the end of a file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = Path(path).open("a")  # noqa: SIM115
+        self._path = Path(path)
+
+    def open(self) -> None:
+        self._file = self._path.open("a")
 
     def write(self, step: int, record: Record) -> None:
         self._file.write(json.dumps({"step": step, **record}) + "\n")
@@ -198,14 +203,16 @@ class ProgressBar:
     """
 
     def __init__(self, steps: int | None = None) -> None:
-        self._last = 0
+        self._steps, self._last = steps, 0
         self._bar: Any = None
+
+    def open(self) -> None:
         if sys.stderr.isatty():
             try:
                 from tqdm import tqdm
             except ImportError:
                 return
-            self._bar = tqdm(total=steps, unit="step")
+            self._bar = tqdm(total=self._steps, unit="step")
 
     def write(self, step: int, record: Record) -> None:
         speed, memory = f"{record['tokens_per_second']:,.0f} tokens/s", f"{record['memory'] / 1e9:.2f} GB"
@@ -228,7 +235,11 @@ class TensorBoard:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(os.fspath(directory))
+        self._make: Any = SummaryWriter
+        self._directory = os.fspath(directory)
+
+    def open(self) -> None:
+        self._writer: Any = self._make(self._directory)
 
     def write(self, step: int, record: Record) -> None:
         for name, value in record.items():
@@ -248,7 +259,11 @@ class WeightsAndBiases:
     def __init__(self, **options: Any) -> None:
         import wandb
 
-        self._run: Any = wandb.init(**options)
+        self._init: Any = wandb.init
+        self._options = options
+
+    def open(self) -> None:
+        self._run: Any = self._init(**self._options)
 
     def write(self, step: int, record: Record) -> None:
         self._run.log(record, step=step)

@@ -64,7 +64,8 @@ def estimate(model: PlannedModel, job: Job, settings: Settings) -> Estimate:
     seconds = _step_seconds(job, settings, sent, compute, bubble, shards)
     tokens = job.world_size * job.batch * job.sequence
     limit = job.device.flops if job.is_half else job.device.fp32_flops
-    useful = 6 * model.parameters * tokens
+    # Forward and the gradients of activations go through all parameters; gradients of parameters are of those trained.
+    useful = (4 * model.parameters + 2 * model.trained) * tokens
     return Estimate(
         settings,
         peak,
@@ -113,7 +114,7 @@ def _pipelined(model: PlannedModel, job: Job, settings: Settings) -> _Parts:
     costs = [Fraction(max(seconds, 1e-9)).limit_denominator(10**9) for seconds in (forward, again or 1e-9, backward)]
     plan = held(settings.schedule, settings.pipe, settings.micro_batches, settings.interleave, *costs)
     # A layer's gradients are reduced while the next micro-batch is computed.
-    in_flight = model.layer_parameters * job.dtype.itemsize / settings.tp
+    in_flight = model.layer_trained * job.dtype.itemsize / settings.tp
     peaks = _pipeline_peaks(inside, outside, settings, plan, in_flight)
     boundary = _saved(inside, EMBEDDING)
     crossings = 2 * settings.interleave * settings.micro_batches

@@ -233,7 +233,15 @@ def flash_attention() -> Iterator[None]:
     The function is replaced in ``torch.nn.functional``: modes for functions are off while backward computes again.
     """
     before = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _flash
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *others: Any, **options: Any
+    ) -> Tensor:
+        learned = attn_mask is not None and attn_mask.requires_grad  # a bias that flash attention does not take
+        function = before if learned else _flash
+        return function(query, key, value, attn_mask, *others, **options)
+
+    F.scaled_dot_product_attention = attention
     try:
         yield
     finally:

@@ -31,10 +31,11 @@ class PlannedModel:
         sequence: tokens of a sequence, where nobody says otherwise.
         batch: makes the arguments of ``module`` for so many sequences of so many tokens, on the meta device.
         depth: the number of its repeated layers.
-        parameters: how many numbers are trained.
+        parameters: how many numbers it has.
+        trained: how many of them are trained.
         layers: where they are: the container, and how many it has.
         uniform: whether all layers are equal and in one container.
-        layer_parameters: how many numbers of the largest layer are trained.
+        layer_trained: how many numbers of the largest layer are trained.
         tp_plan: how the model is divided over tensor-parallel ranks.
         positions: tokens of the longest sequence that the model takes, where that is known.
     """
@@ -45,14 +46,16 @@ class PlannedModel:
     batch: Batch
     depth: int = 0
     parameters: int = 0
+    trained: int = 0
     layers: list[tuple[str, int]] = field(default_factory=list)
     uniform: bool = False
-    layer_parameters: int = 0
+    layer_trained: int = 0
     tp_plan: dict[str, str] | None = None
     positions: int | None = None
 
     def __post_init__(self) -> None:
         self.parameters = sum(p.numel() for p in self.module.parameters())
+        self.trained = _trained(self.module)
         self.tp_plan = self.tp_plan or getattr(self.module, "tp_plan", None)
         found = find_layers(self.module)
         names = {module: name for name, module in self.module.named_modules()}
@@ -62,7 +65,7 @@ class PlannedModel:
         self.depth = len(found)
         self.layers = [(path, len(members)) for path, members in containers.items()]
         self.uniform = len(containers) == 1 and _are_alike(list(found))
-        self.layer_parameters = max((sum(p.numel() for p in layer.parameters()) for layer in found), default=0)
+        self.layer_trained = max(map(_trained, found), default=0)
 
     def at_depth(self, depth: int) -> nn.Module:
         """A copy of the model with its first ``depth`` layers."""
@@ -76,6 +79,10 @@ class PlannedModel:
             finally:
                 container._modules = kept
         return copy.deepcopy(self.module)
+
+
+def _trained(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def _are_alike(layers: list[nn.Module]) -> bool:

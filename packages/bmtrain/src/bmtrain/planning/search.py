@@ -105,10 +105,9 @@ def _least(model: PlannedModel, job: Job, settings: Settings) -> float:
     """Bytes that a rank cannot do without: of parameters, gradients and state."""
     shared = settings.tp * settings.pipe
     everyone = max(shared, job.world_size)
-    state = model.parameters * settings.state_bytes(job)[0]
-    each = model.parameters * job.dtype.itemsize
-    parameters = each / (everyone if settings.zero == 3 else shared)
-    gradients = each / (everyone if settings.zero >= 2 else shared)
+    state = model.trained * settings.state_bytes(job)[0]
+    parameters = model.parameters * job.dtype.itemsize / (everyone if settings.zero == 3 else shared)
+    gradients = model.trained * job.dtype.itemsize / (everyone if settings.zero >= 2 else shared)
     return parameters + gradients + state / (shared if settings.zero == 0 else everyone)
 
 

@@ -132,4 +132,5 @@ class Settings:
             "adafactor": "bmt_optim.Adafactor",
             "lion": "bmt_optim.Lion",
         }
-        return [*lines, f"optimizer = {classes[self.optimizer]}(model.parameters(), lr=lr)"]
+        own = ", relative_step=False" if self.optimizer == "adafactor" else ""
+        return [*lines, f"optimizer = {classes[self.optimizer]}(model.parameters(), lr=lr{own})"]

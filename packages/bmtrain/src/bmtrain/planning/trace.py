@@ -22,7 +22,7 @@ from bmt_zero.repeated_layers import find_layers
 from bmt_zero.shard import sharding_of
 from bmt_zero.sharded_parameter import ShardedParameter
 
-from .live_memory import LiveMemory, Memory, flash_attention
+from .live_memory import LiveMemory, Memory, Phase, flash_attention
 from .models import PlannedModel, loss_of
 from .settings import Job, Settings
 
@@ -109,12 +109,15 @@ def _traced(model: PlannedModel, job: Job, settings: Settings, batch: int, depth
             memory.enter(PHASES[0])
             for phase in memory.phases.values():
                 phase.operations.clear()
-            loss_of(module(*args, **kwargs)).backward()
+            try:
+                loss_of(module(*args, **kwargs)).backward()
+            except Exception as error:
+                raise ValueError(f"a step of {model.name} fails: {type(error).__name__}: {error}") from error
             memory.enter("")
 
         traffic = _run_step(run, module, settings, context)
         trained = sum(flat.shard.numel() for flat in flats if any(p.requires_grad for p in flat.params))
-        phases = {name: memory.phases[name] for name in PHASES if name in memory.phases}
+        phases = {name: memory.phases.get(name, Phase()) for name in PHASES}  # without, where layers get no gradients
         seconds = {
             name: sum(job.operation_seconds(flops, moved) for flops, moved in phase.operations)
             for name, phase in phases.items()
