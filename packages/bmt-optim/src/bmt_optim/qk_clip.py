@@ -116,6 +116,8 @@ class QKClip:
         """Scale what is above the bound, and forget the logits. A collective over ``comm``, after each step."""
         if not self._layers:
             return
+        if hasattr(self.optimizer, "synchronize"):  # its master weights may be on their way to host memory
+            self.optimizer.synchronize()
         device = local_tensor(self._layers[0].query[0][0]).device
         nothing = torch.tensor(-math.inf, dtype=torch.float32, device=device)
         logits = [nothing.expand(x.heads) if x.largest is None else x.largest.to(device) for x in self._layers]
