@@ -461,3 +461,72 @@ def test_modules_are_as_they_were_after_an_exception_in_forward(ctx, kind):
     block.fails = False
     compare(ctx, plain, block, lambda module, x: module(x).square().sum())
     assert all(a is b for a, b in zip(block.parameters(), params, strict=True))
+
+
+@pytest.mark.ranks(1, 2)
+@every_level
+@pytest.mark.parametrize("offload", [False, True])
+def test_values_that_are_put_aside_come_back(ctx, level, offload):
+    """As code for averages of weights does it: by ``.data``."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    model = TransformerBlockList([Block(copy.deepcopy(each), zero_level=level, offload=offload) for each in plain])
+    x = torch.ones(2, 5)
+    results = []
+    for each in (plain, model):
+        each(x).sum().backward()
+        each.zero_grad()
+        kept = {name: (p.data, p.detach()) for name, p in each.named_parameters()}
+        for p in each.parameters():
+            p.data = torch.zeros_like(p.data)
+        results.append([each(x).detach()])
+        for name, p in each.named_parameters():
+            assert torch.equal(*kept[name])
+            p.data = kept[name][0]
+        results[-1].append(each(x).detach())
+        other = copy.deepcopy(each)
+        with torch.no_grad():
+            for q in other.parameters():
+                q.mul_(2)
+        for p, q in zip(each.parameters(), other.parameters()):
+            p.data, q.data = q.data, p.data
+        results[-1] += [each(x).detach(), other(x).detach()]
+    assert results[0][0].abs().sum() == 0
+    for found, wanted in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.ranks(2)
+@every_level
+def test_what_was_given_to_parameters_after_they_were_read_is_kept(ctx, level):
+    torch.manual_seed(0)
+    model = TransformerBlockList([Block(nn.Linear(4, 4), zero_level=level) for _ in range(3)])
+    model.state_dict()
+    for p in model.parameters():
+        p.data = torch.zeros_like(p.data)
+    with torch.no_grad():
+        assert not model(torch.ones(1, 4)).any()
+        model = TransformerBlockList([Block(nn.Linear(4, 4), zero_level=level) for _ in range(3)])
+        model.state_dict()
+        assert model.double()(torch.ones(1, 4, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor.*:UserWarning")
+@pytest.mark.parametrize("kind", ["expanded", "coo", "csr", "quantized"])
+def test_buffers_of_any_layout_are_those_of_the_first_rank(ctx, kind):
+    values = torch.eye(3) * (1 + ctx.rank)
+    buffer = {
+        "expanded": lambda: values[0].expand(4, -1),
+        "coo": values.to_sparse,
+        "csr": values.to_sparse_csr,
+        "quantized": lambda: torch.quantize_per_tensor(values, 0.5, 0, torch.qint8),
+    }[kind]()
+    model = nn.Linear(3, 3)
+    model.register_buffer("adjacency", buffer, persistent=False)
+    block = Block(model)
+    block(torch.ones(2, 3)).sum().backward()
+    found = block.adjacency.dequantize() if kind == "quantized" else block.adjacency.to_dense()
+    assert block.adjacency.layout == buffer.layout
+    assert torch.equal(found, torch.eye(3)[0].expand(4, -1) if kind == "expanded" else torch.eye(3))

@@ -10,7 +10,8 @@ from block_helpers import assert_same_gradients, assert_same_parameters, pair, s
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bmt_zero import Block, no_sync
+from bmt_comm import local_rows
+from bmt_zero import Block, no_sync, verify_replicas
 from bmt_zero.fully_shard import fully_shard
 
 every_level = pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -199,3 +200,36 @@ def test_gradients_that_were_accumulated_are_given_back_when_they_are_none(ctx, 
     torch.optim.SGD(block.parameters(), lr=0.1).zero_grad()
     gc.collect()
     assert all(storage.expired() for storage in storages)
+
+
+@pytest.mark.ranks(2, 3)
+@every_level
+def test_gradients_that_were_given_up_are_zeros_on_all_ranks(ctx, level):
+    """Ranks have used different layers under ``no_sync``, and then filled gradients with zeros."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x, branch):
+            return self.branches[branch](x)
+
+    _, block = pair(Branches, zero_level=level)
+    optimizer = torch.optim.AdamW(block.parameters(), lr=0.1, weight_decay=0.5)
+    x = seeded(0, 2, 4)
+    for branch in range(4):
+        block(x, branch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with no_sync(block):
+        block(x, 1 + ctx.rank).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    block(x, 0).sum().backward()
+    there = [p.grad is not None for p in block.parameters()]
+    assert ctx.world.all_gather_object(there) == [there] * ctx.world_size
+    assert not any(local_rows(p.grad).any() for p in block.branches[1].parameters() if p.grad is not None)
+    optimizer.step()
+    sums = [p.full_tensor().detach().double().sum().item() for p in block.parameters()]
+    assert ctx.world.all_gather_object(sums) == [sums] * ctx.world_size
+    verify_replicas(block)

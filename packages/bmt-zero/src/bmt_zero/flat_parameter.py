@@ -184,7 +184,8 @@ class FlatParameter:
         """Let the parameters be views of ``shard``."""
         for param, view in zip(self.params, self.local_views(self.shard), strict=True):
             grad, param.grad = param.grad, None
-            param.data = view
+            with torch._C.DisableTorchFunctionSubclass():
+                param.data = view
             if grad is not None:  # moved to another device or dtype
                 param.grad = sharded_gradient(local_rows(grad).to(view.device, view.dtype), param)
         self._places = self._places_now()
@@ -216,7 +217,8 @@ class FlatParameter:
         for param in self.params:
             if getattr(param.handle, "flat", self) is self:
                 param.grad = None
-                param.data = nothing
+                with torch._C.DisableTorchFunctionSubclass():
+                    param.data = nothing
         self.shard = self.unsharded = nothing
         self._storage = nothing.untyped_storage()
         self._templates = []
@@ -327,6 +329,8 @@ class FlatParameter:
         if self.state is not State.SHARDED and self._version == version:
             return
         if self._may_share and not self.keeps_apart:
+            if self.was_moved():  # since the last forward, and a prefetch does not look
+                self.rebind_storage()
             self._share_memory()
             version = sum([param._version for param in self.params])
         if self._borrower is not None:

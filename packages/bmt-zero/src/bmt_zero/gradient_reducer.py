@@ -363,8 +363,8 @@ class GradientReducer:
         views = [] if self._accumulated is None else [self.flat.unsharded_views(self._accumulated)]
         for rows in (*views, *map(self.flat.local_views, sharded)):
             torch._foreach_zero_([rows[index] for index in dropped])
-        for index in dropped:
-            self._used_here[index] = False
+        for index in dropped:  # zeros that the script has left are a gradient, which all ranks are to have
+            self._used_here[index] = self.flat.params[index].grad is not None
 
     @property
     def _dtype(self) -> torch.dtype:

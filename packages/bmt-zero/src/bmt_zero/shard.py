@@ -513,10 +513,15 @@ def share_buffers(module: nn.Module, context: ParallelContext, options: Options)
             if buffer is None or buffer.is_meta or id(buffer) in done:
                 continue
             moved = buffer.to(context.device)
-            if communicators and moved.numel():
+            if communicators and (moved.layout is not torch.strided or moved.is_quantized):
+                for comm in communicators:
+                    moved = comm.broadcast_object(moved.cpu(), 0).to(context.device)
+            elif communicators and moved.numel():
                 values = moved.detach().contiguous().clone()
                 for comm in communicators:
                     comm.broadcast(values, 0)
+                if any(size > 1 and not stride for size, stride in zip(moved.shape, moved.stride())):
+                    moved = values  # an expanded one cannot be written to
                 with torch.no_grad():
                     moved.copy_(values)
             part._buffers[name] = moved

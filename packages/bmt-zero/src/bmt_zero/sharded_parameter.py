@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import TensorWeakRef
 
 from bmt_comm import ShardedGradient, Slice, select_rows, tp_shard_of, unshard_tp
 
@@ -120,6 +121,25 @@ class ShardedParameter(nn.Parameter):
         """This rank's rows with the tensor-parallel dimension unsharded; not differentiable."""
         return unshard_tp(self.data, self.bmt_slice)
 
+    def _alias(self, rows: Tensor) -> Tensor:
+        """Note that a script has ``rows``, a tensor on this parameter's memory."""
+        setattr(rows, _ALIAS, True)
+        known = self.__dict__.setdefault("_aliases", [])
+        if len(known) >= 8:
+            known[:] = [ref for ref in known if ref() is not None]
+        known.append(TensorWeakRef(rows))
+        return rows
+
+    def _leave_memory(self) -> None:
+        """The parameter is given another tensor. Its memory will be filled from that: what scripts have of it is moved.
+
+        So ``kept = p.data; p.data = other; p.data = kept`` brings the values back, as those of any parameter.
+        """
+        for ref in self.__dict__.pop("_aliases", ()):
+            rows = ref()
+            if rows is not None and rows.data_ptr() == self.data_ptr():
+                rows.data = rows.clone()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) not in memo:
             copy.deepcopy(self.handle.group, memo)  # with all of its parameters
@@ -160,6 +180,13 @@ class ShardedParameter(nn.Parameter):
                     return _rows_of_vector(*args)
                 if isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
                     _check_initializer(args[0])
+            if name == "detach" or (name == "__get__" and func.__self__ is Tensor.data):
+                return args[0]._alias(func(*args, **kwargs))
+            if name == "__set__" and func.__self__ is Tensor.data:
+                args[0]._leave_memory()
+                value = args[1]
+                own = isinstance(value, ShardedParameter) or hasattr(value, _ALIAS)
+                return func(args[0], value.detach().clone() if own else value)
             if name == "__get__" and getattr(func.__self__, "__name__", "") in _TRANSPOSED:
                 if not _is_readable_transposed(args[0], func.__self__.__name__):
                     return func(*args, **kwargs)
@@ -273,6 +300,9 @@ def _in_optimizer_step() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+_ALIAS = "bmt_is_alias"  # on tensors on the memory of a sharded parameter
 
 
 def _names(text: str) -> frozenset[str]:
