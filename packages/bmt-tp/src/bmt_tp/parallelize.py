@@ -240,7 +240,8 @@ def _left_out(cuts: list[_Match]) -> list[_Match]:
     for match in cuts:
         if match.style not in ("colwise", "packed_colwise") or match.parameter is not None:
             continue
-        head: int = getattr(match.parent, "head_dim", 0)
+        size = getattr(match.parent, "head_dim", None)
+        head = size if isinstance(size, int) else 0
         for name, most in (("q_norm", head), ("k_norm", head), ("act_fn", 1)):
             module = match.parent._modules.get(name)
             path = f"{match.name.rpartition('.')[0]}.{name}"
