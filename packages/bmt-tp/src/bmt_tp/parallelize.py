@@ -46,10 +46,9 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +71,7 @@ from .cut_modules import (
     class_with_forward_of,
 )
 from .experts import ExpertParallel
+from .matches import CUTTING_STYLES, LINEAR_STYLES, PLAIN_STYLES, Match, find_matches, left_out, with_whole_experts
 from .parameters import mark_piece, piece_of
 from .plans import PLANS
 from .regions import tensor_comm
@@ -98,21 +98,6 @@ DIVIDED_ATTRIBUTES = (
 
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_kv_head")
 
-_ALIASES = {
-    "colwise_rep": "colwise_gather_output",
-    "rowwise_rep": "rowwise_split_input",
-    "embedding_rowwise": "vocab",
-    # Its gradient is a part of the whole one, as that on a part of the sequence is.
-    "replicated_with_grad_allreduce": "sequence",
-    "moe_tp_experts": "experts",
-    "ep_dispatch_experts": "expert_parallel",
-    "grouped_gemm": "expert_parallel",  # of their parameters
-}
-_SEQUENCE_PART_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather", "ulysses")
-_PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "mla_kv_a_proj", "replicate")
-_LINEAR_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input")
-_CUTTING_STYLES = (*_LINEAR_STYLES, "packed_rowwise", "vocab", "expert_parallel")
-_SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab", "expert_parallel")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERT_STYLES = ("colwise", "packed_colwise", "rowwise", "packed_rowwise")
 
@@ -157,10 +142,10 @@ def parallelize(
         if not plan:
             raise ValueError(f"{type(model).__name__} carries no tp_plan; give a plan of module names")
     if expert_parallel:
-        plan = _with_whole_experts(plan)
-    cuts = _matches(model, plan, given)
+        plan = with_whole_experts(plan)
+    cuts = find_matches(model, plan, given)
     if not given:
-        cuts += _left_out(cuts)
+        cuts += left_out(cuts)
     gathered = tuple(match.name + "." for match in cuts if match.style == "sequence_gather")
     whole = [_Cut.of(match, comm, sequence_dim, match.name.startswith(gathered)) for match in cuts]
     _check_experts(whole)
@@ -184,90 +169,6 @@ def parallelize(
     return model
 
 
-def _with_whole_experts(plan: Mapping[str, str]) -> dict[str, str]:
-    """The plan with each expert on one rank."""
-    experts = tuple(name for name, style in plan.items() if _style(name, style) in ("experts", "expert_parallel"))
-    if not experts:
-        raise ValueError("expert_parallel=True, and the plan has no 'experts'")
-    inside = tuple(name + "." for name in experts)
-    return {n: "expert_parallel" if n in experts else s for n, s in plan.items() if not n.startswith(inside)}
-
-
-class _Match(NamedTuple):
-    """What the plan names: a module, or a parameter of one."""
-
-    name: str  # of the module
-    module: nn.Module
-    style: str
-    parameter: str | None
-    parent: nn.Module
-
-
-def _matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> list[_Match]:
-    """What the plan names, in the model's order; the first matching entry counts."""
-    patterns = [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), p, _style(p, style)) for p, style in plan.items()]
-    found: list[_Match] = []
-    all_names = [name for name, _ in model.named_modules(remove_duplicate=False)]  # also those of shared modules
-    used = {source for pattern, source, _ in patterns if any(map(pattern.fullmatch, all_names))}
-    for name, module in model.named_modules():
-        prefix = name + "." if name else ""
-        names = [(name, None), *((prefix + n, n) for n, p in module._parameters.items() if p is not None)]
-        for path, parameter in names:
-            for pattern, source, style in patterns:
-                if pattern.fullmatch(path):
-                    used.add(source)
-                    if parameter is not None and style == "expert_parallel":
-                        break  # its module is cut
-                    parent = model.get_submodule(name.rpartition(".")[0])
-                    found.append(_Match(name, module, style, parameter, parent))
-                    break
-    missing = [source for _, source, _ in patterns if source not in used]
-    if missing and must_match:
-        raise ValueError(f"the plan names {missing[0]!r}, and {type(model).__name__} has no module of that name")
-    if not found:
-        raise ValueError(f"no name in the plan is that of a module of {type(model).__name__}")
-    return found
-
-
-def _left_out(cuts: list[_Match]) -> list[_Match]:
-    """What plans of some models leave out: modules that compute with the heads, or the features, of this rank alone.
-
-    These are norms over one head, and activations with parameters of one element. Each rank finds a part of their
-    gradients.
-    """
-    found: dict[str, _Match] = {}
-    known = {match.name for match in cuts}
-    for match in cuts:
-        if match.style not in ("colwise", "packed_colwise") or match.parameter is not None:
-            continue
-        size = getattr(match.parent, "head_dim", None)
-        head = size if isinstance(size, int) else 0
-        for name, most in (("q_norm", head), ("k_norm", head), ("act_fn", 1)):
-            module = match.parent._modules.get(name)
-            path = f"{match.name.rpartition('.')[0]}.{name}"
-            sizes = [] if module is None else [param.numel() for param in module.parameters()]
-            if module is not None and sizes and max(sizes) <= most and path not in known:
-                found[path] = _Match(path, module, "sequence", None, match.parent)
-    return list(found.values())
-
-
-def _style(name: str, style: str) -> str:
-    """The style by its own name; raises ValueError if it is none."""
-    base, plus, suffix = str(style).partition("+")
-    kind, colon, count = base.partition(":")
-    kind = _ALIASES.get(kind, kind)
-    fits = kind in (*_PLAIN_STYLES, *_CUTTING_STYLES)
-    fits &= not plus or (suffix == "sequence" and kind in _SEQUENCE_STYLES)
-    fits &= not colon or (kind == "packed_colwise" and count.isdigit() and int(count) > 0)
-    if not fits:
-        known = ", ".join((*_PLAIN_STYLES, *_CUTTING_STYLES))
-        raise ValueError(
-            f"the plan cuts {name!r} by {style!r}, which is no style; choose one of {known} (packed_colwise:n for n "
-            "parts), or one of the cutting ones with '+sequence'"
-        )
-    return kind + colon + count + plus + suffix
-
-
 @dataclass(frozen=True)
 class _Cut:
     """What becomes of one module."""
@@ -286,7 +187,7 @@ class _Cut:
     shared_heads: int = 0  # of shared_heads: how many heads there are, each for several ranks
 
     @staticmethod
-    def of(match: _Match, comm: Communicator, sequence_dim: int, is_gathered: bool) -> _Cut:
+    def of(match: Match, comm: Communicator, sequence_dim: int, is_gathered: bool) -> _Cut:
         name, module, style, parameter, parent = match
         base, plus, _ = style.partition("+")
         kind, _, count = base.partition(":")
@@ -305,13 +206,13 @@ class _Cut:
             _check_expert_module(name, module)
         elif kind == "packed_rowwise":
             raise TypeError(f"{name!r} is a {type(module).__name__}; {style!r} cuts a parameter of packed experts")
-        elif kind in _LINEAR_STYLES and not (isinstance(module, nn.Linear) or transposed):
+        elif kind in LINEAR_STYLES and not (isinstance(module, nn.Linear) or transposed):
             cure = f"; name {name}.base_layer, and the layers beside it" if hasattr(module, "base_layer") else ""
             raise TypeError(
                 f"{name!r} is a {type(module).__name__}; {style!r} cuts a torch.nn.Linear or a Conv1D of "
                 f"transformers{cure}"
             )
-        if kind in _CUTTING_STYLES and kind != "expert_parallel" and parameter is None:
+        if kind in CUTTING_STYLES and kind != "expert_parallel" and parameter is None:
             _check_uncut(name, module)
         shared_heads = _shared_heads(module, parent, comm) if kind == "colwise" and not transposed else 0
         if shared_heads:
@@ -353,7 +254,7 @@ class _Cut:
 
     def dims(self) -> Iterator[tuple[nn.Parameter, int]]:
         """The parameters that are cut, and along which dimension."""
-        if self.kind not in _CUTTING_STYLES:
+        if self.kind not in CUTTING_STYLES:
             return
         if self.kind == "expert_parallel":
             yield from ((param, 0) for param in self.module.parameters())
@@ -391,7 +292,7 @@ class _Cut:
             module.register_forward_pre_hook(CopyInputs(self.comm), with_kwargs=True)
             module.register_forward_hook(ReduceOutput(self.comm))
             return
-        if self.kind in _PLAIN_STYLES:
+        if self.kind in PLAIN_STYLES:
             if self.kind in ("sequence_start", "sequence_gather"):
                 change = ChangeInput(self.comm, self.sequence_dim, self.kind == "sequence_gather")
                 module.register_forward_pre_hook(change, with_kwargs=True)
@@ -532,7 +433,7 @@ def _pieces(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Parameter, Slic
                 raise ValueError(f"{owners[id(param)]!r} and {cut.name!r} share a parameter and are cut differently")
             found[id(param)] = (param, piece)
             owners[id(param)] = cut.name
-    cut_modules = {id(cut.module) for cut in cuts if cut.kind in _CUTTING_STYLES}
+    cut_modules = {id(cut.module) for cut in cuts if cut.kind in CUTTING_STYLES}
     for name, module in model.named_modules():
         for param in module._parameters.values():
             # BERT's head has the bias of the layer in it, too. Where it computes with that, shapes do not fit.

@@ -1,0 +1,112 @@
+"""What a plan names in a model: modules, and parameters of packed experts, with the styles by which they are cut.
+
+The styles are listed in [Note: plans] of :mod:`bmt_tp.parallelize`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+_ALIASES = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "embedding_rowwise": "vocab",
+    # Its gradient is a part of the whole one, as that on a part of the sequence is.
+    "replicated_with_grad_allreduce": "sequence",
+    "moe_tp_experts": "experts",
+    "ep_dispatch_experts": "expert_parallel",
+    "grouped_gemm": "expert_parallel",  # of their parameters
+}
+_SEQUENCE_PART_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather", "ulysses")
+PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "mla_kv_a_proj", "replicate")
+LINEAR_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input")
+CUTTING_STYLES = (*LINEAR_STYLES, "packed_rowwise", "vocab", "expert_parallel")
+_SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab", "expert_parallel")
+
+
+def with_whole_experts(plan: Mapping[str, str]) -> dict[str, str]:
+    """The plan with each expert on one rank."""
+    experts = tuple(name for name, style in plan.items() if _style(name, style) in ("experts", "expert_parallel"))
+    if not experts:
+        raise ValueError("expert_parallel=True, and the plan has no 'experts'")
+    inside = tuple(name + "." for name in experts)
+    return {n: "expert_parallel" if n in experts else s for n, s in plan.items() if not n.startswith(inside)}
+
+
+class Match(NamedTuple):
+    """What the plan names: a module, or a parameter of one."""
+
+    name: str  # of the module
+    module: nn.Module
+    style: str
+    parameter: str | None
+    parent: nn.Module
+
+
+def find_matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> list[Match]:
+    """What the plan names, in the model's order; the first matching entry counts."""
+    patterns = [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), p, _style(p, style)) for p, style in plan.items()]
+    found: list[Match] = []
+    all_names = [name for name, _ in model.named_modules(remove_duplicate=False)]  # also those of shared modules
+    used = {source for pattern, source, _ in patterns if any(map(pattern.fullmatch, all_names))}
+    for name, module in model.named_modules():
+        prefix = name + "." if name else ""
+        names = [(name, None), *((prefix + n, n) for n, p in module._parameters.items() if p is not None)]
+        for path, parameter in names:
+            for pattern, source, style in patterns:
+                if pattern.fullmatch(path):
+                    used.add(source)
+                    if parameter is not None and style == "expert_parallel":
+                        break  # its module is cut
+                    parent = model.get_submodule(name.rpartition(".")[0])
+                    found.append(Match(name, module, style, parameter, parent))
+                    break
+    missing = [source for _, source, _ in patterns if source not in used]
+    if missing and must_match:
+        raise ValueError(f"the plan names {missing[0]!r}, and {type(model).__name__} has no module of that name")
+    if not found:
+        raise ValueError(f"no name in the plan is that of a module of {type(model).__name__}")
+    return found
+
+
+def left_out(cuts: list[Match]) -> list[Match]:
+    """What plans of some models leave out: modules that compute with the heads, or the features, of this rank alone.
+
+    These are norms over one head, and activations with parameters of one element. Each rank finds a part of their
+    gradients.
+    """
+    found: dict[str, Match] = {}
+    known = {match.name for match in cuts}
+    for match in cuts:
+        if match.style not in ("colwise", "packed_colwise") or match.parameter is not None:
+            continue
+        size = getattr(match.parent, "head_dim", None)
+        head = size if isinstance(size, int) else 0
+        for name, most in (("q_norm", head), ("k_norm", head), ("act_fn", 1)):
+            module = match.parent._modules.get(name)
+            path = f"{match.name.rpartition('.')[0]}.{name}"
+            sizes = [] if module is None else [param.numel() for param in module.parameters()]
+            if module is not None and sizes and max(sizes) <= most and path not in known:
+                found[path] = Match(path, module, "sequence", None, match.parent)
+    return list(found.values())
+
+
+def _style(name: str, style: str) -> str:
+    """The style by its own name; raises ValueError if it is none."""
+    base, plus, suffix = str(style).partition("+")
+    kind, colon, count = base.partition(":")
+    kind = _ALIASES.get(kind, kind)
+    fits = kind in (*PLAIN_STYLES, *CUTTING_STYLES)
+    fits &= not plus or (suffix == "sequence" and kind in _SEQUENCE_STYLES)
+    fits &= not colon or (kind == "packed_colwise" and count.isdigit() and int(count) > 0)
+    if not fits:
+        known = ", ".join((*PLAIN_STYLES, *CUTTING_STYLES))
+        raise ValueError(
+            f"the plan cuts {name!r} by {style!r}, which is no style; choose one of {known} (packed_colwise:n for n "
+            "parts), or one of the cutting ones with '+sequence'"
+        )
+    return kind + colon + count + plus + suffix
