@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bmt_comm import init_distributed, slice_of, unshard_tp
-from bmt_tp import full_state_dict, load_full_state_dict, parallelize
+from bmt_tp import DIVIDED_ATTRIBUTES, full_state_dict, load_full_state_dict, parallelize
 
 VOCAB, HIDDEN, HEADS = 24, 24, 12
 
@@ -452,8 +452,10 @@ def test_a_plan_may_name_a_shared_module_twice(ctx):
             return self.b(self.a(x))
 
     plain = Twice()
-    model = parallelize(copy.deepcopy(plain), {"a": "colwise_gather_output", "b": "colwise_gather_output"})
-    torch.testing.assert_close(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+    for names in ("a", "b", "ab"):
+        model = parallelize(copy.deepcopy(plain), dict.fromkeys(names, "colwise_gather_output"))
+        assert len(model.a.weight) == 2
+        torch.testing.assert_close(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
 
 
 @pytest.mark.ranks(2, tp_size=2)
@@ -500,7 +502,10 @@ def test_heads_by_the_names_of_many_repositories(ctx):
             return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
     plain = nn.Sequential(Vit())
-    model = parallelize(copy.deepcopy(plain), {"0.to_qkv": "packed_colwise:3", "0.to_out": "rowwise"})
+    plan = {"0.to_qkv": "packed_colwise:3", "0.to_out": "rowwise"}
+    with pytest.raises(ValueError, match=r"divided_attributes=\(\*DIVIDED_ATTRIBUTES, 'heads'\)"):
+        parallelize(copy.deepcopy(plain), plan)
+    model = parallelize(copy.deepcopy(plain), plan, divided_attributes=(*DIVIDED_ATTRIBUTES, "heads"))
     x = torch.randn(2, 5, 16)
     torch.testing.assert_close(model(x), plain(x))
 

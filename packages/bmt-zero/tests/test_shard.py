@@ -22,6 +22,7 @@ from bmt_zero import (
     DistributedParameter,
     MixedPrecision,
     TransformerBlockList,
+    load,
     shard,
 )
 from bmt_zero.shard import group_of
@@ -530,3 +531,30 @@ def test_buffers_of_any_layout_are_those_of_the_first_rank(ctx, kind):
     found = block.adjacency.dequantize() if kind == "quantized" else block.adjacency.to_dense()
     assert block.adjacency.layout == buffer.layout
     assert torch.equal(found, torch.eye(3)[0].expand(4, -1) if kind == "expanded" else torch.eye(3))
+
+
+@pytest.mark.ranks(1, 2)
+@every_level
+def test_a_move_that_changes_nothing_leaves_parameters_where_they_are(ctx, level):
+    block = Block(nn.Linear(5, 5), zero_level=level)
+    block(torch.ones(2, 5)).sum().backward()
+    places = [p.data_ptr() for p in block.parameters()]
+    kept = [p.detach() for p in block.parameters()]
+    block.float().to("cpu")
+    for p in block.parameters():
+        p.data = p.data.contiguous()
+    assert [p.data_ptr() for p in block.parameters()] == places
+    with torch.no_grad():
+        for p in block.parameters():
+            p.add_(1)
+    assert all(torch.equal(a, b.detach()) for a, b in zip(kept, block.parameters()))
+
+
+@pytest.mark.ranks(1)
+def test_what_data_and_detach_give_is_saved_as_any_tensor(ctx, tmp_path):
+    block = Block(nn.Linear(5, 5))
+    for name, read in (("data", lambda p: p.data), ("detach", lambda p: p.detach())):
+        torch.save({key: read(p) for key, p in block.named_parameters()}, tmp_path / f"{name}.pt")
+        other = Block(nn.Linear(5, 5))
+        load(other, tmp_path / f"{name}.pt")
+        assert torch.equal(other.weight.detach(), block.weight.detach())

@@ -527,6 +527,7 @@ COLLECTIONS: dict[str, Any] = {
     "Size": torch.Size([3, 1]),
     "device": torch.device("cuda", 1),
     "bytearray": bytearray(b"\0x\xff"),
+    "keys": {torch.Size([2]): 1, torch.device("cpu"): 2},
 }
 
 
@@ -862,7 +863,7 @@ def test_states_survive_as_json() -> None:
         "tensor": torch.randn(3, 2).bfloat16(),
         "empty": torch.empty(0, 3),
     }
-    value |= {name: each for name, each in COLLECTIONS.items() if name not in ("device", "bytearray")}
+    value |= {name: each for name, each in COLLECTIONS.items() if name not in ("device", "bytearray", "keys")}
     found = decode(json.loads(json.dumps(encode(value, "x"))), "x")
     assert {name: type(each) for name, each in found.items()} == {name: type(each) for name, each in value.items()}
     for name in ("tensor", "empty"):

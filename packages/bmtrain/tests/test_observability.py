@@ -78,6 +78,12 @@ def test_what_a_profile_cannot_do_is_said_on_all_ranks(ctx, tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_a_file_that_cannot_be_opened_is_an_error_on_all_ranks(ctx, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        bmt.TrainingMetrics([bmt.JsonLines(tmp_path / "no" / "metrics.jsonl")])
+
+
+@pytest.mark.ranks(2)
 def test_further_numbers_may_be_tensors(ctx, tmp_path):
     with bmt.TrainingMetrics([bmt.JsonLines(tmp_path / "metrics.jsonl")], every=1) as metrics:
         record = metrics.step(1.0, tokens=1, grad_norm=torch.tensor(2.5))
@@ -115,7 +121,8 @@ def test_sinks_of_other_libraries_get_scalars(monkeypatch, tmp_path):
     run = SimpleNamespace(log=lambda record, step: logged.append((record, step)), finish=lambda: logged.append("end"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))
     sink = bmt.WeightsAndBiases(project="p")
-    sink.open()
+    sink.close()
+    assert not logged  # nothing was opened
     sink.write(3, {"loss": 1.0})
     sink.close()
     assert logged == [({"loss": 1.0}, 3), "end"]

@@ -98,6 +98,7 @@ class Adam(DistributedOptimizer):
     ) -> tuple[list[dict[str, Any]], list[Rule], list[Rule]]:
         if type(self).rule is not Adam.rule:  # a derived one, for logical parameters
             return super()._rules(scale, grad_factor, found_inf)
+        self._drop_old_plan()
         without: set[Tensor] = set()  # gradients, on ranks whose parts are empty
         if self._agrees:
             everything = self._current_plan()

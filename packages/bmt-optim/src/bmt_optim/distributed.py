@@ -250,6 +250,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self, scale: float, grad_factor: Tensor | None, found_inf: Tensor | None
     ) -> tuple[list[dict[str, Any]], list[Rule], list[Rule]]:
         """The states whose steps are to be counted, rules that communicate, and rules that do not."""
+        self._drop_old_plan()
         plan = self._current_plan()
         present = [m for m, there in zip(plan.matrices, plan.presence.update()) if there]
         grads = [self._grad(m) for m in present]
@@ -351,6 +352,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 empty.
         """
         self.settle_step()
+        self._drop_old_plan()
         self._forget_replaced()
         self._materialize()
         found = super().state_dict()
@@ -446,6 +448,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         :meth:`state_layout` and, in half precision, ``master``.
         """
         self.settle_step()
+        self._drop_old_plan()
         self._materialize()
         found: list[StateRecord] = []
         number = itertools.count()
@@ -532,8 +535,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for param in [p for p in self.state if p not in params and not self.state[p].get("step")]:
             del self.state[param]
 
+    def _drop_old_plan(self) -> None:
+        """A step or a reading of the state begins: scripts may have edited the groups."""
+        if self._plan is not None and not self._plan.holds(self.param_groups):
+            self._plan = None
+
     def _current_plan(self) -> _Plan:
-        if self._plan is None or not self._plan.holds(self.param_groups):
+        if self._plan is None:
             self._forget_replaced()
             self._plan = _Plan(self)
         return self._plan

@@ -21,13 +21,14 @@ from .runs import local_grad, merge_adjacent
 from .slices import Comms, all_reduce_over, by_comms
 
 
-def scale_for_means(params: Iterable[Tensor], replicas: int) -> float:
+def scale_for_means(params: Iterable[Tensor], context: ParallelContext) -> float:
     """What a loss is to be divided by for the gradients to be means over data-parallel replicas.
 
     Raises:
         ValueError: some parameters have gradients that are summed over replicas, and others such as are averaged; or
-            there are replicas, and of no parameter it is known.
+            there are replicas, and of no parameter it is known. In a pipeline, a stage may have only such.
     """
+    replicas = context.replicas
     if replicas == 1:
         return 1
     found = {_is_averaged(param) for param in params if param.requires_grad}
@@ -36,7 +37,7 @@ def scale_for_means(params: Iterable[Tensor], replicas: int) -> float:
             "some parameters have gradients that are summed over data-parallel replicas (bmt_zero.shard), and others "
             "such as are averaged (FSDP2, bmt_zero.fully_shard); shard all by one of them"
         )
-    if found == {None}:
+    if found == {None} and context.pipe_size == 1:
         raise ValueError(
             f"there are {replicas} data-parallel replicas, and nobody shards the parameters: OptimManager cannot know "
             f"what is done to gradients. Pass grad_scale=1 if they are averaged, as DistributedDataParallel does, or "
@@ -63,7 +64,7 @@ def local_grads(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _as_real(grad: Tensor) -> Tensor:
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
 class HostCopy:

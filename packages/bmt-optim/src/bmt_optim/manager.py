@@ -184,8 +184,12 @@ class OptimManager:
         if self._grad_scale is not None:
             return self._grad_scale
         if self._found_grad_scale is None:
-            self._found_grad_scale = scale_for_means(self._params(), self.context.replicas)
+            self._found_grad_scale = scale_for_means(self._params(), self.context)
         return self._found_grad_scale
+
+    @grad_scale.setter
+    def grad_scale(self, value: float) -> None:
+        self._grad_scale = value
 
     # --- a step -----------------------------------------------------------------------------------
 

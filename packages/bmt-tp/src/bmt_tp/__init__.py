@@ -9,7 +9,7 @@ from .loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entr
 from .ops import OpLinear
 from .parallel_linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from .parallel_ops import OpParallelLinear, ReduceType, column_linear, row_linear
-from .parallelize import parallelize
+from .parallelize import DIVIDED_ATTRIBUTES, parallelize
 from .random import per_rank_random
 from .regions import copy_to_ranks, gather_along, reduce_from_ranks, reduce_scatter_along, split_along
 from .sequence import sequence_parallel
@@ -18,6 +18,7 @@ from .symmetric import enable_symmetric_memory
 from .ulysses import ulysses_attention
 
 __all__ = [
+    "DIVIDED_ATTRIBUTES",
     "ColumnParallelLinear",
     "Linear",
     "OpLinear",

@@ -163,6 +163,7 @@ def _reset_whole(module: nn.Module, cls: Any) -> None:
     module._parameters.update(wholes)
     try:
         cls.reset_parameters(module)
+        wholes = {name: module._parameters[name] for name in wholes}  # it may put others in their places
     finally:
         module._parameters.update(own)
     with torch.no_grad():
@@ -186,7 +187,7 @@ def class_with_forward_of(form: type[PieceModule], cls: type[nn.Module]) -> type
             inner = type(form.__name__, (form, torchs_own), {"__module__": form.__module__})
             bases = (cls, inner)
         own: dict[str, Any] = {"__module__": cls.__module__}
-        if hasattr(cls, "reset_parameters"):
+        if form in (CutColumnLinear, CutRowLinear, CutEmbedding) and hasattr(cls, "reset_parameters"):
             own["reset_parameters"] = lambda self: _reset_whole(self, cls)
         _classes[form, cls] = type(cls.__name__, bases, own)
     return _classes[form, cls]

@@ -51,9 +51,9 @@ def find_matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) ->
     """What the plan names, in the model's order; the first matching entry counts."""
     patterns = [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), p, _style(p, style)) for p, style in plan.items()]
     found: list[Match] = []
-    all_names = [name for name, _ in model.named_modules(remove_duplicate=False)]  # also those of shared modules
-    used = {source for pattern, source, _ in patterns if any(map(pattern.fullmatch, all_names))}
-    for name, module in model.named_modules():
+    used = set()
+    known: set[tuple[nn.Module, str | None]] = set()
+    for name, module in model.named_modules(remove_duplicate=False):  # a shared module may be named by any of its names
         prefix = name + "." if name else ""
         names = [(name, None), *((prefix + n, n) for n, p in module._parameters.items() if p is not None)]
         for path, parameter in names:
@@ -62,6 +62,9 @@ def find_matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) ->
                     used.add(source)
                     if parameter is not None and style == "expert_parallel":
                         break  # its module is cut
+                    if (module, parameter) in known:
+                        break
+                    known.add((module, parameter))
                     parent = model.get_submodule(name.rpartition(".")[0])
                     found.append(Match(name, module, style, parameter, parent))
                     break
@@ -88,7 +91,8 @@ def left_out(cuts: list[Match]) -> list[Match]:
         head = size if isinstance(size, int) else 0
         for name, most in (("q_norm", head), ("k_norm", head), ("act_fn", 1)):
             module = match.parent._modules.get(name)
-            path = f"{match.name.rpartition('.')[0]}.{name}"
+            prefix, dot, _ = match.name.rpartition(".")
+            path = prefix + dot + name
             sizes = [] if module is None else [param.numel() for param in module.parameters()]
             if module is not None and sizes and max(sizes) <= most and path not in known:
                 found[path] = Match(path, module, "sequence", None, match.parent)

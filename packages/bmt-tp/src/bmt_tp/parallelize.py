@@ -87,14 +87,14 @@ DIVIDED_ATTRIBUTES = (
     "num_kv_heads",
     "n_head",
     "n_heads",
-    "heads",
-    "nhead",
     "n_kv_heads",
     "num_kv_head",
     "split_size",
     "all_head_size",
 )
 """What an attention module counts its heads by: divided where its projections are cut."""
+
+_PERHAPS_DIVIDED = ("heads", "nhead")  # of an attention, or of a layer beside whose attention something is cut
 
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_kv_head")
 
@@ -108,7 +108,7 @@ def parallelize(
     comm: Communicator | None = None,
     *,
     sequence_dim: int = 1,
-    divided_attributes: tuple[str, ...] = DIVIDED_ATTRIBUTES,
+    divided_attributes: tuple[str, ...] | None = None,
     expert_parallel: bool = False,
 ) -> M:
     """Cut the modules that ``plan`` names over the tensor-parallel ranks, in place.
@@ -123,7 +123,7 @@ def parallelize(
         comm: the tensor-parallel ranks; by default the context's.
         sequence_dim: the dimension of activations along which the sequence is split.
         divided_attributes: integers of a module that are divided by the number of ranks if one of its linear
-            layers is cut by columns: numbers of heads.
+            layers is cut by columns: numbers of heads. By default ``DIVIDED_ATTRIBUTES``.
         expert_parallel: what the plan has as ``experts`` becomes ``expert_parallel``, and its parameters, too.
 
     Returns:
@@ -132,8 +132,9 @@ def parallelize(
     Raises:
         TypeError: a name in the plan belongs to a module that cannot be cut so.
         ValueError: an unknown style, a name that no module has, sizes that the ranks do not divide, parameters
-            tied between modules that are cut differently, or that are cut or sharded already. The model is as it was
-            then.
+            tied between modules that are cut differently, or that are cut or sharded already; without
+            ``divided_attributes``, a module with ``heads`` or ``nhead``, which may count heads that are cut or not. The
+            model is as it was then.
     """
     comm = tensor_comm(comm)
     given = plan is not None
@@ -447,7 +448,7 @@ def _pieces(model: nn.Module, cuts: list[_Cut]) -> list[tuple[nn.Parameter, Slic
 
 
 def _heads(
-    model: nn.Module, cuts: list[_Cut], comm: Communicator, attributes: tuple[str, ...]
+    model: nn.Module, cuts: list[_Cut], comm: Communicator, attributes: tuple[str, ...] | None
 ) -> list[tuple[nn.Module, str, int]]:
     """The attributes that are to be set, with their values."""
     parents: dict[str, nn.Module] = {}
@@ -470,11 +471,19 @@ def _heads(
         if cut.kind == "shared_heads":
             shared[model.get_submodule(cut.name.rpartition(".")[0])] = cut.shared_heads
     for parent_name, parent in parents.items():
+        unclear = [
+            name for name in _PERHAPS_DIVIDED if attributes is None and isinstance(getattr(parent, name, None), int)
+        ]
+        if unclear:
+            raise ValueError(
+                f"{parent_name!r} has the attribute {unclear[0]!r}: if it counts heads that the plan divides, pass "
+                f"divided_attributes=(*DIVIDED_ATTRIBUTES, {unclear[0]!r}), else divided_attributes=DIVIDED_ATTRIBUTES"
+            )
         if parent in shared:  # one for each rank
             groups: Any = parent.num_key_value_groups
             found.append((parent, "num_key_value_groups", groups * shared[parent] // comm.size))
             found += [(parent, name, 1) for name in _KEY_VALUE_HEADS if hasattr(parent, name)]
-        for attribute in attributes:
+        for attribute in DIVIDED_ATTRIBUTES if attributes is None else attributes:
             if parent in shared and attribute in _KEY_VALUE_HEADS:
                 continue
             value = getattr(parent, attribute, None)

@@ -80,7 +80,9 @@ class TensorParallelParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """That of a piece is a :class:`bmt_comm.ShardedGradient`, whose norm is that of the whole gradient."""
         grad: Tensor | None = _grad.__get__(self)
-        if grad is not None and self.tp_mode and not isinstance(grad, ShardedGradient):
+        if grad is None or isinstance(grad, ShardedGradient):
+            return grad
+        if self.tp_mode and not grad.requires_grad:  # that of create_graph=True has a graph
             grad = sharded_gradient(grad, self)
             _grad.__set__(self, grad)
         return grad

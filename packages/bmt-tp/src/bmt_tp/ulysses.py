@@ -135,8 +135,8 @@ class _Mode(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.calls += 1
-        query = args[0] if args else kwargs["query"]
-        if query.shape[SEQUENCE] == 1:
+        options = {**dict(zip(("query", "key", "value", "attn_mask"), args)), **(kwargs or {})}
+        if options["query"].shape[SEQUENCE] == 1 and options.get("attn_mask") is None:
             raise ValueError(
                 f"{self.name!r}, which the plan has as 'ulysses', got one position of the sequence on this rank. "
                 "Attentions of one position are not causal, and the model may have asked for none; pass longer ones"

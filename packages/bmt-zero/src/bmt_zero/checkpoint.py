@@ -44,6 +44,7 @@ from .state import (
     raise_on_all,
     shape_of,
     versions_of,
+    with_pieces,
     with_versions,
     without_wrapper,
 )
@@ -80,7 +81,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     has_code = _has_own_code(model, context, loading=False)
     note_place("save")
     check_agreement(context.world, "save", _facts(model, has_code))
-    entries = model.state_dict(keep_vars=True) if has_code else local_entries(model)
+    entries = with_pieces(model.state_dict(), model) if has_code else local_entries(model)
     names: dict[int, list[str]] = {}  # of each value, by its identity
     for name, value in entries.items():
         names.setdefault(id(value), []).append(name)

@@ -331,7 +331,8 @@ class FlatParameter:
         if self._may_share and not self.keeps_apart:
             if self.was_moved():  # since the last forward, and a prefetch does not look
                 self.rebind_storage()
-            self._share_memory()
+            if self._may_share:
+                self._share_memory()
             version = sum([param._version for param in self.params])
         if self._borrower is not None:
             self._borrower()

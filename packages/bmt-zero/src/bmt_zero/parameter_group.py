@@ -541,7 +541,7 @@ def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientRed
     for param in flat.params:
         data = param.data.clone()  # replaced by a view of the twin's storage below
         twin = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
-        twin.__dict__.update({k: v for k, v in param.__dict__.items() if k != "handle"})
+        twin.__dict__.update({k: v for k, v in param.__dict__.items() if k not in ("handle", "_aliases")})
         memo[id(param)] = twin
         twins.append(twin)
     communicators = flat.shard_comm, flat.replicate_comm

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from bmt_comm import ShardedGradient, Slice, select_rows, tp_shard_of, unshard_tp
 
@@ -123,7 +123,7 @@ class ShardedParameter(nn.Parameter):
 
     def _alias(self, rows: Tensor) -> Tensor:
         """Note that a script has ``rows``, a tensor on this parameter's memory."""
-        setattr(rows, _ALIAS, True)
+        _aliases[rows] = None
         known = self.__dict__.setdefault("_aliases", [])
         if len(known) >= 8:
             known[:] = [ref for ref in known if ref() is not None]
@@ -183,10 +183,12 @@ class ShardedParameter(nn.Parameter):
             if name == "detach" or (name == "__get__" and func.__self__ is Tensor.data):
                 return args[0]._alias(func(*args, **kwargs))
             if name == "__set__" and func.__self__ is Tensor.data:
-                args[0]._leave_memory()
-                value = args[1]
-                own = isinstance(value, ShardedParameter) or hasattr(value, _ALIAS)
-                return func(args[0], value.detach().clone() if own else value)
+                param, value = args
+                if _is_same_memory(param, value):  # as of a move that changes nothing
+                    return func(*args)
+                param._leave_memory()
+                own = isinstance(value, ShardedParameter) or value in _aliases
+                return func(param, value.detach().clone() if own else value)
             if name == "__get__" and getattr(func.__self__, "__name__", "") in _TRANSPOSED:
                 if not _is_readable_transposed(args[0], func.__self__.__name__):
                     return func(*args, **kwargs)
@@ -302,7 +304,12 @@ def _in_optimizer_step() -> bool:
     return False
 
 
-_ALIAS = "bmt_is_alias"  # on tensors on the memory of a sharded parameter
+_aliases = WeakTensorKeyDictionary()  # tensors that scripts have on the memory of sharded parameters
+
+
+def _is_same_memory(param: Tensor, value: Tensor) -> bool:
+    facts = [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in (param, value)]
+    return facts[0] == facts[1]
 
 
 def _names(text: str) -> frozenset[str]:

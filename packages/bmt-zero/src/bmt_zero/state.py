@@ -122,6 +122,15 @@ def is_piece(value: Any) -> bool:
     return where is not None and where.tp_dim is not None
 
 
+def with_pieces(entries: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A state dict with the parameters themselves in the places of pieces that saving code has left as they are."""
+    for name, param in model.named_parameters(remove_duplicate=False):
+        value = entries.get(name)
+        if is_piece(param) and isinstance(value, Tensor) and value.data_ptr() == param.data_ptr():
+            entries[name] = param
+    return entries
+
+
 def logical_tensor(value: Any) -> Any:
     """The logical tensor of an entry; anything else as it is. Every rank must take part."""
     if isinstance(value, StageEntry):

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from bmt_comm import Communicator, ParallelContext, current_context
+from bmt_zero.state import raise_on_all
 
 Record = dict[str, float]
 
 
 class Sink(Protocol):
-    """Where records go; called on rank 0 only. One may have a method ``open``, which is called first."""
+    """Where records go; called on rank 0 only."""
 
     def write(self, step: int, record: Record) -> None: ...
 
@@ -47,8 +48,8 @@ class TrainingMetrics:
     - ``overflows``: steps that were skipped, since the start;
     - ``mfu``: model FLOPs utilization, from 0 to 1, where ``flops_per_token`` and ``peak_flops`` are given.
 
-    Between records, nothing waits for the device and nothing is communicated. All ranks must call :meth:`step` equally
-    often.
+    Between records, nothing waits for the device and nothing is communicated. All ranks must make one, and call
+    :meth:`step` equally often. What goes wrong as sinks of this module are opened is raised on all.
 
     Args:
         sinks: where records go.
@@ -73,8 +74,14 @@ class TrainingMetrics:
             raise ValueError(f"every={every!r} must be positive")
         self.context = context or current_context()
         self.sinks = list(sinks) if self.context.rank == 0 else []
-        for sink in self.sinks:
-            getattr(sink, "open", lambda: None)()
+        problem: Exception | None = None
+        try:
+            for sink in self.sinks:
+                if isinstance(sink, OpenedSink):
+                    sink.open()
+        except Exception as error:  # the others are to know
+            problem = error
+        raise_on_all(self.context.world, problem)
         self.every = every
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.steps = 0
@@ -111,7 +118,7 @@ class TrainingMetrics:
         if self.steps % self.every:
             return None
         record = self._record()
-        record.update({name: float(value) for name, value in more.items()})
+        record.update({name: float(value) if isinstance(value, Tensor) else value for name, value in more.items()})
         for sink in self.sinks:
             sink.write(self.steps, record)
         self._begin()
@@ -178,24 +185,40 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class JsonLines:
+class OpenedSink:
+    """A sink that opens nothing until it is used, for other ranks make it, too."""
+
+    _opened: Any = None
+
+    def open(self) -> None:
+        """Open it, if it is not open."""
+        if self._opened is None:
+            self._opened = self._open()
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+
+class JsonLines(OpenedSink):
     """A line of JSON per record, at the end of a file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
 
-    def open(self) -> None:
-        self._file = self._path.open("a")
+    def _open(self) -> Any:
+        return self._path.open("a")
 
     def write(self, step: int, record: Record) -> None:
-        self._file.write(json.dumps({"step": step, **record}) + "\n")
-        self._file.flush()
+        self.open()
+        self._opened.write(json.dumps({"step": step, **record}) + "\n")
+        self._opened.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._opened is not None:
+            self._opened.close()
 
 
-class ProgressBar:
+class ProgressBar(OpenedSink):
     """A bar of ``tqdm``, or a line per record where stderr is no terminal, or tqdm is not installed.
 
     Args:
@@ -204,32 +227,33 @@ class ProgressBar:
 
     def __init__(self, steps: int | None = None) -> None:
         self._steps, self._last = steps, 0
-        self._bar: Any = None
 
-    def open(self) -> None:
-        if sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return
-            self._bar = tqdm(total=self._steps, unit="step")
+    def _open(self) -> Any:
+        if not sys.stderr.isatty():
+            return None
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return None
+        return tqdm(total=self._steps, unit="step")
 
     def write(self, step: int, record: Record) -> None:
+        self.open()
         speed, memory = f"{record['tokens_per_second']:,.0f} tokens/s", f"{record['memory'] / 1e9:.2f} GB"
         shown = f"loss {record['loss']:.4f}  {speed}  {memory}"
-        if self._bar is None:
+        if self._opened is None:
             print(f"step {step}  {shown}", file=sys.stderr, flush=True)
             return
-        self._bar.update(step - self._last)
-        self._bar.set_postfix_str(shown)
+        self._opened.update(step - self._last)
+        self._opened.set_postfix_str(shown)
         self._last = step
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        if self._opened is not None:
+            self._opened.close()
 
 
-class TensorBoard:
+class TensorBoard(OpenedSink):
     """Scalars for TensorBoard; needs ``tensorboard``."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -238,18 +262,20 @@ class TensorBoard:
         self._make: Any = SummaryWriter
         self._directory = os.fspath(directory)
 
-    def open(self) -> None:
-        self._writer: Any = self._make(self._directory)
+    def _open(self) -> Any:
+        return self._make(self._directory)
 
     def write(self, step: int, record: Record) -> None:
+        self.open()
         for name, value in record.items():
-            self._writer.add_scalar(name, value, step)
+            self._opened.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._opened is not None:
+            self._opened.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(OpenedSink):
     """A run of Weights & Biases; needs ``wandb``.
 
     Args:
@@ -262,11 +288,13 @@ class WeightsAndBiases:
         self._init: Any = wandb.init
         self._options = options
 
-    def open(self) -> None:
-        self._run: Any = self._init(**self._options)
+    def _open(self) -> Any:
+        return self._init(**self._options)
 
     def write(self, step: int, record: Record) -> None:
-        self._run.log(record, step=step)
+        self.open()
+        self._opened.log(record, step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        if self._opened is not None:
+            self._opened.finish()

@@ -213,8 +213,8 @@ class _Reader:
 
 def _plain_key(key: Any) -> Any:
     """A key whose hash is quick to compute: a plain value, or a short tuple of these."""
-    parts = key if type(key) is tuple and len(key) <= 8 else (key,)
-    if not all(part is None or type(part) in (str, int, float, bool, bytes) for part in parts):
+    parts = key if type(key) in (tuple, torch.Size) and len(key) <= 8 else (key,)
+    if not all(part is None or type(part) in (str, int, float, bool, bytes, torch.device) for part in parts):
         raise PickleError("it has a key that is no plain value")
     return key
 
