@@ -254,7 +254,7 @@ def load_corpus(source: Path | None, max_bytes: int, held_out: float, vocab_size
                 documents = list_documents(paths, max_bytes)
                 if not documents:
                     raise UsageError(
-                        f"--data {source}: no file there has text in UTF-8; all are empty or have NUL bytes"
+                        f"--data {source}: no file there is text in UTF-8; all are empty or have NUL bytes"
                     )
                 build(documents, held_out, vocab_size, cache / key)
         except (UsageError, OSError) as error:
