@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bmt_zero import FlatLayout, plan_layouts
@@ -94,6 +94,7 @@ granular = st.lists(st.tuples(st.lists(sizes, max_size=3).map(tuple), st.sampled
 
 @settings(max_examples=150, deadline=None)
 @given(granular, st.one_of(st.integers(1, 9), st.integers(10, 64)))
+@example([((127,), 7)] * 3, 4)  # the last granule has one row
 def test_granules_are_never_cut_and_padding_is_at_most_the_largest_per_rank(items, world):
     shapes, granularity = [shape for shape, _ in items], [rows for _, rows in items]
     layouts = plan_layouts(shapes, world, granularity)

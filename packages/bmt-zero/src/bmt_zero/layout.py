@@ -144,7 +144,8 @@ def plan_layouts(
         layouts = [layout for part in parts if (layout := planned[tuple(e.index for e in part)]) is not None]
         if len(layouts) == len(parts):
             plans.append(layouts)
-    assert plans, "rows that divide each other always fit"
+    if not plans:  # as where last granules are shorter than the others
+        plans.append([layout for part in _chains(entries) for layout in _plan_some(part, world_size)])
     enough = min(sum(layout.numel for layout in plan) for plan in plans) * (1 + _LITTLE)
     return min((plan for plan in plans if sum(layout.numel for layout in plan) <= enough), key=len)
 
@@ -181,8 +182,16 @@ def _partitions(entries: Sequence[Placement]) -> Iterator[list[list[Placement]]]
             yield [part for part in (*(by_granule[g] for g in chosen), rest) if part]
 
 
-def _plan_one(entries: Sequence[Placement], world_size: int) -> FlatLayout | None:
-    """The smallest of a few likely shard sizes in which all entries fit, or None."""
+def _plan_some(entries: Sequence[Placement], world_size: int) -> list[FlatLayout]:
+    """One buffer for all entries, by more sizes than usual; or one for each, which always fits."""
+    together = _plan_one(entries, world_size, thorough=True)
+    if together is not None:
+        return [together]
+    return [layout for entry in entries if (layout := _plan_one([entry], world_size)) is not None]
+
+
+def _plan_one(entries: Sequence[Placement], world_size: int, thorough: bool = False) -> FlatLayout | None:
+    """The smallest of a few likely shard sizes (of many, if ``thorough``) in which all entries fit, or None."""
     total = sum(e.numel for e in entries)
     lengths = sorted({e.granule for e in entries if e.numel} or {1})
     longest = lengths[-1]
@@ -191,6 +200,8 @@ def _plan_one(entries: Sequence[Placement], world_size: int) -> FlatLayout | Non
     candidates = {-(-lower // m) * m for m in multiples} | {lower + length for length in lengths}
     if any(e.granularity > 1 for e in entries) and lower < 8 * longest:  # few large granules are packed as into bins
         candidates |= {lower + lower * part // 40 for part in range(1, 17)}
+    if thorough:
+        candidates |= {lower + longest * part // 64 for part in range(65)}
     step = math.gcd(_ALIGNMENT, *lengths)
     for shard in sorted({-(-candidate // step) * step for candidate in candidates}):
         if shard * world_size - total > world_size * longest:
