@@ -195,6 +195,10 @@ class OpenedSink:
         if self._opened is None:
             self._opened = self._open()
 
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
     def _open(self) -> Any:
         raise NotImplementedError
 
@@ -212,10 +216,6 @@ class JsonLines(OpenedSink):
         self.open()
         self._opened.write(json.dumps({"step": step, **record}) + "\n")
         self._opened.flush()
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
 
 
 class ProgressBar(OpenedSink):
@@ -248,10 +248,6 @@ class ProgressBar(OpenedSink):
         self._opened.set_postfix_str(shown)
         self._last = step
 
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
-
 
 class TensorBoard(OpenedSink):
     """Scalars for TensorBoard; needs ``tensorboard``."""
@@ -269,10 +265,6 @@ class TensorBoard(OpenedSink):
         self.open()
         for name, value in record.items():
             self._opened.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
 
 
 class WeightsAndBiases(OpenedSink):
