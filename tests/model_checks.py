@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 import shutil
 import tempfile
@@ -22,8 +23,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+import bmt_tp
 import bmt_zero
 from bmt_comm import ParallelContext, current_context, init_distributed
+from bmt_tp.plans import plan_of
 
 TOLERANCE = 1e-5  # in fp32; what is above it is computed again in fp64
 TOLERANCE_64 = 1e-9
@@ -40,7 +43,7 @@ def run(model: Model, check: str) -> str:
     warnings.simplefilter("ignore")
     _quiet()
     torch.set_num_threads(1)
-    init_distributed()
+    init_distributed(tp_size=2 if check == "tensor parallel" else 1)
     try:
         return CHECKS[check](model)
     except Unusable as error:
@@ -86,6 +89,15 @@ def trains_lora_before(model: Model) -> str:
 def trains_lora_after(model: Model) -> str:
     """Adapters that come into a wrapped model."""
     return _trains(model, lambda m: _with_adapters(bmt_zero.BMTrainModelWrapper(m)), reference=_with_adapters)
+
+
+def trains_cut(model: Model) -> str:
+    """Cut over the ranks by the plan that the model carries, and then sharded."""
+    model = dataclasses.replace(model, vocabulary=model.vocabulary // 2 * 2)
+    plain = _plain(model)
+    if not plan_of(plain):
+        raise Unusable("no plan")
+    return _trains(model, lambda m: bmt_zero.BMTrainModelWrapper(bmt_tp.parallelize(m)))
 
 
 def starts_on_meta(model: Model) -> str:
@@ -189,6 +201,7 @@ CHECKS: dict[str, Callable[[Model], str]] = {
     "LoRA before": trains_lora_before,
     "LoRA after": trains_lora_after,
     "compiled": trains_compiled,
+    "tensor parallel": trains_cut,
 }
 
 
@@ -203,8 +216,8 @@ def _trains(
     """Whether updates are the plain model's. In fp64 rounding cannot hide an error, or be taken for one."""
 
     def compare(dtype: torch.dtype) -> tuple[float, str, int]:
-        plain = (reference or prepare)(_plain(model).to(dtype))
-        return _compare(plain, lambda: wrap(prepare(model.build().to(dtype))), model, padded)
+        plain = (reference or prepare)(_in_dtype(_plain(model), dtype))
+        return _compare(plain, lambda: wrap(prepare(_in_dtype(model.build(), dtype))), model, padded)
 
     error, name, blocks = compare(torch.float32)
     if error <= TOLERANCE:
@@ -213,6 +226,12 @@ def _trains(
         exact, name, blocks = compare(torch.float64)
     assert exact <= TOLERANCE_64, f"error {error:.1g}, in fp64 {exact:.1g} of {name}"
     return f"right: {error:.0e} ({exact:.0e} in fp64), {blocks} Blocks"
+
+
+def _in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products have no fp64
+    return model.to(dtype)
 
 
 @contextlib.contextmanager
@@ -281,14 +300,14 @@ def _losses(which: nn.Module, model: Model, padded: bool, context: ParallelConte
         batch = model.batch(step, padded)
         count = int((batch["targets"] != -100).sum())
         total = torch.zeros((), dtype=dtype)
-        for part in range(parts) if context is None else (context.rank,):
+        for part in range(parts) if context is None or context.tp_size == parts else (context.rank,):
             rows = slice(part * SAMPLES // parts, (part + 1) * SAMPLES // parts)
             torch.manual_seed(7 + step)
             samples = {name: value[rows] for name, value in batch.items()}
             loss = loss_of(which, {n: v.to(dtype) if v.is_floating_point() else v for n, v in samples.items()}, count)
             loss.backward()
             total += loss.detach().cpu()
-        if context is not None:
+        if context is not None and context.tp_size == 1:
             context.world.all_reduce(total)
         optimizer.step()
         optimizer.zero_grad()

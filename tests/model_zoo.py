@@ -34,8 +34,8 @@ TASKS = {
 }
 
 # Small values for the fields that a configuration class has.
+_VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "padded_vocab_size")
 _SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "padded_vocab_size"), VOCABULARY),
     **dict.fromkeys(
         ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "emb_dim", "model_dim", "d_embed",
          "lru_width", "decoder_hidden_size", "dim_model", "width", "attention_hidden_size"), 32
@@ -114,12 +114,14 @@ class Model:
         name: of its class, or as its library knows it.
         kind: of its inputs: "causal", "masked", "seq2seq", "image" or "audio".
         key: the ``model_type`` in transformers.
+        vocabulary: how many tokens there are.
     """
 
     library: str
     name: str
     kind: str
     key: str = ""
+    vocabulary: int = VOCABULARY
 
     def build(self) -> nn.Module:
         """The model with weights from a fixed seed, in training mode."""
@@ -131,7 +133,7 @@ class Model:
         else:
             import transformers
 
-            model = getattr(transformers, self.name)(small_config(self.key))
+            model = getattr(transformers, self.name)(small_config(self.key, self.vocabulary))
         return model.train()
 
     @property
@@ -148,8 +150,11 @@ class Model:
             return {key: pixels, "targets": torch.randint(CLASSES, (SAMPLES,), generator=generator)}
         if self.kind == "audio":
             waves = torch.randn(SAMPLES, 400, generator=generator)
-            return {"input_values": waves, "targets": torch.randint(3, VOCABULARY, (SAMPLES,), generator=generator)}
-        ids = torch.randint(4, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+            return {
+                "input_values": waves,
+                "targets": torch.randint(3, self.vocabulary, (SAMPLES,), generator=generator),
+            }
+        ids = torch.randint(4, self.vocabulary, (SAMPLES, LENGTH), generator=generator)
         mask = torch.ones_like(ids)
         if padded:
             for row in range(SAMPLES):  # decoders have it on the left
@@ -158,7 +163,7 @@ class Model:
                 else:
                     mask[row, LENGTH - row :] = 0
         batch = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
-        targets = torch.randint(4, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+        targets = torch.randint(4, self.vocabulary, (SAMPLES, LENGTH), generator=generator)
         if self.kind == "seq2seq":
             batch["decoder_input_ids"] = targets.roll(1, 1)
             return {**batch, "targets": targets}
@@ -185,29 +190,30 @@ def size_of(model: Model) -> int:
         return 0
 
 
-def small_config(key: str) -> Any:
+def small_config(key: str, vocabulary: int = VOCABULARY) -> Any:
     """The configuration of a ``model_type``, with small sizes and without dropout."""
     from transformers import AutoConfig
 
     cls = type(AutoConfig.for_model(key))
-    return cls(**{"num_labels": CLASSES, **_small(cls, key)})
+    sizes = {**_SIZES, **dict.fromkeys(_VOCABULARIES, vocabulary)}
+    return cls(**{"num_labels": CLASSES, **_small(cls, key, sizes)})
 
 
-def _small(cls: Any, key: str) -> dict[str, Any]:
+def _small(cls: Any, key: str, sizes: dict[str, Any]) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     mapped = getattr(cls, "attribute_map", {})
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if "drop" in name and isinstance(field.default, float):
             values[name] = 0.0
-        elif name in _SIZES and _fits(_SIZES[name], field):
-            values[name] = _SIZES[name]
+        elif name in sizes and _fits(sizes[name], field):
+            values[name] = sizes[name]
     for name, target in mapped.items():
-        if name in _SIZES and target in fields and target not in values and isinstance(fields[target].default, int):
-            values[target] = _SIZES[name]
+        if name in sizes and target in fields and target not in values and isinstance(fields[target].default, int):
+            values[target] = sizes[name]
     for name, sub in (getattr(cls, "sub_configs", None) or {}).items():
         if name in fields and dataclasses.is_dataclass(sub) and sub.__name__ != "AutoConfig":
-            values[name] = _small(sub, getattr(sub, "model_type", ""))
+            values[name] = _small(sub, getattr(sub, "model_type", ""), sizes)
     if "kv_lora_rank" in fields:  # keys and values of all heads come from one low-rank projection
         values |= {name: 4 for name in ("num_key_value_heads",) if name in fields}
     values |= {"use_cache": True} if "use_cache" in fields else {}

@@ -68,10 +68,8 @@ IN_SEQUENCE = {
 def cut(kind: str, model: PreTrainedModel) -> None:
     if "in sequence" in kind:
         bmt_tp.parallelize(model, IN_SEQUENCE)
-    elif kind == "gpt_oss":  # whose tensor-parallel plan leaves experts out
-        bmt_tp.parallelize(model, {"model.layers.*.mlp.experts": "ep_dispatch_experts"})
     else:
-        bmt_tp.parallelize(model, expert_parallel=True)
+        bmt_tp.parallelize(model, expert_parallel=kind != "gpt_oss")  # whose plan has each expert on one rank anyway
 
 
 def train(model: Any, batches: list[Tensor], replicas: int, adam: bool) -> list[float]:

@@ -36,7 +36,7 @@ NONE = {"padded": ("image",), "generate": ("image", "masked")}
 
 
 @pytest.mark.ranks(2, init=False, timeout=180)
-@pytest.mark.parametrize("check", [check for check in CHECKS if check != "compiled"])
+@pytest.mark.parametrize("check", [check for check in CHECKS if check not in ("compiled", "tensor parallel")])
 @pytest.mark.parametrize("model", PARAMETERS)
 def test_is_as_the_plain_model(model: Model, check: str) -> None:
     result = run(model, check)
@@ -44,6 +44,22 @@ def test_is_as_the_plain_model(model: Model, check: str) -> None:
         assert result.startswith("none"), result
     else:
         assert result.startswith("right"), result
+
+
+# Of every style that plans have; the others are in test_hugging_face_tensor_parallel and test_expert_parallel.
+CUT = [
+    Model("transformers", "GraniteSWAForCausalLM", "causal", "granite_swa"),  # a parameter per head
+    Model("transformers", "BeamForCausalLM", "causal", "beam"),
+    Model("transformers", "LongcatFlashForCausalLM", "causal", "longcat_flash"),  # experts that return their input
+    Model("transformers", "GptOssForCausalLM", "causal", "gpt_oss"),
+    Model("transformers", "Qwen3MoeForCausalLM", "causal", "qwen3_moe"),
+]
+
+
+@pytest.mark.ranks(2, init=False, timeout=180)
+@pytest.mark.parametrize("model", CUT, ids=lambda model: model.key)
+def test_cut_by_its_own_plan(model: Model) -> None:
+    assert run(model, "tensor parallel").startswith("right")
 
 
 @pytest.mark.ranks(2, init=False, timeout=180)

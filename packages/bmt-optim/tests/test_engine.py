@@ -9,7 +9,7 @@ from layouts import cut_slice, layout, shards, tensors, undivided_layout
 from torch import nn
 
 from bmt_comm import Slice, slice_of
-from bmt_optim import AdamOptimizer, AdamW, DistributedLamb, DistributedOptimizer, Muon, distributed, engine
+from bmt_optim import AdamOptimizer, AdamW, DistributedLamb, DistributedOptimizer, Muon, engine, step_plan
 from bmt_optim.engine import run
 from bmt_optim.experts import sum_by_expert
 from bmt_optim.matrix import assign_owners
@@ -140,7 +140,7 @@ def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
 
 @pytest.mark.ranks(1, 2)
 def test_what_one_rank_holds_is_stepped_there_in_small_batches_and_not_before_the_flag_is_known(ctx, monkeypatch):
-    monkeypatch.setattr(distributed, "_CACHED", 20)
+    monkeypatch.setattr(step_plan, "CACHED", 20)
     stepped = []
 
     class Watched(AdamW):

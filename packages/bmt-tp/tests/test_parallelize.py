@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bmt_comm import init_distributed, slice_of, unshard_tp
+from bmt_comm import init_distributed, slice_of, tp_shard_of, unshard_tp
 from bmt_tp import DIVIDED_ATTRIBUTES, full_state_dict, load_full_state_dict, parallelize
 
 VOCAB, HIDDEN, HEADS = 24, 24, 12
@@ -263,6 +263,7 @@ EXPERTS = {
     "experts.down_proj": "rowwise",
     "experts": "moe_tp_experts",
 }
+TRANSPOSED = {**EXPERTS, "experts.gate_up_proj": "packed_rowwise", "experts.down_proj": "colwise"}
 
 
 @pytest.mark.ranks(1, 2, init=False)
@@ -271,7 +272,7 @@ def test_packed_experts_train_as_on_one_device(transposed):
     ctx = init_distributed(tp_size=int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(0)
     plain = Mixture(transposed)
-    model = parallelize(copy.deepcopy(plain), EXPERTS)
+    model = parallelize(copy.deepcopy(plain), TRANSPOSED if transposed else EXPERTS)
     assert model.experts.down_proj.numel() == plain.experts.down_proj.numel() // ctx.tp_size
     start = copy.deepcopy(plain.state_dict())
     x = torch.randn(20, 6)
@@ -298,6 +299,44 @@ def test_plans_of_experts_that_cannot_be(ctx):
         parallelize(Mixture(), {**EXPERTS, "experts.gate_up_bias": "rowwise"})
     with pytest.raises(ValueError, match=r"'experts\.down_proj' is a parameter, and 'vocab' is for modules"):
         parallelize(Mixture(), {**EXPERTS, "experts.down_proj": "vocab"})
+    with pytest.raises(ValueError, match="has 'experts' as 'experts', and cuts no parameter of it"):
+        parallelize(Mixture(), {"router": "replicate", "experts": "moe_tp_experts"})
+    with pytest.raises(ValueError, match=r"'experts\.identity' is an expert without weights, which no rank can have"):
+        parallelize(Mixture(), {**EXPERTS, "experts.identity": "moe_identity_expert"}, expert_parallel=True)
+    with pytest.raises(ValueError, match="cuts the parameter 'scales' of '', and no layer of it by columns"):
+        parallelize(WithScales(), {"scales": "colwise", "o": "rowwise"})
+    with pytest.raises(ValueError, match="'scales' has one dimension; it can be cut by 'colwise' only, not by 'row"):
+        parallelize(WithScales(), {"scales": "rowwise", "q": "colwise"})
+
+
+class WithScales(nn.Module):
+    """An embedding, and a number per head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6, padding_idx=2)
+        self.q, self.o, self.scales = nn.Linear(6, 12), nn.Linear(12, 6), nn.Parameter(torch.randn(4))
+
+    def forward(self, ids):
+        heads = self.q(self.embedding(ids)).unflatten(-1, (-1, 3))
+        return self.o((heads * self.scales[:, None]).flatten(-2))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_parameters_of_heads_and_features_of_an_embedding(ctx):
+    torch.manual_seed(0)
+    plain = WithScales()
+    plan = {"embedding": "embedding_colwise", "q": "colwise", "scales": "colwise", "o": "rowwise"}
+    model = parallelize(copy.deepcopy(plain), plan)
+    assert (model.scales.shape, model.embedding.weight.shape) == ((2,), (7, 3))
+    ids = torch.randint(0, 7, (4, 5))
+    for which in (plain, model):
+        which(ids).square().mean().backward()
+    torch.testing.assert_close(model(ids), plain(ids))
+    for (name, param), piece in zip(plain.named_parameters(), model.parameters(), strict=True):
+        wanted = tp_shard_of(param.grad, slice_of(piece))
+        torch.testing.assert_close(torch.as_tensor(piece.grad), wanted, msg=name)
+    assert torch.equal(full_state_dict(model)["embedding.weight"], plain.embedding.weight)
 
 
 @pytest.mark.ranks(2, tp_size=2)

@@ -212,6 +212,12 @@ def whole(tensor: Tensor) -> Slice:
     return Slice(shape, 0, shape[0] if shape else 1)
 
 
+def is_piece(value: Any) -> bool:
+    """Whether it is a tensor-parallel rank's piece of a logical tensor, which bmt_zero has not sharded."""
+    where = getattr(value, SLICE_ATTRIBUTE, None) if isinstance(value, Tensor) else None
+    return where is not None and where.tp_dim is not None and not hasattr(value, "handle")
+
+
 def slice_of(tensor: Tensor) -> Slice:
     """The part of its logical tensor that ``tensor`` holds on this rank.
 

@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import is_
 from typing import Any
 
 import torch
@@ -30,16 +29,15 @@ from bmt_comm import (
 from .batch import HALF, Batch, sync_masters
 from .engine import Step, run
 from .exchange import Communication
-from .matrix import Matrix, Presence, plan_matrices
+from .matrix import Matrix
 from .options import check_conventions
 from .requests import Rule
 from .runs import local_grad, on_local_tensors, zero_grads
 from .state_dict import gather_state, match_groups, state_value, step_record, whole_number
 from .state_layout import Size, StateTensor, like_parameter
+from .step_plan import StepPlan, portions_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
-_CACHED = 1 << 21
-"""How many elements are stepped together on the CPU, so that gradients and weights stay in a cache meanwhile."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -87,7 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()
-        self._plan: _Plan | None = None
+        self._plan: StepPlan | None = None
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -289,7 +287,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             here = [n for n in members if present[n].undivided and present[n].where.numel]
             divided += [n for n in here if present[n].replicate_comm is not None]
             here = [n for n in here if present[n].replicate_comm is None]
-            portions = _portions(here, [locals_[n].numel() for n in here]) if on_cpu else [here]
+            portions = portions_of(here, [locals_[n].numel() for n in here]) if on_cpu else [here]
             for batches, chosen in [(together, divided), *((alone, portion) for portion in portions)]:
                 if not chosen:
                     continue
@@ -540,10 +538,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._plan is not None and not self._plan.holds(self.param_groups):
             self._plan = None
 
-    def _current_plan(self) -> _Plan:
+    def _current_plan(self) -> StepPlan:
         if self._plan is None:
             self._forget_replaced()
-            self._plan = _Plan(self)
+            self._plan = StepPlan(self.param_groups, self.cost, self.height, self.replicas)
         return self._plan
 
 
@@ -579,51 +577,6 @@ def begin_steps(optimizers: Iterable[DistributedOptimizer], *arguments: Any) -> 
             step.abandon()
         raise
     return steps
-
-
-def _portions(members: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """``members`` in portions that a cache holds, or of one if it is larger."""
-    found: list[list[int]] = []
-    total = _CACHED
-    for member, size in zip(members, sizes):
-        total += size
-        if total > _CACHED:
-            found.append([])
-            total = size
-        found[-1].append(member)
-    return found
-
-
-class _Plan:
-    """What is known of the parameters from the first step on."""
-
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
-        groups = optimizer.param_groups
-        self._params = [list(group["params"]) for group in groups]
-        params = [(p, number) for number, group in enumerate(groups) for p in group["params"]]
-        self.group_of = [number for _, number in params]
-        costs = [float(optimizer.cost(slice_of(p).shape, groups[number])) for p, number in params]
-        heights = [optimizer.height(slice_of(p), groups[number]) for p, number in params]
-        self.matrices = plan_matrices([p for p, _ in params], costs, heights, optimizer.replicas)
-        self.presence = Presence(self.matrices)
-        self.kept: dict[tuple[str | int, ...], dict[str, Any]] = {}
-        """What rules keep for batches, by their matrices. Only that of the last step stays."""
-        self._cache: Tensor | None = None
-
-    def holds(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the parameters are still these: scripts may change the lists of groups."""
-        return len(groups) == len(self._params) and all(
-            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
-            for group, params in zip(groups, self._params)
-        )
-
-    def cache(self, numel: int) -> Tensor | None:
-        """So many elements of memory that all batches share, one after the other; ``None``: they are too many."""
-        if numel > _CACHED:
-            return None
-        if self._cache is None:
-            self._cache = torch.empty(_CACHED, dtype=torch.float32)
-        return self._cache[:numel]
 
 
 def _maintained(value: Tensor, part: Slice) -> Tensor:

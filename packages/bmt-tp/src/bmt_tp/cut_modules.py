@@ -135,6 +135,16 @@ class CutEmbedding(PieceModule):
         return reduce_from_ranks(y, how.comm)
 
 
+class CutEmbeddingColumns(PieceModule):
+    tensor_parallel: Settings
+    weight: Any
+    padding_idx: int | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = F.embedding(input, unsharded(self.weight), self.padding_idx)
+        return gather_along(y, -1, self.tensor_parallel.comm)
+
+
 class _WithoutGradientOfRow(torch.autograd.Function):
     """A table of which one row (the padding's) gets no gradient."""
 
@@ -187,7 +197,9 @@ def class_with_forward_of(form: type[PieceModule], cls: type[nn.Module]) -> type
             inner = type(form.__name__, (form, torchs_own), {"__module__": form.__module__})
             bases = (cls, inner)
         own: dict[str, Any] = {"__module__": cls.__module__}
-        if form in (CutColumnLinear, CutRowLinear, CutEmbedding) and hasattr(cls, "reset_parameters"):
+        if form in (CutColumnLinear, CutRowLinear, CutEmbedding, CutEmbeddingColumns) and hasattr(
+            cls, "reset_parameters"
+        ):
             own["reset_parameters"] = lambda self: _reset_whole(self, cls)
         _classes[form, cls] = type(cls.__name__, bases, own)
     return _classes[form, cls]
@@ -224,6 +236,16 @@ class CopyInputs:
 
     def _copied(self, x: Tensor) -> Tensor:
         return copy_to_ranks(x, self.comm) if x.is_floating_point() else x
+
+
+class DivideInput:
+    """Before a module that returns its input, of which what the ranks return is summed."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        return (args[0] / self.ranks, *args[1:])
 
 
 class CopyLastOutputs:

@@ -18,22 +18,28 @@ _ALIASES = {
     # Its gradient is a part of the whole one, as that on a part of the sequence is.
     "replicated_with_grad_allreduce": "sequence",
     "moe_tp_experts": "experts",
+    "all_reduce": "experts",  # shared ones
     "ep_dispatch_experts": "expert_parallel",
     "grouped_gemm": "expert_parallel",  # of their parameters
+    "local_params": "replicate",  # parameters beside layers that are cut are named themselves
 }
 _SEQUENCE_PART_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather", "ulysses")
-PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "mla_kv_a_proj", "replicate")
+PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "moe_identity_expert", "mla_kv_a_proj", "replicate")
 LINEAR_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input")
-CUTTING_STYLES = (*LINEAR_STYLES, "packed_rowwise", "vocab", "expert_parallel")
+CUTTING_STYLES = (*LINEAR_STYLES, "packed_rowwise", "vocab", "embedding_colwise", "expert_parallel")
 _SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab", "expert_parallel")
 
 
 def with_whole_experts(plan: Mapping[str, str]) -> dict[str, str]:
     """The plan with each expert on one rank."""
-    experts = tuple(name for name, style in plan.items() if _style(name, style) in ("experts", "expert_parallel"))
+    routed = {name: _style(name, style) for name, style in plan.items() if style != "all_reduce"}
+    experts = tuple(name for name, style in routed.items() if style in ("experts", "expert_parallel"))
     if not experts:
         raise ValueError("expert_parallel=True, and the plan has no 'experts'")
     inside = tuple(name + "." for name in experts)
+    for name, style in plan.items():
+        if style == "moe_identity_expert" and name.startswith(inside):
+            raise ValueError(f"expert_parallel=True, and {name!r} is an expert without weights, which no rank can have")
     return {n: "expert_parallel" if n in experts else s for n, s in plan.items() if not n.startswith(inside)}
 
 

@@ -13,6 +13,7 @@
                                are summed
     rowwise_split_input        the same for an input that is whole (also: ``rowwise_rep``)
     vocab                      an embedding: a rank has a range of the ids (also: ``embedding_rowwise``)
+    embedding_colwise          an embedding: a rank has a range of the features, and every rank gets all of them
     sequence                   any module that works on a part of the sequence, such as a norm, or of the heads,
                                such as a norm of queries (also: ``replicated_with_grad_allreduce``)
     sequence_start             the input of this module is split along the sequence
@@ -23,13 +24,15 @@
                                the whole sequence (:mod:`bmt_tp.ulysses`). The attention must be
                                ``F.scaled_dot_product_attention``
     experts                    a module that computes with packed experts: a rank computes with its part of each
-                               expert, and the ranks' results are summed (also: ``moe_tp_experts``)
+                               expert, and the ranks' results are summed (also: ``moe_tp_experts``, and
+                               ``all_reduce`` of experts that every token has)
     expert_parallel            a module of packed experts: a rank has some of the experts, whole
                                (:mod:`bmt_tp.experts`; also: ``ep_dispatch_experts``). Its forward takes tokens,
                                (T, H), their experts, (T, k), and the weights of these, (T, k)
+    moe_identity_expert        a module in ``experts`` that returns its input: each rank returns its share of the sum
     mla_kv_a_proj              a linear layer that every rank has, of multi-head latent attention: its last
                                ``qk_rope_head_dim`` outputs go to the heads of every rank
-    replicate                  nothing: every rank has the module as it is
+    replicate                  nothing: every rank has the module as it is (also: ``local_params``)
     =========================  =============================================================================
 
     Where an attention has fewer key/value heads than there are ranks (grouped queries), ``colwise`` leaves their
@@ -38,6 +41,7 @@
     The parameters of packed experts, (experts, outputs, inputs), are named themselves, as ``colwise``,
     ``packed_colwise`` or ``rowwise``, beside their module, which is ``experts``. Where an expert multiplies from the
     left, (experts, inputs, outputs), they are named the other way round: ``packed_rowwise`` (gate and up), ``colwise``.
+    A parameter with one number per head, such as an attention's sinks, is ``colwise`` beside layers that are.
 
     ``colwise+sequence``, ``packed_colwise:n+sequence``, ``rowwise+sequence``, ``vocab+sequence`` and
     ``expert_parallel+sequence`` stand where activations outside of the layer are split along the sequence.
@@ -62,7 +66,9 @@ from .cut_modules import (
     CopyLastOutputs,
     CutColumnLinear,
     CutEmbedding,
+    CutEmbeddingColumns,
     CutRowLinear,
+    DivideInput,
     GatherOutput,
     ReduceOutput,
     Settings,
@@ -72,8 +78,8 @@ from .cut_modules import (
 )
 from .experts import ExpertParallel
 from .matches import CUTTING_STYLES, LINEAR_STYLES, PLAIN_STYLES, Match, find_matches, left_out, with_whole_experts
-from .parameters import mark_piece, piece_of
-from .plans import PLANS
+from .parameters import PieceModule, mark_piece, piece_of
+from .plans import plan_of
 from .regions import tensor_comm
 from .sequence import sequence_parallel
 from .ulysses import UlyssesModule
@@ -119,7 +125,7 @@ def parallelize(
 
     Args:
         model: any module: its ``torch.nn.Linear`` and ``Embedding``, and Hugging Face's ``Conv1D``, can be cut.
-        plan: see [Note: plans]; by default ``model.tp_plan``, or that of :mod:`bmt_tp.plans`.
+        plan: see [Note: plans]; by default ``model.tp_plan``, or that of :mod:`bmt_tp.plans` if it names more.
         comm: the tensor-parallel ranks; by default the context's.
         sequence_dim: the dimension of activations along which the sequence is split.
         divided_attributes: integers of a module that are divided by the number of ranks if one of its linear
@@ -139,7 +145,7 @@ def parallelize(
     comm = tensor_comm(comm)
     given = plan is not None
     if plan is None:
-        plan = getattr(model, "tp_plan", None) or PLANS.get(getattr(getattr(model, "config", None), "model_type", ""))
+        plan = plan_of(model)
         if not plan:
             raise ValueError(f"{type(model).__name__} carries no tp_plan; give a plan of module names")
     if expert_parallel:
@@ -192,14 +198,15 @@ class _Cut:
         name, module, style, parameter, parent = match
         base, plus, _ = style.partition("+")
         kind, _, count = base.partition(":")
+        if style == "colwise" and parameter is not None and _has_gate_and_up(module, parameter):
+            kind = "packed_colwise"  # plans of some models (Inkling) forget it
         parts = int(count or 2) if kind in ("packed_colwise", "packed_rowwise") else 1
         transposed = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
         if parameter is not None:
-            _check_expert_parameter(f"{name}.{parameter}", module._parameters[parameter], style)
-            transposed = bool(getattr(module, "is_transposed", False))
-        elif kind == "vocab":
+            _check_expert_parameter(f"{name}.{parameter}".lstrip("."), module._parameters[parameter], style)
+        elif kind in ("vocab", "embedding_colwise"):
             if not isinstance(module, nn.Embedding):
-                raise TypeError(f"{name!r} is a {type(module).__name__}; 'vocab' cuts a torch.nn.Embedding")
+                raise TypeError(f"{name!r} is a {type(module).__name__}; {style!r} cuts a torch.nn.Embedding")
             for option, harmless in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
                 if getattr(module, option) != harmless:
                     raise ValueError(f"{name!r} has {option}={getattr(module, option)}, which needs the whole table")
@@ -263,13 +270,12 @@ class _Cut:
         if self.parameter is not None:
             packed = self.module._parameters[self.parameter]
             assert packed is not None
-            outputs = packed.dim() - 1 if packed.dim() == 2 or self.transposed else packed.dim() - 2
-            yield packed, outputs if self.is_column else 2 * packed.dim() - 3 - outputs
+            yield packed, min(1, packed.dim() - 1) if self.is_column else packed.dim() - 1
             return
         weight, bias = self.module._parameters["weight"], self.module._parameters.get("bias")
         assert weight is not None
-        if self.kind == "vocab":
-            yield weight, 0
+        if self.kind in ("vocab", "embedding_colwise"):
+            yield weight, 0 if self.kind == "vocab" else 1
         else:
             yield weight, 0 if self.is_column != self.transposed else 1
             if self.is_column and bias is not None:
@@ -292,6 +298,9 @@ class _Cut:
         if self.kind == "experts":
             module.register_forward_pre_hook(CopyInputs(self.comm), with_kwargs=True)
             module.register_forward_hook(ReduceOutput(self.comm))
+            return
+        if self.kind == "moe_identity_expert":
+            module.register_forward_pre_hook(DivideInput(self.comm.size))
             return
         if self.kind in PLAIN_STYLES:
             if self.kind in ("sequence_start", "sequence_gather"):
@@ -317,7 +326,8 @@ class _Cut:
             module.tensor_parallel = self._settings(shared)  # type: ignore[assignment]
             module.__class__ = class_with_forward_of(SharedHeadLinear, type(module))
             return
-        form = CutEmbedding if self.kind == "vocab" else CutColumnLinear if self.is_column else CutRowLinear
+        embeddings: dict[str, type[PieceModule]] = {"vocab": CutEmbedding, "embedding_colwise": CutEmbeddingColumns}
+        form = embeddings.get(self.kind) or (CutColumnLinear if self.is_column else CutRowLinear)
         module.tensor_parallel = self._settings(shared)  # type: ignore[assignment]
         module.__class__ = class_with_forward_of(form, type(module))
 
@@ -348,10 +358,23 @@ def _shared_heads(module: nn.Module, attention: nn.Module, comm: Communicator) -
 
 
 def _check_experts(cuts: list[_Cut]) -> None:
-    """Raise where parameters of packed experts are cut and nothing sums what the ranks compute with them."""
+    """Raise where parameters are cut that no layers of this rank go with: of packed experts whose results nothing
+    sums, or of a module without layers that are cut by columns."""
     summed = {id(cut.module) for cut in cuts if cut.kind == "experts"}
+    cut_inside = {id(cut.module) for cut in cuts if cut.parameter is not None}
     for cut in cuts:
-        if cut.parameter is not None and id(cut.module) not in summed:
+        if cut.kind == "experts" and id(cut.module) not in cut_inside:
+            raise ValueError(f"the plan has {cut.name!r} as 'experts', and cuts no parameter of it; name these, too")
+    beside = {cut.name.rpartition(".")[0] for cut in cuts if cut.is_column and cut.parameter is None}
+    for cut in cuts:
+        if cut.parameter is None:
+            continue
+        if _is_vector(cut.module._parameters[cut.parameter]):
+            if cut.name not in beside:
+                raise ValueError(
+                    f"the plan cuts the parameter {cut.parameter!r} of {cut.name!r}, and no layer of it by columns"
+                )
+        elif id(cut.module) not in summed:
             raise ValueError(
                 f"the plan cuts the parameter {cut.parameter!r} of {cut.name!r}; it must have {cut.name!r} itself as "
                 "'experts', so that what the ranks compute is summed"
@@ -362,13 +385,25 @@ def _check_expert_parameter(path: str, param: nn.Parameter | None, style: str) -
     """Raise unless a parameter of packed experts can be cut by ``style``."""
     if style.partition(":")[0] not in _EXPERT_STYLES:
         raise ValueError(f"{path!r} is a parameter, and {style!r} is for modules; choose one of {_EXPERT_STYLES}")
-    if param is None or param.dim() not in (2, 3) or (param.dim() == 2 and style == "rowwise"):
+    if _is_vector(param) and style != "colwise":
+        raise ValueError(f"{path!r} has one dimension; it can be cut by 'colwise' only, not by {style!r}")
+    if param is None or param.dim() not in (1, 2, 3) or (param.dim() == 2 and style == "rowwise"):
         shape = None if param is None else tuple(param.shape)
         raise ValueError(
             f"{path!r} has the shape {shape}; {style!r} cuts a weight of packed experts, (experts, outputs, inputs), "
             "or, by columns, their biases, (experts, outputs)"
         )
     _check_whole(path, param)
+
+
+def _has_gate_and_up(module: nn.Module, parameter: str) -> bool:
+    """Whether a parameter of transformers' packed experts is [gate; up], by outputs."""
+    concatenated, transposed = (getattr(module, name, False) for name in ("is_concatenated", "is_transposed"))
+    return parameter == "gate_up_proj" and bool(concatenated) and not transposed
+
+
+def _is_vector(param: nn.Parameter | None) -> bool:
+    return param is not None and param.dim() == 1
 
 
 def _check_expert_module(name: str, module: nn.Module) -> None:

@@ -1,8 +1,9 @@
-"""Plans for models of Hugging Face that carry none, by ``config.model_type``."""
+"""Plans for models of Hugging Face that carry none, or one of their embeddings only, by ``config.model_type``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 _BERT = {
     "*.embeddings.word_embeddings": "vocab",
@@ -23,6 +24,13 @@ PLANS: Mapping[str, Mapping[str, str]] = {
         "transformer.h.*.mlp.c_proj": "rowwise",
         "lm_head": "colwise_gather_output",
     },
+    "gpt_oss": {
+        "model.embed_tokens": "vocab",
+        **{f"model.layers.*.self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "sinks")},
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.experts": "expert_parallel",  # the biases of what experts return are added once
+        "lm_head": "colwise_gather_output",
+    },
     "opt": {
         "model.decoder.embed_tokens": "vocab",
         **{f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
@@ -33,3 +41,10 @@ PLANS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Entries that a model has no module for do not count: a model without a head takes the plan of one with a head."""
+
+
+def plan_of(model: Any) -> Mapping[str, str]:
+    """The plan that a model carries as ``tp_plan``, or ours, if that names more."""
+    own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    ours = PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), {})
+    return own if set(own) - set(ours) else ours

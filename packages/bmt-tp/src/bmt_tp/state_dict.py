@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmt_comm import SLICE_ATTRIBUTE, slice_of, tp_shard_of, unshard_tp
+from bmt_comm import is_piece, slice_of, tp_shard_of, unshard_tp
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Parameters that bmt_zero shards are whole in any state dict; this serves models without it, too.
     """
-    pieces = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _is_piece(p)}
+    pieces = {name: p for name, p in model.named_parameters(remove_duplicate=False) if is_piece(p)}
     state: dict[str, Any] = model.state_dict()
     joined: dict[int, Tensor] = {}
     for name, param in pieces.items():
@@ -41,7 +41,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict
     if hasattr(state_dict, "_metadata"):  # the versions of the modules that saved it
         entries._metadata = state_dict._metadata
     for name, param in model.named_parameters(remove_duplicate=False):
-        if not _is_piece(param) or name not in entries:
+        if not is_piece(param) or name not in entries:
             continue
         found = slice_of(param)
         if tuple(entries[name].shape) != found.shape:
@@ -50,9 +50,3 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict
             )
         entries[name] = tp_shard_of(entries[name], found)
     return model.load_state_dict(entries, strict)
-
-
-def _is_piece(param: nn.Parameter) -> bool:
-    """Whether a plain parameter holds one tensor-parallel rank's piece."""
-    found = getattr(param, SLICE_ATTRIBUTE, None)
-    return found is not None and found.tp_dim is not None and not hasattr(param, "handle")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import SLICE_ATTRIBUTE, Communicator, select_rows, slice_of, tp_shard_of, unshard_tp
+from bmt_comm import Communicator, is_piece, select_rows, slice_of, tp_shard_of, unshard_tp
 
 from .parameter_group import GroupHandle, Slot, refresh_flat_weights
 from .sharded_parameter import ShardedParameter
@@ -112,14 +112,6 @@ def stage_entries(model: nn.Module) -> dict[str, Any]:
 def has_own_stage_only() -> bool:
     """Whether ``state_dict`` is asked for the entries of this rank's pipeline stage only."""
     return _own_stage.get()
-
-
-def is_piece(value: Any) -> bool:
-    """Whether it is a plain tensor that says that it is a tensor-parallel rank's piece of a logical one."""
-    if isinstance(value, ShardedParameter) or not isinstance(value, Tensor):
-        return False
-    where = getattr(value, SLICE_ATTRIBUTE, None)
-    return where is not None and where.tp_dim is not None
 
 
 def with_pieces(entries: dict[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""What an optimizer knows of its parameters from the first step on, and in what portions it steps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmt_comm import Communicator, slice_of
+
+from .matrix import Presence, plan_matrices
+
+CACHED = 1 << 21
+"""How many elements are stepped together on the CPU, so that gradients and weights stay in a cache meanwhile."""
+
+
+class StepPlan:
+    """The matrices of all parameters, in the order of the groups, and who computes with which.
+
+    Args:
+        groups: the optimizer's parameter groups.
+        cost: of a step for a logical shape, with the options of its group.
+        height: how many rows of a part are a matrix that is stepped apart; of the part and those options.
+        replicas: as for :func:`bmt_optim.matrix.plan_matrices`.
+
+    Raises:
+        RuntimeError: as :func:`bmt_optim.matrix.plan_matrices`.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        cost: Callable[..., float],
+        height: Callable[..., int],
+        replicas: Communicator | None,
+    ) -> None:
+        self._params = [list(group["params"]) for group in groups]
+        params = [(p, number) for number, group in enumerate(groups) for p in group["params"]]
+        self.group_of = [number for _, number in params]
+        costs = [float(cost(slice_of(p).shape, groups[number])) for p, number in params]
+        heights = [height(slice_of(p), groups[number]) for p, number in params]
+        self.matrices = plan_matrices([p for p, _ in params], costs, heights, replicas)
+        self.presence = Presence(self.matrices)
+        self.kept: dict[tuple[str | int, ...], dict[str, Any]] = {}
+        """What rules keep for batches, by their matrices. Only that of the last step stays."""
+        self._cache: Tensor | None = None
+
+    def holds(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the parameters are still these: scripts may change the lists of groups."""
+        return len(groups) == len(self._params) and all(
+            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
+            for group, params in zip(groups, self._params)
+        )
+
+    def cache(self, numel: int) -> Tensor | None:
+        """So many elements of memory that all batches share, one after the other; ``None``: they are too many."""
+        if numel > CACHED:
+            return None
+        if self._cache is None:
+            self._cache = torch.empty(CACHED, dtype=torch.float32)
+        return self._cache[:numel]
+
+
+def portions_of(members: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """``members`` in portions that a cache holds, or of one if it is larger."""
+    found: list[list[int]] = []
+    total = CACHED
+    for member, size in zip(members, sizes):
+        total += size
+        if total > CACHED:
+            found.append([])
+            total = size
+        found[-1].append(member)
+    return found
