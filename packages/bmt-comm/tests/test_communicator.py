@@ -7,6 +7,9 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from bmt_comm import REDUCE_OPS, Communicator, _compat, init_distributed, shutdown, watch
 from bmt_comm import direct_exchange as module
@@ -430,6 +433,28 @@ def test_traffic_counts_what_a_rank_must_send(ctx):
         "broadcast": (1, (n - 1) * 24 if ctx.rank == 0 else 0),
         "send": (1, 24),
     }
+
+
+@pytest.mark.ranks(2)
+def test_tensors_that_are_something_else_than_elements_in_memory(ctx):
+    ctx.world.share_memory()
+    part = torch.full((4,), ctx.rank + 1.0)
+    for result in (
+        funcol.all_reduce(part, "sum", dist.group.WORLD),
+        funcol.all_reduce(part.repeat(9000), "sum", dist.group.WORLD),
+    ):
+        ctx.world.all_reduce(result)
+        assert set(result.tolist()) == {6.0}
+    gathered = torch.empty(8)
+    ctx.world.all_gather(gathered, funcol.all_reduce(part, "sum", dist.group.WORLD))
+    assert set(gathered.tolist()) == {3.0}
+    wrapped = DTensor.from_local(part, init_device_mesh("cpu", (2,)), [Replicate()], run_check=False)
+    with pytest.raises(TypeError, match="tensor is a DTensor; pass the tensor that it wraps"):
+        ctx.world.all_reduce(wrapped)
+    with pytest.raises(ValueError, match="tensor is conjugated or negated lazily"):
+        ctx.world.all_reduce(torch.complex(part, part).conj())
+    with pytest.raises(ValueError, match="tensor is on the meta device"):
+        ctx.world.all_reduce(part.to("meta"))
 
 
 class Recorded(dist.ProcessGroup):

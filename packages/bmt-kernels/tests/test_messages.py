@@ -567,3 +567,16 @@ def test_memory_is_given_back_beyond_what_the_process_keeps():
         a.progress()
     held = sum(512 * os.fstat(member._fd).st_blocks for group in groups for member in group)
     assert held <= kept + 1_000_000 * 4
+
+
+def test_arguments_that_no_process_has():
+    first, _ = connected(2)
+    for peer in (0, 2, -1):
+        with pytest.raises(ValueError, match=f"peer={peer} is none of the other processes"):
+            first.send(torch.ones(2), peer)
+        with pytest.raises(ValueError, match=f"peer={peer} is none of the other processes"):
+            first.receive(torch.ones(2), peer)
+    with pytest.raises(ValueError, match="it must be contiguous, on the CPU"):
+        first.receive(torch.ones(4)[::2], 1)
+    with pytest.raises(RuntimeError, match="call connect first"):
+        SharedMemoryMessages(0, ["one", "two"]).send(torch.ones(2), 1)

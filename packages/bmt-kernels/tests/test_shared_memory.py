@@ -64,6 +64,18 @@ def test_parts_lie_end_to_end_in_any_dtype(dtype):
     assert nothing.numel() == 0
 
 
+def test_parts_that_are_not_contiguous_are_sent_by_their_elements():
+    a, b = connected(2)
+    for part in (torch.arange(16.0)[::2], torch.arange(12.0).view(3, 4).t()):
+        a.send([part])
+        b.send([])
+        received = b.receive([part.nbytes, 0], torch.float32)[0]
+        assert torch.equal(received, part.flatten())
+        b.release()
+        a.receive([part.nbytes, 0], torch.float32)
+        a.release()
+
+
 def test_the_largest_message_fits_and_a_larger_one_is_refused():
     a, b = connected(2, capacity=3 * PAGE - 1)  # in whole pages
     for refused in (

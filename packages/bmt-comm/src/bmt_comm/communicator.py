@@ -27,6 +27,7 @@ from .hosts import HostsCollectives
 from .journal import Journal, journals
 from .operation import Operation, describe
 from .packing import Packing
+from .plain import check_in_memory, plain_tensor
 from .shared_memory import Messages, MessageWork, SharedMemoryCollectives
 from .shared_vector import make_shared_vector
 from .transport import HostCollectives, Transport, host_collectives, share_memory, transports, use_messages
@@ -227,7 +228,7 @@ class Communicator:
 
         ``out`` (size × numel) and ``src`` (numel) are contiguous; ``src`` may be this rank's part of ``out``.
         """
-        self._check_contiguous(out=out, src=src)
+        self._check_memory(out=out, src=src)
         _check_same_dtype("all_gather", out, src)
         if out.numel() != self.size * src.numel():
             raise ValueError(
@@ -261,7 +262,7 @@ class Communicator:
         one dtype; that of ``out`` may be another one for ``TREE_SUM``.
         """
         check_op(op, src)
-        self._check_contiguous(out=out, src=src)
+        self._check_memory(out=out, src=src)
         if op != TREE_SUM:
             _check_same_dtype("reduce_scatter", out, src)
         if src.numel() != self.size * out.numel():
@@ -299,7 +300,7 @@ class Communicator:
         ``src`` (size × numel; float32, bfloat16 or float16) and ``out`` (numel; float32) are contiguous and do not
         overlap. ``src`` must stay unchanged until ``wait``.
         """
-        self._check_contiguous(out=out, src=src)
+        self._check_memory(out=out, src=src)
         if out.dtype != torch.float32:
             raise TypeError(f"packed_reduce_scatter: out is {out.dtype}; it must be float32")
         if src.numel() != self.size * out.numel():
@@ -340,7 +341,7 @@ class Communicator:
         The result is the same, bit for bit, on every rank.
         """
         check_op(op, tensor)
-        self._check_contiguous(tensor=tensor)
+        self._check_memory(tensor=tensor)
         self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
         if self.size == 1 or tensor.numel() == 0:
             return DONE
@@ -377,7 +378,7 @@ class Communicator:
         256 MiB, over all communicators. Beyond that it waits until they have called this, too.
         """
         self._check_rank("root", root)
-        self._check_contiguous(tensor=tensor)
+        self._check_memory(tensor=tensor)
         self._count("broadcast", (self.size - 1) * _bytes(tensor) if self.rank == root else 0)
         if self.size == 1 or tensor.numel() == 0:
             return DONE
@@ -548,13 +549,9 @@ class Communicator:
         return DONE
 
     @staticmethod
-    def _check_contiguous(**tensors: Tensor) -> None:
+    def _check_memory(**tensors: Tensor) -> None:
         for name, tensor in tensors.items():
-            if not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
-                    f"pass {name}.contiguous()"
-                )
+            check_in_memory(name, tensor)
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < self.size:
@@ -567,7 +564,7 @@ class Communicator:
             raise ValueError(f"peer={peer} is this rank itself; a rank cannot send to or receive from itself")
         if not 0 <= tag < TAG_RANGE:
             raise ValueError(f"tag={tag} is out of range; choose one from 0 to {TAG_RANGE - 1}")
-        self._check_contiguous(tensor=tensor)
+        self._check_memory(tensor=tensor)
         return _wire(_flat(tensor))
 
 
@@ -603,7 +600,7 @@ def _flat(tensor: Tensor) -> Tensor:
     """A contiguous tensor in one dimension, without its history: what is received may go into a parameter."""
     if type(tensor) is Tensor and tensor.dim() == 1 and not tensor.requires_grad:
         return tensor
-    return tensor.detach().view(-1)
+    return plain_tensor(tensor).detach().view(-1)
 
 
 def _wire(flat: Tensor) -> Tensor:

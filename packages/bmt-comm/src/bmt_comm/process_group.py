@@ -33,6 +33,7 @@ from .combine import TORCH_OPS, combines
 from .direct_exchange import DirectExchange
 from .hosts import HostsCollectives, connect
 from .operation import Operation, describe
+from .plain import PLAIN_TYPES, plain_tensor
 from .progress import CollectiveWork, Progress
 from .shared_memory import Messages, MessageWork, SharedMemoryCollectives
 from .work import DONE, Pending, Work
@@ -40,7 +41,6 @@ from .work import DONE, Pending, Work
 NAME = "bmt"
 
 _log = logging.getLogger("bmt_comm")
-_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _OPS = {op: name for name, op in TORCH_OPS.items()}
 _NO_LIMIT = datetime.timedelta(0)
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -206,7 +206,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = _options(c10d.AllgatherOptions, opts)
-        output, input = _plain(output), _plain(input)
+        output, input = plain_tensor(output), plain_tensor(input)
         if not self._takes((output, input)) or not self._fits(output, input):
             return _all_gather_single(self._rest, output, input, opts)
         return self._all_gather_single([output], [input], opts)
@@ -277,7 +277,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = _options(c10d.ReduceScatterOptions, reduceOp=opts)
-        output, input = _plain(output), _plain(input)
+        output, input = plain_tensor(output), plain_tensor(input)
         op = _OPS.get(opts.reduceOp.op)
         if not self._takes((output, input), op) or not self._fits(input, output):
             return _reduce_scatter_single(self._rest, output, input, opts)
@@ -306,7 +306,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts: Any = None,
     ) -> Any:
         opts = _options(c10d.AllToAllOptions, opts)
-        output, input = _plain(output), _plain(input)
+        output, input = plain_tensor(output), plain_tensor(input)
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
         if not self._takes((output, input)) or not all(map(self._cuts, splits, (output, input))):
             return _all_to_all_single(self._rest, output, input, *splits, opts)
@@ -381,7 +381,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         if self._shared is None or op is None:
             return False
         for tensor in tensors:
-            if type(tensor) not in _TYPES or not tensor.is_cpu or tensor.layout is not torch.strided:
+            if type(tensor) not in PLAIN_TYPES or not tensor.is_cpu or tensor.layout is not torch.strided:
                 return False
             if op and not combines(op, tensor.dtype):
                 return False
@@ -561,24 +561,8 @@ def _alike(tensors: Iterable[Tensor], other: Tensor) -> bool:
     return all(tensor.dtype == other.dtype and tensor.numel() == other.numel() for tensor in tensors)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """What a functional collective has returned, when it is there; and of a subclass, the tensor that it is.
-
-    Other ranks, which may have that of no subclass, must go the same way. A subclass that has its own dispatch may be
-    something else than a tensor in memory, so it stays what it is.
-    """
-    if type(tensor) in _TYPES:
-        return tensor
-    if hasattr(tensor, "trigger_wait"):
-        return _plain(tensor.trigger_wait())
-    if isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
-        with torch._C.DisableTorchFunctionSubclass():
-            return tensor.detach().as_subclass(Tensor)
-    return tensor
-
-
 def _listed(tensors: Any) -> list[Tensor]:
-    return [_plain(tensors)] if isinstance(tensors, Tensor) else [_plain(tensor) for tensor in tensors]
+    return [plain_tensor(tensors)] if isinstance(tensors, Tensor) else [plain_tensor(tensor) for tensor in tensors]
 
 
 def _options(kind: type, given: Any = None, **field: Any) -> Any:

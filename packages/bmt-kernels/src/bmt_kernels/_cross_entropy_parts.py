@@ -144,7 +144,7 @@ def row_losses(gathered: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
         *kernels.where,
         _packed_rows(gathered.new_empty(rows, 0), classes),
         *_factors(classes, total),
-        gathered.data_ptr(),
+        _address("what gather returns", gathered),
         len(gathered),
         losses.data_ptr(),
         normalizers.data_ptr(),
@@ -263,10 +263,10 @@ def _packed_rows(logits: Tensor, classes: Classes) -> bytes:
             _DTYPE_CODES[logits.dtype],
             logits.stride(0),
             *logits.shape,
-            classes.target.data_ptr(),
+            _address("target", classes.target),
             classes.ignore_index,
             classes.first,
-            0 if classes.weight is None else classes.weight.data_ptr(),
+            0 if classes.weight is None else _address("weight", classes.weight),
         ),
     ).tobytes()
 

@@ -20,6 +20,7 @@ from bmt_kernels._tables import (
     _address,
     _check_overlaps,
     _check_tensor,
+    check_memory,
     check_sequence,
 )
 
@@ -176,5 +177,6 @@ def check_vector(name: str, vector: Tensor, count: int, device: torch.device) ->
         raise TypeError(f"{name} has dtype {vector.dtype}; it must be torch.float32")
     if vector.shape != (count,):
         raise ValueError(f"{name} has shape {tuple(vector.shape)}; it must be ({count},), one element per matrix")
+    check_memory(name, vector)
     if count:
         _check_device(name, vector, device)

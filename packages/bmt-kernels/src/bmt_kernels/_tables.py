@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmt_kernels import _native
+from bmt_kernels import _library, _native
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DTYPE_NAMES = "float32, bfloat16 or float16"
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 
 
@@ -99,6 +100,7 @@ def check_flag(
         raise ValueError(f"{name} has shape {tuple(flag.shape)}; it must have exactly one element")
     if device is not None and flag.device != device:
         raise ValueError(f"{name} is on {flag.device}; it must be on {device} like the tensors")
+    check_memory(name, flag)
 
 
 def check_stats(name: str, stats: Tensor, device: torch.device | None) -> None:
@@ -111,6 +113,14 @@ def check_stats(name: str, stats: Tensor, device: torch.device | None) -> None:
         raise ValueError(f"{name} has shape {tuple(stats.shape)}; it must be contiguous and of shape (2,)")
     if device is not None and stats.device != device:
         raise ValueError(f"{name} is on {stats.device}; it must be on {device} like the tensors")
+    check_memory(name, stats)
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Raise TypeError for a tensor of another class, such as a ``DTensor``, that has no memory: the kernels would take
+    its address, 0, for that of none."""
+    if type(tensor) not in _PLAIN_TYPES and not _library.tracing():
+        _address(name, tensor)
 
 
 def check_sequence(name: str, value: object) -> None:
@@ -141,6 +151,8 @@ def _address(name: str, tensor: Tensor) -> int:
             f"{name} is a {type(tensor).__name__} without memory of its own; pass the tensor that it wraps "
             "(for a DTensor: to_local())"
         )
+    if tensor.is_neg():
+        raise TypeError(f"{name} is negated when it is read; pass it as .resolve_neg()")
     return address
 
 

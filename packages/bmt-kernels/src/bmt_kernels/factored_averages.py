@@ -15,7 +15,7 @@ from torch import Tensor
 from bmt_kernels import _native
 from bmt_kernels._compat import increment_version
 from bmt_kernels._library import tracing
-from bmt_kernels._tables import _DLPACK_DEVICES, _address, _check_overlaps, _check_tensor, check_sequence
+from bmt_kernels._tables import _DLPACK_DEVICES, _address, _check_overlaps, _check_tensor, check_memory, check_sequence
 
 
 def factored_totals(row_averages: Sequence[Tensor], row_sums: Tensor, totals: Tensor, before: Tensor) -> None:
@@ -184,6 +184,7 @@ def _check_vector(name: str, vector: Tensor, count: int, device: torch.device, o
 
 def _check(where: str, tensor: Tensor, device: torch.device) -> None:
     _check_tensor(where, tensor)
+    check_memory(where, tensor)
     if tensor.dtype is not torch.float32:
         raise TypeError(f"{where} has dtype {tensor.dtype}; it must be torch.float32")
     if tensor.device != device:

@@ -11,7 +11,7 @@ from torch import Tensor
 from bmt_kernels import _library, _native, reference
 from bmt_kernels._compat import increment_version
 from bmt_kernels._lamb_table import lamb_table
-from bmt_kernels._tables import check_flag
+from bmt_kernels._tables import check_flag, check_memory
 from bmt_kernels.adam import _address, _checked, _checked_betas, _checked_count
 from bmt_kernels.reference.lamb import sums_dtype
 
@@ -190,6 +190,7 @@ def _checked_rates(rates: Tensor, count: int, device: torch.device) -> Tensor:
         raise ValueError(f"rates has shape {tuple(rates.shape)}; it must be ({count},), one element per parameter")
     if count and rates.device != device:
         raise ValueError(f"rates is on {rates.device}; it must be on {device} like the parameters")
+    check_memory("rates", rates)
     return rates.contiguous()
 
 

@@ -33,6 +33,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -74,7 +75,8 @@ class SharedMemoryMessages:
         timeout: float | Callable[[], float] = 1800.0,
         stage_bytes: int = _STAGE_BYTES,
     ) -> None:
-        assert _native.cpu_module is not None
+        if _native.cpu_module is None:
+            raise RuntimeError("bmt_kernels was built without its compiled module for the CPU")
         self.rank, self.names, self.timeout = rank, tuple(names), timeout
         self._make = _native.cpu_module.Messages
         self._stage_bytes = stage_bytes
@@ -90,6 +92,7 @@ class SharedMemoryMessages:
             raise
         own.words[TOKEN // 8] = self._token
         self._memories = {rank: own}
+        self._native: Any = None
         self._unfinished: dict[int, MessageWork] = {}  # which it keeps alive, with their tensors
         self._ending = threading.RLock()  # works of it; whoever interrupts a thread may end some, too
         self._numbers = itertools.count(1)
@@ -123,6 +126,7 @@ class SharedMemoryMessages:
         ``stage``: put it into the memory at once, if there is room. Else, if it has more than 256 KiB, it goes when
         the other process receives it and this one waits: less work for the processors than with room.
         """
+        self._check(data, peer)
         work = MessageWork(self, next(self._numbers), data, peer, tag, is_receive=False)
         self._unfinished[work.number] = work  # before another thread can find that it is done
         if self._native.send(work.number, data.data_ptr(), work.nbytes, peer, tag, stage):
@@ -133,6 +137,7 @@ class SharedMemoryMessages:
 
     def receive(self, data: Tensor, peer: int | None, tag: int = 0) -> MessageWork:
         """Receive into ``data`` (CPU, contiguous) the next message of ``peer`` with this tag; None: of any process."""
+        self._check(data, peer)
         work = MessageWork(self, next(self._numbers), data, peer, tag, is_receive=True)
         self._unfinished[work.number] = work
         try:
@@ -144,6 +149,14 @@ class SharedMemoryMessages:
             work.cancel(RuntimeError(f"the receive was interrupted ({type(error).__name__})"))
             raise
         return work
+
+    def _check(self, data: Tensor, peer: int | None) -> None:
+        if self._native is None:
+            raise RuntimeError("the processes are not connected; call connect first")
+        if peer is not None and (not 0 <= peer < len(self.names) or peer == self.rank):
+            raise ValueError(f"peer={peer} is none of the other processes (0 to {len(self.names) - 1})")
+        if not data.is_cpu or not data.is_contiguous():
+            raise ValueError(f"data on {data.device} with strides {data.stride()}; it must be contiguous, on the CPU")
 
     def progress(self) -> None:
         """Receive and send what can be without waiting."""

@@ -74,6 +74,7 @@ def power_sum(
     return result
 
 
+@torch.no_grad()
 def square_sums(tensors: Sequence[Tensor]) -> Tensor:
     """Add up the squares of the elements of each tensor.
 
@@ -95,15 +96,17 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
             check_data(tensors, device)
         rows = fast_data_table([tensors[i] for i in filled], device)
         if rows is not None:
-            sums = torch.empty(len(filled), dtype=torch.float64)
+            sums = torch.empty(len(filled), dtype=torch.float64, device=device)
             cpu.module.square_sums(cpu.variant, rows, sums.data_ptr(), torch.get_num_threads())
             if len(filled) == len(tensors):
                 return sums.float()
-            return torch.zeros(len(tensors)).index_copy_(0, torch.tensor(filled, dtype=torch.long), sums.float())
+            places = torch.tensor(filled, dtype=torch.long, device=device)
+            return torch.zeros(len(tensors), dtype=torch.float32, device=device).index_copy_(0, places, sums.float())
     check_data(tensors, device)
     if device.type == "cpu":
         return torch.stack([t.double().square().sum() for t in tensors]).float()
-    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)).square()  # in one launch
+    dtype = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)).square().float()  # in one launch
 
 
 def _add(tensors: Sequence[Tensor], norm_type: float, found_inf: Tensor, total: Tensor) -> None:

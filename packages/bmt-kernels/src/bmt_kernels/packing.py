@@ -42,6 +42,7 @@ def pack_blocks(values: Tensor, numbers: Tensor, scales: Tensor, *, kind: str, b
     if run is None:
         reference.pack_blocks(values, numbers, scales, kind=kind, block=block)
     elif values.numel():
+        block = min(block, values.numel())
         where = _address("numbers", numbers), _address("scales", scales), block, values.numel()
         run(_address("values", values), _DTYPE_CODES[values.dtype], *where, kind == "float8")
         increment_version((numbers, scales))
@@ -63,6 +64,7 @@ def unpack_blocks(numbers: Tensor, scales: Tensor, out: Tensor, *, kind: str, bl
     if run is None:
         reference.unpack_blocks(numbers, scales, out, kind=kind, block=block, add=add)
     elif out.numel():
+        block = min(block, out.numel())
         where = _address("numbers", numbers), _address("scales", scales), block, out.numel()
         run(_address("out", out), _DTYPE_CODES[out.dtype], *where, kind == "float8", add)
         increment_version((out,))

@@ -53,7 +53,7 @@ def quantize_blockwise(x: Tensor, *, signed: bool = True, block_offset: int = 0)
     run = _kernel("quantize", x.device, x.dtype)
     if run is None:
         return reference.quantize_blockwise(x, signed=signed, block_offset=block_offset)
-    values = x.detach().contiguous()
+    values = x.detach().resolve_neg().contiguous()
     codes, absmax = _empty_codes(x, block_offset)
     if values.numel():
         pointers = (_address("x", values), _DTYPE_CODES[x.dtype], codes.data_ptr(), absmax.data_ptr())
@@ -120,7 +120,7 @@ def dequantize_blockwise(
     target = out if out is not None and direct else torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if codes.numel():
         codes, absmax = codes.contiguous(), absmax.contiguous()
-        pointers = (_address("out", target), _DTYPE_CODES[dtype], _address("codes", codes), absmax.data_ptr())
+        pointers = (_address("out", target), _DTYPE_CODES[dtype], _address("codes", codes), _address("absmax", absmax))
         run(*pointers, codes.numel(), signed, block_offset)
     if out is None:
         return target

@@ -58,7 +58,7 @@ def round_stochastically(
         index = torch.arange(numel, device=device)
         index = first + index // width * stride + index % width
         return reference.round_stochastically(values, dtype, seed, index.view(values.shape))
-    values = values.detach().contiguous()
+    values = values.detach().resolve_neg().contiguous()
     out = torch.empty(values.shape, dtype=dtype, device=device)
     if numel == 0:
         return out

@@ -241,10 +241,10 @@ class SharedMemoryExchange:
         try:
             for part in parts:
                 nbytes = part.nbytes
-                if nbytes <= _SMALL:  # a call of torch costs more than the copy
+                if nbytes <= _SMALL and part.is_contiguous():  # a call of torch costs more than the copy
                     self._copy(self._own_address + HEADER + begin, part.data_ptr(), nbytes)
                 else:
-                    own.message(begin, nbytes, part.dtype).copy_(part)
+                    own.message(begin, nbytes, part.dtype).copy_(part.reshape(-1))
                 begin += nbytes
         except BaseException:
             self._places.release(place)

@@ -26,7 +26,7 @@ def cross_entropy_statistics(
         at_target = torch.zeros_like(largest)
     parts = [largest, (x - _shift(largest)[:, None]).exp().sum(dim=1), at_target]
     if smooth:
-        parts.append(x.sum(dim=1) if weight is None else x @ weight[first_class : first_class + columns])
+        parts.append((x if weight is None else x * weight[first_class : first_class + columns]).sum(dim=1))
     return torch.where(target == ignore_index, 0.0, torch.stack(parts))
 
 

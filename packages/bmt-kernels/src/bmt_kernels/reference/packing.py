@@ -10,6 +10,7 @@ from torch import Tensor
 LARGEST = {"int8": 127.0, "float8": 448.0}  # float8: e4m3
 
 
+@torch.no_grad()
 def pack_blocks(values: Tensor, numbers: Tensor, scales: Tensor, *, kind: str, block: int) -> None:
     for number, scale_of, part in _blocks(numbers, scales, values, block):
         # Not of abs(), which would take memory; both let NaN through.
@@ -26,6 +27,7 @@ def pack_blocks(values: Tensor, numbers: Tensor, scales: Tensor, *, kind: str, b
             number.view(torch.float8_e4m3fn).copy_(scaled)
 
 
+@torch.no_grad()
 def unpack_blocks(numbers: Tensor, scales: Tensor, out: Tensor, *, kind: str, block: int, add: bool = False) -> None:
     for number, scale, part in _blocks(numbers, scales, out, block):
         if kind == "int8":

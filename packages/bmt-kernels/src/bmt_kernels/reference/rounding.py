@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 _LOW = 0xFFFFFFFF
 
 
+@torch.no_grad()
 def round_stochastically(values: Tensor, dtype: torch.dtype, seed: int, indices: Tensor) -> Tensor:
     """`values` in `dtype`; `indices` (int64, of the same shape) are those of the elements in the logical tensor."""
     noise = _hash(indices ^ mixed_seed(seed))
@@ -22,11 +25,18 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, seed: int, indices:
 
 
 def mixed_seed(seed: int) -> int:
-    """Seeds that follow each other differ in all bits."""
-    return int(_hash(torch.tensor(seed & (_LOW >> 1))))
+    """Seeds that follow each other differ in all bits; of any integer, 64 bits count."""
+    seed &= (1 << 64) - 1
+    mixed = _hash(seed & (_LOW >> 1))
+    while seed := seed >> 31:
+        mixed = _hash(mixed ^ (seed & (_LOW >> 1)))
+    return mixed
 
 
-def _hash(numbers: Tensor) -> Tensor:
+Numbers = TypeVar("Numbers", int, Tensor)
+
+
+def _hash(numbers: Numbers) -> Numbers:
     """``rounding_noise`` of csrc/common/rounding.h, for each number (int64, not negative)."""
     x = (numbers ^ (numbers >> 32)) & _LOW
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
