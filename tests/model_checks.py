@@ -97,7 +97,7 @@ def trains_cut(model: Model) -> str:
     plain = _plain(model)
     if not plan_of(plain):
         raise Unusable("no plan")
-    return _trains(model, lambda m: bmt_zero.BMTrainModelWrapper(bmt_tp.parallelize(m)))
+    return _trains(model, lambda m: bmt_zero.BMTrainModelWrapper(bmt_tp.parallelize(m), use_checkpoint=False))
 
 
 def starts_on_meta(model: Model) -> str:

@@ -393,6 +393,17 @@ def test_checkpoints_are_found_described_and_verified(files: str, tmp_path: Path
 # --- damaged files --------------------------------------------------------------------------------
 
 
+def test_a_file_that_was_written_without_checksums(tmp_path: Path) -> None:
+    wanted = plain().state_dict()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(wanted, tmp_path / "m.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert {info.CRC for info in zipfile.ZipFile(tmp_path / "m.pt").infolist()} == {0}
+    same(read_state_dict(tmp_path / "m.pt"), wanted)
+
+
 def test_a_flipped_bit_in_a_torch_file_is_noticed(tmp_path: Path) -> None:
     """torch.load of a mapped file reads most of these without a word."""
     path = tmp_path / "m.pt"

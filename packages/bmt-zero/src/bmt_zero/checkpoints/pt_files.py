@@ -1,7 +1,8 @@
 """Files of ``torch.save`` as sources of tensors: only tensors and plain values, and only if the checksums hold.
 
 A file is a zip archive of records that are not compressed: ``data.pkl``, and the memory of each tensor under
-``data/<key>``. Before torch 1.6 it was a sequence of pickles with the memory behind them, without checksums.
+``data/<key>``. Under ``torch.serialization.set_crc32_options(False)`` all checksums are 0. Before torch 1.6 it was a
+sequence of pickles with the memory behind them, without checksums.
 """
 
 from __future__ import annotations
@@ -152,8 +153,9 @@ class PtSource:
     def _open_archive(self) -> Pickled:
         records: dict[str, tuple[int, int]] = {}
         with zipfile.ZipFile(self._path) as archive:
+            has_checksums = any(info.CRC for info in archive.infolist())
             for info in archive.infolist():
-                records[info.filename.partition("/")[2]] = self._checked_record(info)
+                records[info.filename.partition("/")[2]] = self._checked_record(info, has_checksums)
         if "byteorder" in records and self._file.bytes_at(*records["byteorder"]) != b"little":
             raise DamagedError(f"{self._path} cannot be read: it was written by a machine of another byte order")
         if "data.pkl" not in records:
@@ -164,7 +166,7 @@ class PtSource:
         self._places = {name[5:]: place for name, place in records.items() if name.startswith("data/")}
         return read_pickle(self._file.bytes_at(at, length))
 
-    def _checked_record(self, info: zipfile.ZipInfo) -> tuple[int, int]:
+    def _checked_record(self, info: zipfile.ZipInfo, has_checksum: bool) -> tuple[int, int]:
         """Where a record is, and its length; it has the checksum that the archive has for it."""
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise DamagedError(
@@ -178,6 +180,8 @@ class PtSource:
         end = begin + info.file_size
         if end > self._file.size:
             raise DamagedError(f"{self._path} cannot be read; it may be truncated: {info.filename[:100]!r}")
+        if not has_checksum:
+            return begin, info.file_size
         crc = crc32(self._file.bytes_at(begin, min(info.file_size, _SMALL)))
         for at in range(begin + _SMALL, end, CHUNK):
             crc = crc32(view_of(self._file.read(at, min(at + CHUNK, end))), crc)
