@@ -369,3 +369,14 @@ def test_registered_operations_hold_what_pytorch_asks_of_them(dtype):
         operations.linear_cross_entropy_gradient.default,
         (scale, *constants, normalizers, *classes, 7, True, False, True),
     )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's forward mode about itself
+def test_forward_mode_is_refused():
+    hidden, weight, target = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 4])
+    with torch.autograd.forward_ad.dual_level():
+        wanted = linear_cross_entropy(hidden, weight, target)  # without a tangent
+        dual = torch.autograd.forward_ad.make_dual(hidden, torch.ones_like(hidden))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            linear_cross_entropy(dual, weight, target)
+    assert torch.equal(linear_cross_entropy(hidden, weight, target), wanted)

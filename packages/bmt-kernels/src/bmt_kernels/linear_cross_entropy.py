@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from bmt_kernels import _library
 from bmt_kernels._compat import keeps_graph
@@ -204,6 +205,8 @@ def _loss(
         hidden, rows, target, class_weight, first, size, ignore_index, label_smoothing, reduction, "class_weight"
     )
     layer = (hidden, weight, bias)
+    if not _library.tracing() and forward_ad._current_level >= 0 and any(_has_tangent(tensor) for tensor in layer):
+        raise NotImplementedError("linear_cross_entropy has no forward-mode derivative; use plain PyTorch for it")
     needs = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in layer]
     sums = needs[1] and computing_dtype(weight.dtype) is not weight.dtype
     least = max(_LEAST_CHUNK, 3 * hidden.shape[1] // 4) if sums else _LEAST_CHUNK
@@ -215,6 +218,10 @@ def _loss(
         gathered = gathered_statistics(gather, _statistics_op(*constants, *arguments, chunk))
     loss: Tensor = _loss_op(*layer, gathered, *arguments, reduction, chunk, *needs)[0]
     return loss.view(shape) if reduction == "none" else loss
+
+
+def _has_tangent(tensor: Tensor | None) -> bool:
+    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[int, int, Tensor]]:
