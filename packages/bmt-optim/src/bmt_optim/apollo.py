@@ -132,7 +132,7 @@ class APOLLO(DistributedOptimizer):
         kept = self._projections.get(matrix.index)
         if kept is not None and kept[0] == period and kept[1].device == matrix.param.device:
             return kept[1]
-        generator = torch.Generator().manual_seed(matrix.number * 0x9E3779B1 + period)
+        generator = torch.Generator().manual_seed((matrix.number * 0x9E3779B1 + period) % (1 << 63))
         r = low_rank(where.shape, options["rank"])
         basis = torch.randn(where.shape[1 if tall else 0], r, dtype=torch.float32, generator=generator) / math.sqrt(r)
         held = indices_along(where, 1, basis.device) if tall else row_indices(where, basis.device)

@@ -86,6 +86,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()
         self._plan: StepPlan | None = None
+        params = list(params)
+        if not params and is_initialized() and current_context().pipe_size > 1:
+            params = [{"params": []}]  # a stage may have nothing to train
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -361,6 +364,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if params[index].requires_grad or entry.get("step", 0) > 0
         }
         if gather:
+            self._current_plan()  # a collective, for which other ranks may have a use below
             layouts = [self._layout(p, group) for group in self.param_groups for p in group["params"]]
             tensors = []
             for index, layout in enumerate(layouts):
@@ -447,6 +451,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self.settle_step()
         self._drop_old_plan()
+        self._current_plan()  # a collective, for which other ranks may have a use below
         self._materialize()
         found: list[StateRecord] = []
         number = itertools.count()

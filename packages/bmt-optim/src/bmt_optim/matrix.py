@@ -11,7 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from bmt_comm import Communicator, Slice, check_agreement, is_dtensor, slice_of
+from bmt_comm import LAYER_ATTRIBUTE, Communicator, Slice, check_agreement, is_dtensor, slice_of
+
+_APART, _LAYERS = 1_000_003, 4096  # of the numbers of layers, and of pipelines
 
 
 @dataclass(eq=False)
@@ -20,8 +22,9 @@ class Matrix:
 
     Attributes:
         index: its place among the optimizer's parameters.
-        number: its place on the first of the ranks that share it: the same on all of them, though stages of a pipeline
-            have other parameters before it.
+        number: by which random numbers and renewals of state are told apart: of a layer of a pipeline, that of the
+            layer and the place in it; otherwise the place among all other parameters. The same on all ranks that share
+            the parameter, though stages have other parameters before it.
         param: the parameter.
         where: which part of it this rank holds.
         rows: the row range, within this rank's piece, of every rank of ``where.row_comm``.
@@ -139,12 +142,15 @@ def plan_matrices(
     """
     slices = [_with_replicas(slice_of(p), cost, replicas) for p, cost in zip(params, costs)]
     found: list[Matrix] = [
-        Matrix(i, p, where, [(where.row_start, where.row_stop)], [(where.tp_offset, where.tp_extent)])
-        for i, (p, where) in enumerate(zip(params, slices))
+        Matrix(i, p, where, [(where.row_start, where.row_stop)], [(where.tp_offset, where.tp_extent)], number=number)
+        for i, (p, where, number) in enumerate(zip(params, slices, _numbers(params)))
     ]
     here = dist.get_rank() if dist.is_initialized() else 0
     groups = by_grid(found)
-    facts = [[(slices[i].shape, costs[i], *found[i].rows[0], *found[i].pieces[0], i) for i in g] for g in groups]
+    facts = [
+        [(slices[i].shape, costs[i], *found[i].rows[0], *found[i].pieces[0], found[i].number) for i in g]
+        for g in groups
+    ]
     for along in range(3):
         for n, comm in _in_order([found[g[0]].comms[along] for g in groups]):
             shapes = [f"one of shape {shape}, of cost {cost}" for shape, cost, *_ in facts[n]]
@@ -177,6 +183,18 @@ def plan_matrices(
         replica, tp = divmod(column, tp_size)
         matrix.owner = (row, tp, replica)
     return found
+
+
+def _numbers(params: Sequence[Tensor]) -> list[int]:
+    """The numbers of matrices, as far as this rank knows them."""
+    counts: dict[tuple[int, int] | None, int] = {}
+    numbers = []
+    for param in params:
+        layer = getattr(param, LAYER_ATTRIBUTE, None)  # the pipeline and the layer in it
+        counts[layer] = number = counts.get(layer, -1) + 1
+        # A prime: what is renewed every n steps is to be spread over them for the same parameter of all layers, too.
+        numbers.append(number if layer is None else number + _APART * (1 + layer[1] + _LAYERS * layer[0]))
+    return numbers
 
 
 def _with_replicas(where: Slice, cost: float, replicas: Communicator | None) -> Slice:

@@ -366,6 +366,9 @@ class ParameterGroup:
         resharded after forward."""
         self.release()
         self.held = not self.reshard_after_forward
+        for flat in self.flats:  # all ranks meet once: those that hold no rows of it see no change of a version
+            if flat.is_shared and flat.state is State.UNSHARDED and not self.unsharded_by_script:
+                flat.state = State.SHARDED
 
     def release(self) -> None:
         """End :meth:`hold`."""

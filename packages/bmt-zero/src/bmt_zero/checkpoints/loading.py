@@ -77,7 +77,9 @@ class Loading:
         given = self._given
         self._settings: trainer_state.OptimizerSettings | None = None
         if given.optimizers or given.manager is not None:
-            self._settings = trainer_state.OptimizerSettings(self._trainer, given.optimizers, given.manager, what)
+            self._settings = trainer_state.OptimizerSettings(
+                self._settings_of_stage(), given.optimizers, given.manager, what
+            )
         self._states = {name: self._read_state(name) for name in self._given.others}
         self._random = self._read_random()
         self._extra = self._read_extra()
@@ -128,6 +130,19 @@ class Loading:
         if not isinstance(settings, dict) or settings.get("format") != trainer_state.FORMAT:
             raise DamagedError(f"{self._path / trainer_state.FILE} has an unknown format")
         return settings
+
+    def _settings_of_stage(self) -> Any:
+        """What was saved of the optimizers and the schedulers of this rank's pipeline stage."""
+        files = {n: r for n, r in self._manifest.files.items() if n.startswith(trainer_state.STAGE_FILES)}
+        if len(set(files.values())) <= 1:  # all stages had the same
+            return self._trainer
+        stage = trainer_state.stage_file()
+        if stage is None or stage[0] not in files:
+            raise ValueError(
+                f"{self._path} was saved by {len(files)} pipeline stages with different parameter groups, options or "
+                "schedulers; load it with as many stages, or load the model alone"
+            )
+        return parse_json(self._path / stage[0], self._small(stage[0]))
 
     def _read_state(self, name: str) -> Any:
         saved = self._trainer.get("objects")

@@ -45,7 +45,11 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
         job.extra = {name: encode(state, repr(name)) for name, state in extra_states(given.model).items()}
     replica, replicas, leads = replica_of(rank, size)
     trainer: dict[str, Any] = trainer_state.describe_run(job.step, size)
-    trainer.update(trainer_state.state_of_optimizers(given.optimizers, given.manager))
+    settings = trainer_state.state_of_optimizers(given.optimizers, given.manager)
+    trainer.update(settings)
+    stage = trainer_state.stage_file()
+    if stage is not None and stage[1]:
+        job.own_files[stage[0]] = to_json(settings)
     trainer["module_versions"] = given.versions
     trainer["objects"] = {}
     for name, each in given.others.items():

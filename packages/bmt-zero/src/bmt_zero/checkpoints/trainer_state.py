@@ -249,6 +249,21 @@ def replica_file(name: str, replica: int, replicas: int) -> str:
     return f"state-{name}-{replica:05}-of-{replicas:05}.json"
 
 
+STAGE_FILES = "trainer-stage-"
+
+
+def stage_file() -> tuple[str, bool] | None:
+    """The file of what optimizers and schedulers of this rank's pipeline stage have, and whether this rank writes it.
+
+    Stages may have parameter groups, and learning rates, of their own.
+    """
+    context = current_context() if is_initialized() else None
+    if context is None or context.pipe_size == 1:
+        return None
+    leads = context.data_rank == 0 and context.tp_rank == 0
+    return f"{STAGE_FILES}{context.pipe_rank:05}-of-{context.pipe_size:05}.json", leads
+
+
 def rng_file(rank: int, size: int) -> str:
     return f"rng-{rank:05}-of-{size:05}.safetensors"
 

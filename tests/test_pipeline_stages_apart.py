@@ -1,0 +1,185 @@
+"""Stages of a pipeline that have other parameters, groups or dtypes than each other, and optimizers and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bmt_optim
+import bmt_zero
+from bmt_comm import slice_of
+from bmt_pipe import PipelineTransformerBlockList
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32, gain: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.to(dtype)
+        self.gain = nn.Parameter(torch.tensor(0.7)) if gain else None  # fp32, by itself in its bucket
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(self.norm(x)).tanh())
+        return x + (y if self.gain is None else (self.gain * y.float()).to(x.dtype))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        dtype = options.get("dtype", torch.float32)
+        self.first = nn.Linear(4, WIDTH, dtype=dtype)
+        self.layers: Any = nn.ModuleList(Layer(**options) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH, dtype=dtype), nn.Linear(WIDTH, 4, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.to(self.first.weight.dtype))
+        for layer in self.layers if type(self.layers) is nn.ModuleList else ():
+            x = layer(x)
+        if type(self.layers) is not nn.ModuleList:
+            x = self.layers(x)
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+
+def staged(level: int, layers: int = 3, trained: tuple[str, ...] = (), **options: Any) -> Any:
+    model = Model(layers, **options)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not trained or name.startswith(trained))
+    model.layers = PipelineTransformerBlockList([bmt_zero.Block(layer, zero_level=level) for layer in model.layers])
+    return bmt_zero.BMTrainModelWrapper(model, zero_level=level)
+
+
+def train(ctx: Any, model: nn.Module, manager: bmt_optim.OptimManager, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(100 * step + ctx.rank))
+        manager.zero_grad()
+        manager.backward(model(x).float().square().mean())
+        manager.step()
+
+
+def managed(optimizer: torch.optim.Optimizer, scheduler: Any = None) -> bmt_optim.OptimManager:
+    manager = bmt_optim.OptimManager()
+    manager.add_optimizer(optimizer, scheduler)
+    return manager
+
+
+def by_layer(model: nn.Module, layers: int) -> list[dict[str, Any]]:
+    """A group for each layer that this stage has, with a learning rate of its own, and one for what all have."""
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if n.startswith(f"layers.{i}.")], "lr": 0.02 * 0.5**i} for i in range(layers)
+    ]
+    groups = [group for group in groups if group["params"]]
+    return [*groups, {"params": [p for n, p in named if not n.startswith("layers.")], "lr": 0.03}]
+
+
+@pytest.mark.ranks(4, pipe_size=2, timeout=120)
+@pytest.mark.parametrize("layers", [3, 4])  # with three, stages have different numbers of groups
+@pytest.mark.parametrize("of_torch", [False, True])
+def test_groups_and_schedulers_of_each_stage_come_back(ctx: Any, tmp_path: Path, layers: int, of_torch: bool) -> None:
+    def make() -> tuple[Any, Any, bmt_optim.OptimManager]:
+        model = staged(3, layers)
+        kind: Any = torch.optim.AdamW if of_torch else bmt_optim.AdamOptimizer
+        optimizer = kind(by_layer(model, layers), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+        return model, optimizer, managed(optimizer, scheduler)
+
+    model, optimizer, manager = make()
+    train(ctx, model, manager, range(3))
+    checkpointer = bmt_zero.Checkpointer(tmp_path)
+    checkpointer.save(3, model=model, manager=manager)
+    checkpointer.wait()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    train(ctx, model, manager, range(3, 6))
+    again, optimizer, manager = make()
+    assert checkpointer.load_latest(model=again, manager=manager) == 3
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    train(ctx, again, manager, range(3, 6))
+    for (name, param), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(param.to_local(), other.to_local()), name
+    checkpointer.close()
+
+
+@pytest.mark.ranks(2, init=False, timeout=120)
+def test_groups_that_differ_between_stages_are_not_loaded_without_a_pipeline(tmp_path: Path) -> None:
+    from bmt_comm import init_distributed, shutdown
+
+    ctx = init_distributed(pipe_size=2)
+    model = staged(3)
+    optimizer = bmt_optim.AdamOptimizer(by_layer(model, 3), lr=0.01)
+    checkpointer = bmt_zero.Checkpointer(tmp_path)
+    checkpointer.save(1, model=model, optimizer=optimizer)
+    checkpointer.close()
+    ctx.world.barrier()
+    shutdown()
+    init_distributed()
+    whole = bmt_zero.BMTrainModelWrapper(Model(3))
+    optimizer = bmt_optim.AdamOptimizer(by_layer(whole, 3), lr=0.01)
+    checkpointer = bmt_zero.Checkpointer(tmp_path)
+    with pytest.raises(ValueError, match="saved by 2 pipeline stages with different parameter groups"):
+        checkpointer.load(1, model=whole, optimizer=optimizer)
+    checkpointer.load(1, model=whole)
+    checkpointer.close()
+
+
+def rounding(params: list[Any]) -> torch.optim.Optimizer:
+    return bmt_optim.AdamW(params, lr=1e-2, stochastic_rounding=True)
+
+
+def apollo(params: list[Any]) -> torch.optim.Optimizer:
+    wide = [p for p in params if len(slice_of(p).shape) == 2]
+    others = [p for p in params if len(slice_of(p).shape) != 2]
+    return bmt_optim.APOLLO([{"params": wide, "rank": 4}, {"params": others}], lr=1e-2)
+
+
+@pytest.mark.ranks(2, pipe_size=2, timeout=120)
+@pytest.mark.parametrize(("dtype", "make"), [(torch.bfloat16, rounding), (torch.float32, apollo)])
+def test_what_all_stages_have_gets_the_same_random_numbers(ctx: Any, dtype: torch.dtype, make: Any) -> None:
+    model = staged(0, dtype=dtype)
+    manager = managed(make(list(model.parameters())))
+    train(ctx, model, manager, range(5))
+    bmt_zero.verify_replicas(model)
+
+
+@pytest.mark.ranks(4, pipe_size=2, timeout=120)
+@pytest.mark.parametrize("level", [1, 2])
+def test_buckets_that_one_rank_holds(ctx: Any, level: int) -> None:
+    model = staged(level, layers=4, dtype=torch.bfloat16, gain=True)
+    manager = managed(bmt_optim.AdamOptimizer(model.parameters(), lr=0.01))
+    train(ctx, model, manager, range(3))
+    bmt_zero.verify_replicas(model)
+
+
+@pytest.mark.ranks(4, pipe_size=2, timeout=120)
+@pytest.mark.parametrize("kind", ["CAME", "SOAP"])
+def test_a_restart_where_one_stage_trains_no_matrices(ctx: Any, tmp_path: Path, kind: str) -> None:
+    def make() -> tuple[Any, bmt_optim.OptimManager]:
+        model = staged(3, layers=4, trained=("layers.0.", "norm."))
+        return model, managed(getattr(bmt_optim, kind)(list(model.parameters()), lr=1e-3))
+
+    model, manager = make()
+    train(ctx, model, manager, range(2))
+    checkpointer = bmt_zero.Checkpointer(tmp_path)
+    checkpointer.save(2, model=model, manager=manager)
+    checkpointer.wait()
+    model, manager = make()
+    assert checkpointer.load_latest(model=model, manager=manager) == 2
+    train(ctx, model, manager, range(2, 4))
+    checkpointer.close()
+
+
+@pytest.mark.ranks(2, pipe_size=2, timeout=120)
+def test_a_stage_with_nothing_to_train_can_make_an_optimizer(ctx: Any) -> None:
+    model = staged(3, layers=4, trained=("layers.3.",))
+    before = {name: param.to_local().clone() for name, param in model.named_parameters()}
+    manager = managed(bmt_optim.AdamOptimizer([p for p in model.parameters() if p.requires_grad], lr=0.01))
+    train(ctx, model, manager, range(2))
+    for name, param in model.named_parameters():
+        assert torch.equal(param.to_local(), before[name]) != name.startswith("layers.3."), name
