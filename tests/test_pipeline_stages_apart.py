@@ -183,3 +183,72 @@ def test_a_stage_with_nothing_to_train_can_make_an_optimizer(ctx: Any) -> None:
     train(ctx, model, manager, range(2))
     for name, param in model.named_parameters():
         assert torch.equal(param.to_local(), before[name]) != name.startswith("layers.3."), name
+
+
+class WithAdapter(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + x @ self.a @ self.b if hasattr(self, "a") else x
+
+
+def add_adapters(layers: Any, which: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for number, layer in enumerate(layers):
+        a, b = torch.randn(WIDTH, 2, generator=generator), torch.randn(2, WIDTH, generator=generator)
+        if number in which and isinstance(layer, WithAdapter):  # not one of another stage
+            layer.a, layer.b = nn.Parameter(a / 4), nn.Parameter(b / 4)
+
+
+@pytest.mark.ranks(2, pipe_size=2, timeout=120)
+@pytest.mark.parametrize("which", [(0, 1, 2), (0,)])
+def test_adapters_that_come_into_layers_after_wrapping(ctx: Any, which: tuple[int, ...]) -> None:
+    plain, model = Model(3), Model(3)
+    for each in (plain, model):
+        for layer in each.layers:
+            layer.__class__ = WithAdapter
+    model.layers = PipelineTransformerBlockList([bmt_zero.Block(layer) for layer in model.layers])
+    wrapped: Any = bmt_zero.BMTrainModelWrapper(model)
+    x = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(ctx.rank))
+    wrapped(x)
+    for each in (plain, wrapped):
+        each.requires_grad_(False)
+        add_adapters(each.layers, which)
+    wrapped(x)
+    params = [p for p in wrapped.parameters() if p.requires_grad]
+    manager = managed(bmt_optim.AdamW([{"params": params}], lr=0.01))
+    reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01)
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    for step in range(3):
+        train(ctx, wrapped, manager, range(step, step + 1))
+        reference.zero_grad()
+        for rank in range(2):
+            x = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+            (plain(x).square().mean() / 2).backward()
+        reference.step()
+    found = wrapped.state_dict()
+    assert list(found) == list(before)
+    for name, value in plain.state_dict().items():
+        change = value - before[name]
+        assert (found[name] - value).norm() <= 1e-4 * change.norm(), name
+
+
+@pytest.mark.ranks(2, pipe_size=2, timeout=120)
+@pytest.mark.parametrize("kind", ["Lamb", "AdamOptimizer"])
+def test_an_optimizer_that_one_rank_steps_by_itself(ctx: Any, kind: str) -> None:
+    model = staged(3)
+    optimizer = getattr(bmt_optim, kind)(list(model.parameters()), lr=0.01)
+    steps: list[int] = []
+    if ctx.rank == 0:
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    manager = bmt_optim.OptimManager(loss_scale=64.0)
+    manager.add_optimizer(optimizer)
+    before = model.state_dict()
+    train(ctx, model, manager, range(3))
+    assert sum(steps) == (3 if ctx.rank == 0 else 0)
+    other = staged(3)
+    plain = bmt_optim.OptimManager(loss_scale=64.0)
+    plain.add_optimizer(getattr(bmt_optim, kind)(list(other.parameters()), lr=0.01))
+    train(ctx, other, plain, range(3))
+    for (name, value), wanted in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert not torch.equal(value, before[name])
+        torch.testing.assert_close(value, wanted, msg=name)

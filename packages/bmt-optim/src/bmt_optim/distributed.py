@@ -86,10 +86,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()
         self._plan: StepPlan | None = None
-        params = list(params)
-        if not params and is_initialized() and current_context().pipe_size > 1:
-            params = [{"params": []}]  # a stage may have nothing to train
-        super().__init__(params, defaults)
+        given: Any = list(params)
+        if not given and is_initialized() and current_context().pipe_size > 1:
+            given = [{"params": []}]  # a stage may have nothing to train
+        super().__init__(given, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

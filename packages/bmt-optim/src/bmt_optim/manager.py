@@ -104,6 +104,7 @@ class OptimManager:
     ) -> None:
         self.context = current_context() if context is None else context
         self._compared = False  # the optimizers with those of the other ranks
+        self._apart: list[Any] = []  # optimizers that some rank steps by themselves, as they have hooks there
         if loss_scale_factor < 1:
             raise ValueError(f"loss_scale_factor={loss_scale_factor!r} must be at least 1")
         if loss_scale_steps < 1:
@@ -306,6 +307,8 @@ class OptimManager:
         check_agreement(self.context.world, "the optimizers", kinds)
         if self.context.pipe_size > 1:
             check_agreement(self.context.zero, "the optimizers", options)
+        everywhere = self.context.world.all_gather_object([steps_with_others(each) for each in self.optimizers])
+        self._apart = [each for each, with_others in zip(self.optimizers, zip(*everywhere)) if not all(with_others)]
 
     def step(self, max_norm: float | None = None, norm_type: float | str = 2) -> bool | None:
         """Step every optimizer and its scheduler; or, if a gradient overflowed anywhere, none of them.
@@ -336,13 +339,15 @@ class OptimManager:
         with torch.no_grad():  # but optimizers of others may differentiate in their steps
             factor = None if max_norm is None else self._clip_factor(self._params(), max_norm, norm_type)[0]
             flag = self._overflow() if self._checks else None
-        together = [optimizer for optimizer in self._optimizers if steps_with_others(optimizer)]
+        together = [
+            each for each in self._optimizers if steps_with_others(each) and not any(each is a for a in self._apart)
+        ]
         # Of the same collective on all ranks, whatever hooks and devices there are on some.
         alike = flag is not None and all(getattr(each, "takes_found_inf", False) for each in self._optimizers)
         if flag is not None and alike:
             with named_range("optimizer round", 0):
                 self.context.world.all_reduce(flag)
-            if self._is_read_on_device(flag):
+            if len(together) == len(self._optimizers) and self._is_read_on_device(flag):
                 steps = begin_steps(together, self.loss_scale, factor, flag)
                 copy = HostCopy(flag)
                 record = advance(steps)
@@ -393,12 +398,9 @@ class OptimManager:
         self._loss_scale = value
 
     def _is_read_on_device(self, flag: Tensor) -> bool:
-        """Whether kernels can read the overflow flag, of optimizers that ``takes_found_inf``."""
-        return all(
-            steps_with_others(optimizer)
-            and all(p.device == flag.device for group in optimizer.param_groups for p in group["params"])
-            for optimizer in self.optimizers
-        )
+        """Whether kernels can read the overflow flag where the parameters are."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return all(p.device == flag.device for group in groups for p in group["params"])
 
     def _count(self) -> None:
         """What follows a step that was taken."""

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from bmt_comm import ParallelContext
 from bmt_zero.recording import link_pipeline_call
-from bmt_zero.shard import group_of
+from bmt_zero.shard import groups_of
 from bmt_zero.written_buffers import WrittenBuffers
 
 from ._compat import inside_checkpoint
@@ -92,7 +92,7 @@ class Pipeline:
                 batch_related,
                 device=context.device,
                 grad=grad,
-                trains=any(p.requires_grad for each in self.chunks for block in each for p in group_of(block).params),
+                trains=any(p.requires_grad for c in self.chunks for b in c for g in groups_of(b) for p in g.params),
                 options=(
                     *(return_hidden_states, prepared and prepared.shapes, len(self.layers), self.tail_schedule),
                     *(training, autocast_state(context.device)),  # dtypes may depend on them

@@ -23,7 +23,7 @@ from bmt_comm import ParallelContext, note_place, without_autocast
 from bmt_zero.backward_context import outside_backward, step_context
 from bmt_zero.gradient_reducer import GradientReducer, ReducedGradient
 from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_pipeline, marked, replayed
-from bmt_zero.shard import group_of
+from bmt_zero.shard import groups_of
 from bmt_zero.written_buffers import Copies, WrittenBuffers
 
 from ._compat import inside_checkpoint, lasting_gradient_edge
@@ -77,7 +77,7 @@ class Run:
         self.arguments = Arguments(context, plan, values)
         self.recording = begin_pipeline_call()
         self._step = step_context(context)
-        self._groups = list(dict.fromkeys(group_of(block) for chunk in chunks for block in chunk))
+        self._groups = list(dict.fromkeys(group for chunk in chunks for block in chunk for group in groups_of(block)))
         self._reducers = [reducer for group in self._groups for reducer in group.reducers]
         self._arrived: dict[GradientReducer, ReducedGradient] = {}  # where the loss is computed inside
         # By micro-batch and place:
@@ -282,7 +282,7 @@ class Run:
         """A micro-batch's gradients of a chunk are about to become complete."""
         self._left[chunk] -= 1
         for block in self.chunks[chunk]:
-            for reducer in group_of(block).reducers:
+            for reducer in (reducer for group in groups_of(block) for reducer in group.reducers):
                 reducer.no_sync = self._no_sync[reducer] or self._left[chunk] > 0
 
     def _release(self) -> None:

@@ -23,7 +23,7 @@ from bmt_comm import ParallelContext, expected_scale, without_autocast
 from bmt_zero import Block, ShardedParameter
 from bmt_zero.backward_context import step_context
 from bmt_zero.parameter_group import parameters_in_forward, replaced_parameters
-from bmt_zero.shard import group_of
+from bmt_zero.shard import groups_of
 
 from .messages import connected, gets_gradient, take_apart
 from .split_backward import graph_of
@@ -198,7 +198,7 @@ def _sharded_parameters(
     found: dict[ShardedParameter, None] = {}
     for module in [owner, *modules] if isinstance(owner, nn.Module) else modules:
         blocks = [m for m in module.modules() if isinstance(m, Block)]
-        inside = {id(param) for block in blocks for param in group_of(block).params}
+        inside = {id(param) for block in blocks for group in groups_of(block) for param in group.params}
         params = parameters_in_forward(module, step_context(context))
         found.update((p, None) for p in params if isinstance(p, ShardedParameter) and id(p) not in inside)
     return list(found)

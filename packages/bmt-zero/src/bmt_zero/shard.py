@@ -12,7 +12,7 @@ import contextvars
 import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -50,12 +50,14 @@ class Sharding:
         initialized: whether ``init_parameters`` leaves its parameters alone.
         is_block: whether it was sharded by ``Block``.
         checkpoint: computes its forward again in backward; None: activations are kept.
+        added: groups of parameters that came into it later.
     """
 
     hooks: ForwardHooks
     initialized: bool = False
     is_block: bool = False
     checkpoint: CheckpointedForward | None = None
+    added: list[ParameterGroup] = field(default_factory=list)
 
     @property
     def group(self) -> ParameterGroup:
@@ -77,6 +79,17 @@ def group_of(module: nn.Module) -> ParameterGroup:
     if sharding is None:
         raise ValueError(f"module {type(module).__name__} is not sharded; pass it to bmt_zero.shard or Block first")
     return sharding.group
+
+
+def groups_of(module: nn.Module) -> list[ParameterGroup]:
+    """The parameter group of a sharded module, and those of parameters that came into it later.
+
+    Raises:
+        ValueError: the module was not sharded.
+    """
+    own, sharding = group_of(module), sharding_of(module)
+    assert sharding is not None
+    return [own, *sharding.added]
 
 
 def shard(

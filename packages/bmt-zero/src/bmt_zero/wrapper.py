@@ -187,7 +187,13 @@ class _Wrapped(WrapperHook):
 
     def _shard(self, model: nn.Module, added: list[tuple[nn.Module | None, Slot]]) -> None:
         context = current_context()
-        check_agreement(context.outer_zero, "the parameters that were added", [slot.path for _, slot in added])
+        paths: dict[bool, list[str]] = {False: [], True: []}  # a pipeline stage may be given some that others are not
+        for owner, slot in added:
+            sharding = None if owner is None else sharding_of(owner)
+            paths[sharding is not None and sharding.group.options.stage_local].append(slot.path)
+        for comm, found in ((context.outer_zero, paths[False]), (context.zero, paths[True])):
+            if found:
+                check_agreement(comm, "the parameters that were added", found)
         owners: dict[int, nn.Module | None] = {}
         for owner, slot in added:
             check_parameter(slot.path, slot.param, context)
@@ -205,6 +211,7 @@ class _Wrapped(WrapperHook):
             assert sharding is not None
             name = f"the parameters that were added to {sharding.group.name}"
             group = build_group(slots, context, dataclasses.replace(sharding.group.options, name=name))
+            sharding.added.append(group)
             self.hooks[owner] = [ForwardHooks(group, owner), *self.hooks.get(owner, [])]
         self.params += [slot.param for _, slot in added]
         _link(model, self.hooks)
