@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bmt_comm import (
+    DisagreementError,
     ParallelContext,
     check_agreement,
     current_context,
@@ -104,7 +105,7 @@ class OptimManager:
     ) -> None:
         self.context = current_context() if context is None else context
         self._compared = False  # the optimizers with those of the other ranks
-        self._apart: list[Any] = []  # optimizers that some rank steps by themselves, as they have hooks there
+        self._apart: list[Any] = []  # optimizers that all ranks step by themselves, as they have hooks on some
         if loss_scale_factor < 1:
             raise ValueError(f"loss_scale_factor={loss_scale_factor!r} must be at least 1")
         if loss_scale_steps < 1:
@@ -307,8 +308,11 @@ class OptimManager:
         check_agreement(self.context.world, "the optimizers", kinds)
         if self.context.pipe_size > 1:
             check_agreement(self.context.zero, "the optimizers", options)
-        everywhere = self.context.world.all_gather_object([steps_with_others(each) for each in self.optimizers])
-        self._apart = [each for each, with_others in zip(self.optimizers, zip(*everywhere)) if not all(with_others)]
+        try:
+            together = [str(steps_with_others(each)) for each in self.optimizers]
+            check_agreement(self.context.world, "which optimizers have hooks", together)
+        except DisagreementError:
+            self._apart = list(self.optimizers)
 
     def step(self, max_norm: float | None = None, norm_type: float | str = 2) -> bool | None:
         """Step every optimizer and its scheduler; or, if a gradient overflowed anywhere, none of them.
