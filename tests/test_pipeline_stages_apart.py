@@ -252,3 +252,15 @@ def test_an_optimizer_that_one_rank_steps_by_itself(ctx: Any, kind: str) -> None
     for (name, value), wanted in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert not torch.equal(value, before[name])
         torch.testing.assert_close(value, wanted, msg=name)
+
+
+@pytest.mark.ranks(2, pipe_size=2, timeout=120)
+def test_the_gathered_state_of_another_stage_is_refused(ctx: Any) -> None:
+    model = staged(3, layers=4)  # the same shapes on both stages
+    manager = managed(bmt_optim.AdamOptimizer(model.parameters(), lr=0.01))
+    train(ctx, model, manager, range(2))
+    states = ctx.world.all_gather_object(manager.state_dict(gather_opt=True))
+    with pytest.raises(ValueError, match="is of other layers of a pipeline than this rank has"):
+        manager.load_state_dict(states[1 - ctx.pipe_rank])
+    manager.load_state_dict(states[ctx.pipe_rank])
+    assert "pipeline_layers" not in manager.optimizers[0].param_groups[0]

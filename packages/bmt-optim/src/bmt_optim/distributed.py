@@ -33,7 +33,7 @@ from .matrix import Matrix
 from .options import check_conventions
 from .requests import Rule
 from .runs import local_grad, on_local_tensors, zero_grads
-from .state_dict import gather_state, match_groups, state_value, step_record, whole_number
+from .state_dict import LAYERS, gather_state, layers_of, match_groups, state_value, step_record, whole_number
 from .state_layout import Size, StateTensor, like_parameter
 from .step_plan import StepPlan, portions_of
 
@@ -373,6 +373,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if entry := found["state"].get(index):
                     entry.update({key: _maintained(entry[key], part) for key, part in parts.items()})
             found["state"] = gather_state(found["state"], params, tensors)
+            for saved, group in zip(found["param_groups"], self.param_groups):
+                if any(layers := layers_of(group["params"])):
+                    saved[LAYERS] = layers
             return found
         options = [group for group in self.param_groups for _ in group["params"]]
         for index, entry in found["state"].items():
@@ -405,7 +408,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         entries = self._parse(state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             group.update(
-                {key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "param_names")}
+                {k: copy.deepcopy(value) for k, value in saved.items() if k not in ("params", "param_names", LAYERS)}
             )
         self.state.clear()
         self._materialize([p for p, values in entries.items() if values is not None])
@@ -422,7 +425,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved = match_groups(self, state_dict)
         options: list[dict[str, Any]] = []
         for index, (mine, theirs) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
-            merged = {**mine, **{key: value for key, value in theirs.items() if key != "params"}}
+            merged = {**mine, **{key: value for key, value in theirs.items() if key not in ("params", LAYERS)}}
             try:
                 self.check_options(merged)
             except (TypeError, ValueError) as error:

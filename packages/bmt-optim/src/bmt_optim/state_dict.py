@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import bmt_comm
-from bmt_comm import Slice, StateRecord, local_tensor, slice_of
+from bmt_comm import LAYER_ATTRIBUTE, Slice, StateRecord, local_tensor, slice_of
 
 from .slices import all_reduce_over, assemble, by_comms, cut
 
@@ -48,14 +48,23 @@ def gather_state(
     return gathered
 
 
+LAYERS = "pipeline_layers"
+"""What gathered groups have in a pipeline: of each parameter, the layer it is in."""
+
+
+def layers_of(params: Sequence[Tensor]) -> list[list[int]]:
+    """Of each parameter the pipeline and the number of its layer; nothing of those that all stages have."""
+    return [list(getattr(param, LAYER_ATTRIBUTE, ())) for param in params]
+
+
 def match_groups(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], allow_empty: bool = False
 ) -> list[tuple[Tensor, Mapping[str, Any] | None]]:
     """Each parameter with its state in ``state_dict``, or ``None`` where that has none.
 
     Raises:
-        ValueError: the numbers of groups or of parameters differ, or, without ``allow_empty``, there is no
-            state at all, though a parameter requires a gradient.
+        ValueError: the numbers of groups or of parameters differ, the state is of another pipeline stage, or, without
+            ``allow_empty``, there is no state at all, though a parameter requires a gradient.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -70,6 +79,11 @@ def match_groups(
             raise ValueError(
                 f"parameter group {number} has {len(theirs['params'])} parameters in the state dict and "
                 f"{len(group['params'])} in the optimizer"
+            )
+        if LAYERS in theirs and theirs[LAYERS] != layers_of(group["params"]):
+            raise ValueError(
+                f"parameter group {number} of the state dict is of other layers of a pipeline than this rank has; give "
+                "each stage the state of its own"
             )
         matched += [(param, state.get(key)) for param, key in zip(group["params"], theirs["params"])]
     unknown = set(state) - {key for theirs in saved for key in theirs["params"]}
