@@ -264,3 +264,36 @@ def test_the_gathered_state_of_another_stage_is_refused(ctx: Any) -> None:
         manager.load_state_dict(states[1 - ctx.pipe_rank])
     manager.load_state_dict(states[ctx.pipe_rank])
     assert "pipeline_layers" not in manager.optimizers[0].param_groups[0]
+
+
+class Failing(Layer):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Failing.fails:
+            raise ValueError("a bad batch")
+        return super().forward(x)
+
+
+@pytest.mark.ranks(2, pipe_size=2, timeout=120)
+@pytest.mark.parametrize("level", [1, 3])
+def test_what_follows_an_exception_in_forward(ctx: Any, level: int) -> None:
+    """A state dict, to be saved in a hurry, and further steps."""
+    model = Model(3)
+    model.layers[2].__class__ = Failing
+    model.layers = PipelineTransformerBlockList([bmt_zero.Block(layer, zero_level=level) for layer in model.layers])
+    wrapped: Any = bmt_zero.BMTrainModelWrapper(model, zero_level=level)
+    manager = managed(bmt_optim.AdamOptimizer(wrapped.parameters(), lr=0.01))
+    train(ctx, wrapped, manager, range(1))
+    before = wrapped.state_dict()
+    Failing.fails = True
+    try:
+        with pytest.raises((ValueError, RuntimeError), match="a bad batch"):
+            train(ctx, wrapped, manager, range(1, 2))
+    finally:
+        Failing.fails = False
+    saved = wrapped.state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in before.items())
+    assert ctx.world.all_gather_object(ctx.rank) == [0, 1]
+    train(ctx, wrapped, manager, range(1, 2))
+    assert not torch.equal(wrapped.state_dict()["head.weight"], before["head.weight"])

@@ -247,7 +247,11 @@ class Run:
         self._post.close()  # also what others have received only to be rid of it
         if failed:
             self._release()
-            raise_first(self.context, problem)
+            try:
+                raise_first(self.context, problem)
+            except BaseException as error:
+                error.bmt_on_all_stages = True  # type: ignore[attr-defined]  # no rank waits for others on its way out
+                raise
         self.plan.learned = True
 
     @contextlib.contextmanager

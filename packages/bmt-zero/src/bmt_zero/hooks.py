@@ -284,7 +284,8 @@ class ForwardHooks:
         error = sys.exc_info()[1]
         if error is not None and error is not call.outer_error:
             call.abandon()
-            self._leave(call)
+            if not getattr(error, "bmt_on_all_stages", False):  # a pipeline has raised it
+                self._leave(call)
             return None
         if not step.calls:
             self.calls_within = call.calls_within
