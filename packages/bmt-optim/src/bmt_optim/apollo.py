@@ -39,9 +39,9 @@ class APOLLO(DistributedOptimizer):
     without a rank, have p ← (p - lr·√(1-β₂ᵗ)/(1-β₁ᵗ)·n)(1 - lr·weight_decay) with L = g. APOLLO-Mini is ``rank=1`` and
     ``scale=128`` in the groups, and ``scale_type="tensor"``.
 
-    P depends on the parameter's place in the optimizer or, in a pipeline, on its layer and its place in that layer. So a
-    state goes on with the same numbers where these are the same: on any number of stages, but not in a pipeline after a
-    run without one.
+    P depends on the parameter's place in the optimizer or, in a pipeline, on its layer and its place in that layer.
+    So a state goes on with the same numbers where these are the same: on any number of stages, but not in a pipeline
+    after a run without one.
 
     Args:
         params: parameters, or groups; :func:`get_galore_param_groups` makes such as this takes, with a scale of their
