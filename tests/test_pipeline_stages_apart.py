@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import bmt_optim
 import bmt_zero
-from bmt_comm import slice_of
+from bmt_comm import LAYER_ATTRIBUTE, slice_of
 from bmt_pipe import PipelineTransformerBlockList
 
 WIDTH = 8
@@ -227,6 +227,8 @@ def test_adapters_that_come_into_layers_after_wrapping(ctx: Any, which: tuple[in
         reference.step()
     found = wrapped.state_dict()
     assert list(found) == list(before)
+    layers = {n: getattr(p, LAYER_ATTRIBUTE)[1] for n, p in wrapped.named_parameters() if n.startswith("layers.")}
+    assert all(name.startswith(f"layers.{number}.") for name, number in layers.items())
     for name, value in plain.state_dict().items():
         change = value - before[name]
         assert (found[name] - value).norm() <= 1e-4 * change.norm(), name
@@ -262,8 +264,35 @@ def test_the_gathered_state_of_another_stage_is_refused(ctx: Any) -> None:
     states = ctx.world.all_gather_object(manager.state_dict(gather_opt=True))
     with pytest.raises(ValueError, match="is of other layers of a pipeline than this rank has"):
         manager.load_state_dict(states[1 - ctx.pipe_rank])
+    other = staged(3, layers=4)  # as another script would have it, which has made other pipelines before
+    manager = managed(bmt_optim.AdamOptimizer(other.parameters(), lr=0.01))
     manager.load_state_dict(states[ctx.pipe_rank])
     assert "pipeline_layers" not in manager.optimizers[0].param_groups[0]
+
+
+@pytest.mark.ranks(2, pipe_size=2, timeout=120)
+def test_random_projections_go_on_in_another_model(ctx: Any) -> None:
+    model = staged(3)
+    manager = managed(apollo(list(model.parameters())))
+    train(ctx, model, manager, range(3))
+    again = staged(3)
+    resumed = managed(apollo(list(again.parameters())))
+    bmt_zero.load_state_dict(again, model.state_dict())
+    resumed.load_state_dict(manager.state_dict())
+    for each, its in ((model, manager), (again, resumed)):
+        train(ctx, each, its, range(3, 5))
+    for (name, param), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(param.to_local(), other.to_local()), name
+
+
+@pytest.mark.ranks(2, pipe_size=2, timeout=120)
+def test_parameters_that_no_stage_has(ctx: Any) -> None:
+    model = staged(3)
+    used = iter(list(model.parameters()))
+    assert sum(1 for _ in used) > 0
+    manager = managed(bmt_optim.AdamOptimizer(used, lr=0.01))
+    with pytest.raises(ValueError, match="optimizer 0 has no parameters on any stage of the pipeline"):
+        train(ctx, model, manager, range(1))
 
 
 class Failing(Layer):

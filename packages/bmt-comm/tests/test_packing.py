@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from bmt_comm import packing
+from bmt_comm import PlannedCommunicator, packing
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
@@ -36,3 +36,11 @@ def test_what_cannot_be_summed_packed_is_refused(ctx):
         ctx.world.packed_reduce_scatter(torch.empty(3, dtype=torch.bfloat16), torch.empty(6), how)
     with pytest.raises(ValueError, match="packed_reduce_scatter: src has 7 elements; 2 ranks × 3 are needed"):
         ctx.world.packed_reduce_scatter(torch.empty(3), torch.empty(7), how)
+
+
+def test_planned_ranks_have_no_values():
+    planned = PlannedCommunicator([0, 1])
+    planned.packed_reduce_scatter(
+        torch.empty(8, device="meta"), torch.empty(16, device="meta"), packing.Packing("int8", 4)
+    )
+    assert planned.traffic["send"].bytes == packing.Packing("int8", 4).bytes(8)

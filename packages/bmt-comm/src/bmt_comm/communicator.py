@@ -548,10 +548,9 @@ class Communicator:
         watched.wait()
         return DONE
 
-    @staticmethod
-    def _check_memory(**tensors: Tensor) -> None:
+    def _check_memory(self, **tensors: Tensor) -> None:
         for name, tensor in tensors.items():
-            check_in_memory(name, tensor)
+            check_in_memory(name, tensor, may_be_meta=self.is_planned)
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < self.size:

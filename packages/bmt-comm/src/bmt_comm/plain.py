@@ -24,7 +24,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def check_in_memory(name: str, tensor: Tensor) -> None:
+def check_in_memory(name: str, tensor: Tensor, may_be_meta: bool = False) -> None:
     """Raise unless a tensor's elements lie one after the other in memory, as they are.
 
     Raises:
@@ -39,6 +39,8 @@ def check_in_memory(name: str, tensor: Tensor) -> None:
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{name} is conjugated or negated lazily; pass {name}.resolve_conj().resolve_neg()")
     if tensor.is_meta:
+        if may_be_meta:
+            return
         raise ValueError(f"{name} is on the meta device, and has no values")
     if type(tensor) in PLAIN_TYPES or hasattr(tensor, "trigger_wait"):
         return

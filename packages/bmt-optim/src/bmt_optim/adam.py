@@ -84,6 +84,8 @@ class Adam(DistributedOptimizer):
         if options.get("amsgrad"):  # of a state dict of torch's
             raise ValueError("amsgrad=True is not supported; only amsgrad=False is")
 
+    keeps_copies = False
+
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         return {key: like_parameter(shape) for key in MOMENTS}
 

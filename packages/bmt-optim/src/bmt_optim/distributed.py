@@ -29,11 +29,11 @@ from bmt_comm import (
 from .batch import HALF, Batch, sync_masters
 from .engine import Step, run
 from .exchange import Communication
-from .matrix import Matrix
+from .matrix import Matrix, layers_of
 from .options import check_conventions
 from .requests import Rule
 from .runs import local_grad, on_local_tensors, zero_grads
-from .state_dict import LAYERS, gather_state, layers_of, match_groups, state_value, step_record, whole_number
+from .state_dict import LAYERS, gather_state, match_groups, state_value, step_record, whole_number
 from .state_layout import Size, StateTensor, like_parameter
 from .step_plan import StepPlan, portions_of
 
@@ -73,6 +73,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     sums_over_ranks = True
     """Whether the rule adds up over ranks, in an order that depends on their number."""
 
+    keeps_copies = True
+    """Whether there may be state of which several ranks have copies, such as column statistics."""
+
     maximizes = False
     """Whether the rule heeds the option ``maximize``. Otherwise it gets the negative gradients."""
 
@@ -86,8 +89,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.stochastic_rounding = stochastic_rounding
         self.communication = Communication()
         self._plan: StepPlan | None = None
-        given: Any = list(params)
-        if not given and is_initialized() and current_context().pipe_size > 1:
+        given: Any = params if isinstance(params, Tensor) else list(params)  # of a tensor, torch says what is wrong
+        if not len(given) and is_initialized() and current_context().pipe_size > 1:
             given = [{"params": []}]  # a stage may have nothing to train
         super().__init__(given, defaults)
 
@@ -364,7 +367,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if params[index].requires_grad or entry.get("step", 0) > 0
         }
         if gather:
-            self._current_plan()  # a collective, for which other ranks may have a use below
+            if self.keeps_copies:
+                self._current_plan()  # as in state_records
             layouts = [self._layout(p, group) for group in self.param_groups for p in group["params"]]
             tensors = []
             for index, layout in enumerate(layouts):
@@ -373,9 +377,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if entry := found["state"].get(index):
                     entry.update({key: _maintained(entry[key], part) for key, part in parts.items()})
             found["state"] = gather_state(found["state"], params, tensors)
-            for saved, group in zip(found["param_groups"], self.param_groups):
-                if any(layers := layers_of(group["params"])):
-                    saved[LAYERS] = layers
+            is_pipeline = is_initialized() and current_context().pipe_size > 1
+            for saved, group in zip(found["param_groups"] if is_pipeline else (), self.param_groups):
+                saved[LAYERS] = [list(layer or ()) for layer in layers_of(group["params"])]
             return found
         options = [group for group in self.param_groups for _ in group["params"]]
         for index, entry in found["state"].items():
@@ -447,14 +451,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_records(self) -> list[StateRecord]:
-        """The state as parts of logical tensors, for checkpoints (see :class:`bmt_comm.StateRecord`).
+        """The state as parts of logical tensors, for checkpoints (see :class:`bmt_comm.StateRecord`). For optimizers
+        that ``keeps_copies``, a collective over the ranks that share parameters, the first time.
 
         Of each parameter that requires a gradient, or has been stepped: ``step``, the tensors of
         :meth:`state_layout` and, in half precision, ``master``.
         """
         self.settle_step()
         self._drop_old_plan()
-        self._current_plan()  # a collective, for which other ranks may have a use below
+        if self.keeps_copies:
+            self._current_plan()  # a collective, for which other ranks may have a use below
         self._materialize()
         found: list[StateRecord] = []
         number = itertools.count()

@@ -53,6 +53,8 @@ class Lion(DistributedOptimizer):
         check_not_negative(options, "lr", "weight_decay")
         check_betas(options["betas"], 2)
 
+    keeps_copies = False
+
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         return {"exp_avg": like_parameter(shape)}
 

@@ -308,11 +308,22 @@ class OptimManager:
         check_agreement(self.context.world, "the optimizers", kinds)
         if self.context.pipe_size > 1:
             check_agreement(self.context.zero, "the optimizers", options)
+            self._check_any_parameters()
         try:
             together = [str(steps_with_others(each)) for each in self.optimizers]
             check_agreement(self.context.world, "which optimizers have hooks", together)
         except DisagreementError:
             self._apart = list(self.optimizers)
+
+    def _check_any_parameters(self) -> None:
+        """Raise if no stage of a pipeline has parameters in some optimizer: one may have none."""
+        empty = [str(not any(group["params"] for group in each.param_groups)) for each in self.optimizers]
+        try:
+            check_agreement(self.context.world, "which optimizers have parameters", empty)
+        except DisagreementError:
+            return
+        if "True" in empty:
+            raise ValueError(f"optimizer {empty.index('True')} has no parameters on any stage of the pipeline")
 
     def step(self, max_norm: float | None = None, norm_type: float | str = 2) -> bool | None:
         """Step every optimizer and its scheduler; or, if a gradient overflowed anywhere, none of them.

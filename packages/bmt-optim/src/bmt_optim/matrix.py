@@ -185,12 +185,24 @@ def plan_matrices(
     return found
 
 
+def layers_of(params: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+    """Of each parameter in a layer of a pipeline, which of the pipelines in ``params`` that is, and the layer's number.
+
+    A process may have made others, which do not count.
+    """
+    found = [getattr(param, LAYER_ATTRIBUTE, None) for param in params]
+    pipelines: dict[int, int] = {}
+    for layer in found:
+        if layer is not None:
+            pipelines.setdefault(layer[0], len(pipelines))
+    return [None if layer is None else (pipelines[layer[0]], layer[1]) for layer in found]
+
+
 def _numbers(params: Sequence[Tensor]) -> list[int]:
     """The numbers of matrices, as far as this rank knows them."""
     counts: dict[tuple[int, int] | None, int] = {}
     numbers = []
-    for param in params:
-        layer = getattr(param, LAYER_ATTRIBUTE, None)  # the pipeline and the layer in it
+    for layer in layers_of(params):
         counts[layer] = number = counts.get(layer, -1) + 1
         # A prime: what is renewed every n steps is to be spread over them for the same parameter of all layers, too.
         numbers.append(number if layer is None else number + _APART * (1 + layer[1] + _LAYERS * layer[0]))

@@ -131,6 +131,8 @@ class Muon(DistributedOptimizer):
         for param in options["params"] if options["use_muon"] else ():
             _check_matrices(slice_of(param).shape, options["parts"])
 
+    keeps_copies = False
+
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         keys = ("momentum_buffer",) if options["use_muon"] else ("exp_avg", "exp_avg_sq")
         return {key: like_parameter(shape) for key in keys}

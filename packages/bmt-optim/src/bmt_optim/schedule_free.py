@@ -74,6 +74,8 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         if options["betas"][0] == 0:
             raise ValueError(f"betas={options['betas']!r}: the first must be above 0")
 
+    keeps_copies = False
+
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         return {
             "z": like_parameter(shape),

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import bmt_comm
-from bmt_comm import LAYER_ATTRIBUTE, Slice, StateRecord, local_tensor, slice_of
+from bmt_comm import Slice, StateRecord, local_tensor, slice_of
 
+from .matrix import layers_of
 from .slices import all_reduce_over, assemble, by_comms, cut
 
 
@@ -49,12 +50,7 @@ def gather_state(
 
 
 LAYERS = "pipeline_layers"
-"""What gathered groups have in a pipeline: of each parameter, the layer it is in."""
-
-
-def layers_of(params: Sequence[Tensor]) -> list[list[int]]:
-    """Of each parameter the pipeline and the number of its layer; nothing of those that all stages have."""
-    return [list(getattr(param, LAYER_ATTRIBUTE, ())) for param in params]
+"""What gathered groups have in a pipeline: of each parameter, the layer it is in, or nothing."""
 
 
 def match_groups(
@@ -80,7 +76,7 @@ def match_groups(
                 f"parameter group {number} has {len(theirs['params'])} parameters in the state dict and "
                 f"{len(group['params'])} in the optimizer"
             )
-        if LAYERS in theirs and theirs[LAYERS] != layers_of(group["params"]):
+        if LAYERS in theirs and theirs[LAYERS] != [list(layer or ()) for layer in layers_of(group["params"])]:
             raise ValueError(
                 f"parameter group {number} of the state dict is of other layers of a pipeline than this rank has; give "
                 "each stage the state of its own"

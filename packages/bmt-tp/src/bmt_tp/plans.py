@@ -47,4 +47,7 @@ def plan_of(model: Any) -> Mapping[str, str]:
     """The plan that a model carries as ``tp_plan``, or ours, if that names more."""
     own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     ours = PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), {})
+    prefix = getattr(model, "base_model_prefix", "")
+    if prefix and not hasattr(model, prefix):  # the model without a head
+        ours = {name.removeprefix(prefix + "."): style for name, style in ours.items()}
     return own if set(own) - set(ours) else ours

@@ -10,7 +10,15 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from bmt_comm import ParallelContext, check_agreement, current_context, is_stage_local, not_compiled, print_rank
+from bmt_comm import (
+    LAYER_ATTRIBUTE,
+    ParallelContext,
+    check_agreement,
+    current_context,
+    is_stage_local,
+    not_compiled,
+    print_rank,
+)
 
 from .block import Block
 from .caches import turn_off_caches
@@ -212,6 +220,9 @@ class _Wrapped(WrapperHook):
             name = f"the parameters that were added to {sharding.group.name}"
             group = build_group(slots, context, dataclasses.replace(sharding.group.options, name=name))
             sharding.added.append(group)
+            layer = next((getattr(param, LAYER_ATTRIBUTE, None) for param in sharding.group.params), None)
+            for slot in slots if layer is not None else ():
+                setattr(slot.module._parameters[slot.name], LAYER_ATTRIBUTE, layer)
             self.hooks[owner] = [ForwardHooks(group, owner), *self.hooks.get(owner, [])]
         self.params += [slot.param for _, slot in added]
         _link(model, self.hooks)

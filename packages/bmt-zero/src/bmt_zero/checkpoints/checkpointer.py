@@ -340,6 +340,7 @@ class Checkpointer:
         loading = Loading(path, step, self._meeting.rank, self._meeting.size)
         try:
             self._together(lambda: loading.prepare(Objects(objects, loading=True)))
+            self._together(loading.prepare_optimizers)
             everyone = self._meeting.exchange(to_json(loading.names()))
             self._together(lambda: loading.check([json.loads(each) for each in everyone]))
             self._together(loading.read)

@@ -47,7 +47,13 @@ class Loading:
             self._sources["model"] = checkpoint_source(self._path, self._manifest, "model")
             self._contents["model"] = given.model_contents()
         if given.optimizers:
-            source = self._sources["optimizer"] = checkpoint_source(self._path, self._manifest, "optimizer")
+            self._sources["optimizer"] = checkpoint_source(self._path, self._manifest, "optimizer")
+
+    def prepare_optimizers(self) -> None:
+        """Find what this rank needs of the optimizers' state, once no rank has a problem: some communicate."""
+        given = self._given
+        if given.optimizers:
+            source = self._sources["optimizer"]
             self._aside = given.set_aside({name.rpartition(".")[0] for name in source.entries})
             self._contents["optimizer"] = given.optimizer_contents(source.entries)
 
