@@ -303,7 +303,7 @@ def test_plans_of_experts_that_cannot_be(ctx):
         parallelize(Mixture(), {"router": "replicate", "experts": "moe_tp_experts"})
     with pytest.raises(ValueError, match=r"'experts\.identity' is an expert without weights, which no rank can have"):
         parallelize(Mixture(), {**EXPERTS, "experts.identity": "moe_identity_expert"}, expert_parallel=True)
-    with pytest.raises(ValueError, match="'router' as 'moe_identity_expert', and nothing around it as 'experts'"):
+    with pytest.raises(ValueError, match="'router' as 'moe_identity_expert', and no module around it as 'experts'"):
         parallelize(Mixture(), {**EXPERTS, "router": "moe_identity_expert"})
     with pytest.raises(ValueError, match="cuts the parameter 'scales' of '', and no layer of it by columns"):
         parallelize(WithScales(), {"scales": "colwise", "o": "rowwise"})
