@@ -18,10 +18,14 @@ def plain_tensor(tensor: Tensor) -> Tensor:
         return tensor
     if hasattr(tensor, "trigger_wait"):
         return plain_tensor(tensor.trigger_wait())
-    if isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+    if isinstance(tensor, Tensor) and not _has_own_dispatch(tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.detach().as_subclass(Tensor)
     return tensor
+
+
+def _has_own_dispatch(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def check_in_memory(name: str, tensor: Tensor, may_be_meta: bool = False) -> None:
@@ -44,5 +48,5 @@ def check_in_memory(name: str, tensor: Tensor, may_be_meta: bool = False) -> Non
         raise ValueError(f"{name} is on the meta device, and has no values")
     if type(tensor) in PLAIN_TYPES or hasattr(tensor, "trigger_wait"):
         return
-    if type(plain_tensor(tensor)) not in PLAIN_TYPES and tensor.numel() and tensor.data_ptr() == 0:
+    if _has_own_dispatch(tensor) and tensor.numel() and tensor.data_ptr() == 0:
         raise TypeError(f"{name} is a {type(tensor).__name__}; pass the tensor that it wraps (to_local())")

@@ -53,6 +53,7 @@ class Adam(DistributedOptimizer):
     """
 
     sums_over_ranks = False
+    keeps_copies = False
     maximizes = True
     takes_found_inf = True
     _is_decoupled = False  # whatever a state dict that was loaded says
@@ -83,8 +84,6 @@ class Adam(DistributedOptimizer):
         check_betas(options["betas"], 2)
         if options.get("amsgrad"):  # of a state dict of torch's
             raise ValueError("amsgrad=True is not supported; only amsgrad=False is")
-
-    keeps_copies = False
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         return {key: like_parameter(shape) for key in MOMENTS}

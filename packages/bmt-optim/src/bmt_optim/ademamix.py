@@ -36,6 +36,7 @@ class AdEMAMix(DistributedOptimizer):
     """
 
     sums_over_ranks = False
+    keeps_copies = False
 
     def __init__(
         self,
@@ -54,8 +55,6 @@ class AdEMAMix(DistributedOptimizer):
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "eps", "weight_decay", "alpha", "warm_up")
         check_betas(options["betas"], 3)
-
-    keeps_copies = False
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         return {key: like_parameter(shape) for key in ("exp_avg", "exp_avg_slow", "exp_avg_sq")}

@@ -29,11 +29,11 @@ from bmt_comm import (
 from .batch import HALF, Batch, sync_masters
 from .engine import Step, run
 from .exchange import Communication
-from .matrix import Matrix, layers_of
+from .matrix import Matrix
 from .options import check_conventions
 from .requests import Rule
 from .runs import local_grad, on_local_tensors, zero_grads
-from .state_dict import LAYERS, gather_state, match_groups, state_value, step_record, whole_number
+from .state_dict import LAYERS, gather_state, match_groups, saved_layers, state_value, step_record, whole_number
 from .state_layout import Size, StateTensor, like_parameter
 from .step_plan import StepPlan, portions_of
 
@@ -379,7 +379,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             found["state"] = gather_state(found["state"], params, tensors)
             is_pipeline = is_initialized() and current_context().pipe_size > 1
             for saved, group in zip(found["param_groups"] if is_pipeline else (), self.param_groups):
-                saved[LAYERS] = [list(layer or ()) for layer in layers_of(group["params"])]
+                saved[LAYERS] = saved_layers(group["params"])
             return found
         options = [group for group in self.param_groups for _ in group["params"]]
         for index, entry in found["state"].items():

@@ -50,6 +50,8 @@ class DistributedLamb(DistributedOptimizer):
         ValueError: an option out of range.
     """
 
+    keeps_copies = False
+
     def __init__(
         self,
         params: Params,
@@ -72,8 +74,6 @@ class DistributedLamb(DistributedOptimizer):
         check_betas(options["betas"], 2)
         if options["bias_correction"] not in (True, False, "moments", "lr"):
             raise ValueError(f"bias_correction={options['bias_correction']!r} must be True, False, 'moments' or 'lr'")
-
-    keeps_copies = False
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         return {"exp_avg": like_parameter(shape), "exp_avg_sq": like_parameter(shape)}

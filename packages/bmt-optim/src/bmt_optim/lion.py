@@ -33,6 +33,7 @@ class Lion(DistributedOptimizer):
     """
 
     sums_over_ranks = False
+    keeps_copies = False
 
     def __init__(
         self,
@@ -52,8 +53,6 @@ class Lion(DistributedOptimizer):
     def check_options(self, options: Mapping[str, Any]) -> None:
         check_not_negative(options, "lr", "weight_decay")
         check_betas(options["betas"], 2)
-
-    keeps_copies = False
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         return {"exp_avg": like_parameter(shape)}

@@ -105,7 +105,7 @@ class OptimManager:
     ) -> None:
         self.context = current_context() if context is None else context
         self._compared = False  # the optimizers with those of the other ranks
-        self._apart: list[Any] = []  # optimizers that all ranks step by themselves, as they have hooks on some
+        self._apart = False  # whether all ranks step each optimizer by itself, as there are hooks on some
         if loss_scale_factor < 1:
             raise ValueError(f"loss_scale_factor={loss_scale_factor!r} must be at least 1")
         if loss_scale_steps < 1:
@@ -313,7 +313,7 @@ class OptimManager:
             together = [str(steps_with_others(each)) for each in self.optimizers]
             check_agreement(self.context.world, "which optimizers have hooks", together)
         except DisagreementError:
-            self._apart = list(self.optimizers)
+            self._apart = True
 
     def _check_any_parameters(self) -> None:
         """Raise if no stage of a pipeline has parameters in some optimizer: one may have none."""
@@ -354,9 +354,7 @@ class OptimManager:
         with torch.no_grad():  # but optimizers of others may differentiate in their steps
             factor = None if max_norm is None else self._clip_factor(self._params(), max_norm, norm_type)[0]
             flag = self._overflow() if self._checks else None
-        together = [
-            each for each in self._optimizers if steps_with_others(each) and not any(each is a for a in self._apart)
-        ]
+        together = [] if self._apart else [each for each in self._optimizers if steps_with_others(each)]
         # Of the same collective on all ranks, whatever hooks and devices there are on some.
         alike = flag is not None and all(getattr(each, "takes_found_inf", False) for each in self._optimizers)
         if flag is not None and alike:

@@ -88,6 +88,7 @@ class Muon(DistributedOptimizer):
     """
 
     sums_over_ranks = False
+    keeps_copies = False
 
     def __init__(
         self,
@@ -130,8 +131,6 @@ class Muon(DistributedOptimizer):
             raise ValueError(f"parts={options['parts']!r} must be a whole number above 0")
         for param in options["params"] if options["use_muon"] else ():
             _check_matrices(slice_of(param).shape, options["parts"])
-
-    keeps_copies = False
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         keys = ("momentum_buffer",) if options["use_muon"] else ("exp_avg", "exp_avg_sq")

@@ -48,6 +48,7 @@ class ScheduleFreeAdamW(DistributedOptimizer):
     """
 
     sums_over_ranks = False
+    keeps_copies = False
 
     def __init__(
         self,
@@ -73,8 +74,6 @@ class ScheduleFreeAdamW(DistributedOptimizer):
         check_betas(options["betas"], 2)
         if options["betas"][0] == 0:
             raise ValueError(f"betas={options['betas']!r}: the first must be above 0")
-
-    keeps_copies = False
 
     def state_layout(self, shape: tuple[int, ...], options: Mapping[str, Any]) -> dict[str, StateTensor]:
         return {

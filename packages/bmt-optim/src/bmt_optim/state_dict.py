@@ -50,7 +50,12 @@ def gather_state(
 
 
 LAYERS = "pipeline_layers"
-"""What gathered groups have in a pipeline: of each parameter, the layer it is in, or nothing."""
+"""What gathered groups have in a pipeline: :func:`saved_layers`."""
+
+
+def saved_layers(params: Sequence[Tensor]) -> list[list[int]]:
+    """Of each parameter the pipeline and the layer it is in, or nothing, as a file keeps it."""
+    return [list(layer or ()) for layer in layers_of(params)]
 
 
 def match_groups(
@@ -76,7 +81,7 @@ def match_groups(
                 f"parameter group {number} has {len(theirs['params'])} parameters in the state dict and "
                 f"{len(group['params'])} in the optimizer"
             )
-        if LAYERS in theirs and theirs[LAYERS] != [list(layer or ()) for layer in layers_of(group["params"])]:
+        if LAYERS in theirs and theirs[LAYERS] != saved_layers(group["params"]):
             raise ValueError(
                 f"parameter group {number} of the state dict is of other layers of a pipeline than this rank has; give "
                 "each stage the state of its own"

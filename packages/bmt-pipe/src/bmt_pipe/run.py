@@ -287,8 +287,9 @@ class Run:
         """A micro-batch's gradients of a chunk are about to become complete."""
         self._left[chunk] -= 1
         for block in self.chunks[chunk]:
-            for reducer in (reducer for group in groups_of(block) for reducer in group.reducers):
-                reducer.no_sync = self._no_sync[reducer] or self._left[chunk] > 0
+            for group in groups_of(block):
+                for reducer in group.reducers:
+                    reducer.no_sync = self._no_sync[reducer] or self._left[chunk] > 0
 
     def _release(self) -> None:
         for group in self._groups:

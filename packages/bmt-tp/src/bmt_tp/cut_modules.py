@@ -181,6 +181,7 @@ def _reset_whole(module: nn.Module, cls: Any) -> None:
             own[name].copy_(tp_shard_of(whole, slice_of(own[name])))  # type: ignore[arg-type, union-attr]
 
 
+_WITH_PIECES = (CutColumnLinear, CutRowLinear, CutEmbedding, CutEmbeddingColumns)
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
@@ -197,9 +198,7 @@ def class_with_forward_of(form: type[PieceModule], cls: type[nn.Module]) -> type
             inner = type(form.__name__, (form, torchs_own), {"__module__": form.__module__})
             bases = (cls, inner)
         own: dict[str, Any] = {"__module__": cls.__module__}
-        if form in (CutColumnLinear, CutRowLinear, CutEmbedding, CutEmbeddingColumns) and hasattr(
-            cls, "reset_parameters"
-        ):
+        if form in _WITH_PIECES and hasattr(cls, "reset_parameters"):
             own["reset_parameters"] = lambda self: _reset_whole(self, cls)
         _classes[form, cls] = type(cls.__name__, bases, own)
     return _classes[form, cls]

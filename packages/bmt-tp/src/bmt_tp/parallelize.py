@@ -362,11 +362,10 @@ def _check_experts(cuts: list[_Cut]) -> None:
     sums, or of a module without layers that are cut by columns."""
     summed = {id(cut.module) for cut in cuts if cut.kind == "experts"}
     cut_inside = {id(cut.module) for cut in cuts if cut.parameter is not None}
+    of_experts = tuple(cut.name + "." for cut in cuts if cut.kind == "experts")
     for cut in cuts:
         if cut.kind == "experts" and id(cut.module) not in cut_inside:
             raise ValueError(f"the plan has {cut.name!r} as 'experts', and cuts no parameter of it; name these, too")
-    of_experts = tuple(cut.name + "." for cut in cuts if cut.kind == "experts")
-    for cut in cuts:
         if cut.kind == "moe_identity_expert" and not cut.name.startswith(of_experts):
             raise ValueError(
                 f"the plan has {cut.name!r} as 'moe_identity_expert', and no module around it as 'experts'"
