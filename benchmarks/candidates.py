@@ -40,11 +40,13 @@ class Options:
         bf16: layers compute in bf16. Parameters and optimizer states are fp32, and gradients are summed in fp32.
         checkpointing: each layer keeps its inputs only, and computes again in backward.
         compiled: each layer is compiled by itself.
+        fused_loss: the loss is ``bmt_kernels.linear_cross_entropy``, which holds no logits.
     """
 
     bf16: bool = False
     checkpointing: bool = False
     compiled: bool = False
+    fused_loss: bool = False
 
 
 def candidates(systems: Sequence[str], transports: Sequence[str] = (GLOO, SHARED)) -> list[str]:
@@ -93,7 +95,7 @@ def build(name: str, shape: GPTShape, context: bmt_comm.ParallelContext, options
         return _bmtrain_step(system, shape, context, options)
     # FSDP2's documentation shards models on the meta device, and fills them afterwards.
     with torch.device("meta" if system == "FSDP2" else context.device):
-        model = GPT(shape)
+        model = GPT(shape, options.fused_loss)
     for number, layer in enumerate(model.layers):
         if options.checkpointing:
             layer = _checkpointed(layer)
@@ -171,7 +173,7 @@ def _bmtrain_step(system: str, shape: GPTShape, context: bmt_comm.ParallelContex
     if options.bf16:
         precision = dataclasses.replace(precision, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
-        model = GPT(shape)
+        model = GPT(shape, options.fused_loss)
     bmt_zero.BMTrainModelWrapper(
         model, use_checkpoint=options.checkpointing, zero_level=int(level), precision=precision
     )

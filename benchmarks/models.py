@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmt_kernels import linear_cross_entropy
+
 
 @dataclass(frozen=True)
 class GPTShape:
@@ -55,8 +57,11 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, shape: GPTShape) -> None:
+    """A GPT; with ``fused_loss`` head and loss are one function that holds no logits."""
+
+    def __init__(self, shape: GPTShape, fused_loss: bool = False) -> None:
         super().__init__()
+        self.fused_loss = fused_loss
         self.tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = nn.Embedding(shape.positions, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
@@ -68,4 +73,7 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+        x = self.norm(x)
+        if self.fused_loss:
+            return linear_cross_entropy(x, self.head.weight, targets)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())

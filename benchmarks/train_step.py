@@ -61,7 +61,11 @@ class Setting:
         return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
-        computes = [name for name in ("checkpointing", "compiled") if getattr(self.options, name)]
+        computes = [
+            name.replace("_", " ")
+            for name in ("checkpointing", "compiled", "fused_loss")
+            if getattr(self.options, name)
+        ]
         words = [f"{self.ranks} ranks" if self.ranks > 1 else "1 rank", f"batch {self.batch} × {self.length}"]
         words += ["bf16" if self.options.bf16 else "fp32", *computes]
         return ", ".join(words + ([f"a host each, which sends {self.link}/s"] if self.link else []))
@@ -191,6 +195,7 @@ def main() -> int:
     parser.add_argument("--bf16", action="store_true", help="compute in bf16")
     parser.add_argument("--checkpointing", action="store_true", help="compute activations of layers again in backward")
     parser.add_argument("--compiled", action="store_true", help="compile each layer")
+    parser.add_argument("--fused-loss", action="store_true", help="compute head and loss without holding the logits")
     parser.add_argument("--rounds", type=int, default=5, help="starts of each candidate (default: 5)")
     parser.add_argument("--steps", type=int, default=7, help="timed steps in each start (default: 7)")
     parser.add_argument("--warm-up", type=int, default=3, help="untimed steps in each start (default: 3)")
@@ -223,7 +228,7 @@ def main() -> int:
                 f"--candidates {name!r}: on the CPU add ' over gloo' or ' over shared memory', on GPUs nothing"
             )
     shape = GPTShape(arguments.layers, arguments.hidden, arguments.heads, arguments.vocab)
-    options = Options(arguments.bf16, arguments.checkpointing, arguments.compiled)
+    options = Options(arguments.bf16, arguments.checkpointing, arguments.compiled, arguments.fused_loss)
     print(f"{machine()}; {shape}; {arguments.rounds} rounds", flush=True)
     for size in arguments.sizes:
         batch, length = (int(n) for n in size.split("x"))

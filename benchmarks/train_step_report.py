@@ -53,6 +53,7 @@ LARGE = Setting(batch=4, length=256, warm_up=2, steps=3)
 def cpu_sections() -> list[Section]:
     wide = GPTShape(layers=4, hidden=1024, heads=16)
     bf16, checkpointing, compiled = Options(bf16=True), Options(checkpointing=True), Options(compiled=True)
+    fused_loss = Options(fused_loss=True)
     return [
         Section("Every candidate in fp32", SYSTEMS, [SMALL, LARGE]),
         Section(
@@ -62,6 +63,7 @@ def cpu_sections() -> list[Section]:
         ),
         Section("With activation checkpointing", SHARDED, [dataclasses.replace(LARGE, options=checkpointing)]),
         Section("With compiled layers", SHARDED, [dataclasses.replace(SMALL, options=compiled)]),
+        Section("With a loss that holds no logits", SHARDED, [dataclasses.replace(LARGE, options=fused_loss)]),
         Section("On other numbers of ranks", SHARDED, [dataclasses.replace(SMALL, ranks=n) for n in (1, 3, 4)]),
         Section("A wider model", SHARDED, [dataclasses.replace(SMALL, shape=wide)]),
     ]

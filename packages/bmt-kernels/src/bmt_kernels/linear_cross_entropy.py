@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
 
 from bmt_kernels import _library
 from bmt_kernels._compat import keeps_graph
@@ -54,7 +55,9 @@ def linear_cross_entropy(
     dtype of `hidden`, as those of ``torch.nn.functional.linear`` have; what is computed from them is in fp32. Chunks'
     contributions to the gradients of weight and bias are added up in fp32.
 
-    Under autocast, hidden, weight and bias are cast to its dtype first, as for ``torch.nn.functional.linear``.
+    Under autocast, hidden, weight and bias are cast to its dtype first, as for ``torch.nn.functional.linear``. As for
+    torch's own functions, classes of tensors may have their own implementation (``__torch_function__``): a parameter
+    that bmt-zero has sharded is gathered.
 
     Args:
         hidden: (..., H); float32, bfloat16, float16 or float64. The leading dimensions are N tokens.
@@ -76,6 +79,22 @@ def linear_cross_entropy(
             `chunk_size` that is not positive.
         RuntimeError: a backward under ``create_graph=True``.
     """
+    tensors = (hidden, weight, target, bias, class_weight)
+    if has_torch_function(tensors):
+        loss: Tensor = handle_torch_function(
+            linear_cross_entropy,
+            tensors,
+            hidden,
+            weight,
+            target,
+            bias,
+            class_weight=class_weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            chunk_size=chunk_size,
+        )
+        return loss
     columns = _checked_layer(hidden, weight, bias, target)
     return _loss(
         hidden,

@@ -38,7 +38,7 @@ from .kept_results import uncounted
 from .outputs import find_tensors
 from .parameter_group import Enter, ParameterGroup
 from .registrations import registrations
-from .sharded_parameter import ShardedParameter
+from .sharded_parameter import ShardedParameter, is_row_sharded
 
 
 class Call:
@@ -290,6 +290,7 @@ class ForwardHooks:
         if not step.calls:
             self.calls_within = call.calls_within
         call.uninstall()
+        call.check_reads()
         dtype = group.precision.output_dtype
         result = output if dtype is None else _cast(output, dtype)
         if not call.views:  # replacements, or no parameters
@@ -371,7 +372,7 @@ class ForwardCall:
         calls_within: of the outermost call: how many calls of hooked modules have begun, this one among them.
     """
 
-    __slots__ = ("call", "calls_within", "first", "frame", "hooks", "inputs", "outer_error", "views")
+    __slots__ = ("_reads", "call", "calls_within", "first", "frame", "hooks", "inputs", "outer_error", "views")
 
     def __init__(self, hooks: ForwardHooks) -> None:
         self.hooks = hooks
@@ -385,6 +386,28 @@ class ForwardCall:
         self.inputs: dict[int, tuple[Tensor, Any]] = {}
         self.first = False
         self.calls_within = 0
+        self._reads: dict[tuple[int, bool], tuple[ShardedParameter, Tensor, int | None]] = {}
+
+    def read(self, param: ShardedParameter) -> Tensor:
+        """The gathered parameter, for code outside of its module; the same tensor until the call ends."""
+        if not torch.is_grad_enabled() and not is_row_sharded(param):
+            return param
+        key = id(param), torch.is_grad_enabled()
+        if key not in self._reads:
+            gathered = param.gather()
+            self._reads[key] = param, gathered, None if gathered.is_inference() else gathered._version
+        return self._reads[key][1]
+
+    def check_reads(self) -> None:
+        """Raise if code has written to what it has read."""
+        for param, gathered, version in self._reads.values():
+            is_copy = gathered.untyped_storage().data_ptr() != param.untyped_storage().data_ptr()
+            if is_copy and version is not None and version != gathered._version:
+                raise RuntimeError(
+                    f"in the forward of {self.hooks.group.name}, code outside of the module that owns a parameter of "
+                    f"shape {param.bmt_slice.shape} has written to it, which has changed a copy only: write between "
+                    f"forwards, into the rows of to_local()"
+                )
 
     def uninstall(self) -> None:
         if self.first:

@@ -151,7 +151,7 @@ class Slot:
 
     @property
     def param(self) -> nn.Parameter:
-        param = self.module._parameters[self.name]
+        param = self.module._parameters.get(self.name)
         assert param is not None
         return param
 

@@ -191,7 +191,7 @@ def unsharded_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[No
     if not _unshards.get():
         yield
         return
-    own = {name: module._parameters[name] for name in names}
+    own = {name: module._parameters.get(name) for name in names}
     module._parameters.update(_placeholders(own))
     try:
         yield
@@ -250,7 +250,7 @@ class _StateHooks:
     @serves_shards
     def before_saving(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
         if _unshards.get() or _own_stage.get():
-            self.sharded = self.sharded or {name: module._parameters[name] for name in self.names}
+            self.sharded = self.sharded or {name: module._parameters.get(name) for name in self.names}
             module._parameters.update(_placeholders(self.sharded))
 
     @serves_shards

@@ -27,6 +27,7 @@ from .kept_operations import UseCheckpoint, kept_results
 from .options import Options
 from .parameter_group import Slot
 from .precision import MixedPrecision
+from .readable_parameters import let_others_read
 from .registrations import registrations
 from .repeated_layers import find_layers
 from .shard import (
@@ -308,6 +309,7 @@ def _shard_rest(
         group = build_group(part, context, dataclasses.replace(options, name=name))
         for module in modules:
             hooks.setdefault(module, []).append(ForwardHooks(group, module))
+            let_others_read(module)
     if small:
         name = f"the small parameters of {type(model).__name__}"
         options = dataclasses.replace(options, precision=precision, reshard_after_forward=False, name=name)

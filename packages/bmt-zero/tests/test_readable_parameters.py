@@ -1,0 +1,123 @@
+"""Parameters of large modules that other modules read in forward, as fused losses do with the weight of a head."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from block_helpers import assert_same_gradients, own_memory
+from torch import Tensor, nn
+
+from bmt_zero import BMTrainModelWrapper
+
+CLASSES, WIDTH = 1100, 256  # large enough to be unsharded by itself
+
+
+class FusedLoss(torch.autograd.Function):
+    """Head and loss in one, which sees tensors as they are: torch functions have no part in its call."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        logits = torch.mm(hidden.detach(), weight.detach().t())
+        picked = torch.arange(len(target))
+        loss = (logits.logsumexp(-1) - logits[picked, target]).sum()
+        grad = logits.softmax(-1)
+        grad[picked, target] -= 1
+        grad_weight = torch.zeros_like(weight).add_(grad.t() @ hidden)
+        ctx.save_for_backward(grad @ weight, grad_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * upstream, grad_weight * upstream, None
+
+
+class Model(nn.Module):
+    """Its head is never called, or is the embedding's weight."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.writes = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        assert self.head.weight.shape[0] == CLASSES
+        if self.writes:
+            with torch.no_grad():
+                self.head.weight.mul_(0.5)
+        return FusedLoss.apply(self.norm(x), self.head.weight, ids.roll(1))
+
+
+def ids(seed: int) -> Tensor:
+    return torch.randint(CLASSES, (9,), generator=torch.Generator().manual_seed(seed))
+
+
+def wrapped(tied: bool = False, **options: Any) -> tuple[Model, Model]:
+    torch.manual_seed(0)
+    plain = Model(tied)
+    return plain, BMTrainModelWrapper(copy.deepcopy(plain), **options)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_loss_that_takes_the_weight_of_a_head(ctx, level, own, tied):
+    plain, model = wrapped(tied, zero_level=level)
+    with own_memory() if own else torch.enable_grad():
+        for step in range(2):
+            for rank in range(ctx.world_size):
+                plain(ids(10 * step + rank)).backward()
+            model(ids(10 * step + ctx.rank)).backward()
+        assert_same_gradients(model, plain)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids(3)), plain(ids(3)))
+            with torch.inference_mode():
+                torch.testing.assert_close(model(ids(3)), plain(ids(3)))
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_of_a_wrapped_model(ctx):
+    plain, model = wrapped()
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        torch.testing.assert_close(each(ids(3)), plain(ids(3)))
+    assert twin.head.weight is not model.head.weight
+
+
+@pytest.mark.ranks(2)
+def test_outside_of_a_forward_the_attribute_is_the_sharded_parameter(ctx):
+    _, model = wrapped()
+    params = dict(model.named_parameters())
+    assert model.head.weight is params["head.weight"]
+    model.norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids(0))
+    assert model.head.weight is params["head.weight"]
+    assert model.state_dict()["head.weight"].shape == (CLASSES, WIDTH)
+    assert model.head.weight is params["head.weight"]
+
+
+@pytest.mark.ranks(1, 2)
+def test_writing_in_a_forward_reaches_the_parameter_or_raises(ctx):
+    plain, model = wrapped()
+    model.writes = plain.writes = True
+    if ctx.world_size == 1:  # the parameter is whole, and code that reads it has the parameter itself
+        torch.testing.assert_close(model(ids(3)), plain(ids(3)))
+        torch.testing.assert_close(model.head.weight.detach(), plain.head.weight.detach())
+        return
+    with pytest.raises(RuntimeError, match=r"code outside of the module .* \(1100, 256\) has written to it"):
+        model(ids(0))
+    model.writes = False
+    model(ids(0)).backward()
