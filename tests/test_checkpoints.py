@@ -408,6 +408,27 @@ def test_transformers_reads_every_save(ctx: Any, tmp_path: Path) -> None:
     assert found.config.n_embd == plain.config.n_embd
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_directories_of_transformers_that_have_experts_one_by_one(ctx: Any, tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 31, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_local_experts": 4} if kind == "Mixtral" else {"num_experts": 4, "moe_intermediate_size": 12}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **experts)
+    torch.manual_seed(0)
+    plain = getattr(transformers, f"{kind}ForCausalLM")(config)
+    if ctx.rank == 0:
+        plain.save_pretrained(tmp_path / "hf")
+    ctx.world.barrier()
+    torch.manual_seed(1)
+    model = bmt.BMTrainModelWrapper(type(plain)(config))
+    bmt.load(model, tmp_path / "hf")
+    found = model.state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(found[name].cpu(), value), name
+
+
 # --- settings that somebody has changed -----------------------------------------------------------
 
 

@@ -540,3 +540,28 @@ def test_layers_that_were_cut_are_called_outside_of_their_model(ctx, padding):
     wanted, weight = plain.get_input_embeddings().weight.grad, model.get_input_embeddings().weight
     rows = select_rows(tp_shard_of(wanted, weight.bmt_slice), weight.bmt_slice)
     torch.testing.assert_close(weight.grad.to_local(), 2 * rows)  # two replicas, the same batch
+
+
+class BeginsAsNothing(nn.Module):
+    """A norm before a layer of zeros, both on a part of the sequence; only the layer is said to be."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 8)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, x):
+        return x + self.out(self.norm(x).square())
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_forgotten_module_whose_first_gradients_are_zeros_is_found(ctx):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), BeginsAsNothing(), nn.Identity(), nn.Linear(8, 4))
+    parallelize(model, {"0": "sequence_start", "1.out": "sequence", "2": "sequence_end"})
+    optimizer = torch.optim.SGD(BMTrainModelWrapper(model).parameters(), lr=0.1)
+    x = torch.randn(2, 6, 8)
+    model(x).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"different gradients of parameters of shapes \[\(8,\), \(8,\)\]"):
+        model(x).square().mean().backward()

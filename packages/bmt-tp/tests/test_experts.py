@@ -185,3 +185,85 @@ def test_what_cannot_be_divided_is_named_and_nothing_changes(ctx):
         expert_parallel(None, torch.zeros(3, 7), torch.zeros(2, 1, dtype=torch.long), torch.zeros(3, 1), 4)
     with pytest.raises(ValueError, match="num_experts=3 cannot be divided"):
         expert_parallel(None, torch.zeros(3, 7), torch.zeros(3, 1, dtype=torch.long), torch.zeros(3, 1), 3)
+
+
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("alone", [0, 1])
+def test_half_precision_where_a_rank_has_nothing_to_compute(alone):
+    """Weights of a router in fp32, and all tokens are for one rank's experts."""
+    start()
+    torch.manual_seed(3)
+    tokens = torch.randn(5, HIDDEN, dtype=torch.bfloat16)
+    experts = torch.tensor([[0, 1]]).repeat(5, 1) + alone * EXPERTS // 2
+    weights = torch.rand(5, CHOSEN)
+
+    def compute(rows, numbers, scales):
+        return ((rows + numbers) * scales).to(rows.dtype)
+
+    found = expert_parallel(compute, tokens, experts, weights, EXPERTS, split_tokens=True)
+    local = experts - alone * EXPERTS // 2
+    wanted = sum(compute(tokens, local[:, n, None], weights[:, n, None]) for n in range(CHOSEN))
+    assert found.dtype is tokens.dtype
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("split_tokens", [False, True])
+@pytest.mark.parametrize("nobody", [-1, EXPERTS])
+def test_numbers_that_no_expert_has(split_tokens, nobody):
+    ctx = start()
+    torch.manual_seed(ctx.rank if split_tokens else 0)
+    tokens, weights = torch.randn(5, HIDDEN), torch.rand(5, CHOSEN)
+    experts = torch.rand(5, EXPERTS).topk(CHOSEN).indices
+    if not split_tokens or ctx.rank == 0:
+        experts[1:3, 1] = nobody
+
+    def compute(rows, numbers, scales):
+        return rows * (numbers + 1 + ctx.rank * EXPERTS // 2) * scales
+
+    found = expert_parallel(compute, tokens, experts, weights, EXPERTS, split_tokens=split_tokens)
+    factor = torch.where((experts >= 0) & (experts < EXPERTS), (experts + 1) * weights, 0).sum(1, keepdim=True)
+    torch.testing.assert_close(found, tokens * factor)
+
+
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("split_tokens", [False, True])
+def test_experts_that_draw_random_numbers(split_tokens):
+    """Ranks draw for different numbers of tokens, and others; after it, the same again."""
+    ctx = start()
+    tokens, weights = torch.ones(6, HIDDEN), torch.ones(6, 1)
+    drawn = []
+
+    def compute(rows, numbers, scales):
+        drawn.append(torch.rand(3))
+        return F.dropout(rows, 0.5) * scales
+
+    for experts in (torch.tensor([[0, 0, 0, 0, 0, EXPERTS - 1]]).T, torch.zeros(6, 1, dtype=torch.long)):
+        torch.manual_seed(5)
+        expert_parallel(compute, tokens, experts, weights, EXPERTS, split_tokens=split_tokens)
+        after = ctx.tp.all_gather_object(torch.rand(3).tolist())
+        assert after[0] == after[1]
+    first = ctx.tp.all_gather_object(drawn[0].tolist())
+    assert first[0] != first[1]
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_loss_of_routers_that_see_a_part_of_the_tokens(ctx):
+    class Config:
+        output_router_logits = False
+
+    class Routed(Model):
+        def forward(self, ids, output_router_logits=None):
+            return super().forward(ids)
+
+    model = Routed()
+    model.config = Config()
+    parallelize(model, SPLIT)
+    ids = torch.arange(B * S).view(B, S) % 11
+    model(ids)
+    with pytest.raises(ValueError, match="routers see this rank's part of the sequence"):
+        model(ids, output_router_logits=True)
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="routers see this rank's part of the sequence"):
+        model(ids)
+    model(ids, output_router_logits=False)

@@ -105,6 +105,30 @@ def test_random_generators_at_another_number_of_ranks(tmp_path: Path, alike: boo
     bmt_comm.shutdown()
 
 
+@pytest.mark.ranks(4, init=False)
+def test_random_generators_at_another_layout_of_as_many_ranks(tmp_path: Path) -> None:
+    """Tensor-parallel ranks, which were replicas, have one state; the same layout has its own states."""
+    import bmt_comm
+
+    found = {}
+    for tp_size in (1, 2, 1):
+        ctx = bmt_comm.init_distributed(tp_size=tp_size, seed=None)
+        if not found:
+            torch.manual_seed(ctx.rank)
+            checkpointer = Checkpointer(tmp_path / "c")
+            checkpointer.save(1, data=Position(0))
+            checkpointer.close()
+            found[0] = ctx.world.all_gather_object(torch.rand(3).tolist())
+        torch.manual_seed(7)
+        assert Checkpointer(tmp_path / "c", readonly=True).load_latest(data=Position(0)) == 1
+        found[tp_size] = ctx.world.all_gather_object(torch.rand(3).tolist())
+        bmt_comm.shutdown()
+    assert found[1] == found[0]
+    a, b, c, d = found[2]
+    assert a == b != c == d
+    assert not any(each in found[0] for each in found[2])
+
+
 class Alone:
     """Writes a checkpoint of nothing but the states of random generators, as several ranks would."""
 

@@ -558,3 +558,19 @@ def test_what_data_and_detach_give_is_saved_as_any_tensor(ctx, tmp_path):
         other = Block(nn.Linear(5, 5))
         load(other, tmp_path / f"{name}.pt")
         assert torch.equal(other.weight.detach(), block.weight.detach())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["shard", "Block"])
+def test_equal_layers_in_another_order_on_one_rank(ctx, how):
+    make = shard if how == "shard" else Block
+    layers = [make(nn.Linear(4, 4)) for _ in range(3)]
+    x = torch.ones(2, 4)
+    for layer in layers:
+        x = layer(x)
+    x.sum().backward()
+    x = torch.ones(2, 4)
+    for layer in layers[::-1] if ctx.rank else layers:
+        x = layer(x)
+    with pytest.raises(RuntimeError, match=r"Linear, number 0, .* on rank 0 and .* Linear, number 2, .* on rank 1"):
+        x.sum().backward()

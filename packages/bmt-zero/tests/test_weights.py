@@ -127,6 +127,55 @@ def test_names_may_differ(files: str) -> None:
         bmt_zero.load(model, Path(files) / "one.safetensors", key_map=lambda name: "x")
 
 
+class Packed(nn.Module):
+    """Five experts in two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(5, 2 * 3, 4))
+        self.down_proj = nn.Parameter(torch.randn(5, 4, 3))
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+@pytest.mark.parametrize("place", ["directory", "file"])
+def test_experts_that_a_file_has_one_by_one(ctx: Any, tmp_path: Path, names: tuple[str, str, str], place: str) -> None:
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    wanted, bias = Packed(), torch.randn(4)
+    gate, up, down = names
+    parts = {}
+    for number in range(5):
+        for name, rows in ((gate, slice(3)), (up, slice(3, 6))):
+            parts[f"experts.{number}.{name}.weight"] = wanted.gate_up_proj.data[number, rows].clone()
+        parts[f"experts.{number}.{down}.weight"] = wanted.down_proj.data[number].clone()
+    path = tmp_path / "model" / "model.safetensors"
+    if ctx.rank == 0:
+        path.parent.mkdir()
+        save_file({**parts, "norm.bias": bias}, path)
+        save_file({**parts, "norm.bias": bias, "experts.7.w9.weight": bias + 1}, tmp_path / "more.safetensors")
+        odd = {name: part[:-1].clone() if ".3." in name else part for name, part in parts.items()}
+        save_file({**odd, "norm.bias": bias}, tmp_path / "odd.safetensors")
+    ctx.world.barrier()
+
+    def build() -> nn.Module:
+        model = nn.ModuleDict({"experts": Packed(), "norm": nn.LayerNorm(4)})
+        model["norm"].weight = None
+        return bmt_zero.BMTrainModelWrapper(model)
+
+    model = build()
+    bmt_zero.load(model, path.parent) if place == "directory" else bmt_zero.load(model, path, key_map=lambda name: name)
+    found = model.state_dict()
+    for name, param in wanted.named_parameters():
+        assert torch.equal(found[f"experts.{name}"], param.detach())
+    assert torch.equal(found["norm.bias"], bias)
+    with pytest.raises(ValueError, match=r"experts\.7\.w9\.weight"):
+        bmt_zero.load(build(), tmp_path / "more.safetensors", key_map=lambda name: name)
+    with pytest.raises(ValueError, match=r"does not fit the model.*experts\.(gate_up|down)_proj"):
+        bmt_zero.load(build(), tmp_path / "odd.safetensors", key_map=lambda name: name)
+
+
 @pytest.mark.ranks(2)
 def test_wrong_shapes_and_dtypes_change_nothing(ctx: Any, tmp_path: Path) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file

@@ -113,6 +113,11 @@ class ParallelContext(TopologyNames):
         """
         return self.world_size // self.tp_size
 
+    @property
+    def replica_rank(self) -> int:
+        """The number of this rank's part of the data: the same on tensor-parallel ranks, another one on each stage."""
+        return self.rank // self.tp_size
+
     def synchronize(self) -> None:
         """Wait until every rank has come here and its device has finished."""
         if self.device.type == "cuda":

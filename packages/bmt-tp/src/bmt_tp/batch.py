@@ -34,7 +34,7 @@ def check_same_batch(*tensors: Tensor, comm: Communicator | None = None) -> None
     except DisagreementError as error:
         raise RuntimeError(
             f"the ranks of a tensor-parallel group must be given the same batch, of which each computes a part: "
-            f"{error}; choose the data by the context's data_rank, not by rank"
+            f"{error}; choose the data by the context's replica_rank, not by rank"
         ) from error
 
 

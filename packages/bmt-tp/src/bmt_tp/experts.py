@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from bmt_comm import Communicator, not_compiled
 
 from .parameters import PieceModule, divided
+from .random import per_rank_random
 from .regions import copy_to_ranks, reduce_from_ranks, tensor_comm
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -50,9 +51,11 @@ def expert_parallel(
 
     Args:
         compute: this rank's experts: tokens (P, H), numbers of experts among this rank's (P, 1) and weights (P, 1) to
-            the weighted results (P, H). It is not called where P is 0.
+            the weighted results (P, H). It is not called where P is 0. The random numbers that it draws
+            differ between ranks.
         tokens: (T, H).
-        experts: (T, k), integers: the experts of each token. Rank r has those from r · num_experts / ranks on.
+        experts: (T, k), integers: the experts of each token. Rank r has those from r · num_experts / ranks on. Numbers
+            that no expert has stand for none.
         weights: (T, k), of the results.
         num_experts: of all ranks.
         split_tokens: whether each rank has tokens of its own, any number of them. Otherwise all have the same.
@@ -77,6 +80,7 @@ def expert_parallel(
     of_pair = experts.reshape(-1)
     if split_tokens:
         pairs = of_pair.argsort(stable=True)
+        pairs = pairs[(of_pair[pairs] >= 0) & (of_pair[pairs] < num_experts)]  # others belong to no expert
         tokens, weights = _tracked(tokens), _tracked(weights)
     else:
         pairs = (of_pair.div(held, rounding_mode="floor") == comm.rank).nonzero().squeeze(1)
@@ -87,15 +91,17 @@ def expert_parallel(
     if counts is not None:
         (numbers,) = counts.exchanged([numbers])
         rows, scales = _Exchange.apply(counts, rows, scales)
-    if len(rows):
-        results = compute(rows, numbers - comm.rank * held, scales)
-    else:  # the result depends on them, and on the experts, nevertheless
-        results = rows * scales
-        for param in parameters:
-            results = results + param.flatten()[:0].sum().to(results.dtype)
+    with per_rank_random(comm, rows.device):  # each rank draws numbers for as many tokens as it has got
+        if len(rows):
+            results = compute(rows, numbers - comm.rank * held, scales)
+        else:  # the result depends on them, and on the experts, nevertheless
+            results = rows * scales
+            for param in parameters:
+                results = results + param.flatten()[:0].sum().to(results.dtype)
+    results = results.to(tokens.dtype)
     if counts is not None:
         (results,) = _Exchange.apply(counts.reversed(), results)
-    total = torch.zeros_like(tokens).index_add(0, of_token, results.to(tokens.dtype))
+    total = torch.zeros_like(tokens).index_add(0, of_token, results)
     return total if split_tokens else reduce_from_ranks(total, comm)
 
 

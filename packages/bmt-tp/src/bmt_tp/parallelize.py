@@ -173,6 +173,8 @@ def parallelize(
     for encoder in {match.parent for match in cuts if isinstance(match.parent, nn.TransformerEncoderLayer)}:
         encoder.activation_relu_or_gelu = 0  # else torch computes with the weights of its layers, in evaluation
     model.register_forward_pre_hook(_FirstBatchCheck(comm), with_kwargs=True)
+    if comm.size > 1 and any(cut.kind == "expert_parallel" and cut.in_sequence for cut in whole):
+        model.register_forward_pre_hook(_check_router_logits, with_kwargs=True)
     return model
 
 
@@ -535,6 +537,18 @@ def _heads(
                 )
             found.append((parent, attribute, value // comm.size))
     return found
+
+
+def _check_router_logits(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if a Hugging Face model would compute a loss of its routers from this rank's part of the tokens."""
+    config = getattr(module, "config", None)
+    parts = [config, getattr(config, "text_config", None)]
+    asked = kwargs.get("output_router_logits")
+    if asked or (asked is None and any(getattr(part, "output_router_logits", False) for part in parts)):
+        raise ValueError(
+            "output_router_logits=True: routers see this rank's part of the sequence, and the auxiliary loss is of all "
+            "tokens; use a plan without 'expert_parallel+sequence', or output_router_logits=False"
+        )
 
 
 class _FirstBatchCheck:

@@ -100,8 +100,15 @@ class StepContext:
         self._read: dict[Communicator, None] = {}  # whose ranks' memory this one computes with
         self._meetings: list[Work] = []  # at the ends of passes that an exception has ended on this rank
         self._nested = self._deferred = 0
+        self._built: dict[tuple[Communicator, ...], int] = {}
         self.splits_backward = False
         self.part = BackwardPart.ALL
+
+    def next_number(self, communicators: Sequence[Communicator]) -> int:
+        """How many groups of modules these ranks have built together before: it tells apart those of one name."""
+        key = tuple(communicators)
+        self._built[key] = number = self._built.get(key, -1) + 1
+        return number
 
     def begin_unsharding(self, group: ParameterGroup) -> None:
         """A collective of ``group`` is started; ranks compare the order of labels.

@@ -158,7 +158,8 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
 
     From a directory (a checkpoint of a :class:`~bmt_zero.Checkpointer`, or what Hugging Face's ``save_pretrained``
     writes), and with a ``key_map``, each rank reads what it holds; all ranks must see the files. Names of tied weights
-    may then be missing but for one.
+    may then be missing but for one. Experts that the files have one by one (``experts.0.up_proj.weight``) go into the
+    packed tensors of a model (``experts.gate_up_proj``), and names that transformers has changed are mapped.
 
     Parameters and buffers on the meta device get memory, but for those that the file does not have.
 

@@ -61,7 +61,8 @@ class GradientReducer:
         self.has_fixed_order = has_fixed_order
         self.settings = ReductionSettings(keeps_unsharded=flat.options.level <= 1)
         self.no_sync = False
-        self._has_checked = False  # that tensor-parallel ranks find the same gradients
+        self._unchecked: list[int] | None = None  # for whose gradients tensor-parallel ranks are still to be compared
+        self._passes = 0  # reductions since the first one
         self.pending: Reduction | None = None
         self._has_earlier = False  # what is pending includes gradients of earlier backward passes
         self._copied: torch.cuda.Event | None = None  # after the copy of a gradient to the host, which has not waited
@@ -100,7 +101,7 @@ class GradientReducer:
         if filled is not None:
             grads = filled.with_given(grads)
         grads = self._prepared(grads)
-        if not self._has_checked and self.grad_scale != 1.0:
+        if self.grad_scale != 1.0 and self._unchecked != []:
             self._check_replicas(grads)
         if not all(self._used_here):
             self._used_here = [u or g is not None for u, g in zip(self._used_here, grads, strict=True)]
@@ -374,11 +375,19 @@ class GradientReducer:
         return (reduce_dtype if computed.is_floating_point else None) or computed
 
     def _check_replicas(self, grads: Sequence[Tensor | None]) -> None:
-        self._has_checked = True
-        pairs = [(p, g) for p, g in zip(self.flat.params, grads, strict=True) if not p.sequence_parallel]
-        if pairs:
-            shapes = [param.bmt_slice.shape for param, _ in pairs]
-            check_replicas(shapes, [grad for _, grad in pairs], current_context().tp, self.flat.communicators)
+        """Compare gradients in the reductions number 1, 2, 4, 8, ... until each of them has had values.
+
+        The first ones may be zeros: before a layer that begins as zeros, as some adapters do.
+        """
+        params = self.flat.params
+        if self._unchecked is None:
+            self._unchecked = [index for index, param in enumerate(params) if not param.sequence_parallel]
+        self._passes += 1
+        if self._passes & (self._passes - 1) == 0 and self._unchecked:
+            shapes = [params[index].bmt_slice.shape for index in self._unchecked]
+            found = [grads[index] for index in self._unchecked]
+            had_values = check_replicas(shapes, found, current_context().tp, self.flat.communicators)
+            self._unchecked = [index for index, had in zip(self._unchecked, had_values, strict=True) if not had]
 
     def _prepared(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Dense gradients, which the reduction multiplies by ``grad_scale``."""

@@ -167,7 +167,8 @@ class ParameterGroup:
         slots: where modules have the parameters.
 
     Attributes:
-        label: stands for the name and what is frozen, where ranks compare the order of what they unshard.
+        number: of the group among those that its ranks have built; -1: a parameter outside of Blocks.
+        label: stands for the name, the number and what is frozen, where ranks compare the order of what they unshard.
         communicators: of the several ranks that reduce the gradients.
         unsharding_communicators: those of them that unshard the parameters.
         last_call: returns the last one (``hooks.Call``), or None if it is gone.
@@ -218,7 +219,7 @@ class ParameterGroup:
         self.unsharded_by_script = False
         self.reshard_after_backward = True
         self.mesh = context.mesh
-        self.label = -1
+        self.number = self.label = -1
         self._labelled_name = ""
         self.places = ("", "")  # of forward and backward, for messages about failures
         self._installed = False
@@ -323,7 +324,8 @@ class ParameterGroup:
         trains = [p.requires_grad for p in self.params]
         if trains != self.trains or self.name != self._labelled_name:
             frozen = [slot.path for slot in self.slots if not trains[slot.index]]
-            text = f"{self.name}, {f'frozen: {frozen}' if frozen else 'all parameters trained'}"
+            name = self.name if self.number < 0 else f"{self.name}, number {self.number}"
+            text = f"{name}, {f'frozen: {frozen}' if frozen else 'all parameters trained'}"
             self.trains, self._labelled_name = trains, self.name
             self.label = self.step.sequences.label(text)
             paths = {id(self.params[slot.index]): slot.path for slot in reversed(self.slots)}  # the first of tied ones
@@ -492,7 +494,7 @@ class ParameterGroup:
         reducers = [_copy_reducer(reducer, memo) for reducer in self.reducers]
         slots = copy.deepcopy(self.slots, memo)  # with the modules, which find their parameters in memo
         twin.__init__(reducers, self.context, self.options, self.step, slots)  # type: ignore[misc]
-        for name in ("name", "mesh", "reshard_after_forward", "reshard_after_backward"):
+        for name in ("name", "number", "mesh", "reshard_after_forward", "reshard_after_backward"):
             setattr(twin, name, getattr(self, name))
         return twin
 

@@ -19,7 +19,7 @@ def check_replicas(
     grads: Sequence[Tensor | None],
     tp_comm: Communicator,
     communicators: Sequence[Communicator],
-) -> None:
+) -> list[bool]:
     """Raise unless the unreduced gradients are the same on all tensor-parallel ranks, up to rounding.
 
     Every rank must call this, with the gradients of the same parameters; None counts as zeros.
@@ -30,28 +30,33 @@ def check_replicas(
         tp_comm: the tensor-parallel ranks.
         communicators: whose ranks all raise if some do.
 
+    Returns:
+        Which of the gradients had values to compare, on some rank.
+
     Raises:
         RuntimeError: they differ.
     """
     if tp_comm.is_planned:
-        return
+        return [True] * len(shapes)
     device = tp_comm.device
     mine = torch.stack([_fingerprint(grad, device) for grad in grads])
     everyone = mine.new_empty(tp_comm.size, *mine.shape)
     tp_comm.all_gather(everyone, mine)
     norms = everyone[..., 0].amax(0)
     difference = (everyone[..., 1:] - everyone[0, :, 1:]).abs().amax((0, 2))
-    flags = (difference > _TOLERANCE * norms.clamp(min=_FLOOR * float(norms.norm()))).float()
+    least = _FLOOR * float(norms.norm())
+    flags = torch.stack([difference > _TOLERANCE * norms.clamp(min=least), norms > least]).float()
     for comm in communicators:
         comm.all_reduce(flags, "max")
-    different = flags.nonzero().flatten().tolist()
+    different = flags[0].nonzero().flatten().tolist()
     if different:
         raise RuntimeError(
             f"the tensor-parallel ranks find different gradients of parameters of shapes "
             f"{[tuple(shapes[i]) for i in different[:5]]}, which all of them hold. If their module computes on a part "
             f"of the sequence, say so before the first step: bmt_tp.sequence_parallel(module). Otherwise the ranks "
-            f"were given different batches: choose the data by the context's data_rank"
+            f"were given different batches: choose the data by the context's replica_rank"
         )
+    return (flags[1] > 0).tolist()
 
 
 def _fingerprint(grad: Tensor | None, device: torch.device) -> Tensor:

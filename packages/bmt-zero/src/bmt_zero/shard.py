@@ -387,7 +387,9 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
     for slot in slots:
         slot.index = position[id(slot.param)]
     add_state_hooks(slots)
-    return ParameterGroup(reducers, context, options, step_context(context), slots)
+    group = ParameterGroup(reducers, context, options, step_context(context), slots)
+    group.number = group.step.next_number(group.communicators)
+    return group
 
 
 def check_compression(options: Options, context: ParallelContext, slots: Sequence[Slot]) -> None:

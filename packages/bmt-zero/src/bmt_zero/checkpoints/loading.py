@@ -184,12 +184,11 @@ class Loading:
         files = {name: record for name, record in self._manifest.files.items() if name.startswith("rng-")}
         if not files:
             return None
-        name, own = min(files), rng_file(self._rank, self._size)
-        differ = len(set(files.values())) > 1
-        if own in files:
-            name = own
+        own, differ = rng_file(self._rank, self._size), len(set(files.values())) > 1
+        has_own = own in files and trainer_state.has_this_layout(self._trainer)
+        name = own if has_own else min(files)
         content = self._small(name)
-        if differ and name != own:  # another number of ranks
+        if differ and not has_own:
             replica, _, _ = replica_of(self._rank, self._size)
             return int.from_bytes(hashlib.sha256(content + bytes(str(replica), "ascii")).digest()[:4], "little")
         states = trainer_state.parse_small_safetensors(self._path / name, content)

@@ -26,6 +26,7 @@ from .contents import (
 from .headers import DamagedError, Entry, parse_json
 from .job import EXTRA_STATE
 from .manifest import NAME, FileRecord, read_manifest, read_small_file
+from .packed_experts import PackedExperts, names_in_model
 from .pt_files import PtSource
 from .reader import check_fit, check_range, fill, read_tensor, read_whole
 from .sources import SafetensorsSource, Source, checkpoint_source, hugging_face_files
@@ -180,7 +181,8 @@ class WeightLoader:
     def __init__(self, model: nn.Module, path: Path, key_map: KeyMap) -> None:
         self._model, self._path = model, path
         self._opened = open_source(path)
-        self._source = Renamed(self._opened, key_map)
+        names = names_in_model(model, self._opened.entries) if key_map is None else key_map
+        self._source: Source = Renamed(self._opened, names)
         self._contents = contents_of_model(model)
         self._extra = self._read_extra(key_map)
         self.versions = self._opened.versions if key_map is None else None
@@ -227,6 +229,8 @@ class WeightLoader:
             elsewhere: the names that other ranks need.
             by_code: whether the model's own code loads it: it may rename and convert what it loads.
         """
+        own = {content.entry.name for content in self._contents}
+        self._source = PackedExperts(self._source, own | elsewhere)
         if by_code:
             plain, entries = dtypes_without_own_code(self._model), self._source.entries
             self._wanted = [c for c in self._contents if c.entry.name in plain and c.entry.name in entries]
@@ -234,7 +238,6 @@ class WeightLoader:
                 check_fit(entries.values(), [c.entry for c in self._wanted], str(self._path), strict=False)
             )
             return
-        own = {content.entry.name for content in self._contents}
         offered = [each for each in self._source.entries.items() if not is_extra_state(each[0])]
         theirs = [entry for name, entry in offered if name in own or name not in elsewhere]
         self._wanted = []

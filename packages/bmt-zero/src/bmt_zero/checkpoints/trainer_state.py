@@ -26,14 +26,26 @@ FORMAT = 1
 
 
 def describe_run(step: int, ranks: int) -> dict[str, Any]:
-    """Versions and layout, for people who look into ``trainer.json``."""
+    """Versions, and the layout of the ranks."""
     layout: dict[str, Any] = {"ranks": ranks}
     if is_initialized():
         context = current_context()
-        layout.update(pipe=context.pipe_size, data=context.data_size, tensor=context.tp_size)
+        layout.update(_sizes())
         layout.update(zero_level=context.zero_level, micro_batches=context.num_micro_batches)
     versions = {"bmt_zero": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {"format": FORMAT, "step": step, "versions": versions, "layout": layout}
+
+
+def _sizes() -> dict[str, int]:
+    context = current_context()
+    return {"pipe": context.pipe_size, "data": context.data_size, "tensor": context.tp_size}
+
+
+def has_this_layout(trainer: Mapping[str, Any]) -> bool:
+    """Whether each rank had the part of the work that it has now, when ``trainer.json`` was written."""
+    saved = trainer.get("layout")
+    sizes = _sizes() if is_initialized() else {}
+    return isinstance(saved, dict) and all(saved.get(name, size) == size for name, size in sizes.items())
 
 
 def state_of_optimizers(optimizers: Sequence[Any], manager: Any) -> dict[str, Any]:
