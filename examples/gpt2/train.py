@@ -57,8 +57,9 @@ class Trainer:
         self.eval_set = torch.stack([held_out[i * len(held_out) // count] for i in range(count)])
         # Tensor-parallel ranks are one replica of the model, and see the same data. The stages of a pipeline run
         # what is outside of it each with data of its own, so they count.
-        self.replicas: int = bmt.config["topology"].replicas
-        self.replica: int = bmt.rank() // args.tp
+        topology = bmt.config["topology"]
+        self.replicas: int = topology.replicas
+        self.replica: int = topology.replica_rank
         self.batches = Batches(self.train_set, args.batch_size, args.seed, self.replica, self.replicas)
         self.sequences_per_step = args.batch_size * args.accumulation * self.replicas
         self.steps: int = args.steps
