@@ -76,6 +76,7 @@ def test_the_layout_of_every_size(device_type):
             assert (ctx.pipe_rank, ctx.data_rank, ctx.tp_rank) == place
             assert (ctx.pipe_size, ctx.data_size, ctx.tp_size) == (pipe, world_size // (pipe * tp), tp)
             assert (ctx.rank, ctx.world_size, ctx.replicas) == (rank, world_size, world_size // tp)
+            assert ctx.replica_rank == rank // tp
             for name, ranks in members.items():
                 comm = getattr(ctx, name)
                 assert comm.ranks == ranks, name

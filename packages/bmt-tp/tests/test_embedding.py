@@ -78,7 +78,7 @@ def test_the_whole_table_is_never_on_one_rank(ctx):
 @pytest.mark.ranks(2, tp_size=2)
 def test_different_ids_are_refused_on_the_first_call(ctx):
     layer = VPEmbedding(VOCAB, HIDDEN)
-    with pytest.raises(RuntimeError, match=r"must be given the same batch.*data_rank"):
+    with pytest.raises(RuntimeError, match=r"must be given the same batch.*replica_rank"):
         layer(torch.tensor([[ctx.tp_rank]]))
 
 

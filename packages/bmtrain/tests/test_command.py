@@ -180,7 +180,8 @@ def test_checkpoints_are_listed_and_verified(checkpoints, capsys):
     assert main(["checkpoint", "ls", str(checkpoints)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [str(checkpoints / f"step-0000000{n}") for n in (1, 2)]
-    assert all("complete; saved with ranks 1" in line for line in lines)
+    assert "complete; saved with ranks 1" in lines[0]
+    assert "complete, saved last; saved with ranks 1" in lines[1]
     assert main(["checkpoint", "verify", str(checkpoints / "step-00000001")]) == 0
     assert "every byte as it was written" in capsys.readouterr().out
     path = checkpoints / "step-00000002" / "model-00001-of-00001.safetensors"
@@ -191,10 +192,18 @@ def test_checkpoints_are_listed_and_verified(checkpoints, capsys):
     assert main(["checkpoint", "verify", "--json", str(checkpoints)]) == 1
     facts = [json.loads(line) for line in capsys.readouterr().out.splitlines()[-2:]]
     assert facts[0]["problem"] is None
+    assert [each["is_newest"] for each in facts] == [False, True]
     assert "model-00001-of-00001.safetensors has changed since it was written" in facts[1]["problem"]
     path.unlink()
     assert main(["checkpoint", "ls", str(checkpoints)]) == 1
     assert "DAMAGED: " in capsys.readouterr().out
+    checkpointer = bmtrain.Checkpointer(checkpoints)
+    model = torch.nn.Linear(300, 300)
+    checkpointer.load(1, model=model)
+    checkpointer.save(0, model=model)
+    checkpointer.close()
+    main(["checkpoint", "ls", str(checkpoints)])
+    assert "complete, saved last" in capsys.readouterr().out.splitlines()[0]
     assert main(["checkpoint", "ls", str(checkpoints / "nothing")]) == 1
     assert "is no checkpoint, and holds none" in capsys.readouterr().err
 

@@ -64,8 +64,11 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         print(f"bmtrain checkpoint: {error}", file=sys.stderr)
         return 1
     status = 0
-    for path in found:
-        facts = describe(path)
+    described = [describe(path) for path in found]
+    complete = [facts for facts in described if facts["problem"] is None and found != [options.directory]]
+    newest = max(complete, key=lambda facts: (facts["order"], facts["step"]), default=None)
+    for path, facts in zip(found, described, strict=True):
+        facts["is_newest"] = facts is newest
         if options.action == "verify" and facts["problem"] is None:
             try:
                 with progress(f"reading {path}") as report:
@@ -84,4 +87,5 @@ def _line(path: Path, facts: dict[str, object], action: str) -> str:
     shown = ", ".join(f"{key} {value}" for key, value in layout.items()) if isinstance(layout, dict) else "unknown"
     checked = "every byte as it was written" if action == "verify" else "complete"
     finite = "" if facts["is_finite"] else ", WEIGHTS NOT FINITE"
-    return f"{path}  {int(str(facts['bytes'])) / 1e9:.3f} GB, {checked}{finite}; saved with {shown}"
+    newest = ", saved last" if facts["is_newest"] else ""
+    return f"{path}  {int(str(facts['bytes'])) / 1e9:.3f} GB, {checked}{finite}{newest}; saved with {shown}"

@@ -35,7 +35,7 @@ _NOT_CARRIED = (NAME, trainer_state.FILE, EXTRA_STATE)
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoint that ``path`` is, or those in it, oldest first.
+    """The checkpoint that ``path`` is, or those in it, by their steps.
 
     Raises:
         FileNotFoundError: there are none.
@@ -49,7 +49,10 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def describe(checkpoint: Path) -> dict[str, Any]:
-    """The step, the bytes and the layout of a checkpoint; ``problem`` says what is wrong with it, or is ``None``."""
+    """The step, bytes and layout of a checkpoint, and its place in the order of saves.
+
+    ``problem`` says what is wrong with it, or is ``None``.
+    """
     try:
         manifest = read_manifest(checkpoint)
         trainer = parse_json(checkpoint / "trainer.json", read_small_file(checkpoint / "trainer.json"))
@@ -59,6 +62,7 @@ def describe(checkpoint: Path) -> dict[str, Any]:
         "path": str(checkpoint),
         "problem": None,
         "step": manifest.step,
+        "order": manifest.order,
         "bytes": sum(record.size for record in manifest.files.values()),
         "is_finite": manifest.is_finite,
         "layout": trainer.get("layout") if isinstance(trainer, dict) else None,
