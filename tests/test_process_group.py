@@ -28,6 +28,8 @@ import bmt_comm
 import bmt_comm.process_group
 import bmt_comm.progress
 import bmt_comm.shared_memory
+import bmt_kernels.messages
+import bmt_kernels.shared_memory
 from bmt_comm._compat import all_gather_single, reduce_scatter_single
 from bmt_comm.work import DONE
 
@@ -214,6 +216,314 @@ def test_tensors_of_any_strides_and_kind():
         assert a.tolist() + b.tolist() == [2.0] * 5
         with pytest.raises((ValueError, RuntimeError)):
             dist.all_gather([torch.empty(3)] * size, torch.empty(4))
+
+
+@pytest.mark.ranks(3, init=False)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, about all_reduce_coalesced
+@pytest.mark.parametrize("numel", [4, 300_000])
+def test_all_reduces_of_one_call_read_what_was_there_before_it(numel):
+    with job() as groups:
+        rank = dist.get_rank()
+
+        def twice(group, x):
+            dist.all_reduce_coalesced([x, x], group=group)
+
+        def overlapping(group, x):
+            dist.all_reduce_coalesced([x[: -numel // 2], x[numel // 4 :]], group=group)
+
+        def strided(group, x):
+            dist.all_reduce_coalesced([x[::2], x[numel // 2 :]], group=group)
+
+        def managed(group, x):
+            with dist._coalescing_manager(group=group):
+                dist.all_reduce(x, group=group)
+                dist.all_reduce(x, group=group)
+
+        for call in (twice, overlapping, managed):
+            found = [(rank + 1.0) * torch.arange(numel) for _ in groups]
+            for group, x in zip(groups, found, strict=True):
+                call(group, x)
+            assert torch.equal(*found), call.__name__
+        x = (rank + 1.0) * torch.arange(numel)  # gloo does not write the elements that a strided one has
+        strided(groups[0], x)
+        assert torch.equal(x[::2], 6.0 * torch.arange(numel)[::2])
+
+
+@pytest.mark.ranks(3, init=False)
+@pytest.mark.parametrize("numel", [3, 1_000_000])
+def test_outputs_may_overlap_inputs(numel):
+    with job():
+        rank, size = dist.get_rank(), dist.get_world_size()
+
+        def made(sender):
+            return torch.arange(float(numel * size)) + 10 * sender
+
+        everyone = [made(r) for r in range(size)]
+        total = sum(everyone).split(numel)
+        for begin in (0, 1, numel - 1, numel, 2 * numel):
+            x = made(rank)
+            out = x[begin : begin + numel]
+            reduce_scatter_single(out, x)
+            assert torch.equal(out, total[rank]), begin
+            x = made(rank)
+            out = x[begin : begin + numel]
+            dist.reduce_scatter(out, list(x.split(numel)))
+            assert torch.equal(out, total[rank]), begin
+            out = torch.empty(numel * size)
+            out[begin : begin + numel] = everyone[rank][:numel]
+            all_gather_single(out, out[begin : begin + numel])
+            assert torch.equal(out, torch.cat([x[:numel] for x in everyone])), begin
+        # Of two collectives in one call, one writes what the other reads.
+        x, y = made(rank), made(rank)
+        with dist._coalescing_manager():
+            reduce_scatter_single(y[:numel], x)
+            reduce_scatter_single(x[:numel], y)
+        assert torch.equal(x[:numel], total[rank])
+        assert torch.equal(y[:numel], total[rank])
+        x = made(rank)
+        dist.all_to_all_single(x, x)
+        assert torch.equal(x, torch.cat([other.split(numel)[rank] for other in everyone]))
+        x = made(rank)  # rank 0 sends all but two elements to rank 1, and receives as many from it
+        sent = [[1, numel * size - 2, 1], [numel * size - 2, 1, 1], [1, 1, numel * size - 2]][rank]
+        dist.all_to_all_single(x, x, sent, sent)
+        splits = [other.split(s) for other, s in zip(everyone, splits_of_all(numel * size), strict=True)]
+        assert torch.equal(x, torch.cat([parts[rank] for parts in splits]))
+
+
+def splits_of_all(numel):
+    return [[1, numel - 2, 1], [numel - 2, 1, 1], [1, 1, numel - 2]]
+
+
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about quantized tensors
+def test_tensors_without_plain_memory_are_refused_as_by_gloo():
+    with job():
+        size = dist.get_world_size()
+        x = torch.quantize_per_tensor(torch.arange(4.0), 0.1, 0, torch.qint8)
+        for call in (
+            dist.all_reduce,
+            lambda x: dist.broadcast(x, 0),
+            lambda x: dist.all_gather([torch.empty_like(x) for _ in range(size)], x),
+        ):
+            with pytest.raises(NotImplementedError, match="Quantized"):
+                call(x)
+        plain = torch.ones(3)
+        dist.all_reduce(plain)
+        assert plain.tolist() == [2.0] * 3
+
+
+@pytest.mark.ranks(4, init=False)
+def test_groups_that_are_split_off_share_memory():
+    with job() as (ours, _):
+        rank, limit = dist.get_rank(), datetime.timedelta(seconds=20)
+        for members in ([3, 1], [1, 3], [0, 2]):  # the first two have one name
+            group = ours.split_group(members, timeout=limit)
+            if rank not in members:
+                assert group is None
+                continue
+            assert group.shares_memory
+            assert group.rank() == sorted(members).index(rank)
+            assert group.group_name
+            x = torch.tensor([float(rank)])
+            group.allreduce([x]).wait()
+            assert x.item() == sum(members)
+            inner = group.split_group([1], timeout=limit)
+            assert (inner is not None) == (rank == max(members))
+
+
+@pytest.mark.ranks(2, 3, init=False)
+@pytest.mark.parametrize("lengths", [[1, 2, 3], [0, 700_000, 5]])
+def test_reduce_scatters_in_parts_of_any_lengths(lengths):
+    with job() as groups:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        found = []
+        for group in groups:
+            out = torch.empty(lengths[rank])
+            dist.reduce_scatter(out, [torch.full((n,), 1.0 + rank) for n in lengths[:size]], group=group)
+            found.append(out)
+        assert torch.equal(*found)
+        assert found[0].tolist()[:1] == [sum(range(1, size + 1))] * min(1, lengths[rank])
+
+
+@pytest.mark.ranks(2, init=False)
+def test_asking_again_and_again_whether_a_collective_is_done_keeps_nothing():
+    with job() as (ours, gloo):
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            for _ in range(10_000):
+                assert not work.is_completed()
+            assert ours._progress._news.qsize() <= 2
+        dist.barrier(gloo)
+        if dist.get_rank() == 1:
+            dist.all_reduce(torch.ones(3))
+        dist.barrier(gloo)
+
+
+@pytest.mark.ranks(4, init=False)
+def test_groups_spin_only_where_all_ranks_of_the_job_have_a_processor(monkeypatch):
+    spin = bmt_kernels.shared_memory.SPIN
+    for count, wanted in ((2, 0.0), (4, spin)):
+        for module in (bmt_kernels.shared_memory, bmt_kernels.messages):
+            monkeypatch.setattr(module, "processors", lambda count=count: count)
+        for told in ("4", ""):
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+            with job():
+                pair, _ = dist.new_subgroups(2)
+                shared = pair._shared
+                assert [shared._exchange._spin, shared.messages._spin] == [wanted] * 2
+                comm = bmt_comm.Communicator(dist.new_subgroups(2, backend="gloo")[0], torch.device("cpu"))
+                assert comm.share_memory()
+                assert comm._shared._exchange._spin == wanted
+
+
+@pytest.mark.ranks(2, init=False)
+def test_a_group_of_one_rank_takes_what_a_group_of_several_takes():
+    with job() as (ours, _):
+        rank = dist.get_rank()
+        alone = [dist.new_group([r]) for r in range(2)][rank]
+
+        def taken(call):
+            results = []
+            for group in (ours, alone):
+                try:
+                    results.append(call(group, group.size()))
+                except (RuntimeError, ValueError, TypeError) as error:
+                    results.append(type(error))
+            return results
+
+        def all_reduce(group, _, dtype=torch.int16, op=dist.ReduceOp.SUM):
+            x = torch.full((2,), 3, dtype=dtype)
+            dist.all_reduce(x, op, group)
+            return x.tolist()
+
+        def broadcast(group, _):
+            x = torch.ones(2).to(torch.float8_e4m3fn)
+            dist.broadcast(x, group_src=0, group=group)
+            return x.float().tolist()
+
+        def stacked(group, size):
+            out = torch.zeros(size, 2, 2)
+            all_gather_single(out, torch.ones(2, 2), group=group)
+            return out[0].tolist()
+
+        def strided(group, size):
+            out = torch.zeros(2, 2 * size).t()
+            dist.all_to_all_single(out, torch.arange(4.0 * size).view(2, 2 * size).t(), group=group)
+            return out[0].tolist()
+
+        def gathered(group, size):
+            outs = [torch.zeros(2) for _ in range(size)] if group.rank() == 0 else None
+            dist.gather(torch.ones(2), outs, group=group, group_dst=0)
+            return outs and outs[0].tolist()
+
+        def scattered(group, size):
+            out = torch.zeros(2)
+            parts = [torch.ones(2)] * size if group.rank() == 0 else None
+            dist.scatter(out, parts, group=group, group_src=0)
+            return out.tolist()
+
+        def reduce_scatter(group, size):
+            out = torch.zeros(2, dtype=torch.int16)
+            reduce_scatter_single(out, torch.zeros(2 * size, dtype=torch.int16), group=group)
+            return out.tolist()
+
+        def of_no_rank(group, size):
+            group.broadcast([torch.ones(2)], _root(size)).wait()
+
+        def of_other_size(group, size):
+            dist.all_to_all_single(torch.ones(3), torch.ones(2), [3] + [0] * (size - 1), [2] + [0] * (size - 1), group)
+
+        def _root(rank):
+            options = dist.BroadcastOptions()
+            options.rootRank = rank
+            return options
+
+        def average(group, size):
+            return all_reduce(group, size, torch.int32, dist.ReduceOp.AVG)
+
+        assert taken(all_reduce) == [[6, 6], [3, 3]]
+        for call in (average, broadcast, stacked, reduce_scatter, scattered):
+            many, one = taken(call)
+            assert many == one, call.__name__
+            assert isinstance(one, list), call.__name__
+        assert taken(gathered)[1] == [1.0, 1.0]
+        assert taken(strided)[1] == [0.0, 2.0]
+        with torch.inference_mode():
+            out, x = torch.empty(2), torch.ones(2)
+            work = reduce_scatter_single(out, x, group=alone, async_op=True)
+        work.wait()
+        assert out.tolist() == [1.0, 1.0]
+        with pytest.raises((RuntimeError, ValueError)):
+            of_other_size(alone, 1)
+        with pytest.raises((RuntimeError, ValueError)):
+            of_no_rank(alone, 1)
+        all_reduce(alone, 1)
+
+
+def wrong_size(x, rank, size):
+    all_gather_single(torch.empty(size * len(x) + rank), x)
+
+
+def expanded(x, rank, size):
+    dist.all_reduce(x[:1].expand(3) if rank else x)
+
+
+def sparse(x, rank, size):
+    dist.all_reduce(torch.eye(3).to_sparse() if rank else x)
+
+
+def premul_sum(x, rank, size):
+    dist.all_reduce(x, dist._make_nccl_premul_sum(2.0) if rank else dist.ReduceOp.SUM)
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+@pytest.mark.parametrize("numel", [3, 1_000_000])
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (wrong_size, "all_gather which raises RuntimeError"),
+        (expanded, "which raises ValueError"),
+        (sparse, "all_reduce over gloo"),
+        (premul_sum, "all_reduce over gloo"),
+    ],
+)
+def test_what_one_rank_alone_is_refused_keeps_no_other_rank_waiting(numel, call, told):
+    with job(4.0) as (_, gloo):
+        rank, start = dist.get_rank(), time.monotonic()
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=f"rank 1 is at operation 1, .*{told}"):
+                call(torch.ones(numel), 0, 2)
+            assert time.monotonic() - start < 3
+        else:
+            with pytest.raises((RuntimeError, ValueError)):
+                call(torch.ones(numel), 1, 2)
+        dist.barrier(gloo)
+
+
+@pytest.mark.ranks(2, init=False, timeout=40)
+def test_what_all_ranks_are_refused_alike_changes_nothing():
+    with job():
+        for numel in (3, 1_000_000):
+            for _ in range(3):
+                for call in (wrong_size, expanded, premul_sum):
+                    with pytest.raises((RuntimeError, ValueError)):
+                        call(torch.ones(numel), 1, 2)
+                x = torch.ones(numel)
+                dist.all_reduce(x)
+                assert x[-1].item() == 2.0
+
+
+@pytest.mark.ranks(2, init=False)
+def test_the_profiler_shows_collectives():
+    with job():
+        x, rank = torch.ones(4), dist.get_rank()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            dist.all_reduce(x)
+            dist.broadcast(x, 0)
+            all_gather_single(torch.empty(8), x, None, True).wait()
+            dist.barrier()
+        names = {event.key for event in profile.key_averages()}
+        assert {"bmt:all_reduce", "bmt:broadcast", "bmt:all_gather", "bmt:barrier"} <= names, rank
 
 
 class Layer(nn.Module):

@@ -15,7 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmt_kernels import SharedMemoryExchange, message_places, process_memory, shared_memory
+from bmt_kernels import (
+    SharedMemoryExchange,
+    SharedMemoryMessages,
+    message_places,
+    messages,
+    process_memory,
+    shared_memory,
+)
 from bmt_kernels.processors import processors
 
 pytestmark = pytest.mark.skipif(not SharedMemoryExchange.available(), reason="this system cannot share memory")
@@ -500,6 +507,14 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "interrupted\n", done.stderr
+
+
+def test_a_process_spins_where_all_that_share_the_processors_have_one(monkeypatch):
+    for module in (shared_memory, messages):
+        monkeypatch.setattr(module, "processors", lambda: 2.0)
+    for local_size, spin in ((0, shared_memory.SPIN), (2, shared_memory.SPIN), (3, 0.0)):
+        exchange = SharedMemoryExchange(0, ["a", "b"], PAGE, local_size=local_size)
+        assert exchange._spin == SharedMemoryMessages(0, ["a", "b"], local_size=local_size)._spin == spin
 
 
 def test_a_share_of_processor_time_counts_as_so_many_processors(tmp_path, monkeypatch):

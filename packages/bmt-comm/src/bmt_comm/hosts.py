@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .direct_exchange import DirectExchange, evenly_cut
@@ -90,7 +91,7 @@ class HostsCollectives:
     def reduce_scatter(
         self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation, waits_at_once: bool = False
     ) -> Work:
-        if not _splits(op, out):
+        if not _splits(op, out) or len({chunk.numel() for chunk in chunks}) > 1:
             return self._later(self.direct.reduce_scatter(out, chunks, op, operation).wait, chunks)
         sums, works = self._reduce_within(chunks, op, chunks[0].dtype, operation)
 
@@ -248,7 +249,7 @@ def _place_of(rank: int, hosts: Sequence[Sequence[int]]) -> tuple[int, int]:
 
 
 def connect(
-    direct: DirectExchange, ranks: Sequence[int], timeout: datetime.timedelta | Callable[[], float]
+    direct: DirectExchange, ranks: Sequence[int], timeout: datetime.timedelta | Callable[[], float], local_size: int = 0
 ) -> SharedMemoryCollectives | HostsCollectives | str:
     """The best collectives that the ranks of a group can have together.
 
@@ -258,6 +259,7 @@ def connect(
         direct: messages between them.
         ranks: their global ranks.
         timeout: after which a collective fails if a rank has not joined it, or a function that returns its seconds.
+        local_size: the ranks of the job on this host, if they are more: :func:`ranks_on_this_host`.
 
     Returns:
         Collectives; or, on all ranks, why there are none but those by messages.
@@ -270,17 +272,30 @@ def connect(
         by_host.setdefault(identity, []).append(rank)
     hosts = list(by_host.values())
     if len(hosts) == 1:
-        return connect_shared_memory(direct, ranks, timeout)
+        return connect_shared_memory(direct, ranks, timeout, local_size)
     if len(hosts[0]) == 1 or len({len(host) for host in hosts}) > 1:
         return _UNEQUAL
     here = hosts[_place_of(direct.rank, hosts)[0]]
-    within = [connect_shared_memory(direct.among(here, n), [ranks[r] for r in here], timeout) for n in (1, 2)]
+    within = [
+        connect_shared_memory(direct.among(here, n), [ranks[r] for r in here], timeout, local_size) for n in (1, 2)
+    ]
     connected = torch.tensor([int(not any(isinstance(each, str) for each in within))], device="cpu")
     direct.all_reduce(connected, "min", _MEETING).wait()
     first, second = within
     if connected.item() and isinstance(first, SharedMemoryCollectives) and isinstance(second, SharedMemoryCollectives):
         return HostsCollectives(direct, hosts, (first, second))
     return next((each for each in within if isinstance(each, str)), "the ranks of another host cannot share memory")
+
+
+def ranks_on_this_host() -> int:
+    """How many ranks of the job run here: as launchers tell, or else all of the default process group, if there is one.
+
+    They share its processors, whichever group they communicate in.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    if told:
+        return int(told)
+    return dist.get_world_size() if dist.is_initialized() else 0
 
 
 def host_identity() -> int:

@@ -8,7 +8,8 @@
     and all that a group does whose ranks cannot share memory.
 
     Which way a collective goes depends on what all ranks know: the operation and the dtype. It does not depend on how
-    a tensor lies in memory. All single messages of CPU tensors in a group go one way, so that each finds its receive.
+    a tensor lies in memory. Where one rank goes another way, or raises, it tells the others, which fail instead of
+    waiting for it. All single messages of CPU tensors in a group go one way, so that each finds its receive.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import itertools
 import logging
 import os
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +35,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .combine import TORCH_OPS, combines
 from .direct_exchange import DirectExchange
-from .hosts import HostsCollectives, connect
+from .hosts import HostsCollectives, connect, ranks_on_this_host
 from .operation import Operation, describe
 from .plain import PLAIN_TYPES, plain_tensor
 from .progress import CollectiveWork, Progress
@@ -43,6 +47,7 @@ NAME = "bmt"
 _log = logging.getLogger("bmt_comm")
 _OPS = {op: name for name, op in TORCH_OPS.items()}
 _NO_LIMIT = datetime.timedelta(0)
+_profiler_enabled = torch.autograd._profiler_enabled
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # Without its annotations: they are overloads, with names of arguments that differ between versions of torch.
@@ -70,15 +75,19 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         timeout: datetime.timedelta,
         make_cuda_backend: Callable[[Any], Any] | None = None,
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # with a store, torch does not let a subclass be made
         self._rank, self._size, self._store = rank, size, store
+        self._ranks = tuple(ranks)
+        self._splits: Counter[tuple[int, ...]] = Counter()  # that were made, by their ranks in this group
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
         self._gloo._set_sequence_number_for_group()
-        backends = {"cpu": self._gloo}
+        if hasattr(self._gloo.options, "global_ranks_in_group"):  # which newer versions of torch read in split_group
+            self._gloo.options.global_ranks_in_group = list(ranks)
+        self._backends = backends = {"cpu": self._gloo}
         if make_cuda_backend is not None:
             backends["cuda"] = make_cuda_backend(self._gloo)
         # The group that does the rest. It is another object, because a method of torch's class calls ours.
-        self._rest = dist.ProcessGroup(store, rank, size)
+        self._rest: Any = dist.ProcessGroup(store, rank, size)
         for group in (self._rest, self):
             for device, backend in backends.items():
                 kind = (
@@ -92,9 +101,12 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         self._done.conclude()
         _groups.add(self)
         self._begun = 0  # operations through shared memory
-        self._shared: SharedMemoryCollectives | HostsCollectives | None = None
-        if size > 1:
-            connected = connect(DirectExchange(self._rest, seconds_left=self._seconds_left), ranks, self._seconds_left)
+        self._shared: SharedMemoryCollectives | HostsCollectives | _OfOneRank | None = None
+        if size == 1:
+            self._shared = _OfOneRank()
+        else:
+            direct = DirectExchange(self._rest, seconds_left=self._seconds_left)
+            connected = connect(direct, ranks, self._seconds_left, ranks_on_this_host())
             if not isinstance(connected, str):
                 self._shared = connected
             elif rank == 0 and ranks[0] == 0:
@@ -115,6 +127,53 @@ class SharedMemoryProcessGroup(_ProcessGroup):
 
     def get_group_store(self) -> dist.Store:
         return self._store
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: datetime.timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[Any] | None = None,
+    ) -> Any:
+        """A group of some of the ranks, of this kind if it serves CPU tensors; None on other ranks.
+
+        All ranks of this group call it. The method of torch's class needs a store in that class; see ``__init__``.
+        """
+        kinds = {torch.device(device).type for device in device_types or self._backends}
+        cuda = self._backends.get("cuda") if "cuda" in kinds else None
+        members, limit = tuple(sorted(ranks)), timeout or self._gloo.options._timeout
+        self._splits[members] += 1
+        # With a number: a group of the same ranks must not find the keys of an earlier one in the store.
+        name = group_name or f"{self.group_name}:split:{list(members)}:{self._splits[members]}"
+        given: dict[str, Any] = {"opts": opts, "group_desc": group_desc, "device_types": device_types}
+        given = {key: value for key, value in given.items() if value is not None}  # older versions lack some
+        is_nccl = cuda is not None and cuda is not self._gloo
+        part = self._rest.split_group(ranks, timeout=limit, group_name=name, **given) if is_nccl else None
+        if "cpu" not in kinds:
+            return part
+        if self._rank not in members:
+            return None
+
+        def make_cuda_backend(gloo: Any) -> Any:
+            return gloo if part is None else part._get_backend(torch.device("cuda"))
+
+        group = SharedMemoryProcessGroup(
+            dist.PrefixStore(f"{NAME} {name}/", self._store),
+            members.index(self._rank),
+            len(members),
+            [self._ranks[rank] for rank in members],
+            limit,
+            None if cuda is None else make_cuda_backend,
+        )
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split:{self._splits[members]}")
+        return group
+
+    def merge_remote_group(self, *arguments: Any, **options: Any) -> Any:
+        """A group with the ranks of another job. It has torch's backends alone."""
+        return self._rest.merge_remote_group(*arguments, **options)
 
     def shutdown(self) -> None:
         self._leave("the process group was destroyed")
@@ -150,7 +209,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts = _options(c10d.AllreduceOptions, timeout, reduceOp=op if opts is None else opts)
         op = _OPS.get(opts.reduceOp.op)
         if len(tensors) > 1 or not self._takes(tensors, op):
-            return self._rest.allreduce(tensors, opts)
+            return self._otherwise("all_reduce", tensors, self._rest.allreduce, tensors, opts)
         return self._all_reduce(tensors, op, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -158,7 +217,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts = _options(c10d.AllreduceCoalescedOptions, reduceOp=opts)
         op = _OPS.get(opts.reduceOp.op)
         if not self._takes(tensors, op):
-            return self._rest.allreduce_coalesced(tensors, opts)
+            return self._otherwise("all_reduce", tensors, self._rest.allreduce_coalesced, tensors, opts)
         return self._all_reduce(tensors, op, opts)
 
     def _all_reduce(self, tensors: list[Tensor], op: str | None, opts: Any) -> Any:
@@ -170,8 +229,8 @@ class SharedMemoryProcessGroup(_ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Any:
         tensors = _listed(tensors)
         opts = _options(c10d.BroadcastOptions, timeout, rootRank=root if opts is None else opts)
-        if len(tensors) > 1 or not self._takes(tensors):
-            return self._rest.broadcast(tensors, opts)
+        if len(tensors) > 1 or not 0 <= opts.rootRank < self._size or not self._takes(tensors):
+            return self._otherwise("broadcast", tensors, self._rest.broadcast, tensors, opts)
         call, root = _Call(self, opts, tensors), opts.rootRank
         (flat,) = call.ins(tensors) if root == self._rank else call.outs(tensors)
         call.add("broadcast from", root, flat, "broadcast", flat, root)
@@ -183,8 +242,8 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         if op is not None:
             opts.reduceOp = op
         op = _OPS.get(opts.reduceOp.op)
-        if len(tensors) > 1 or not self._takes(tensors, op):
-            return self._rest.reduce(tensors, opts)
+        if len(tensors) > 1 or not 0 <= opts.rootRank < self._size or not self._takes(tensors, op):
+            return self._otherwise("reduce", tensors, self._rest.reduce, tensors, opts)
         call, root = _Call(self, opts, tensors), opts.rootRank
         (flat,) = call.in_and_out(tensors) if root == self._rank else call.ins(tensors)
         call.add(f"reduce to {root}", op, flat, "reduce", flat, root, op)
@@ -195,10 +254,9 @@ class SharedMemoryProcessGroup(_ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         opts = _options(c10d.AllgatherOptions, timeout if opts is None else opts)
         outputs, inputs = [_listed(each) for each in outputs], _listed(inputs)
-        if len(inputs) != 1 or len(outputs) != 1 or not self._takes([*inputs, *outputs[0]]):
-            return self._rest.allgather(outputs, inputs, opts)
-        if len(outputs[0]) != self._size or not _alike(outputs[0], inputs[0]):
-            return self._rest.allgather(outputs, inputs, opts)  # which says what is wrong
+        fits = len(inputs) == len(outputs) == 1 and len(outputs[0]) == self._size and _alike(outputs[0], inputs[0])
+        if not fits or not self._takes([*inputs, *outputs[0]]):  # the rest says what does not fit
+            return self._otherwise("all_gather", inputs, self._rest.allgather, outputs, inputs, opts)
         call = _Call(self, opts, outputs[0])
         (mine,) = call.ins(inputs)
         call.all_gather(call.outs(outputs[0]), mine)
@@ -208,19 +266,19 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts = _options(c10d.AllgatherOptions, opts)
         output, input = plain_tensor(output), plain_tensor(input)
         if not self._takes((output, input)) or not self._fits(output, input):
-            return _all_gather_single(self._rest, output, input, opts)
+            return self._otherwise("all_gather", [input], _all_gather_single, self._rest, output, input, opts)
         return self._all_gather_single([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         opts = _options(c10d.AllgatherOptions, opts)
         outputs, inputs = _listed(outputs), _listed(inputs)
         if not self._takes([*outputs, *inputs]) or not all(map(self._fits, outputs, inputs)):
-            return _all_gather_coalesced(self._rest, outputs, inputs, opts)
+            return self._otherwise("all_gather", inputs, _all_gather_coalesced, self._rest, outputs, inputs, opts)
         return self._all_gather_single(outputs, inputs, opts)
 
     def _all_gather_single(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         call = _Call(self, opts, outputs)
-        for flat, mine in zip(call.outs(outputs), call.ins(inputs), strict=True):
+        for flat, mine in zip(call.outs(outputs), call.ins(inputs, outputs), strict=True):
             call.all_gather(flat.view(self._size, -1).unbind() if flat.numel() else [flat] * self._size, mine)
         return call.post()
 
@@ -230,9 +288,9 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts = _options(c10d.GatherOptions, timeout, rootRank=root if opts is None else opts)
         outputs, inputs = [_listed(each) for each in outputs], _listed(inputs)
         root, chunks = opts.rootRank, outputs[0] if outputs else []
-        fits = len(inputs) == 1 and len(chunks) == (self._size if root == self._rank else 0)
+        fits = len(inputs) == 1 and len(chunks) == (self._size if root == self._rank else 0) and 0 <= root < self._size
         if not self._takes([*inputs, *chunks]) or not fits or not _alike(chunks, inputs[0]):
-            return self._rest.gather(outputs, inputs, opts)
+            return self._otherwise("gather", inputs, self._rest.gather, outputs, inputs, opts)
         call = _Call(self, opts, chunks)
         (mine,) = call.ins(inputs)
         flats = call.outs(chunks)
@@ -247,9 +305,9 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts = _options(c10d.ScatterOptions, timeout, rootRank=root if opts is None else opts)
         outputs, inputs = _listed(outputs), [_listed(each) for each in inputs]
         root, chunks = opts.rootRank, inputs[0] if inputs else []
-        fits = len(outputs) == 1 and len(chunks) == (self._size if root == self._rank else 0)
+        fits = len(outputs) == 1 and len(chunks) == (self._size if root == self._rank else 0) and 0 <= root < self._size
         if not self._takes([*outputs, *chunks]) or not fits or not _alike(chunks, outputs[0]):
-            return self._rest.scatter(outputs, inputs, opts)
+            return self._otherwise("scatter", outputs, self._rest.scatter, outputs, inputs, opts)
         call = _Call(self, opts, outputs)
         (mine,) = call.outs(outputs)
         flats = call.ins(chunks)
@@ -266,10 +324,10 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts = _options(c10d.ReduceScatterOptions, timeout, reduceOp=op if opts is None else opts)
         outputs, inputs = _listed(outputs), [_listed(each) for each in inputs]
         op = _OPS.get(opts.reduceOp.op)
-        if len(outputs) != 1 or len(inputs) != 1 or not self._takes([*outputs, *inputs[0]], op):
-            return self._rest.reduce_scatter(outputs, inputs, opts)
-        if len(inputs[0]) != self._size or not _alike([inputs[0][self._rank]], outputs[0]):
-            return self._rest.reduce_scatter(outputs, inputs, opts)
+        fits = len(inputs) == len(outputs) == 1 and len(inputs[0]) == self._size
+        fits = fits and _alike([inputs[0][self._rank]], outputs[0])
+        if not fits or not self._takes([*outputs, *inputs[0]], op):
+            return self._otherwise("reduce_scatter", outputs, self._rest.reduce_scatter, outputs, inputs, opts)
         call = _Call(self, opts, outputs)
         (mine,) = call.outs(outputs)
         call.reduce_scatter(mine, call.ins(inputs[0]), op)
@@ -280,7 +338,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         output, input = plain_tensor(output), plain_tensor(input)
         op = _OPS.get(opts.reduceOp.op)
         if not self._takes((output, input), op) or not self._fits(input, output):
-            return _reduce_scatter_single(self._rest, output, input, opts)
+            return self._otherwise("reduce_scatter", [input], _reduce_scatter_single, self._rest, output, input, opts)
         return self._reduce_scatter_single([output], [input], op, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -288,12 +346,13 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         outputs, inputs = _listed(outputs), _listed(inputs)
         op = _OPS.get(opts.reduceOp.op)
         if not self._takes([*outputs, *inputs], op) or not all(map(self._fits, inputs, outputs)):
-            return _reduce_scatter_coalesced(self._rest, outputs, inputs, opts)
+            method = _reduce_scatter_coalesced
+            return self._otherwise("reduce_scatter", inputs, method, self._rest, outputs, inputs, opts)
         return self._reduce_scatter_single(outputs, inputs, op, opts)
 
     def _reduce_scatter_single(self, outputs: list[Tensor], inputs: list[Tensor], op: str | None, opts: Any) -> Any:
         call = _Call(self, opts, outputs)
-        for mine, flat in zip(call.outs(outputs), call.ins(inputs), strict=True):
+        for mine, flat in zip(call.outs(outputs), call.ins(inputs, outputs), strict=True):
             call.reduce_scatter(mine, flat.view(self._size, -1).unbind() if flat.numel() else [flat] * self._size, op)
         return call.post()
 
@@ -309,7 +368,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         output, input = plain_tensor(output), plain_tensor(input)
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
         if not self._takes((output, input)) or not all(map(self._cuts, splits, (output, input))):
-            return _all_to_all_single(self._rest, output, input, *splits, opts)
+            return self._otherwise("all_to_all", [input], _all_to_all_single, self._rest, output, input, *splits, opts)
         call = _Call(self, opts, [output])
         (out,), (mine,) = call.outs([output]), call.ins([input])
         call.all_to_all(self._cut(out, splits[0], output), self._cut(mine, splits[1], input))
@@ -319,7 +378,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts = _options(c10d.AllToAllOptions, opts)
         outputs, inputs = _listed(outputs), _listed(inputs)
         if not self._takes([*outputs, *inputs]) or not len(outputs) == len(inputs) == self._size:
-            return self._rest.alltoall(outputs, inputs, opts)
+            return self._otherwise("all_to_all", inputs, self._rest.alltoall, outputs, inputs, opts)
         call = _Call(self, opts, outputs)
         call.all_to_all(call.outs(outputs), call.ins(inputs))
         return call.post()
@@ -383,9 +442,42 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         for tensor in tensors:
             if type(tensor) not in PLAIN_TYPES or not tensor.is_cpu or tensor.layout is not torch.strided:
                 return False
+            if tensor.is_quantized:  # its bytes are not all that it is
+                return False
             if op and not combines(op, tensor.dtype):
                 return False
         return True
+
+    def _otherwise(self, kind: str, tensors: Iterable[Tensor], method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the method that does a collective if shared memory does not, or says what is wrong with it.
+
+        Ranks that expect it in shared memory would wait for this one, so they are told.
+        """
+        if self._shared is None or any(tensor.is_cuda for tensor in tensors):
+            return method(*arguments)
+        how = "over gloo"
+        try:
+            return method(*arguments)
+        except Exception as error:
+            how = f"which raises {type(error).__name__}"
+            raise
+        finally:
+            self._tell(f"{kind} {how}")
+
+    def _tell(self, name: str) -> None:
+        """Count an operation that this rank does not do through shared memory. Ranks that do fail, and tell its name.
+
+        If all ranks call this, with one name, their later collectives go on.
+        """
+        shared = self._shared
+        if not isinstance(shared, SharedMemoryCollectives):
+            return
+
+        def begin() -> Work:
+            self._begun += 1
+            return shared.send_nothing(Operation(self._begun, name.encode(), 0))
+
+        self._progress.leave(self._progress.post(CollectiveWork(self._progress, begin, [])))
 
     def _fits(self, whole: Tensor, part: Tensor) -> bool:
         return whole.dtype == part.dtype and whole.numel() == self._size * part.numel()
@@ -415,6 +507,45 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         self._begun += 1
         operation = Operation(self._begun, *describe(kind, detail, flat.dtype, flat.shape, ""))
         return getattr(self._shared, method)(*arguments, operation)
+
+
+class _OfOneRank:
+    """The collectives of a group of one rank, which takes what groups of several do.
+
+    What a rank copies to itself in a gather, a scatter and an all-gather is copied by :class:`_Call`.
+    """
+
+    def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
+        return DONE
+
+    def reduce(self, flat: Tensor, root: int, op: str, operation: Operation) -> Work:
+        return DONE
+
+    def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
+        return DONE
+
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
+        return DONE
+
+    def gather(self, chunks: Sequence[Tensor], mine: Tensor, root: int, operation: Operation) -> Work:
+        return DONE
+
+    def scatter(self, mine: Tensor, chunks: Sequence[Tensor], root: int, operation: Operation) -> Work:
+        return DONE
+
+    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
+        return Pending([], partial(_copy, out, chunks[0]), None)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Operation) -> Work:
+        if outputs[0].nbytes != inputs[0].nbytes:
+            raise ValueError(f"all_to_all: {inputs[0].nbytes} bytes are sent, and the output takes {outputs[0].nbytes}")
+        return Pending([], partial(_copy, outputs[0].view(torch.uint8), inputs[0].view(torch.uint8)), None)
+
+    def stop(self, why: str) -> None:
+        """Nothing waits."""
+
+    def give_up(self, error: BaseException) -> None:
+        """No other rank waits for this one."""
 
 
 class _MessageWork(dist.Work):
@@ -465,29 +596,44 @@ class _Call:
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.own_copies: list[tuple[Tensor, Tensor]] = []
 
-    def ins(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Tensors that are read, as vectors."""
-        return [_vector(_as_in_memory(tensor.data)) for tensor in tensors]
+    def ins(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Tensors that are read, as vectors.
+
+        Of several collectives in one call, each with one of the ``outputs``: copies, if one of them would write what
+        another one reads.
+        """
+        flats = [_vector(_as_in_memory(tensor.data)) for tensor in tensors]
+        if len(outputs) > 1:
+            pairs = zip(map(_addresses, tensors), map(_addresses, outputs), strict=True)
+            if _overlap(each for pair in pairs for each in _without_the_inner(*pair)):
+                return [flat.clone() for flat in flats]
+        return flats
 
     def outs(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Tensors that are written, as vectors."""
         return [self._written(tensor) for tensor in tensors]
 
-    def in_and_out(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        return [self._written(tensor, read=True) for tensor in tensors]
+    def in_and_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors that are read and written. Those that share memory are copied, so that each is read as it is now."""
+        alone = len(tensors) == 1 or not _overlap(map(_addresses, tensors))
+        return [self._written(tensor, read=True, alone=alone) for tensor in tensors]
 
-    def _written(self, tensor: Tensor, read: bool = False) -> Tensor:
+    def _written(self, tensor: Tensor, read: bool = False, alone: bool = True) -> Tensor:
         # An alias of its own: writing must not count as a change of what autograd has saved.
         data = tensor.data
         self._in_inference |= tensor.is_inference()
-        if _is_as_in_memory(data):
+        if alone and _is_as_in_memory(data):
             return _vector(data)
         if any(stride == 0 and length > 1 for length, stride in zip(data.shape, data.stride(), strict=True)):
+            self._group._tell("a collective that cannot write to its tensor, which raises ValueError")
             raise ValueError(
                 f"a collective cannot write to a tensor of shape {tuple(data.shape)} and strides {data.stride()}, "
                 "whose elements share memory; pass tensor.contiguous()"
             )
-        dense = _as_in_memory(data) if read else torch.empty(data.shape, dtype=data.dtype, device="cpu")
+        if read:
+            dense = _as_in_memory(data) if alone else _as_in_memory(data).clone()
+        else:
+            dense = torch.empty(data.shape, dtype=data.dtype, device="cpu")
         self.copies.append((data, dense))
         return _vector(dense)
 
@@ -502,13 +648,28 @@ class _Call:
         self.add("all_gather", "", own, "all_gather", chunks, own)
 
     def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str | None) -> None:
-        self.add("reduce_scatter", op, out, "reduce_scatter", out, chunks, op)
+        detail: object = op
+        named = out
+        if any(chunk.numel() != out.numel() for chunk in chunks):  # then ``out`` has another length on every rank
+            detail, named = f"{op} in parts of {[chunk.numel() for chunk in chunks]}", out[:0]
+        if any(_overlap_in_part(out, chunk) for chunk in chunks):  # writing it must not change what is still to be read
+            chunks = [chunk.clone() for chunk in chunks]
+        self.add("reduce_scatter", detail, named, "reduce_scatter", out, chunks, op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        if _overlap(map(_addresses, (*outputs, *inputs))):
+            inputs = [chunk.clone() for chunk in inputs]
         nothing = inputs[0][:0]  # lengths differ between ranks
         self.add("all_to_all", "", nothing, "all_to_all", outputs, inputs)
 
     def post(self) -> CollectiveWork:
+        if _profiler_enabled() and self._steps:
+            kind = self._steps[0][0].partition(" ")[0]
+            with torch.profiler.record_function(f"{NAME}:{kind}"):
+                return self._post()
+        return self._post()
+
+    def _post(self) -> CollectiveWork:
         group, opts = self._group, self._opts
         progress, limit = group._progress, opts.timeout
         seconds = limit.total_seconds() if limit.days >= 0 else 0.0
@@ -524,7 +685,7 @@ class _Call:
             # What else begins has buffers that are kept, which must not be those of an inference.
             with torch.inference_mode() if self._in_inference else contextlib.nullcontext():
                 for target, source in self.own_copies:
-                    target.copy_(source)
+                    _copy(target, source)
         if len(self._steps) == 1:
             return self._group._begin(*self._steps[0])
         works = [self._group._begin(*step) for step in self._steps]
@@ -532,7 +693,7 @@ class _Call:
 
     def _finish(self) -> None:
         for target, source in self.copies:
-            target.copy_(source)
+            _copy(target, source)
 
 
 def _is_as_in_memory(tensor: Tensor) -> bool:
@@ -542,6 +703,41 @@ def _is_as_in_memory(tensor: Tensor) -> bool:
 
 def _as_in_memory(tensor: Tensor) -> Tensor:
     return tensor if _is_as_in_memory(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """Of its first element, and of what follows its last."""
+    begin, size = tensor.data_ptr(), tensor.element_size()
+    if tensor.is_contiguous():
+        return begin, begin + size * tensor.numel()
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + size * (last + 1)
+
+
+def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether any two ranges of addresses do."""
+    in_order = sorted((begin, end) for begin, end in ranges if begin < end)
+    return any(second[0] < first[1] for first, second in itertools.pairwise(in_order))
+
+
+def _without_the_inner(a: tuple[int, int], b: tuple[int, int]) -> Sequence[tuple[int, int]]:
+    """Two ranges of addresses, or the outer one if the other lies in it."""
+    if a[0] <= b[0] and b[1] <= a[1]:
+        return (a,)
+    return (b,) if b[0] <= a[0] and a[1] <= b[1] else (a, b)
+
+
+def _overlap_in_part(a: Tensor, b: Tensor) -> bool:
+    """Whether two vectors share memory, but are not the same."""
+    begin, other = a.data_ptr(), b.data_ptr()
+    if begin == other and a.numel() == b.numel():
+        return False
+    return begin < other + b.nbytes and other < begin + a.nbytes
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy, also where they overlap, which torch refuses."""
+    target.copy_(source.clone() if _overlap_in_part(target, source) else source)
 
 
 def _received(tensor: Tensor) -> Tensor:

@@ -243,9 +243,11 @@ class Progress:
         """Let the thread run everything up to ``work``."""
         if work.done:
             return
+        is_news = work.number > self._wanted  # else the thread has been told
         self._wanted = max(self._wanted, work.number)
         self._need_thread()
-        self._news.put(None)
+        if is_news:
+            self._news.put(None)
 
     def run_until(self, work: CollectiveWork, limit: float = 0.0) -> None:
         """Run everything up to ``work``, or wait for another thread that does."""
@@ -403,5 +405,7 @@ def _run_in_thread(reference: weakref.ref[Progress]) -> None:
         del progress
         with contextlib.suppress(queue.Empty):
             news.get(timeout=delay)
+            while True:  # what follows looks at everything
+                news.get_nowait()
         if (progress := reference()) is not None:
             progress._rests = False

@@ -297,6 +297,14 @@ class SharedMemoryCollectives:
 
         return self._whole.start([_Piece([_bytes(lengths), *others], sizes, torch.uint8, read)], operation)
 
+    def send_nothing(self, operation: Operation) -> Work:
+        """Let ranks that call anything else than ``operation`` find that this one does not. Needs no waiting."""
+        nothing = [0] * self.size
+        lanes = (self._whole, self._pieces)
+        return Pending(
+            [lane.start([_Piece([], nothing, torch.uint8, _ignore)], operation) for lane in lanes], None, None
+        )
+
     def stop(self, why: str) -> None:
         """Let waits, in other threads too, end with an error."""
         for lane in (self._whole, self._pieces):
@@ -505,17 +513,17 @@ _OBSTACLES = (
 
 
 def connect_shared_memory(
-    direct: DirectExchange, ranks: Sequence[int], timeout: datetime.timedelta | Callable[[], float]
+    direct: DirectExchange, ranks: Sequence[int], timeout: datetime.timedelta | Callable[[], float], local_size: int = 0
 ) -> SharedMemoryCollectives | str:
     """Find the memory of the other ranks, whose global ranks are given.
 
     A collective; the reason, on all ranks, where one of them cannot. ``timeout`` may be a function that returns
-    seconds.
+    seconds. ``local_size``: the ranks of the job on this host, if they are more.
     """
     lanes, obstacle, failure = None, 0, None
     try:
         seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
-        lanes, obstacle = _create(direct.rank, [f"rank {rank}" for rank in ranks], seconds)
+        lanes, obstacle = _create(direct.rank, [f"rank {rank}" for rank in ranks], seconds, local_size)
     except Exception as error:  # to be raised when the others know
         failure = error
     exchanges: tuple[Exchange | Messages, ...] = lanes or ()
@@ -538,7 +546,7 @@ def connect_shared_memory(
 
 
 def _create(
-    rank: int, names: Sequence[str], timeout: float | Callable[[], float]
+    rank: int, names: Sequence[str], timeout: float | Callable[[], float], local_size: int
 ) -> tuple[tuple[Exchange, Exchange, Messages] | None, int]:
     """The exchanges for what is sent at the call, in pieces, and between two ranks; or an obstacle to have them."""
     try:
@@ -549,8 +557,8 @@ def _create(
         return None, 0
     whole, pieces = _CAPACITIES
     try:
-        exchanges = [SharedMemoryExchange(rank, names, capacity, timeout) for capacity in (whole, pieces)]
-        lanes = exchanges[0], exchanges[1], SharedMemoryMessages(rank, names, timeout, _STAGE_BYTES)
+        exchanges = [SharedMemoryExchange(rank, names, capacity, timeout, local_size) for capacity in (whole, pieces)]
+        lanes = exchanges[0], exchanges[1], SharedMemoryMessages(rank, names, timeout, _STAGE_BYTES, local_size)
     except OSError:
         return None, 1
     return lanes, len(_OBSTACLES)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _compat
 from .direct_exchange import DirectExchange
-from .hosts import HostsCollectives, connect
+from .hosts import HostsCollectives, connect, ranks_on_this_host
 from .journal import waits
 from .operation import Operation
 from .shared_memory import SharedMemoryCollectives
@@ -83,7 +83,7 @@ def share_memory(group: dist.ProcessGroup, ranks: Sequence[int], timeout: dateti
     direct = host_collectives[group]
     if not isinstance(direct, DirectExchange):
         return
-    connected = connect(direct, ranks, timeout)
+    connected = connect(direct, ranks, timeout, ranks_on_this_host())
     if isinstance(connected, str):
         _say_why_memory_is_not_shared(connected, ranks[0])
     else:

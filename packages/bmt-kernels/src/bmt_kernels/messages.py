@@ -63,6 +63,7 @@ class SharedMemoryMessages:
         names: of the processes, for messages of errors.
         timeout: seconds that this one waits for another, or a function that returns them.
         stage_bytes: of messages that others have not received and whose senders need not wait; the same for all.
+        local_size: how many processes share the processors of this host, if they are more than have ``names``.
 
     Raises:
         OSError: the system does not give such memory.
@@ -74,6 +75,7 @@ class SharedMemoryMessages:
         names: Sequence[str],
         timeout: float | Callable[[], float] = 1800.0,
         stage_bytes: int = _STAGE_BYTES,
+        local_size: int = 0,
     ) -> None:
         if _native.cpu_module is None:
             raise RuntimeError("bmt_kernels was built without its compiled module for the CPU")
@@ -98,7 +100,7 @@ class SharedMemoryMessages:
         self._numbers = itertools.count(1)
         self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
         self._stopped = ""
-        self._spin = SPIN if len(names) <= processors() else 0.0
+        self._spin = SPIN if max(len(names), local_size) <= processors() else 0.0
         weakref.finalize(self, close, own, self._fd, os.getpid()).atexit = False
 
     @property

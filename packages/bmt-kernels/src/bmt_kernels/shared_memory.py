@@ -106,6 +106,7 @@ class SharedMemoryExchange:
         names: of the processes, for messages of errors.
         capacity: in bytes, the same for all processes. Memory is taken of what is in use.
         timeout: seconds that this one waits for another, or a function that returns them.
+        local_size: how many processes share the processors of this host, if they are more than have ``names``.
 
     Raises:
         OSError: the system does not give such memory.
@@ -114,7 +115,12 @@ class SharedMemoryExchange:
     """
 
     def __init__(
-        self, rank: int, names: Sequence[str], capacity: int, timeout: float | Callable[[], float] = 1800.0
+        self,
+        rank: int,
+        names: Sequence[str],
+        capacity: int,
+        timeout: float | Callable[[], float] = 1800.0,
+        local_size: int = 0,
     ) -> None:
         if not self.available():
             raise RuntimeError("shared memory needs Linux and the compiled module of bmt-kernels; see build_info()")
@@ -149,10 +155,10 @@ class SharedMemoryExchange:
         self._places = MessagePlaces(self.capacity, is_received, own.give_back)
         # Of empty messages that were not there yet: by rank, their numbers, and the operations they must belong to.
         self._uncompared: dict[int, deque[tuple[int, int, bytes]]] = {}
-        # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
         self._stopped = ""  # why this one does not wait any more
         self._late: set[int] = set()  # those that this one has waited for in vain: it does not wait again
-        self._spin = SPIN if len(names) <= processors() else 0.0
+        # Where processes outnumber processors, the one that is waited for may be waiting for this one's.
+        self._spin = SPIN if max(len(names), local_size) <= processors() else 0.0
         # Not at exit: others notice that a process ends, and until then something may still be sent.
         weakref.finalize(self, close, own, self._fd, os.getpid()).atexit = False
 

@@ -22,12 +22,10 @@ _PARTS = {
 
 def names_in_model(model: nn.Module, names: Iterable[str]) -> Mapping[str, str]:
     """Names of a file by those in a model of transformers, which has renamed some since files were written."""
-    mapping = sys.modules.get("transformers.conversion_mapping")
-    if mapping is None or not isinstance(model, sys.modules["transformers"].PreTrainedModel):
+    mapping, kinds = (sys.modules.get(f"transformers.{each}") for each in ("conversion_mapping", "core_model_loading"))
+    if mapping is None or kinds is None or not isinstance(model, sys.modules["transformers"].PreTrainedModel):
         return {name: name for name in names}
-    from transformers.core_model_loading import WeightRenaming
-
-    found = [each for each in mapping.get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    found = [each for each in mapping.get_model_conversion_mapping(model) if isinstance(each, kinds.WeightRenaming)]
     renamed = {}
     for name in names:
         after = name
