@@ -9,8 +9,9 @@ import pytest
 import torch
 from block_helpers import assert_same_gradients, own_memory
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from bmt_zero import BMTrainModelWrapper
+from bmt_zero import BMTrainModelWrapper, MixedPrecision
 
 CLASSES, WIDTH = 1100, 256  # large enough to be unsharded by itself
 
@@ -38,15 +39,16 @@ class FusedLoss(torch.autograd.Function):
 class Model(nn.Module):
     """Its head is never called, or is the embedding's weight."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied: bool = False, has_norm: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CLASSES, WIDTH)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH) if has_norm else nn.Identity()
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
         self.writes = False
+        self.checkpoints: bool | None = None  # whether the loss is computed again in backward: by a reentrant one
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -56,16 +58,21 @@ class Model(nn.Module):
         if self.writes:
             with torch.no_grad():
                 self.head.weight.mul_(0.5)
-        return FusedLoss.apply(self.norm(x), self.head.weight, ids.roll(1))
+        if self.checkpoints is not None:
+            return checkpoint(self.loss, self.norm(x), ids, use_reentrant=self.checkpoints)
+        return self.loss(self.norm(x), ids)
+
+    def loss(self, x: Tensor, ids: Tensor) -> Tensor:
+        return FusedLoss.apply(x, self.head.weight, ids.roll(1))
 
 
 def ids(seed: int) -> Tensor:
     return torch.randint(CLASSES, (9,), generator=torch.Generator().manual_seed(seed))
 
 
-def wrapped(tied: bool = False, **options: Any) -> tuple[Model, Model]:
+def wrapped(tied: bool = False, has_norm: bool = True, **options: Any) -> tuple[Model, Model]:
     torch.manual_seed(0)
-    plain = Model(tied)
+    plain = Model(tied, has_norm)
     return plain, BMTrainModelWrapper(copy.deepcopy(plain), **options)
 
 
@@ -73,8 +80,9 @@ def wrapped(tied: bool = False, **options: Any) -> tuple[Model, Model]:
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_loss_that_takes_the_weight_of_a_head(ctx, level, own, tied):
-    plain, model = wrapped(tied, zero_level=level)
+@pytest.mark.parametrize("has_norm", [False, True])  # else there are no small parameters outside of the layers
+def test_a_loss_that_takes_the_weight_of_a_head(ctx, level, own, tied, has_norm):
+    plain, model = wrapped(tied, has_norm, zero_level=level)
     with own_memory() if own else torch.enable_grad():
         for step in range(2):
             for rank in range(ctx.world_size):
@@ -121,3 +129,46 @@ def test_writing_in_a_forward_reaches_the_parameter_or_raises(ctx):
         model(ids(0))
     model.writes = False
     model(ids(0)).backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_loss_that_is_computed_again_in_backward(ctx, reentrant):
+    plain, model = wrapped()
+    model.checkpoints = reentrant
+    for step in range(2):
+        for rank in range(ctx.world_size):
+            plain(ids(10 * step + rank)).backward()
+        model(ids(10 * step + ctx.rank)).backward()
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_is_read_has_the_dtype_of_computation(ctx, trains):
+    _, model = wrapped(precision=MixedPrecision(torch.bfloat16))
+    model.head.weight.requires_grad_(trains)
+    seen = []
+    model.norm.register_forward_hook(lambda *_: seen.append(model.head.weight.dtype))
+    with torch.no_grad():
+        without = model(ids(3))
+    loss = model(ids(3))
+    loss.backward()
+    assert seen == [torch.bfloat16] * 2
+    torch.testing.assert_close(loss.detach(), without)
+    assert (model.head.weight.grad is not None) == trains
+
+
+@pytest.mark.ranks(2)
+def test_one_rank_may_look_at_a_parameter(ctx):
+    plain, model = wrapped()
+
+    def look(*_: Any) -> None:
+        if ctx.rank == 0:
+            weight = model.head.weight
+            assert hasattr(model.head, "weight")
+            assert (weight.shape, weight.dtype, weight.requires_grad) == ((CLASSES, WIDTH), torch.float32, True)
+            assert "is_gathered=False" in repr(weight)
+
+    model.norm.register_forward_hook(look)
+    torch.testing.assert_close(model(ids(3)), plain(ids(3)))

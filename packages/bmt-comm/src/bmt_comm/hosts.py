@@ -30,7 +30,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .direct_exchange import DirectExchange, evenly_cut
@@ -288,14 +287,12 @@ def connect(
 
 
 def ranks_on_this_host() -> int:
-    """How many ranks of the job run here: as launchers tell, or else all of the default process group, if there is one.
+    """How many ranks of the job run here, as launchers tell; 0: unknown.
 
     They share its processors, whichever group they communicate in.
     """
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    if told:
-        return int(told)
-    return dist.get_world_size() if dist.is_initialized() else 0
+    told = os.environ.get("LOCAL_WORLD_SIZE", "") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+    return int(told) if told.isdecimal() else 0
 
 
 def host_identity() -> int:

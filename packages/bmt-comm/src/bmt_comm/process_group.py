@@ -8,8 +8,9 @@
     and all that a group does whose ranks cannot share memory.
 
     Which way a collective goes depends on what all ranks know: the operation and the dtype. It does not depend on how
-    a tensor lies in memory. Where one rank goes another way, or raises, it tells the others, which fail instead of
-    waiting for it. All single messages of CPU tensors in a group go one way, so that each finds its receive.
+    a tensor lies in memory. Where one rank goes another way, or raises, it tells the others of its host, which fail
+    instead of waiting for it in shared memory. All single messages of CPU tensors in a group go one way, so that each
+    finds its receive.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
             return gloo if part is None else part._get_backend(torch.device("cuda"))
 
         group = SharedMemoryProcessGroup(
-            dist.PrefixStore(f"{NAME} {name}/", self._store),
+            dist.PrefixStore(f"{NAME} {name}/{self._splits[members]}/", self._store),
             members.index(self._rank),
             len(members),
             [self._ranks[rank] for rank in members],
@@ -272,7 +273,8 @@ class SharedMemoryProcessGroup(_ProcessGroup):
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         opts = _options(c10d.AllgatherOptions, opts)
         outputs, inputs = _listed(outputs), _listed(inputs)
-        if not self._takes([*outputs, *inputs]) or not all(map(self._fits, outputs, inputs)):
+        fits = len(outputs) == len(inputs) and all(map(self._fits, outputs, inputs))
+        if not fits or not self._takes([*outputs, *inputs]):
             return self._otherwise("all_gather", inputs, _all_gather_coalesced, self._rest, outputs, inputs, opts)
         return self._all_gather_single(outputs, inputs, opts)
 
@@ -345,7 +347,8 @@ class SharedMemoryProcessGroup(_ProcessGroup):
         opts = _options(c10d.ReduceScatterOptions, reduceOp=opts)
         outputs, inputs = _listed(outputs), _listed(inputs)
         op = _OPS.get(opts.reduceOp.op)
-        if not self._takes([*outputs, *inputs], op) or not all(map(self._fits, inputs, outputs)):
+        fits = len(outputs) == len(inputs) and all(map(self._fits, inputs, outputs))
+        if not fits or not self._takes([*outputs, *inputs], op):
             method = _reduce_scatter_coalesced
             return self._otherwise("reduce_scatter", inputs, method, self._rest, outputs, inputs, opts)
         return self._reduce_scatter_single(outputs, inputs, op, opts)
@@ -353,7 +356,8 @@ class SharedMemoryProcessGroup(_ProcessGroup):
     def _reduce_scatter_single(self, outputs: list[Tensor], inputs: list[Tensor], op: str | None, opts: Any) -> Any:
         call = _Call(self, opts, outputs)
         for mine, flat in zip(call.outs(outputs), call.ins(inputs, outputs), strict=True):
-            call.reduce_scatter(mine, flat.view(self._size, -1).unbind() if flat.numel() else [flat] * self._size, op)
+            parts = flat.view(self._size, -1).unbind() if flat.numel() else [flat] * self._size
+            call.reduce_scatter(mine, parts, op, flat)
         return call.post()
 
     def all_to_all_single(
@@ -371,7 +375,7 @@ class SharedMemoryProcessGroup(_ProcessGroup):
             return self._otherwise("all_to_all", [input], _all_to_all_single, self._rest, output, input, *splits, opts)
         call = _Call(self, opts, [output])
         (out,), (mine,) = call.outs([output]), call.ins([input])
-        call.all_to_all(self._cut(out, splits[0], output), self._cut(mine, splits[1], input))
+        call.all_to_all(self._cut(out, splits[0], output), self._cut(mine, splits[1], input), [out, mine])
         return call.post()
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -647,17 +651,24 @@ class _Call:
             self.own_copies.append((own, mine))
         self.add("all_gather", "", own, "all_gather", chunks, own)
 
-    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str | None) -> None:
+    def reduce_scatter(
+        self, out: Tensor, chunks: Sequence[Tensor], op: str | None, whole: Tensor | None = None
+    ) -> None:
+        """``whole``: the tensor that the chunks are equal parts of, if there is one."""
         detail: object = op
         named = out
-        if any(chunk.numel() != out.numel() for chunk in chunks):  # then ``out`` has another length on every rank
+        if whole is None and any(chunk.numel() != out.numel() for chunk in chunks):  # ``out`` differs between ranks
             detail, named = f"{op} in parts of {[chunk.numel() for chunk in chunks]}", out[:0]
-        if any(_overlap_in_part(out, chunk) for chunk in chunks):  # writing it must not change what is still to be read
+        may_overlap = whole is None or _overlap_in_part(out, whole)
+        if may_overlap and any(_overlap_in_part(out, chunk) for chunk in chunks):  # what is still read must not change
             chunks = [chunk.clone() for chunk in chunks]
         self.add("reduce_scatter", detail, named, "reduce_scatter", out, chunks, op)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        if _overlap(map(_addresses, (*outputs, *inputs))):
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wholes: Sequence[Tensor] | None = None
+    ) -> None:
+        """``wholes``: what the outputs and the inputs are parts of, if each are parts of one tensor."""
+        if _overlap(map(_addresses, wholes or (*outputs, *inputs))):
             inputs = [chunk.clone() for chunk in inputs]
         nothing = inputs[0][:0]  # lengths differ between ranks
         self.add("all_to_all", "", nothing, "all_to_all", outputs, inputs)

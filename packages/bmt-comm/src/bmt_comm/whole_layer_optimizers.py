@@ -1,4 +1,4 @@
-"""torch's optimizers that compute with whole layers are refused on parts of parameters."""
+"""Optimizers that compute with whole layers are refused on parts of parameters."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from .slice import SLICE_ATTRIBUTE
 
 _REFUSED = {
-    "Adafactor": "bmt_optim.DistributedAdafactor",
-    "LBFGS": "an element-wise optimizer",
-    "Muon": "bmt_optim.Muon",
+    ("torch", "Adafactor"): "bmt_optim.DistributedAdafactor",
+    ("torch", "LBFGS"): "an element-wise optimizer",
+    ("torch", "Muon"): "bmt_optim.Muon",
+    ("transformers", "Adafactor"): "bmt_optim.DistributedAdafactor",
 }
+"""By the library and the name of the class: what to use instead."""
 _SEEN = "_bmt_parameters_seen"
 
 _watching = False
@@ -32,13 +34,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer.__dict__.get(_SEEN) == count:
         return
     for cls in type(optimizer).__mro__:
-        if cls.__module__.partition(".")[0] == "torch" and cls.__name__ in _REFUSED:
+        library = cls.__module__.partition(".")[0]
+        if (library, cls.__name__) in _REFUSED:
             for param in (param for group in optimizer.param_groups for param in group["params"]):
                 where = getattr(param, SLICE_ATTRIBUTE, None)
                 if where is not None and any(comm.size > 1 for comm in where.communicators):
                     raise TypeError(
-                        f"torch.optim.{cls.__name__} computes with logical parameters, and this rank holds a part of a "
-                        f"parameter of shape {where.shape}; use {_REFUSED[cls.__name__]}"
+                        f"{'torch.optim' if library == 'torch' else library}.{cls.__name__} computes with logical "
+                        f"parameters, and this rank holds a part of a parameter of shape {where.shape}; use "
+                        f"{_REFUSED[library, cls.__name__]}"
                     )
     optimizer.__dict__[_SEEN] = count
 

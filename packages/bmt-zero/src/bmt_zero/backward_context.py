@@ -144,19 +144,15 @@ class StepContext:
     # --- forward ----------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A call begins."""
-        self.forget_ended_calls()
+        """A call begins: forget calls that ended with an exception without a hook."""
+        while self.calls and not is_running(self.calls[-1].frame):
+            self.calls.pop().abandon()
         if (self._read or self._meetings) and not self.calls and current_backward() is None:
             self.recover()
             self.end_use()  # of one that an exception has ended
             meetings, self._meetings = self._meetings, []
             for meeting in meetings:
                 meeting.wait()
-
-    def forget_ended_calls(self) -> None:
-        """Forget calls that ended with an exception without a hook."""
-        while self.calls and not _is_running(self.calls[-1].frame):
-            self.calls.pop().abandon()
 
     def end_forward(self, call: Any) -> None:
         """A call ends, and all calls within it."""
@@ -341,7 +337,7 @@ class StepContext:
                 group.abandon_backward()
 
 
-def _is_running(frame: FrameType) -> bool:
+def is_running(frame: FrameType) -> bool:
     """Whether a frame is one of those that have called this function."""
     current: FrameType | None = sys._getframe(1)
     while current is not None:

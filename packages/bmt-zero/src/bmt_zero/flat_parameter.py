@@ -133,7 +133,6 @@ class FlatParameter:
         self.names: list[str] = []  # of the parameters
         self.is_shared = False  # whether ``unsharded`` is one buffer for all ranks
         self._may_share = False  # whether it is to be found out
-        self.keeps_apart = False  # whether it must not be: modules write to what they compute with
         self.use_storage(shard)
 
     # --- storage ----------------------------------------------------------------------------------
@@ -328,7 +327,7 @@ class FlatParameter:
         version = sum([param._version for param in self.params])
         if self.state is not State.SHARDED and self._version == version:
             return
-        if self._may_share and not self.keeps_apart:
+        if self._may_share:
             if self.was_moved():  # since the last forward, and a prefetch does not look
                 self.rebind_storage()
             if self._may_share:

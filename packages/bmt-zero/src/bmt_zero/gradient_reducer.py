@@ -384,10 +384,12 @@ class GradientReducer:
             self._unchecked = [index for index, param in enumerate(params) if not param.sequence_parallel]
         self._passes += 1
         if self._passes & (self._passes - 1) == 0 and self._unchecked:
-            shapes = [params[index].bmt_slice.shape for index in self._unchecked]
-            found = [grads[index] for index in self._unchecked]
+            indices = [index for index, param in enumerate(params) if not param.sequence_parallel]
+            shapes = [params[index].bmt_slice.shape for index in indices]
+            found = [grads[index] for index in indices]
             had_values = check_replicas(shapes, found, current_context().tp, self.flat.communicators)
-            self._unchecked = [index for index, had in zip(self._unchecked, had_values, strict=True) if not had]
+            having = {index for index, had in zip(indices, had_values, strict=True) if had}
+            self._unchecked = [index for index in self._unchecked if index not in having]
 
     def _prepared(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Dense gradients, which the reduction multiplies by ``grad_scale``."""

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
@@ -37,8 +38,9 @@ from .gradient_target import GradientTarget
 from .kept_results import uncounted
 from .outputs import find_tensors
 from .parameter_group import Enter, ParameterGroup
+from .readable_parameters import Reads
 from .registrations import registrations
-from .sharded_parameter import ShardedParameter, is_row_sharded
+from .sharded_parameter import ShardedParameter
 
 
 class Call:
@@ -290,7 +292,12 @@ class ForwardHooks:
         if not step.calls:
             self.calls_within = call.calls_within
         call.uninstall()
-        call.check_reads()
+        try:
+            call.reads.check(group.name)
+        except RuntimeError:
+            call.abandon()
+            self._leave(call)
+            raise
         dtype = group.precision.output_dtype
         result = output if dtype is None else _cast(output, dtype)
         if not call.views:  # replacements, or no parameters
@@ -370,44 +377,36 @@ class ForwardCall:
         inputs: the tensors in the arguments, and those that they are views of, with their nodes; by identity.
         first: whether this call, and not one around it, has installed the unsharded parameters.
         calls_within: of the outermost call: how many calls of hooked modules have begun, this one among them.
+        thread: that the forward runs in.
+        reads: of the outermost call: parameters that other code has read.
     """
 
-    __slots__ = ("_reads", "call", "calls_within", "first", "frame", "hooks", "inputs", "outer_error", "views")
+    __slots__ = (
+        "call",
+        "calls_within",
+        "first",
+        "frame",
+        "hooks",
+        "inputs",
+        "outer_error",
+        "reads",
+        "thread",
+        "views",
+    )
 
     def __init__(self, hooks: ForwardHooks) -> None:
         self.hooks = hooks
         frame: FrameType = sys._getframe(2)
         while frame.f_back is not None and frame.f_globals.get("__name__") != nn.Module.__module__:
             frame = frame.f_back
-        self.frame = frame
+        self.frame, self.thread = frame, threading.get_ident()
         self.outer_error = sys.exc_info()[1]
         self.call: Call | None = None
         self.views: list[Tensor] = []
         self.inputs: dict[int, tuple[Tensor, Any]] = {}
         self.first = False
         self.calls_within = 0
-        self._reads: dict[tuple[int, bool], tuple[ShardedParameter, Tensor, int | None]] = {}
-
-    def read(self, param: ShardedParameter) -> Tensor:
-        """The gathered parameter, for code outside of its module; the same tensor until the call ends."""
-        if not torch.is_grad_enabled() and not is_row_sharded(param):
-            return param
-        key = id(param), torch.is_grad_enabled()
-        if key not in self._reads:
-            gathered = param.gather()
-            self._reads[key] = param, gathered, None if gathered.is_inference() else gathered._version
-        return self._reads[key][1]
-
-    def check_reads(self) -> None:
-        """Raise if code has written to what it has read."""
-        for param, gathered, version in self._reads.values():
-            is_copy = gathered.untyped_storage().data_ptr() != param.untyped_storage().data_ptr()
-            if is_copy and version is not None and version != gathered._version:
-                raise RuntimeError(
-                    f"in the forward of {self.hooks.group.name}, code outside of the module that owns a parameter of "
-                    f"shape {param.bmt_slice.shape} has written to it, which has changed a copy only: write between "
-                    f"forwards, into the rows of to_local()"
-                )
+        self.reads = Reads()
 
     def uninstall(self) -> None:
         if self.first:

@@ -60,6 +60,11 @@ class GroupHandle:
         """Whether one rank holds all rows."""
         return self.flat.is_on_one_rank(self.index)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all rows, and nothing is gathered."""
+        return self.param.bmt_slice.row_comm is None
+
     @not_compiled
     def gather(self, stored: bool = False) -> Tensor:
         """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably.
@@ -223,10 +228,6 @@ class ParameterGroup:
         self._labelled_name = ""
         self.places = ("", "")  # of forward and backward, for messages about failures
         self._installed = False
-        for slot in self.slots:
-            if getattr(slot.module, "max_norm", None) is not None:  # an embedding that writes to its weight in forward
-                for flat in self.flats:
-                    flat.keeps_apart = True
         self._recurrent = list({s.module: None for s in self.slots if isinstance(s.module, nn.RNNBase)})
         self.params: list[ShardedParameter] = []
         self.unfilled: list[ShardedParameter] = []

@@ -1,16 +1,22 @@
 """Parameters that other modules read in forward: a fused loss takes the weight of a head that it does not call.
 
 In a wrapped model each large module outside of the layers is unsharded while it computes. To other code that runs in
-the model's forward, ``head.weight`` is the gathered parameter, with its whole shape, and gradients flow through it. It
-is gathered once in each forward of the model.
+the model's forward, ``head.weight`` is the unsharded parameter, with its whole shape, and gradients flow through it.
+Reading the attribute does not communicate: the values are gathered when something computes with them, once in each
+forward of the model.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from .backward_context import current_backward, is_running
+from .parameter_group import Enter, GroupHandle
 from .sharded_parameter import ShardedParameter
 
 
@@ -21,12 +27,115 @@ class ReadableParameters(dict[str, Any]):
         param = super().__getitem__(name)
         if not isinstance(param, ShardedParameter) or param.bmt_slice.tp_comm is not None:
             return param  # a layer that is cut computes with its own shard
-        step = param.handle.group.step
-        step.forget_ended_calls()
-        return step.calls[0].read(param) if step.calls else param
+        calls = param.handle.group.step.calls
+        if calls and calls[0].thread == threading.get_ident() and is_running(calls[-1].frame):
+            return calls[0].reads.of(param)
+        if current_backward() is not None and torch.is_grad_enabled():  # a checkpoint computes its forward again
+            return Reads().of(param)
+        return param
 
 
 def let_others_read(module: nn.Module) -> None:
-    """From now on code outside of the module that reads its parameters in a forward gets them gathered."""
+    """From now on code outside of the module that reads its parameters in a forward sees them unsharded."""
     if not isinstance(module._parameters, ReadableParameters):
         module.__dict__["_parameters"] = ReadableParameters(module._parameters)
+
+
+class Reads:
+    """What code outside of their modules has read in a call."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, bool], Tensor] = {}
+
+    def of(self, param: ShardedParameter) -> Tensor:
+        """The unsharded parameter, as its module would see it; the same tensor until the call ends."""
+        handle: GroupHandle = param.handle
+        records = torch.is_grad_enabled() and param.requires_grad
+        if handle.replacement is not None or (handle.is_whole and records):
+            return handle.gather()
+        if handle.is_whole and handle.flat.dtype == param.dtype:
+            return param
+        key = id(param), records
+        if key not in self._found:
+            read = ReadParameter.of(handle)
+            self._found[key] = Enter.apply(handle, [read], handle.group.anchor)[0] if records else read
+        return self._found[key]
+
+    def check(self, name: str) -> None:
+        """Raise if code has written to what it has read, in a call of the module ``name``."""
+        for read in self._found.values():
+            if isinstance(read, ReadParameter) and read.was_written():
+                raise RuntimeError(
+                    f"in the forward of {name}, code outside of the module that owns a parameter of shape "
+                    f"{tuple(read.shape)} has written to it, which has changed a copy only: write between forwards, "
+                    f"into the rows of to_local()"
+                )
+
+
+class ReadParameter(Tensor):
+    """An unsharded parameter whose values are gathered when something computes with it. All ranks must do so.
+
+    Attributes:
+        handle: of the sharded parameter.
+        version: of the values when they were gathered; None: they are not there yet, or count no versions.
+        is_gathered: whether they are there.
+    """
+
+    handle: GroupHandle
+    version: int | None
+    is_gathered: bool
+
+    @staticmethod
+    def of(handle: GroupHandle) -> ReadParameter:
+        """A tensor of the parameter's shape, for which there are no values yet."""
+        flat, shape = handle.flat, handle.param.bmt_slice.tp_shard_shape
+        nothing = torch.zeros((), dtype=flat.dtype, device=flat.unsharded.device).expand(shape)
+        read: ReadParameter = Tensor._make_subclass(ReadParameter, nothing)
+        read.handle, read.version, read.is_gathered = handle, None, False
+        return read
+
+    def gather_values(self) -> None:
+        if not self.is_gathered:
+            self.is_gathered = True
+            self.handle.begin_unsharding_one()
+            with torch.no_grad():
+                self.data = self.handle.flat.unshard_one(self.handle.index)
+            self.version = None if self.is_inference() else self._version
+
+    def was_written(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.version is not None and self.version != self._version
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in _FACTS:
+                _gather_all(args)
+                _gather_all((kwargs or {}).values())
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"ReadParameter(shape={tuple(self.shape)}, dtype={self.dtype}, is_gathered={self.is_gathered})"
+
+
+def _gather_all(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, ReadParameter):
+            value.gather_values()
+        elif isinstance(value, (list, tuple)):
+            _gather_all(value)
+
+
+_FACTS = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "_version")
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "ndimension", "__len__", "element_size")),
+    *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "is_inference", "get_device", "__hash__")),
+}
+"""What tells something of a parameter, and does not need its values."""

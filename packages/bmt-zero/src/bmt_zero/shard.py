@@ -226,6 +226,11 @@ def find_slots(module: nn.Module, context: ParallelContext, ignored: Iterable[nn
     sharded = {id(p) for sharding in inside for p in sharding.group.params} | {id(p) for p in ignored}
     for module_path, child in module.named_modules(remove_duplicate=False):  # a shared one has several names
         prefix = f"{module_path}." if module_path else ""
+        if context.world_size > 1 and getattr(child, "max_norm", None) is not None:
+            raise ValueError(
+                f"{module_path or 'the module'}, a {type(child).__name__}, has max_norm={child.max_norm}: its forward "
+                f"writes to its weight, and what one rank writes would be lost; scale what the module returns instead"
+            )
         for name, param in child._parameters.items():
             if param is not None and id(param) not in sharded:
                 check_parameter(prefix + name, param, context)

@@ -310,7 +310,7 @@ def _shard_rest(
         for module in modules:
             hooks.setdefault(module, []).append(ForwardHooks(group, module))
             let_others_read(module)
-    if small:
+    if small or (hooks and model not in hooks):  # a call of the model is under way while others read large parameters
         name = f"the small parameters of {type(model).__name__}"
         options = dataclasses.replace(options, precision=precision, reshard_after_forward=False, name=name)
         group = build_group(small, context, options)

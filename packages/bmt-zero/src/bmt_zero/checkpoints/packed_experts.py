@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ _PARTS = {
 """What lies one after the other in each expert of a packed parameter, by the names that a layer has alone."""
 
 
-def names_in_model(model: nn.Module, names: Iterable[str]) -> Mapping[str, str]:
-    """Names of a file by those in a model of transformers, which has renamed some since files were written."""
+def names_in_model(model: nn.Module, names: Iterable[str], known: Container[str]) -> Mapping[str, str]:
+    """Names of a file by those in a model of transformers, which has renamed some since files were written.
+
+    Those that are ``known`` to be the model's stay.
+    """
     mapping, kinds = (sys.modules.get(f"transformers.{each}") for each in ("conversion_mapping", "core_model_loading"))
     if mapping is None or kinds is None or not isinstance(model, sys.modules["transformers"].PreTrainedModel):
         return {name: name for name in names}
@@ -29,7 +32,7 @@ def names_in_model(model: nn.Module, names: Iterable[str]) -> Mapping[str, str]:
     renamed = {}
     for name in names:
         after = name
-        for renaming in found:
+        for renaming in found if name not in known else ():
             after, _ = renaming.rename_source_key(after)
         renamed[name] = after
     return renamed

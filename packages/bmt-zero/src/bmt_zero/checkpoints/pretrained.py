@@ -181,8 +181,8 @@ class WeightLoader:
     def __init__(self, model: nn.Module, path: Path, key_map: KeyMap) -> None:
         self._model, self._path = model, path
         self._opened = open_source(path)
-        names = names_in_model(model, self._opened.entries) if key_map is None else key_map
-        self._source: Source = Renamed(self._opened, names)
+        self._key_map = key_map
+        self._source: Source = Renamed(self._opened, key_map)
         self._contents = contents_of_model(model)
         self._extra = self._read_extra(key_map)
         self.versions = self._opened.versions if key_map is None else None
@@ -230,6 +230,9 @@ class WeightLoader:
             by_code: whether the model's own code loads it: it may rename and convert what it loads.
         """
         own = {content.entry.name for content in self._contents}
+        if self._key_map is None and not (self._path / NAME).exists():  # no checkpoint, which has the model's names
+            names = names_in_model(self._model, self._opened.entries, own | elsewhere)
+            self._source = Renamed(self._opened, names)
         self._source = PackedExperts(self._source, own | elsewhere)
         if by_code:
             plain, entries = dtypes_without_own_code(self._model), self._source.entries
