@@ -55,7 +55,7 @@ def expert_parallel(
             differ between ranks.
         tokens: (T, H).
         experts: (T, k), integers: the experts of each token. Rank r has those from r · num_experts / ranks on. Numbers
-            that no expert has stand for none.
+            that no expert has are left out; one rank alone gives them to ``compute``.
         weights: (T, k), of the results.
         num_experts: of all ranks.
         split_tokens: whether each rank has tokens of its own, any number of them. Otherwise all have the same.

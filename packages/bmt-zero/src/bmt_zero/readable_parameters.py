@@ -3,7 +3,7 @@
 In a wrapped model each large module outside of the layers is unsharded while it computes. To other code that runs in
 the model's forward, ``head.weight`` is the unsharded parameter, with its whole shape, and gradients flow through it.
 Reading the attribute does not communicate: the values are gathered when something computes with them, once in each
-forward of the model.
+forward of the model. (In a process that uses ``torch.compile`` they are gathered at once.)
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from bmt_comm import not_compiled, uses_compiler
 
 from .backward_context import current_backward, is_running
 from .parameter_group import Enter, GroupHandle
@@ -27,12 +29,17 @@ class ReadableParameters(dict[str, Any]):
         param = super().__getitem__(name)
         if not isinstance(param, ShardedParameter) or param.bmt_slice.tp_comm is not None:
             return param  # a layer that is cut computes with its own shard
-        calls = param.handle.group.step.calls
-        if calls and calls[0].thread == threading.get_ident() and is_running(calls[-1].frame):
-            return calls[0].reads.of(param)
-        if current_backward() is not None and torch.is_grad_enabled():  # a checkpoint computes its forward again
-            return Reads().of(param)
-        return param
+        return _read(param)
+
+
+@not_compiled
+def _read(param: ShardedParameter) -> Tensor:
+    calls = param.handle.group.step.calls
+    if calls and calls[0].thread == threading.get_ident() and is_running(calls[-1].frame):
+        return calls[0].reads.of(param)
+    if current_backward() is not None and torch.is_grad_enabled():  # a checkpoint computes its forward again
+        return Reads().of(param)
+    return param
 
 
 def let_others_read(module: nn.Module) -> None:
@@ -57,9 +64,23 @@ class Reads:
             return param
         key = id(param), records
         if key not in self._found:
-            read = ReadParameter.of(handle)
-            self._found[key] = Enter.apply(handle, [read], handle.group.anchor)[0] if records else read
+            self._found[key] = self._gathered(handle, records) if uses_compiler() else self._deferred(handle, records)
         return self._found[key]
+
+    def _gathered(self, handle: GroupHandle, records: bool) -> Tensor:
+        """With its values, as a plain tensor: compiled code takes no others."""
+        if records:
+            return handle.gather()
+        handle.begin_unsharding_one()
+        return handle.flat.unshard_one(handle.index)
+
+    def _deferred(self, handle: GroupHandle, records: bool) -> Tensor:
+        """Without its values, until something computes with it."""
+        read = ReadParameter.of(handle)
+        if not records:
+            return read
+        [entered] = Enter.apply(handle, [read], handle.group.anchor)
+        return entered
 
     def check(self, name: str) -> None:
         """Raise if code has written to what it has read, in a call of the module ``name``."""
