@@ -292,12 +292,13 @@ class ForwardHooks:
         if not step.calls:
             self.calls_within = call.calls_within
         call.uninstall()
-        try:
-            call.reads.check(group.name)
-        except RuntimeError:
-            call.abandon()
-            self._leave(call)
-            raise
+        if call.reads is not None:
+            try:
+                call.reads.check(group.name)
+            except RuntimeError:
+                call.abandon()
+                self._leave(call)
+                raise
         dtype = group.precision.output_dtype
         result = output if dtype is None else _cast(output, dtype)
         if not call.views:  # replacements, or no parameters
@@ -378,7 +379,7 @@ class ForwardCall:
         first: whether this call, and not one around it, has installed the unsharded parameters.
         calls_within: of the outermost call: how many calls of hooked modules have begun, this one among them.
         thread: that the forward runs in.
-        reads: of the outermost call: parameters that other code has read.
+        reads: of the outermost call: parameters that other code has read, if it has read some.
     """
 
     __slots__ = (
@@ -406,7 +407,7 @@ class ForwardCall:
         self.inputs: dict[int, tuple[Tensor, Any]] = {}
         self.first = False
         self.calls_within = 0
-        self.reads = Reads()
+        self.reads: Reads | None = None
 
     def uninstall(self) -> None:
         if self.first:

@@ -60,11 +60,6 @@ class GroupHandle:
         """Whether one rank holds all rows."""
         return self.flat.is_on_one_rank(self.index)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank has all rows, and nothing is gathered."""
-        return self.param.bmt_slice.row_comm is None
-
     @not_compiled
     def gather(self, stored: bool = False) -> Tensor:
         """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably.

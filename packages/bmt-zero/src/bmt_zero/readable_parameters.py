@@ -19,7 +19,7 @@ from bmt_comm import not_compiled, uses_compiler
 
 from .backward_context import current_backward, is_running
 from .parameter_group import Enter, GroupHandle
-from .sharded_parameter import ShardedParameter
+from .sharded_parameter import ShardedParameter, is_row_sharded
 
 
 class ReadableParameters(dict[str, Any]):
@@ -36,6 +36,8 @@ class ReadableParameters(dict[str, Any]):
 def _read(param: ShardedParameter) -> Tensor:
     calls = param.handle.group.step.calls
     if calls and calls[0].thread == threading.get_ident() and is_running(calls[-1].frame):
+        if calls[0].reads is None:
+            calls[0].reads = Reads()
         return calls[0].reads.of(param)
     if current_backward() is not None and torch.is_grad_enabled():  # a checkpoint computes its forward again
         return Reads().of(param)
@@ -58,9 +60,10 @@ class Reads:
         """The unsharded parameter, as its module would see it; the same tensor until the call ends."""
         handle: GroupHandle = param.handle
         records = torch.is_grad_enabled() and param.requires_grad
-        if handle.replacement is not None or (handle.is_whole and records):
+        is_whole = not is_row_sharded(param)
+        if handle.replacement is not None or (is_whole and records):
             return handle.gather()
-        if handle.is_whole and handle.flat.dtype == param.dtype:
+        if is_whole and handle.flat.dtype == param.dtype:
             return param
         key = id(param), records
         if key not in self._found:
