@@ -38,6 +38,7 @@ from .printing import print_block, print_dict, print_rank, see_memory
 from .ranges import named_range
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
 from .sharded_gradient import ShardedGradient, local_rows, noting_gradient, sharded_gradient
+from .sharded_rows import ShardedRows, sharded_rows
 from .slice import (
     LAYER_ATTRIBUTE,
     SLICE_ATTRIBUTE,
@@ -76,6 +77,7 @@ __all__ = [
     "PlannedCommunicator",
     "RankFailureError",
     "ShardedGradient",
+    "ShardedRows",
     "Slice",
     "StateRecord",
     "TopologyNames",
@@ -130,6 +132,7 @@ __all__ = [
     "select_rows",
     "send_activations",
     "sharded_gradient",
+    "sharded_rows",
     "shutdown",
     "slice_of",
     "store",

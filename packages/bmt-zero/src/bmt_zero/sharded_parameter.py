@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from bmt_comm import ShardedGradient, Slice, select_rows, tp_shard_of, unshard_tp
+from bmt_comm import ShardedRows, Slice, select_rows, tp_shard_of, unshard_tp
 
 
 class ShardedParameter(nn.Parameter):
@@ -192,6 +192,8 @@ class ShardedParameter(nn.Parameter):
             if name == "__get__" and getattr(func.__self__, "__name__", "") in _TRANSPOSED:
                 if not _is_readable_transposed(args[0], func.__self__.__name__):
                     return func(*args, **kwargs)
+            elif _are_rows_combined(name, (args, kwargs)):
+                return ShardedRows.__torch_function__(func, types, args, kwargs)
             elif name in _LOCAL or not _means_logical(name, args):
                 return func(*args, **kwargs)
             logical = _shard_or_logical if name in _PRODUCTS else _logical
@@ -375,9 +377,18 @@ _LOGICAL_WITHOUT_GRADIENTS = _names(
 )
 
 
+def _are_rows_combined(name: str, values: Any) -> bool:
+    """Whether an operation of this name, which makes new tensors, has rows of a gradient among its operands."""
+    if name in _LOCAL or (name.endswith("_") and not name.endswith("__")):
+        return False
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    recorded = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    return not recorded and any(isinstance(leaf, ShardedRows) for leaf in leaves)
+
+
 def _may_mean_either(param: ShardedParameter, other: Tensor) -> bool:
     """Whether the shape does not tell on every rank if ``other`` is logical or this rank's rows."""
-    if isinstance(other, ShardedGradient) or not is_row_sharded(param):
+    if isinstance(other, ShardedRows) or not is_row_sharded(param):
         return False
     return other.shape in (param.shape, param.bmt_slice.tp_shard_shape) and param.handle.is_on_one_rank
 

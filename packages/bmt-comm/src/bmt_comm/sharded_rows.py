@@ -1,0 +1,604 @@
+"""A tensor of this rank's rows of a logical tensor, on which operations mean the logical tensor.
+
+[Note: operations on sharded rows]
+    The storage, ``shape``, ``len`` and in-place operations are those of this rank's rows; ``numel()`` is that of the
+    logical tensor. Operations are one of five kinds. Reading metadata and printing never communicate.
+
+    - Operations on each element or each row (arithmetic, comparisons, copies, ``flatten``, a mean along the last
+      dimension) give the same rows of the result. Another operand is rows, too, or logical, or is broadcast along the
+      rows; its shape tells which.
+    - Norms, ``sum``, ``mean``, ``any``, ``all``, ``count_nonzero`` and extremes of all elements exchange one number.
+    - Views of some elements (``rows[0]``, ``t()``) raise, because a write to them would have to reach other ranks.
+    - In-place operations act on the rows.
+    - Everything else gathers the logical tensor and computes with it.
+
+    In the second and the last kind all ranks that have a part of the tensor must take part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .communicator import Communicator
+from .context import current_context, is_initialized
+from .slice import STAGE_LOCAL_ATTRIBUTE, Slice, is_stage_local, select_rows, tp_shard_of, unshard_tp
+
+
+class ShardedRows(Tensor):
+    """This rank's rows of a logical tensor; see [Note: operations on sharded rows].
+
+    Attributes:
+        bmt_slice: which rows (:class:`bmt_comm.Slice`).
+    """
+
+    bmt_slice: Slice
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape of the logical tensor, over all ranks."""
+        return self.bmt_slice.shape
+
+    def to_local(self) -> Tensor:
+        """This rank's rows, as a plain tensor on the same memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach()
+
+    def full_tensor(self) -> Tensor:
+        """The logical tensor, a copy; not differentiable. Every rank that has a part of it must call this."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return _gathered(self.detach(), self.bmt_slice)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                memo[id(self)] = make_rows(type(self), self.detach().clone(), self.bmt_slice, is_stage_local(self))
+        twin: Tensor = memo[id(self)]
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.to_local().__reduce_ex__(protocol)  # a plain tensor: communicators stay in their process
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        where = self.bmt_slice
+        return (
+            f"{type(self).__name__}(shape={where.shape}, rows=[{where.row_start}, {where.row_stop}), "
+            f"{self.to_local()!r})"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            operation = _operation(func, getattr(func, "__name__", ""))
+            if operation is None or not any(
+                part.bmt_slice.communicators or is_stage_local(part) for part in _parts((args, kwargs))
+            ):
+                return func(*args, **kwargs)
+            result = operation(func, args, kwargs)
+            if result is not _GATHER:
+                return result
+            if isinstance(kwargs.get("out"), ShardedRows):
+                return _refused(func, args, kwargs)
+            with torch.no_grad():
+                gather = lambda part: _gathered(part.detach(), part.bmt_slice)  # noqa: E731
+                args, kwargs = tree_map_only(ShardedRows, gather, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def sharded_rows(rows: Tensor, like: Any) -> Tensor:
+    """This rank's rows, on the same memory, of a tensor that is spread over ranks as ``like``; plain if it is not."""
+    where, stage_local = like.bmt_slice, is_stage_local(like)
+    return make_rows(ShardedRows, rows, where, stage_local) if where.communicators or stage_local else rows
+
+
+def make_rows(cls: type[Any], rows: Tensor, where: Slice, stage_local: bool) -> Any:
+    part = Tensor._make_subclass(cls, rows, rows.requires_grad)
+    part.bmt_slice = where
+    setattr(part, STAGE_LOCAL_ATTRIBUTE, stage_local)
+    return part
+
+
+def _gathered(rows: Tensor, where: Slice) -> Tensor:
+    """The logical tensor of which this rank has ``rows``."""
+    comm = where.row_comm
+    if comm is None or comm.size == 1:
+        shard = rows.reshape(where.tp_shard_shape)
+    else:
+        # A sum with zeros: a slice does not say how many rows each of the others has.
+        there = torch.zeros(where.tp_shard_shape, dtype=rows.dtype, device=comm.device)
+        select_rows(there, where).copy_(rows)
+        comm.all_reduce(there.view(torch.uint8) if rows.dtype == torch.bool else there)
+        shard = there.to(rows.device)
+    return unshard_tp(shard, where)
+
+
+# --- kinds of operations ------------------------------------------------------------------------------------------
+
+_GATHER = object()
+_Operation = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Metadata, new tensors of this rank's shape, and what Python asks of an object.
+_LOCAL = _names(
+    """
+    __cuda_array_interface__ __delete__ __dir__ __dlpack__ __dlpack_device__ __format__ __hash__ __len__
+    __reduce_ex__ __repr__ __set__ __str__ as_subclass backward data_ptr dim dtype element_size empty_like full_like get_device
+    has_names is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned is_same_size is_set_to
+    is_shared is_signed layout ndimension new_empty new_empty_strided new_full new_ones new_tensor new_zeros ones_like
+    rand_like randint_like randn_like record_stream register_hook register_post_accumulate_grad_hook result_type retain_grad size
+    storage storage_offset storage_type stride sym_size untyped_storage zeros_like
+    """
+)
+_OPERATORS = _names(
+    """
+    __abs__ __add__ __and__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lshift__ __lt__ __mod__ __mul__
+    __ne__ __neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rmul__
+    __ror__ __rpow__ __rrshift__ __rshift__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__
+    """
+)
+# torch tags the operations that others are made of only.
+_ELEMENTWISE = _OPERATORS | _names(
+    "absolute arctan conj divide float_power greater isclose isreal less multiply negative not_equal real subtract"
+)
+_COPIES = _names("bfloat16 clone contiguous cpu cuda detach double float half int long bool pin_memory to type type_as")
+_RESHAPED = _names("flatten ravel reshape reshape_as view view_as squeeze unsqueeze")
+_VIEWS = _names(
+    """
+    as_strided chunk diagonal expand expand_as hsplit mT movedim moveaxis narrow permute select split
+    split_with_sizes swapaxes swapdims t tensor_split transpose unbind unflatten unfold vsplit
+    """
+)
+_NORMS = _names("_foreach_norm linalg_norm linalg_vector_norm norm vector_norm")
+_OF_ALL = _names("all amax amin any count_nonzero max mean min nansum sum")
+_ALONG_ROWS = _names("all amax amin any linalg_vector_norm logsumexp mean nansum norm prod std sum var vector_norm")
+
+
+@functools.cache
+def _is_elementwise(name: str) -> bool:
+    packet: Any = getattr(torch.ops.aten, name, None)
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        if any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()):
+            return True
+    return name in _ELEMENTWISE
+
+
+def _operation(func: Any, name: str) -> _Operation | None:
+    """What is done for a function; ``None``: it acts on this rank's rows."""
+    if name == "__get__":
+        attribute = getattr(func.__self__, "__name__", "")
+        return _copy if func.__self__ is Tensor.data else _attribute if attribute in _TRANSPOSED else None
+    return _operation_of(name)
+
+
+@functools.cache
+def _operation_of(name: str) -> _Operation | None:
+    if name in _LOCAL:
+        return None
+    if name in ("numel", "nelement"):
+        return _numel
+    if name in _NORMS:
+        return _norms
+    if name in _OF_ALL or name in _ALONG_ROWS:
+        return _reduction
+    if name in _COPIES:
+        return _copy
+    if name in ("allclose", "equal"):
+        return _comparison
+    if name in ("__getitem__", "__setitem__"):
+        return _index
+    if name in _RESHAPED:
+        return _reshaped
+    if name in _VIEWS:
+        return _refused
+    if name.startswith("_foreach") and not name.endswith("_"):
+        return _of_lists
+    if name.endswith("_") and not name.endswith("__") or name in _IN_PLACE_OPERATORS:
+        return _in_place if not name.startswith("_") or name in _IN_PLACE_OPERATORS else None
+    if _is_elementwise(name):
+        return _rowwise
+    if name.startswith("_") and not name.startswith("__"):
+        return None  # torch's internal functions
+    return lambda func, args, kwargs: _GATHER
+
+
+_TRANSPOSED = _names("T mT H mH")
+_IN_PLACE_OPERATORS = _names(
+    "__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__"
+)
+
+
+def _parts(values: Any) -> list[ShardedRows]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, ShardedRows)]
+
+
+def _wrapped(result: Any, like: ShardedRows, where: Slice) -> Any:
+    """Tensors of a result as rows of logical ones: those of ``where``, or with other dimensions behind the rows."""
+
+    def wrap(rows: Tensor) -> Tensor:
+        if isinstance(rows, ShardedRows):
+            return rows
+        if rows.shape == where.local_shape:
+            return make_rows(ShardedRows, rows, where, is_stage_local(like))
+        if not _has_plain_rows(where) or not rows.dim() or rows.shape[0] != where.row_stop - where.row_start:
+            raise RuntimeError(
+                f"this rank's rows [{where.row_start}, {where.row_stop}) of a tensor of shape {where.shape} would "
+                f"become a tensor of shape {tuple(rows.shape)}: combine full_tensor(), or to_local() of each"
+            )
+        shape = (where.shape[0], *rows.shape[1:])
+        return make_rows(ShardedRows, rows, dataclasses.replace(where, shape=shape), is_stage_local(like))
+
+    return tree_map_only(Tensor, wrap, result)
+
+
+def _has_plain_rows(where: Slice) -> bool:
+    """Whether a rank has all of each row, and rows run along the first dimension."""
+    return where.row_dims == 1 and where.tp_dim is None and bool(where.shape)
+
+
+def _rows_like(other: Tensor, where: Slice) -> Tensor:
+    """What of another operand meets this rank's rows.
+
+    Raises:
+        ValueError: it is neither rows nor logical, nor broadcast along the rows.
+    """
+    local = where.local_shape
+    if not other.dim() or other.shape == local:
+        return other
+    if other.dim() <= len(local) and all(
+        size in (1, wanted) for size, wanted in zip(other.shape[::-1], local[::-1], strict=False)
+    ):
+        return other
+    if (
+        other.dim() == len(where.shape)
+        and _has_plain_rows(where)
+        and other.shape[0] == where.row_stop - where.row_start
+    ):
+        return other  # rows with other dimensions behind: (rows, 1) with (rows, n), say
+    try:
+        logical = other.expand(where.shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"an operand of shape {tuple(other.shape)} is neither logical, of shape {where.shape}, nor of this rank's "
+            f"rows, of shape {local}"
+        ) from error
+    return select_rows(tp_shard_of(logical, where), where)
+
+
+def _check_same_rows(parts: Sequence[ShardedRows]) -> Slice:
+    """The slice of the part with most dimensions and elements, if all have the same rows."""
+    where = max((part.bmt_slice for part in parts), key=lambda each: (len(each.shape), math.prod(each.shape)))
+    for part in parts:
+        own = part.bmt_slice
+        if (own.row_start, own.row_stop, own.row_comm) != (where.row_start, where.row_stop, where.row_comm):
+            raise ValueError(
+                f"this rank has rows [{own.row_start}, {own.row_stop}) of a tensor of shape {own.shape} and rows "
+                f"[{where.row_start}, {where.row_stop}) of one of shape {where.shape}: combine full_tensor() of both"
+            )
+    return where
+
+
+def _rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs.get("out") is not None:
+        return func(*args, **kwargs)
+    parts = _parts((args, kwargs))
+    where = _check_same_rows(parts)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))):
+        raise RuntimeError(
+            f"{func.__name__} would combine this rank's rows of a tensor of shape {where.shape} with a tensor that "
+            f"requires gradients: compute under torch.no_grad(), or combine full_tensor()"
+        )
+    args, kwargs = tree_map_only(
+        Tensor, lambda x: x if hasattr(x, "bmt_slice") else _rows_like(x, where), (args, kwargs)
+    )
+    return _wrapped(func(*args, **kwargs), parts[0], where)
+
+
+def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.__name__ == "_foreach_max":
+        return [_reduction(torch.max, (part,), {}) if isinstance(part, ShardedRows) else part.max() for part in args[0]]
+    parts = next(each for each in args if isinstance(each, (list, tuple)) and _parts(each))
+    results = func(*args, **kwargs)
+    return [
+        make_rows(ShardedRows, rows, like.bmt_slice, is_stage_local(like))
+        if isinstance(like, ShardedRows) and rows.shape == like.bmt_slice.local_shape
+        else rows
+        for rows, like in zip(results, parts, strict=True)
+    ]
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # The detached tensor has the version of this one, which notes what is written to a gradient.
+    result = args[0].detach() if func.__name__ == "__get__" else func(*args, **kwargs)
+    return _wrapped(result, args[0], args[0].bmt_slice) if isinstance(args[0], ShardedRows) else result
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, others = args[0], args[1:]
+    if isinstance(target, ShardedRows):
+        where = target.bmt_slice
+        others, kwargs = tree_map_only(
+            Tensor, lambda x: x if hasattr(x, "bmt_slice") else _rows_like(x, where), (others, kwargs)
+        )
+    elif isinstance(target, Tensor) and not hasattr(target, "bmt_slice"):
+        for part in _parts((others, kwargs)):
+            if part.shape != target.shape and part.dim():
+                raise RuntimeError(
+                    f"{func.__name__} would combine a tensor of shape {tuple(target.shape)} with this rank's rows "
+                    f"{tuple(part.shape)} of one of shape {part.bmt_slice.shape}: combine full_tensor()"
+                )
+    return func(target, *others, **kwargs)
+
+
+def _numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return math.prod(args[0].bmt_slice.shape)
+
+
+# --- views --------------------------------------------------------------------------------------------------------
+
+
+def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    part = _parts((args, kwargs))[0]
+    where = part.bmt_slice
+    raise RuntimeError(
+        f"{func.__name__} of this rank's rows [{where.row_start}, {where.row_stop}) of a tensor of shape {where.shape}: "
+        f"use full_tensor() to read the logical tensor, which all ranks must call, and to_local() to write to the rows"
+    )
+
+
+def _attribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    where, name = args[0].bmt_slice, func.__self__.__name__
+    raise AttributeError(f"{name} of this rank's rows of a tensor of shape {where.shape}: use that of full_tensor()")
+
+
+def _reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    part = args[0]
+    if not isinstance(part, ShardedRows):
+        return func(*args, **kwargs)  # view_as and reshape_as of this rank's shape
+    where = part.bmt_slice
+    asked = [int(n) for n in tree_leaves(args[1:]) if isinstance(n, int)]
+    if func.__name__ in ("view", "reshape") and asked == list(where.shape):
+        return part
+    if where.tp_dim is not None:
+        return _refused(func, args, kwargs)
+    if func.__name__ == "squeeze" and len(args) + len(kwargs) == 1:  # this rank may have one row of several
+        args = (part, tuple(dim for dim in range(1, part.dim()) if part.shape[dim] == 1))
+    if asked[:1] == [0] and asked.count(-1) == 1 and not part.numel():  # torch cannot tell the size of no elements
+        rest = where.row_numel // max(1, -math.prod(asked[1:]))
+        args = (part, [rest if size == -1 else size for size in asked])
+    rows = func(*args, **kwargs)
+    if rows.dim() == 1 and (rows.shape != where.local_shape or not where.shape):  # the elements of rows lie one after the other
+        size = where.row_numel
+        flat = Slice((math.prod(where.shape),), where.row_start * size, where.row_stop * size, where.row_comm)
+        return make_rows(ShardedRows, rows, flat, is_stage_local(part))
+    if rows.shape != where.local_shape and (not _has_plain_rows(where) or rows.shape[:1] != where.local_shape[:1]):
+        return _refused(func, args, kwargs)
+    return _wrapped(rows, part, where)
+
+
+def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, index = args[:2]
+    if not isinstance(target, ShardedRows):
+        if isinstance(index, ShardedRows):  # the mask of a plain tensor
+            return _GATHER
+        return func(*args, **kwargs)
+    where = target.bmt_slice
+    every = list(index) if isinstance(index, tuple) and index else [index if index != () else Ellipsis]
+    first_is_all = isinstance(every[0], slice) and every[0] == slice(None)
+    is_of_all_rows = first_is_all or (every[0] is Ellipsis and len(every) == 1)
+    is_basic = all(each is Ellipsis or isinstance(each, (int, slice)) for each in every)
+    if is_of_all_rows and is_basic and (len(every) == 1 or _has_plain_rows(where)):
+        if func.__name__ == "__getitem__":
+            return _wrapped(func(*args), target, where)
+        value = args[2]
+        if isinstance(value, Tensor) and not isinstance(value, ShardedRows) and len(every) == 1:
+            value = _rows_like(value, where)
+        return func(target, index, value)
+    is_mask = isinstance(index, ShardedRows) and index.shape == target.shape
+    if func.__name__ == "__setitem__":
+        if is_mask and not (isinstance(args[2], Tensor) and args[2].dim()):
+            return func(*args)
+        return _refused(func, args, kwargs)
+    if is_basic or not all(isinstance(each, (Tensor, list, int, slice)) for each in every):
+        return _refused(func, args, kwargs)
+    return _GATHER  # a copy in any case
+
+
+# --- reductions ---------------------------------------------------------------------------------------------------
+
+
+def _dims(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The dimensions that a reduction is asked for; ``None``: all."""
+    given = kwargs.get("dim", kwargs.get("axis"))
+    place = 2 if name in _NORMS else 1
+    if given is None and len(args) > place and not isinstance(args[place], (bool, torch.dtype)):
+        given = args[place]
+    return None if given in ((), []) else given
+
+
+def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = func.__name__
+    part = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    if not isinstance(part, ShardedRows) or kwargs.get("out") is not None:
+        return _GATHER  # of another argument, an index for example
+    where = part.bmt_slice
+    if (
+        name in ("max", "min")
+        and len(args) + len(kwargs) == 2
+        and isinstance(other := args[1] if len(args) > 1 else kwargs.get("other"), Tensor)
+    ):
+        return _rowwise(torch.maximum if name == "max" else torch.minimum, (part, other), {})
+    dims = _dims(name, args, kwargs)
+    if dims is not None:
+        given = [dims] if isinstance(dims, int) else dims
+        if name not in _ALONG_ROWS or not _has_plain_rows(where):
+            return _GATHER
+        if not all(isinstance(dim, int) for dim in given) or any(dim % len(where.shape) == 0 for dim in given):
+            return _GATHER
+        if not part.numel():  # no rows: torch's function warns of them, or raises
+            result: Tensor = func(part.new_zeros(1, *where.row_shape), *args[1:], **kwargs)[:0]
+        else:
+            result = func(*args, **kwargs)
+        return _wrapped(result, part, where)
+    if (
+        name not in _OF_ALL
+        or kwargs.get("keepdim")
+        or (name == "mean" and not part.is_floating_point())
+        or (part.is_floating_point() and _is_deterministic() and name in ("mean", "nansum", "sum"))
+    ):
+        return _GATHER
+    with torch.no_grad():
+        return _of_all(name, part, kwargs.get("dtype"))
+
+
+def _of_all(name: str, part: ShardedRows, dtype: torch.dtype | None) -> Tensor:
+    """A reduction over all elements of the logical tensor: 0-dim, on every rank."""
+    rows: Tensor = part.detach()
+    if name in ("amax", "amin", "max", "min"):
+        name = f"a{name[-3:]}"
+        if not rows.numel():
+            limits = (False, True) if rows.dtype == torch.bool else _limits(rows.dtype)
+            rows = rows.new_full((1,), limits[name == "amin"])
+        value, combine = getattr(torch, name)(rows), getattr(torch, name)
+    elif name in ("all", "any"):
+        value, combine = getattr(rows, name)(), getattr(torch, name)
+    elif name == "count_nonzero":
+        value, combine = torch.count_nonzero(rows), torch.sum
+    else:
+        result = torch.empty(0, dtype=rows.dtype).sum(dtype=dtype).dtype if name != "mean" else dtype or rows.dtype
+        wide = torch.promote_types(result, torch.float32) if result.is_floating_point else result
+        total = (torch.nansum if name == "nansum" else torch.sum)(rows, dtype=wide)
+        total = _over_ranks(total, spreading_communicators([part]), torch.sum)
+        return (total / math.prod(part.bmt_slice.shape) if name == "mean" else total).to(result)
+    return _over_ranks(value, spreading_communicators([part]), combine)
+
+
+def _limits(dtype: torch.dtype) -> tuple[float, float]:
+    """The smallest and the largest number."""
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+
+def _over_ranks(value: Tensor, communicators: Sequence[Communicator], combine: Callable[[Tensor], Tensor]) -> Tensor:
+    """A number of each rank, 0-dim, combined over those that have other elements."""
+    for comm in communicators:
+        there = value.to(comm.device).reshape(1)
+        every = there.new_empty(comm.size)
+        comm.all_gather(every, there)
+        value = combine(every).to(value.device)
+    return value
+
+
+def _comparison(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    part = _parts((args, kwargs))[0]
+    compare = torch.eq if func.__name__ == "equal" else torch.isclose
+    same: Any = _rowwise(compare, args, kwargs)
+    return bool(_over_ranks(same.detach().all(), spreading_communicators([part]), torch.all))
+
+
+def _is_deterministic() -> bool:
+    return is_initialized() and current_context().deterministic
+
+
+def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _dims(func.__name__, args, kwargs) is not None:
+        return _reduction(func, args, kwargs)
+    given = [*args[1:2], *(kwargs[key] for key in ("ord", "p") if key in kwargs)]
+    is_of_matrix = func.__name__ == "linalg_norm" and args and len(args[0].bmt_slice.shape) > 1
+    if "nuc" in given or kwargs.get("keepdim") or (is_of_matrix and not set(given) <= {None, "fro"}):
+        return _GATHER
+    with torch.no_grad():
+        return _norm(func.__name__, *args, **kwargs)
+
+
+def _norm(
+    name: str,
+    parts: Any,
+    ord: Any = 2,
+    dim: None = None,
+    keepdim: bool = False,
+    *,
+    p: Any = None,
+    dtype: torch.dtype | None = None,
+    **_options: Any,
+) -> Any:
+    """Norms of logical tensors, 0-dim; for ``_foreach_norm`` a list of them, with a collective for each group."""
+    given = ord if p is None else p
+    order = 2.0 if given in (None, "fro") else float(given)
+    several = name == "_foreach_norm"
+    chosen = list(parts) if several else [parts]
+    is_spread = any(isinstance(part, ShardedRows) and part.bmt_slice.communicators for part in chosen)
+    is_sum = order not in (0, float("inf"), -float("inf"))
+    if is_sum and is_spread and _is_deterministic():
+        raise RuntimeError(
+            "deterministic=True: this norm of gradients depends on the number of ranks in its last bits; use "
+            "OptimManager.clip_grad_norm, or grad.to_local() for this rank's rows"
+        )
+    dtypes = [dtype or part.dtype for part in chosen]
+    powers = [_power(part.detach(), order) for part in chosen]
+    by_communicators: dict[tuple[Communicator, ...], list[int]] = {}
+    for index, part in enumerate(chosen):
+        if isinstance(part, ShardedRows):
+            by_communicators.setdefault(tuple(spreading_communicators([part])), []).append(index)
+    op = "sum" if abs(order) != float("inf") else "max" if order > 0 else "min"
+    for communicators, members in sorted(by_communicators.items(), key=lambda item: [comm.ranks for comm in item[0]]):
+        together = torch.stack([powers[index] for index in members])
+        reduce_over(together, communicators, op)
+        for index, power in zip(members, together.unbind(), strict=True):
+            powers[index] = power
+    if op == "sum" and order != 0:
+        powers = [power ** (1 / order) for power in powers]
+    norms = [power.to(wanted) for power, wanted in zip(powers, dtypes, strict=True)]
+    return norms if several else norms[0]
+
+
+def _power(rows: Tensor, order: float) -> Tensor:
+    """What is added up, or compared, over ranks for a norm: 0-dim, fp32 or wider."""
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    if not rows.numel():
+        return torch.full((), float("inf") if order == -float("inf") else 0.0, dtype=dtype, device=rows.device)
+    norm = torch.linalg.vector_norm(rows, order, dtype=dtype)
+    return norm if order == 0 or abs(order) == float("inf") else norm**order
+
+
+def spreading_communicators(parts: Sequence[Tensor]) -> list[Communicator]:
+    """The communicators whose ranks have other elements of ``parts``, in an order that all ranks agree on: rows first.
+
+    Raises:
+        RuntimeError: a parameter belongs to a pipeline stage; other stages would not take part.
+    """
+    rows: dict[Communicator, None] = {}
+    columns: dict[Communicator, None] = {}
+    for part in parts:
+        if isinstance(part, ShardedRows):
+            if is_stage_local(part):
+                raise RuntimeError(
+                    "this function sees the gradients of one pipeline stage only; use OptimManager, whose "
+                    "clip_grad_norm and loss scale take all stages into account, or full_tensor() of this one"
+                )
+            for comm in part.bmt_slice.communicators:
+                (columns if comm is part.bmt_slice.tp_comm else rows)[comm] = None
+    return [comm for communicators in (rows, columns) for comm in sorted(communicators, key=lambda comm: comm.ranks)]
+
+
+def reduce_over(value: Tensor, communicators: Sequence[Communicator], op: str) -> None:
+    """Reduce ``value`` in place over each of the communicators."""
+    for comm in communicators:
+        there = value.to(comm.device)  # gradients of offloaded parameters are in host memory
+        comm.all_reduce(there, op)
+        if there is not value:
+            value.copy_(there)

@@ -1,0 +1,251 @@
+"""Operations on ``p.grad`` of a sharded parameter give what they give on the gradient of the plain model, or raise."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from block_helpers import pair, rows_of
+from torch import Tensor, nn
+
+from bmt_comm import ShardedRows, local_rows
+
+SHAPES = {"matrix": (7, 5), "vector": (9,), "row": (1, 6), "experts": (3, 4, 5), "scalar": (), "tall": (11, 1)}
+
+
+class Weights(nn.Module):
+    """Parameters of many shapes, each with a gradient of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.weights = nn.ParameterDict({name: torch.randn(shape, dtype=torch.float64) for name, shape in SHAPES.items()})
+
+    def forward(self, scale: Tensor) -> Tensor:
+        return scale * sum(w.square().sum() * (i + 1) / 7 + w.sin().sum() for i, w in enumerate(self.weights.values()))
+
+
+def gradients(ctx) -> list[tuple[str, Tensor, Tensor, nn.Parameter, nn.Parameter]]:
+    """Name, gradient of the plain model, gradient of the sharded one, and the parameters."""
+    plain, block = pair(Weights, zero_level=3)
+    plain(torch.ones((), dtype=torch.float64)).backward()
+    block(torch.ones((), dtype=torch.float64) / ctx.world_size).backward()
+    named = dict(plain.named_parameters())
+    return [(name, named[name].grad, p.grad, named[name], p) for name, p in block.named_parameters()]
+
+
+def same(got, expected, name: str) -> None:
+    """``got`` may be rows of the logical result."""
+    assert type(got) in (type(expected), ShardedRows), (name, type(got))
+    if not isinstance(expected, Tensor):
+        assert got == pytest.approx(expected) if isinstance(got, float) else got == expected, name
+        return
+    if isinstance(got, ShardedRows):
+        where = got.bmt_slice
+        assert where.shape == tuple(expected.shape), (name, where, expected.shape)
+        torch.testing.assert_close(got.to_local(), rows_of(expected, got), msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(got.full_tensor() if isinstance(got, ShardedRows) else got, expected, msg=name)
+
+
+OPERATIONS = {
+    "arithmetic": lambda g: (2 * g - g / 3 + g**2 + (-g).abs() + abs(g) - 1 / (1 + g * g)) % 3 // 0.1,
+    "comparison": lambda g: (g > 0.1) & ~(g == 1) | g.isnan(),
+    "where": lambda g: torch.where(g > 0, g, torch.zeros_like(g)),
+    "clamp": lambda g: g.clamp(-0.1, 0.1).sign(),
+    "addcmul": lambda g: torch.addcmul(g, g, g, value=0.5).lerp(g, 0.3),
+    "copies": lambda g: g.detach().clone().float().double().contiguous().to(torch.float32).data,
+    "max of two": lambda g: torch.max(g, -g),
+    "foreach": lambda g: torch._foreach_mul([g, g], 2.0)[1],
+    "flatten": lambda g: g.flatten().view(-1) * 2,
+    "norm": lambda g: g.norm(),
+    "norm of a multiple": lambda g: (1.0 * g).norm(p=2),
+    "norm of data": lambda g: g.data.norm(2),
+    "norm of a copy": lambda g: g.detach().clone().norm(1),
+    "norm of flat": lambda g: g.view(-1).norm(math.inf),
+    "linalg norm": lambda g: torch.linalg.vector_norm(g, 3),
+    "spectral norm": lambda g: torch.linalg.matrix_norm(g, 2) if len(g_shape(g)) == 2 else None,
+    "linalg norm of a matrix": lambda g: torch.linalg.norm(g, 2) if len(g_shape(g)) == 2 else None,
+    "nuclear norm": lambda g: g.norm("nuc") if len(g_shape(g)) == 2 else None,
+    "sum": lambda g: g.sum(),
+    "sum in fp64": lambda g: g.sum(dtype=torch.float64),
+    "sum of a comparison": lambda g: (g > 0).sum(),
+    "mean": lambda g: g.mean(),
+    "mean of absolutes": lambda g: g.abs().mean().item(),
+    "root mean square": lambda g: g.norm(2) / g.numel() ** 0.5,
+    "max": lambda g: g.abs().max(),
+    "min": lambda g: torch.min(g),
+    "amax": lambda g: g.amax(),
+    "any": lambda g: torch.isnan(g).any(),
+    "all": lambda g: torch.isfinite(g).all().item(),
+    "count": lambda g: torch.count_nonzero(g.relu()),
+    "std": lambda g: g.std() if g.numel() > 1 else None,
+    "median": lambda g: g.median(),
+    "argmax": lambda g: g.argmax(),
+    "quantile": lambda g: g.quantile(0.3),
+    "histogram": lambda g: torch.histc(g, 5, -1, 1),
+    "sum of products": lambda g: (g * g.exp()).sum(),
+    "dot": lambda g: torch.dot(g.flatten(), (2 * g).flatten()),
+    "cat": lambda g: torch.cat([g.view(-1), g.flatten()]),
+    "stack": lambda g: torch.stack([g, 2 * g]).sum(),
+    "cosine": lambda g: nn.functional.cosine_similarity(g.flatten(), g.exp().flatten(), dim=0),
+    "item": lambda g: g.item() if g.numel() == 1 else None,
+    "list": lambda g: torch.tensor(g.tolist()),
+    "numpy": lambda g: torch.from_numpy(g.cpu().numpy().copy()) if len(g_shape(g)) else None,
+    "equal": lambda g: torch.equal(g, g.clone()),
+    "not equal": lambda g: torch.allclose(g, g + 1e-3),
+    "mask": lambda g: g[g > 0].sum(),
+}
+WITH_DIMENSIONS = {
+    "mean of rows": lambda g: g.mean(dim=-1),
+    "centralised": lambda g: g - g.mean(dim=tuple(range(1, len(g_shape(g)))), keepdim=True),
+    "mean of columns": lambda g: g.mean(dim=0, keepdim=True),
+    "without the mean of columns": lambda g: g - g.mean(dim=0, keepdim=True),
+    "norm of rows": lambda g: g.norm(2, dim=-1, keepdim=True),
+    "normalised rows": lambda g: g / g.norm(dim=-1, keepdim=True).clamp(min=1e-6),
+    "largest norm of a row": lambda g: g.norm(dim=-1).max(),
+    "largest entries": lambda g: g.max(dim=-1).values,
+    "sum over two": lambda g: g.sum((0, 1)),
+    "std of rows": lambda g: g.std(-1, unbiased=False),
+    "softmax": lambda g: g.softmax(-1),
+    "sorted": lambda g: g.sort(dim=0).values,
+    "product": lambda g: g @ torch.arange(g_shape(g)[-1], dtype=g.dtype),
+    "einsum": lambda g: torch.einsum("...ij,...ik->...jk", g, g),
+    "selected": lambda g: g[torch.tensor([0, -1])],
+    "normalize": lambda g: nn.functional.normalize(g, dim=-1),
+    "along rows": lambda g: g * torch.arange(g_shape(g)[-1], dtype=g.dtype),
+}
+
+
+def g_shape(g: Tensor) -> tuple[int, ...]:
+    return getattr(g, "logical_shape", tuple(g.shape))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_operations(ctx):
+    for name, expected, grad, _, _ in gradients(ctx):
+        for title, operation in OPERATIONS.items():
+            same(operation(grad), operation(expected), f"{title} of {name}")
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_operations_along_dimensions(ctx):
+    for name, expected, grad, _, _ in gradients(ctx):
+        for title, operation in WITH_DIMENSIONS.items():
+            if expected.dim() > 1:
+                same(operation(grad), operation(expected), f"{title} of {name}")
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_nan_of_one_rank(ctx):
+    for name, expected, grad, _, param in gradients(ctx):
+        expected.view(-1)[-1] = math.nan
+        if param.bmt_slice.row_stop == param.bmt_slice.tp_shard_rows and param.to_local().numel():
+            local_rows(grad).view(-1)[-1] = math.nan
+        for operation in (torch.max, torch.amin, torch.sum, torch.norm, lambda g: g.isnan().sum(), lambda g: g.norm(8)):
+            torch.testing.assert_close(operation(grad), operation(expected), equal_nan=True, msg=name)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_operands_that_are_logical(ctx):
+    every = gradients(ctx)
+    with torch.no_grad():
+        for name, expected, grad, wanted, param in every:
+            logical = wanted.abs()
+            same(grad * logical, expected * logical, name)
+            same(logical - grad, logical - expected, name)
+            same(torch.where(logical > 0.5, grad, logical), torch.where(logical > 0.5, expected, logical), name)
+            same(abs(param) * grad, expected * logical, name)
+            same((param * grad).sum(), (wanted * expected).sum(), name)
+            same((grad + 0.1 * param).norm(), (expected + 0.1 * wanted).norm(), name)
+            grad.mul_(logical > 0.5)
+            same(grad.clone(), expected.mul_(logical > 0.5), name)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_sharpness_aware_minimisation(ctx, adaptive):
+    """The two steps of SAM and ASAM (Foret et al. 2021; Kwon et al. 2021), written for plain parameters."""
+    plain, block = pair(Weights, zero_level=3)
+    share = torch.ones((), dtype=torch.float64) / ctx.world_size
+
+    def train(model: nn.Module, scale: Tensor) -> None:
+        params = list(model.parameters())
+        for _ in range(3):
+            model(scale).backward()
+            with torch.no_grad():
+                norms = [((p.abs() if adaptive else 1.0) * p.grad).norm(p=2) for p in params]
+                rate = 0.05 / (torch.stack(norms).norm(p=2) + 1e-12)
+                before = [p.data.clone() for p in params]
+                for p in params:
+                    p.add_((p.pow(2) if adaptive else 1.0) * p.grad * rate)
+            model.zero_grad()
+            model(scale).backward()
+            with torch.no_grad():
+                for p, kept in zip(params, before, strict=True):
+                    p.data = kept
+                    p.sub_(p.grad, alpha=0.1)
+            model.zero_grad()
+
+    train(plain, torch.ones((), dtype=torch.float64))
+    train(block, share)
+    for (name, wanted), got in zip(plain.named_parameters(), block.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), wanted, msg=name)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_clipping_by_norms_of_units(ctx):
+    """Adaptive gradient clipping (Brock et al. 2021)."""
+    for name, expected, grad, wanted, param in gradients(ctx):
+        if expected.dim() < 2:
+            continue
+
+        def clipped(g: Tensor, weight: Tensor) -> Tensor:
+            dims = tuple(range(1, weight.dim()))
+            limit = weight.norm(2, dim=dims, keepdim=True).clamp(min=1e-3) * 0.01
+            norm = g.norm(2, dim=dims, keepdim=True)
+            return torch.where(norm < limit, g, g * (limit / norm.clamp(min=1e-6)))
+
+        same(clipped(grad, param.full_tensor().detach()), clipped(expected, wanted.detach()), name)
+
+
+@pytest.mark.ranks(2, 3)
+def test_views_and_writes_that_others_would_have_to_see(ctx):
+    for _, expected, grad, _, _ in gradients(ctx):
+        if expected.dim() < 2 or not grad.bmt_slice.communicators:
+            continue
+        for refused in (
+            lambda g: g[0],
+            lambda g: g.t(),
+            lambda g: g.permute(*reversed(range(len(g_shape(g))))),
+            lambda g: g.unbind(),
+            lambda g: list(g),
+            lambda g: g.split(1),
+            lambda g: g.__setitem__(0, 1.0),
+            lambda g: torch.zeros(13, *g.shape[1:]).add_(g),
+        ):
+            with pytest.raises(RuntimeError, match="full_tensor"):
+                refused(grad)
+        assert not hasattr(grad, "T")
+        grad[:] = expected  # of all rows
+        same(grad.clone(), expected, "all rows")
+        grad[grad > 0] = 0.0
+        same(grad.clone(), expected.clamp(max=0), "masked")
+
+
+@pytest.mark.ranks(2)
+def test_what_does_not_communicate(ctx):
+    for name, _, grad, _, param in gradients(ctx):
+        if ctx.rank == 0:  # alone
+            assert name and f"rows=[{grad.bmt_slice.row_start}" in repr(grad)
+            str(grad), grad.shape, grad.dtype, grad.numel(), grad.is_sparse, len(grad) if grad.dim() else None
+            assert hasattr(grad, "norm") and torch.is_tensor(grad)
+            assert not torch.zeros_like(grad).any() and type(torch.zeros_like(grad)) is Tensor
+            kept = io.BytesIO()
+            torch.save({"grad": grad * 2}, kept)
+            kept.seek(0)
+            torch.testing.assert_close(torch.load(kept, weights_only=True)["grad"], 2 * grad.to_local())
+            copy.deepcopy(grad).to_local().zero_()
+            assert grad.to_local().abs().sum() > 0 or not param.to_local().numel()
