@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import bmt_zero.parameter_group
-from bmt_comm import Communicator, select_rows, slice_of
+from bmt_comm import Communicator, local_rows, select_rows, slice_of
 from bmt_zero import Block, DistributedParameter
 from bmt_zero.shard import group_of
 
@@ -45,7 +45,7 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module, tolerance: float =
             continue
         assert param.grad is not None, name
         assert param.grad.shape == param.shape
-        difference = (param.grad - rows_of(grad, param)).norm()
+        difference = (local_rows(param.grad) - rows_of(grad, param)).norm()
         assert difference <= tolerance * grad.norm().clamp_min(1e-3), f"{name}: {difference} of {grad.norm()}"
 
 
@@ -59,7 +59,7 @@ def compare_updates(model: nn.Module, plain: nn.Module, start: Sequence[Tensor],
     """This rank's rows have moved as those of the plain model have, whose parameters were ``start``."""
     for (name, param), expected, before in zip(model.named_parameters(), plain.parameters(), start, strict=True):
         wanted = rows_of(expected.detach() - before, param)
-        error = (param.detach() - rows_of(before, param) - wanted).norm()
+        error = (param.to_local() - rows_of(before, param) - wanted).norm()
         assert error <= tolerance * (expected.detach() - before).norm(), f"{name}: {error} of {wanted.norm()}"
 
 

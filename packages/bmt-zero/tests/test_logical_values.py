@@ -106,7 +106,7 @@ def test_distances_from_logical_tensors(ctx, level):
                 with torch.no_grad(), pytest.raises(RuntimeError, match="which one rank holds"):
                     compute(param, goal)
                 with torch.no_grad(), pytest.raises(RuntimeError, match="which one rank holds"):
-                    compute(param, torch.zeros_like(param))
+                    compute(param, torch.zeros_like(param.to_local()))
         assert torch.equal(param.full_tensor(), param.full_tensor())
 
 

@@ -11,6 +11,7 @@ from block_helpers import assert_same_gradients, own_memory
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bmt_comm import uses_compiler
 from bmt_zero import BMTrainModelWrapper, MixedPrecision
 
 CLASSES, WIDTH = 1100, 256  # large enough to be unsharded by itself
@@ -168,7 +169,7 @@ def test_one_rank_may_look_at_a_parameter(ctx):
             weight = model.head.weight
             assert hasattr(model.head, "weight")
             assert (weight.shape, weight.dtype, weight.requires_grad) == ((CLASSES, WIDTH), torch.float32, True)
-            assert "is_gathered=False" in repr(weight)
+            assert uses_compiler() or "is_gathered=False" in repr(weight)  # compiled code reads plain tensors
 
     model.norm.register_forward_hook(look)
     torch.testing.assert_close(model(ids(3)), plain(ids(3)))

@@ -435,7 +435,7 @@ def test_operations_outside_of_modules_mean_the_logical_parameter(ctx):
     (penalty / ctx.world_size).backward()
     sum(p.square().sum() for p in plain.parameters()).backward()
     assert_same_gradients(block, plain)
-    with pytest.raises(RuntimeError, match="write into to_local"), torch.no_grad():
+    with pytest.raises(RuntimeError, match="no_grad"):
         param[0] = 1.0
 
 

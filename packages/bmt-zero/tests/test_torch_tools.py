@@ -125,30 +125,6 @@ def test_an_optimizer_that_steps_in_backward(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_norm_is_that_of_the_logical_gradient_and_all_else_is_of_rows(ctx):
-    plain, block = pair(make)
-    backward(ctx, plain, block)
-    grad, wanted = block[0].weight.grad, plain[0].weight.grad
-    rows = rows_of(wanted, block[0].weight)
-    torch.testing.assert_close(grad.norm(), wanted.norm())
-    torch.testing.assert_close(grad.norm(1), wanted.norm(1))
-    torch.testing.assert_close(torch.linalg.vector_norm(grad, math.inf), wanted.abs().max())
-    for operation in (
-        Tensor.sum,
-        lambda g: g[:1],
-        lambda g: g.norm(dim=1),
-        lambda g: g @ wanted.t(),
-        lambda g: g.abs(),
-    ):
-        torch.testing.assert_close(operation(grad), operation(rows))
-    assert type(grad.to_local()) is Tensor
-    twin = copy.deepcopy(grad)
-    twin.zero_()
-    torch.testing.assert_close(twin.norm(), torch.tensor(0.0))
-    torch.testing.assert_close(grad.norm(), wanted.norm())
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
 def test_optimizers_of_whole_parameters_are_refused_where_parameters_are_sharded(ctx, level, name):

@@ -38,7 +38,7 @@ from .printing import print_block, print_dict, print_rank, see_memory
 from .ranges import named_range
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
 from .sharded_gradient import ShardedGradient, local_rows, noting_gradient, sharded_gradient
-from .sharded_rows import ShardedRows, sharded_rows
+from .sharded_rows import ShardedRows, check_initializer, sharded_rows
 from .slice import (
     LAYER_ATTRIBUTE,
     SLICE_ATTRIBUTE,
@@ -95,6 +95,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "check_agreement",
+    "check_initializer",
     "config",
     "current_context",
     "dtensor_like",

@@ -47,6 +47,8 @@ class ShardedGradient(ShardedRows):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "__get__" and func.__self__ is Tensor.data:
+            func = Tensor.detach  # with the version of this one, which notes what is written
         added: list[ShardedGradient] = []
         if args and name in _ADDING:
             added = [grad for grad in _written(name, args) if not grad.was_changed]

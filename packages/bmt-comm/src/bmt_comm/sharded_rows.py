@@ -1,15 +1,15 @@
 """A tensor of this rank's rows of a logical tensor, on which operations mean the logical tensor.
 
 [Note: operations on sharded rows]
-    The storage, ``shape``, ``len`` and in-place operations are those of this rank's rows; ``numel()`` is that of the
-    logical tensor. Operations are one of five kinds. Reading metadata and printing never communicate.
+    The storage, ``shape``, ``numel()`` and ``len`` are those of this rank's rows, as a kernel needs them. Reading
+    metadata and printing never communicate. Operations are of one of five kinds:
 
     - Operations on each element or each row (arithmetic, comparisons, copies, ``flatten``, a mean along the last
       dimension) give the same rows of the result. Another operand is rows, too, or logical, or is broadcast along the
       rows; its shape tells which.
     - Norms, ``sum``, ``mean``, ``any``, ``all``, ``count_nonzero`` and extremes of all elements exchange one number.
     - Views of some elements (``rows[0]``, ``t()``) raise, because a write to them would have to reach other ranks.
-    - In-place operations act on the rows.
+    - In-place operations act on the rows. An index that is written to is one of the logical tensor.
     - Everything else gathers the logical tensor and computes with it.
 
     In the second and the last kind all ranks that have a part of the tensor must take part.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,11 +137,11 @@ def _names(text: str) -> frozenset[str]:
 _LOCAL = _names(
     """
     __cuda_array_interface__ __delete__ __dir__ __dlpack__ __dlpack_device__ __format__ __hash__ __len__
-    __reduce_ex__ __repr__ __set__ __str__ as_subclass backward data_ptr dim dtype element_size empty_like full_like get_device
-    has_names is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned is_same_size is_set_to
-    is_shared is_signed layout ndimension new_empty new_empty_strided new_full new_ones new_tensor new_zeros ones_like
-    rand_like randint_like randn_like record_stream register_hook register_post_accumulate_grad_hook result_type retain_grad size
-    storage storage_offset storage_type stride sym_size untyped_storage zeros_like
+    __reduce_ex__ __repr__ __set__ __str__ as_strided as_subclass backward data_ptr dim dtype element_size get_device
+    has_names is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned
+    is_same_size is_set_to is_shared is_signed layout ndimension nelement new_empty new_empty_strided new_full
+    new_ones new_tensor new_zeros numel record_stream register_hook register_post_accumulate_grad_hook result_type
+    retain_grad size storage storage_offset storage_type stride sym_size untyped_storage
     """
 )
 _OPERATORS = _names(
@@ -154,11 +155,25 @@ _OPERATORS = _names(
 _ELEMENTWISE = _OPERATORS | _names(
     "absolute arctan conj divide float_power greater isclose isreal less multiply negative not_equal real subtract"
 )
-_COPIES = _names("bfloat16 clone contiguous cpu cuda detach double float half int long bool pin_memory to type type_as")
+_COPIES = _names(
+    """
+    bfloat16 bool clone contiguous cpu cuda detach double empty_like float full_like half int long ones_like pin_memory
+    to type type_as zeros_like
+    """
+)
+_RANDOM = _names(
+    """
+    bernoulli_ cauchy_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_ random_ trunc_normal_ uniform_
+    """
+)
+# Functions of torch.nn.init whose values depend on all dimensions of a matrix, or that leave out a rank without rows.
+_INITIALIZERS_OF_MATRICES = _names("kaiming_normal_ orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
+_RANDOM_COPIES = _names("rand_like randint_like randn_like")
+_GATHERED = _names("bernoulli binomial dropout normal poisson")  # all ranks draw the same numbers
 _RESHAPED = _names("flatten ravel reshape reshape_as view view_as squeeze unsqueeze")
 _VIEWS = _names(
     """
-    as_strided chunk diagonal expand expand_as hsplit mT movedim moveaxis narrow permute select split
+    chunk diagonal expand expand_as hsplit mT movedim moveaxis narrow permute select split
     split_with_sizes swapaxes swapdims t tensor_split transpose unbind unflatten unfold vsplit
     """
 )
@@ -170,10 +185,8 @@ _ALONG_ROWS = _names("all amax amin any linalg_vector_norm logsumexp mean nansum
 @functools.cache
 def _is_elementwise(name: str) -> bool:
     packet: Any = getattr(torch.ops.aten, name, None)
-    if isinstance(packet, torch._ops.OpOverloadPacket):
-        if any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()):
-            return True
-    return name in _ELEMENTWISE
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    return name in _ELEMENTWISE or any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
 
 
 def _operation(func: Any, name: str) -> _Operation | None:
@@ -188,14 +201,16 @@ def _operation(func: Any, name: str) -> _Operation | None:
 def _operation_of(name: str) -> _Operation | None:
     if name in _LOCAL:
         return None
-    if name in ("numel", "nelement"):
-        return _numel
     if name in _NORMS:
         return _norms
     if name in _OF_ALL or name in _ALONG_ROWS:
         return _reduction
     if name in _COPIES:
         return _copy
+    if name in _RANDOM or name in _RANDOM_COPIES:
+        return _random
+    if name in _GATHERED:
+        return _gather
     if name in ("allclose", "equal"):
         return _comparison
     if name in ("__getitem__", "__setitem__"):
@@ -206,13 +221,13 @@ def _operation_of(name: str) -> _Operation | None:
         return _refused
     if name.startswith("_foreach") and not name.endswith("_"):
         return _of_lists
-    if name.endswith("_") and not name.endswith("__") or name in _IN_PLACE_OPERATORS:
+    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS:
         return _in_place if not name.startswith("_") or name in _IN_PLACE_OPERATORS else None
     if _is_elementwise(name):
         return _rowwise
     if name.startswith("_") and not name.startswith("__"):
         return None  # torch's internal functions
-    return lambda func, args, kwargs: _GATHER
+    return _gather
 
 
 _TRANSPOSED = _names("T mT H mH")
@@ -221,8 +236,19 @@ _IN_PLACE_OPERATORS = _names(
 )
 
 
+def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _GATHER
+
+
 def _parts(values: Any) -> list[ShardedRows]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, ShardedRows)]
+    """The sharded tensors among arguments, in their order."""
+    if isinstance(values, ShardedRows):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [part for value in values for part in _parts(value)]
 
 
 def _wrapped(result: Any, like: ShardedRows, where: Slice) -> Any:
@@ -321,18 +347,56 @@ def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # The detached tensor has the version of this one, which notes what is written to a gradient.
-    result = args[0].detach() if func.__name__ == "__get__" else func(*args, **kwargs)
+    result = func(*args, **kwargs)
     return _wrapped(result, args[0], args[0].bmt_slice) if isinstance(args[0], ShardedRows) else result
+
+
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The logical tensor is filled, alike on all ranks."""
+    part = args[0] if args else kwargs.get("tensor")
+    if not isinstance(part, ShardedRows):
+        return func(*args, **kwargs)
+    where, in_place = part.bmt_slice, func.__name__ in _RANDOM
+    if in_place:
+        check_initializer(where)
+    values = torch.empty(where.shape, dtype=part.dtype, device=part.device)
+    values = func(values, *args[1:], **kwargs) if args else func(**{**kwargs, "tensor": values})
+    rows = select_rows(tp_shard_of(values, where), where)
+    if in_place:
+        with torch.no_grad():
+            return part.copy_(rows)
+    return make_rows(ShardedRows, rows.clone(), where, is_stage_local(part))
+
+
+def check_initializer(where: Slice) -> None:
+    """Raise inside of functions of ``torch.nn.init`` that compute with the number of rows.
+
+    Raises:
+        RuntimeError: such a function is among the callers.
+    """
+    frame: Any = sys._getframe(1)
+    own = ("sharded_rows", "sharded_gradient", "sharded_parameter")
+    while frame is not None and frame.f_globals.get("__name__", "").rpartition(".")[2] in own:
+        frame = frame.f_back
+    while frame is not None and frame.f_globals.get("__name__") == torch.nn.init.__name__:
+        name = frame.f_code.co_name
+        if name in _INITIALIZERS_OF_MATRICES or frame.f_locals.get("mode") == "fan_out":
+            raise RuntimeError(
+                f"torch.nn.init.{name} would compute with this rank's rows of a parameter of shape {where.shape}; call "
+                f"bmt_zero.init_parameters(model), which runs reset_parameters of its modules, or fill the parameters "
+                f"before the module is sharded"
+            )
+        frame = frame.f_back
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, others = args[0], args[1:]
     if isinstance(target, ShardedRows):
         where = target.bmt_slice
-        others, kwargs = tree_map_only(
-            Tensor, lambda x: x if hasattr(x, "bmt_slice") else _rows_like(x, where), (others, kwargs)
-        )
+        if any(isinstance(x, Tensor) and x.dim() and x.shape != target.shape for x in (*others, *kwargs.values())):
+            others, kwargs = tree_map_only(
+                Tensor, lambda x: x if hasattr(x, "bmt_slice") else _rows_like(x, where), (others, kwargs)
+            )
     elif isinstance(target, Tensor) and not hasattr(target, "bmt_slice"):
         for part in _parts((others, kwargs)):
             if part.shape != target.shape and part.dim():
@@ -343,10 +407,6 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(target, *others, **kwargs)
 
 
-def _numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return math.prod(args[0].bmt_slice.shape)
-
-
 # --- views --------------------------------------------------------------------------------------------------------
 
 
@@ -354,8 +414,9 @@ def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     part = _parts((args, kwargs))[0]
     where = part.bmt_slice
     raise RuntimeError(
-        f"{func.__name__} of this rank's rows [{where.row_start}, {where.row_stop}) of a tensor of shape {where.shape}: "
-        f"use full_tensor() to read the logical tensor, which all ranks must call, and to_local() to write to the rows"
+        f"{func.__name__} of this rank's rows [{where.row_start}, {where.row_stop}) of a tensor of shape "
+        f"{where.shape}: use full_tensor(), which all ranks must call, to read the logical tensor, and to_local() to "
+        f"write to the rows"
     )
 
 
@@ -380,7 +441,9 @@ def _reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rest = where.row_numel // max(1, -math.prod(asked[1:]))
         args = (part, [rest if size == -1 else size for size in asked])
     rows = func(*args, **kwargs)
-    if rows.dim() == 1 and (rows.shape != where.local_shape or not where.shape):  # the elements of rows lie one after the other
+    if rows.dim() == 1 and (
+        rows.shape != where.local_shape or not where.shape
+    ):  # the elements of rows lie one after the other
         size = where.row_numel
         flat = Slice((math.prod(where.shape),), where.row_start * size, where.row_stop * size, where.row_comm)
         return make_rows(ShardedRows, rows, flat, is_stage_local(part))
@@ -396,25 +459,34 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _GATHER
         return func(*args, **kwargs)
     where = target.bmt_slice
-    every = list(index) if isinstance(index, tuple) and index else [index if index != () else Ellipsis]
-    first_is_all = isinstance(every[0], slice) and every[0] == slice(None)
-    is_of_all_rows = first_is_all or (every[0] is Ellipsis and len(every) == 1)
-    is_basic = all(each is Ellipsis or isinstance(each, (int, slice)) for each in every)
-    if is_of_all_rows and is_basic and (len(every) == 1 or _has_plain_rows(where)):
-        if func.__name__ == "__getitem__":
-            return _wrapped(func(*args), target, where)
-        value = args[2]
-        if isinstance(value, Tensor) and not isinstance(value, ShardedRows) and len(every) == 1:
-            value = _rows_like(value, where)
-        return func(target, index, value)
-    is_mask = isinstance(index, ShardedRows) and index.shape == target.shape
+    every = (list(index) or [Ellipsis]) if isinstance(index, tuple) else [index]
+    is_basic = all(each is None or each is Ellipsis or isinstance(each, (int, slice)) for each in every)
+    is_all = every[0] is Ellipsis or (isinstance(every[0], slice) and every[0] == slice(None))
+    is_rowwise = is_basic and is_all and (len(every) == 1 or (every[0] is not Ellipsis and _has_plain_rows(where)))
     if func.__name__ == "__setitem__":
-        if is_mask and not (isinstance(args[2], Tensor) and args[2].dim()):
-            return func(*args)
-        return _refused(func, args, kwargs)
+        value, is_mask = args[2], isinstance(index, ShardedRows) and index.shape == target.shape
+        is_local = isinstance(value, ShardedRows) or not isinstance(value, Tensor) or not value.dim()
+        return func(*args) if (is_rowwise or is_mask) and is_local else _set_items(target, index, value)
+    if is_rowwise:
+        return _wrapped(func(*args), target, where)
     if is_basic or not all(isinstance(each, (Tensor, list, int, slice)) for each in every):
         return _refused(func, args, kwargs)
     return _GATHER  # a copy in any case
+
+
+def _set_items(target: ShardedRows, index: Any, value: Any) -> None:
+    """Each rank writes its part of what an index of the logical tensor refers to."""
+    where = target.bmt_slice
+    if _parts((index, value)):
+        raise RuntimeError(
+            f"an index of a tensor of shape {where.shape} with rows of another one: take full_tensor() of these"
+        )
+    chosen = torch.zeros(where.shape, dtype=torch.bool, device=target.device)
+    chosen[index] = True
+    values = torch.zeros(where.shape, dtype=target.dtype, device=target.device)
+    values[index] = value
+    mine, values = (select_rows(tp_shard_of(each, where), where) for each in (chosen, values))
+    target.copy_(torch.where(mine, values, target.detach()))
 
 
 # --- reductions ---------------------------------------------------------------------------------------------------
@@ -481,9 +553,9 @@ def _of_all(name: str, part: ShardedRows, dtype: torch.dtype | None) -> Tensor:
         result = torch.empty(0, dtype=rows.dtype).sum(dtype=dtype).dtype if name != "mean" else dtype or rows.dtype
         wide = torch.promote_types(result, torch.float32) if result.is_floating_point else result
         total = (torch.nansum if name == "nansum" else torch.sum)(rows, dtype=wide)
-        total = _over_ranks(total, spreading_communicators([part]), torch.sum)
+        total = _over_ranks(total, part, torch.sum)
         return (total / math.prod(part.bmt_slice.shape) if name == "mean" else total).to(result)
-    return _over_ranks(value, spreading_communicators([part]), combine)
+    return _over_ranks(value, part, combine)
 
 
 def _limits(dtype: torch.dtype) -> tuple[float, float]:
@@ -493,9 +565,9 @@ def _limits(dtype: torch.dtype) -> tuple[float, float]:
     return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
-def _over_ranks(value: Tensor, communicators: Sequence[Communicator], combine: Callable[[Tensor], Tensor]) -> Tensor:
-    """A number of each rank, 0-dim, combined over those that have other elements."""
-    for comm in communicators:
+def _over_ranks(value: Tensor, part: ShardedRows, combine: Callable[[Tensor], Tensor]) -> Tensor:
+    """A number of each rank, 0-dim, combined over those that have other elements of a tensor."""
+    for comm in part.bmt_slice.communicators:
         there = value.to(comm.device).reshape(1)
         every = there.new_empty(comm.size)
         comm.all_gather(every, there)
@@ -507,7 +579,7 @@ def _comparison(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     part = _parts((args, kwargs))[0]
     compare = torch.eq if func.__name__ == "equal" else torch.isclose
     same: Any = _rowwise(compare, args, kwargs)
-    return bool(_over_ranks(same.detach().all(), spreading_communicators([part]), torch.all))
+    return bool(_over_ranks(same.detach().all(), part, torch.all))
 
 
 def _is_deterministic() -> bool:

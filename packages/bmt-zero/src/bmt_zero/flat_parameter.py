@@ -263,7 +263,7 @@ class FlatParameter:
                 )
         shard = self.options.new_storage(self.layout.shard_numel, first.dtype, first.device).zero_()
         for param, view in zip(self.params, self.local_views(shard), strict=True):
-            view.copy_(param.data)
+            view.copy_(param.to_local())
         if shard.dtype == self.shard.dtype and shard.device == self.shard.device:
             # The storage stays, which other ranks may share: one that has no rows does not notice.
             self.state = State.SHARDED
@@ -436,7 +436,7 @@ class FlatParameter:
             like: a tensor of the shape of this rank's rows (an optimizer's state), to gather instead.
         """
         comm, placement = self.shard_comm, self.placements[index]
-        source = self.params[index].detach() if like is None else like.detach()
+        source = self.params[index].to_local() if like is None else local_rows(like).detach()
         result = torch.empty(placement.shape, dtype=source.dtype, device=self.device)
         rows = result.view(placement.rows, placement.row_numel)
         parts = [rows[slice(*self.layout.rows_of(placement, rank))] for rank in range(comm.size)]

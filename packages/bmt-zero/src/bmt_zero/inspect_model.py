@@ -81,7 +81,7 @@ def _statistics(params: Sequence[nn.Parameter]) -> list[tuple[Statistics | None,
     shared: dict[tuple[Communicator, ...], list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
         grad = None if param.grad is None else local_tensor(local_rows(param.grad))
-        values = local_tensor(param.detach())
+        values = local_tensor(param).detach()
         numbers[param] = torch.stack([describe(values), describe(grad).to(values.device)])
         shared.setdefault(slice_of(param).communicators, []).append(param)
     for communicators in sorted(shared, key=lambda communicators: [comm.ranks for comm in communicators]):

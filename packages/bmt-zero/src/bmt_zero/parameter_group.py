@@ -105,7 +105,7 @@ class GroupHandle:
         """Set this rank's rows from the unsharded parameter (this tensor-parallel rank's shard) on the first rank."""
         for comm in self.flat.communicators:
             comm.broadcast(values, 0)
-        self.param.detach().copy_(select_rows(values, self.param.bmt_slice))
+        self.param.to_local().copy_(select_rows(values, self.param.bmt_slice))
         self.param.awaits_values = False
 
     def reduce(self, grad: Tensor | None) -> None:
@@ -540,7 +540,7 @@ def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientRed
     flat = reducer.flat
     twins = []
     for param in flat.params:
-        data = param.data.clone()  # replaced by a view of the twin's storage below
+        data = param.to_local().clone()  # replaced by a view of the twin's storage below
         twin = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
         twin.__dict__.update({k: v for k, v in param.__dict__.items() if k not in ("handle", "_aliases")})
         memo[id(param)] = twin

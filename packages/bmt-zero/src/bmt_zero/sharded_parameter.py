@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from bmt_comm import ShardedRows, Slice, select_rows, tp_shard_of, unshard_tp
+from bmt_comm import ShardedRows, Slice, check_initializer, select_rows, sharded_rows, tp_shard_of, unshard_tp
 
 
 class ShardedParameter(nn.Parameter):
@@ -94,7 +94,8 @@ class ShardedParameter(nn.Parameter):
 
     def to_local(self) -> Tensor:
         """This rank's rows, as a plain tensor on the same memory; not differentiable."""
-        return self.detach()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._alias(self.detach())
 
     def full_tensor(self) -> Tensor:
         """The logical parameter, in the dtype that it is stored in; differentiable.
@@ -119,7 +120,7 @@ class ShardedParameter(nn.Parameter):
 
     def tp_gather(self) -> Tensor:
         """This rank's rows with the tensor-parallel dimension unsharded; not differentiable."""
-        return unshard_tp(self.data, self.bmt_slice)
+        return unshard_tp(self.to_local(), self.bmt_slice)
 
     def _alias(self, rows: Tensor) -> Tensor:
         """Note that a script has ``rows``, a tensor on this parameter's memory."""
@@ -179,9 +180,20 @@ class ShardedParameter(nn.Parameter):
                 if isinstance(args[1], ShardedParameter) and args[1].bmt_slice.communicators:
                     return _rows_of_vector(*args)
                 if isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
-                    _check_initializer(args[0])
+                    check_initializer(args[0].bmt_slice)
             if name == "detach" or (name == "__get__" and func.__self__ is Tensor.data):
-                return args[0]._alias(func(*args, **kwargs))
+                return args[0]._alias(sharded_rows(func(*args, **kwargs), args[0]))
+            if name == "__setitem__" and isinstance(args[0], ShardedParameter):
+                if torch.is_grad_enabled() and args[0].requires_grad:
+                    raise RuntimeError("an index of a parameter that requires gradients is written under no_grad()")
+                rows = sharded_rows(args[0].detach(), args[0])
+                with torch._C._EnableTorchFunction():
+                    rows[args[1]] = args[2]
+                return None
+            if name in _LIKE and not _is_called_by_optimizer():
+                return ShardedRows.__torch_function__(
+                    func, types, (sharded_rows(args[0].detach(), args[0]), *args[1:]), kwargs
+                )
             if name == "__set__" and func.__self__ is Tensor.data:
                 param, value = args
                 if _is_same_memory(param, value):  # as of a move that changes nothing
@@ -225,7 +237,7 @@ def _filled(param: ShardedParameter, func: Any, args: tuple[Any, ...], kwargs: d
     """A random function fills the logical parameter."""
     where = param.bmt_slice
     if where.communicators:
-        _check_initializer(param)
+        check_initializer(where)
     values = torch.empty(where.shape, dtype=param.dtype, device=param.device)
     with torch.no_grad():
         if args:
@@ -247,20 +259,6 @@ def _rows_of_vector(values: Tensor, param: ShardedParameter) -> Tensor:
             f"values than other ranks; set the parameters of a model with load_state_dict"
         )
     return select_rows(tp_shard_of(values.view(where.shape), where), where).clone()
-
-
-def _check_initializer(param: ShardedParameter) -> None:
-    """Raise inside of functions of ``torch.nn.init`` that compute with the number of rows."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") in (__name__, nn.init.__name__):
-        name = frame.f_code.co_name
-        if name in _INITIALIZERS_OF_MATRICES or frame.f_locals.get("mode") == "fan_out":
-            raise RuntimeError(
-                f"torch.nn.init.{name} would compute with this rank's rows of a parameter of shape "
-                f"{param.bmt_slice.shape}; call bmt_zero.init_parameters(model), which runs reset_parameters of its "
-                f"modules, or fill the parameters before the module is sharded"
-            )
-        frame = frame.f_back
 
 
 def is_row_sharded(param: ShardedParameter) -> bool:
@@ -296,6 +294,11 @@ def _is_readable_transposed(param: ShardedParameter, name: str) -> bool:
     return True
 
 
+def _is_called_by_optimizer() -> bool:
+    """Whether the function that is called on a parameter is called by ``torch.optim``, whose states are plain rows."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("torch.optim")
+
+
 def _in_optimizer_step() -> bool:
     """Whether a step of a ``torch.optim.Optimizer`` is among the callers."""
     frame: Any = sys._getframe(1)
@@ -323,8 +326,8 @@ _RANDOM = _names(
     "bernoulli_ cauchy_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_ random_ trunc_normal_ uniform_"
 )
 
-# Functions of torch.nn.init whose values depend on all dimensions of a matrix, or that leave out a rank without rows.
-_INITIALIZERS_OF_MATRICES = _names("kaiming_normal_ orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
+# New tensors of a parameter's shape.
+_LIKE = _names("empty_like full_like ones_like rand_like randint_like randn_like zeros_like")
 
 # Attributes that are views of another shape.
 _TRANSPOSED = _names("T mT H mH")
@@ -395,11 +398,6 @@ def _may_mean_either(param: ShardedParameter, other: Tensor) -> bool:
 
 def _means_logical(name: str, args: tuple[Any, ...]) -> bool:
     """Whether the operation of this name, which is not in ``_LOCAL``, computes with the logical parameter."""
-    if name == "__setitem__" and isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
-        raise RuntimeError(
-            f"this rank holds some rows of a parameter of shape {args[0].bmt_slice.shape}, and an index refers to the "
-            f"logical parameter: write into to_local(), or load a state dict"
-        )
     if name.endswith("_") and not name.endswith("__"):
         return False
     if name in _LOGICAL_WITHOUT_GRADIENTS:

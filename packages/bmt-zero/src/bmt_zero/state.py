@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from bmt_comm import Communicator, is_piece, select_rows, slice_of, tp_shard_of, unshard_tp
+from bmt_comm import Communicator, ShardedRows, is_piece, select_rows, slice_of, tp_shard_of, unshard_tp
 
 from .parameter_group import GroupHandle, Slot, refresh_flat_weights
 from .sharded_parameter import ShardedParameter
@@ -129,6 +129,8 @@ def logical_tensor(value: Any) -> Any:
         return value.spread(logical_tensor(value.value) if value.is_here else None)
     if isinstance(value, ShardedParameter):
         return value.gather_all()
+    if isinstance(value, ShardedRows):
+        return value.full_tensor()
     if is_piece(value):
         return unshard_tp(value.detach(), slice_of(value))
     return value.detach() if isinstance(value, Tensor) else value
@@ -304,7 +306,7 @@ def shard_entry(param: nn.Parameter | None, state_dict: dict[str, Any], name: st
     wanted = param.bmt_slice.shape
     if tuple(value.shape) != wanted:
         errors.append(f"size mismatch for {name}: the entry has shape {tuple(value.shape)}, the model {wanted}")
-        state_dict[name] = param.detach()  # its present values
+        state_dict[name] = param.to_local()  # its present values
         return
     state_dict[name] = rows_of_logical(param, value.detach())
     param.awaits_values = False

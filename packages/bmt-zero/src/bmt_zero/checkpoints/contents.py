@@ -207,7 +207,7 @@ def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, 
                 if dtype.is_complex and not param.is_complex():
                     raise ValueError(f"{entry} is of complex numbers, and its parameter is not")
                 if entry.shape == shape and (shape or key not in OF_A_PARAMETER):
-                    like = param.detach()
+                    like = local_tensor(param)
                     if dtype.is_floating_point and param.is_floating_point():
                         dtype = param.dtype  # which those of torch have; another one in the file does not fit
                     state[key] = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bmt_comm import local_tensor
 from bmt_zero.sharded_parameter import ShardedParameter
 from bmt_zero.state import dtypes_without_own_code, is_extra_state, valid_versions
 
@@ -301,7 +302,7 @@ def give_memory(model: nn.Module, device: torch.device, wanted: Iterable[Any] | 
     made: dict[int, Tensor] = {}
     for places, name, tensor in meta:
         if id(tensor) not in made:
-            memory = torch.empty_like(tensor.detach(), device=device)
+            memory = torch.empty_like(local_tensor(tensor), device=device)
             is_param = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_param else memory
         places[name] = made[id(tensor)]
