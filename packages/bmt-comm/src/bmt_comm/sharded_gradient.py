@@ -48,7 +48,7 @@ class ShardedGradient(ShardedRows):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__" and func.__self__ is Tensor.data:
-            func = Tensor.detach  # with the version of this one, which notes what is written
+            return args[0].to_local()  # with the version of this one, which notes what is written
         added: list[ShardedGradient] = []
         if args and name in _ADDING:
             added = [grad for grad in _written(name, args) if not grad.was_changed]

@@ -1,8 +1,8 @@
 """A tensor of this rank's rows of a logical tensor, on which operations mean the logical tensor.
 
 [Note: operations on sharded rows]
-    The storage, ``shape``, ``numel()`` and ``len`` are those of this rank's rows, as a kernel needs them. Reading
-    metadata and printing never communicate. Operations are of one of five kinds:
+    The storage, ``shape``, ``numel()`` and ``len`` are those of this rank's rows, as a kernel needs them, and ``data``
+    is these rows as a plain tensor. Reading metadata and printing never communicate. Operations are of five kinds:
 
     - Operations on each element or each row (arithmetic, comparisons, copies, ``flatten``, a mean along the last
       dimension) give the same rows of the result. Another operand is rows, too, or logical, or is broadcast along the
@@ -193,7 +193,7 @@ def _operation(func: Any, name: str) -> _Operation | None:
     """What is done for a function; ``None``: it acts on this rank's rows."""
     if name == "__get__":
         attribute = getattr(func.__self__, "__name__", "")
-        return _copy if func.__self__ is Tensor.data else _attribute if attribute in _TRANSPOSED else None
+        return _attribute if attribute in _TRANSPOSED else None
     return _operation_of(name)
 
 

@@ -181,8 +181,10 @@ class ShardedParameter(nn.Parameter):
                     return _rows_of_vector(*args)
                 if isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
                     check_initializer(args[0].bmt_slice)
-            if name == "detach" or (name == "__get__" and func.__self__ is Tensor.data):
+            if name == "detach":
                 return args[0]._alias(sharded_rows(func(*args, **kwargs), args[0]))
+            if name == "__get__" and func.__self__ is Tensor.data:
+                return args[0]._alias(func(*args, **kwargs))
             if name == "__setitem__" and isinstance(args[0], ShardedParameter):
                 if torch.is_grad_enabled() and args[0].requires_grad:
                     raise RuntimeError("an index of a parameter that requires gradients is written under no_grad()")
