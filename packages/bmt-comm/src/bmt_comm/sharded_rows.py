@@ -516,6 +516,11 @@ def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dims = _dims(name, args, kwargs)
     if dims is not None:
         given = [dims] if isinstance(dims, int) else dims
+        if part.dim() != len(where.shape) and any(isinstance(dim, int) and dim >= 0 for dim in given):
+            raise ValueError(
+                f"{name}: dim={dims} of rows of shape {tuple(part.shape)}, of a tensor of shape {where.shape}: count "
+                f"dimensions from the end, or take full_tensor()"
+            )
         if name not in _ALONG_ROWS or not _has_plain_rows(where):
             return _GATHER
         if not all(isinstance(dim, int) for dim in given) or any(dim % len(where.shape) == 0 for dim in given):

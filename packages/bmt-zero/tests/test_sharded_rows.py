@@ -1,4 +1,4 @@
-"""Operations on ``p.grad`` of a sharded parameter give what they give on the gradient of the plain model, or raise."""
+"""Operations on ``p.grad`` and ``p.detach()`` of sharded parameters: as on the plain model, or an error."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ OPERATIONS = {
 }
 WITH_DIMENSIONS = {
     "mean of rows": lambda g: g.mean(dim=-1),
-    "centralised": lambda g: g - g.mean(dim=tuple(range(1, len(g_shape(g)))), keepdim=True),
-    "mean of columns": lambda g: g.mean(dim=0, keepdim=True),
-    "without the mean of columns": lambda g: g - g.mean(dim=0, keepdim=True),
+    "centralised": lambda g: g - g.mean(dim=tuple(range(1 - len(g_shape(g)), 0)), keepdim=True),
+    "mean of columns": lambda g: g.mean(dim=-len(g_shape(g)), keepdim=True),
+    "without the mean of columns": lambda g: g - g.mean(dim=-len(g_shape(g)), keepdim=True),
     "norm of rows": lambda g: g.norm(2, dim=-1, keepdim=True),
     "normalised rows": lambda g: g / g.norm(dim=-1, keepdim=True).clamp(min=1e-6),
     "largest norm of a row": lambda g: g.norm(dim=-1).max(),
     "largest entries": lambda g: g.max(dim=-1).values,
-    "sum over two": lambda g: g.sum((0, 1)),
+    "sum over two": lambda g: g.sum((-2, -1)),
     "std of rows": lambda g: g.std(-1, unbiased=False),
     "softmax": lambda g: g.softmax(-1),
     "sorted": lambda g: g.sort(dim=0).values,
@@ -197,6 +197,67 @@ def test_sharpness_aware_minimisation(ctx, adaptive):
         torch.testing.assert_close(got.full_tensor(), wanted, msg=name)
 
 
+class LayerWise(torch.optim.Optimizer):
+    """LAMB (You et al. 2020) with centralised gradients, written for plain parameters."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["average"], state["square"] = torch.zeros_like(p), torch.zeros_like(p.detach())
+                grad = p.grad
+                if p.dim() > 1:
+                    grad = grad - grad.mean(dim=-1, keepdim=True)
+                state["average"].mul_(0.9).add_(grad, alpha=0.1)
+                state["square"].mul_(0.99).addcmul_(grad, grad, value=0.01)
+                update = state["average"] / state["square"].sqrt().add_(1e-4) + 0.01 * p
+                rate = p.detach().norm() / update.pow(2).sum().sqrt()
+                p.add_(update * rate.clamp(0.1, 10.0), alpha=-group["lr"])
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_an_optimizer_of_layers_that_knows_nothing_of_sharding(ctx):
+    plain, block = pair(Weights, zero_level=3)
+    optimizers = [LayerWise(plain.parameters()), LayerWise(block.parameters())]
+    before = [p.detach().clone() for p in plain.parameters()]
+    for _ in range(10):
+        plain(torch.ones((), dtype=torch.float64)).backward()
+        block(torch.ones((), dtype=torch.float64) / ctx.world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, wanted), got, start in zip(plain.named_parameters(), block.parameters(), before, strict=True):
+        update, expected = got.full_tensor() - start, wanted - start
+        assert (update - expected).norm() <= 1e-9 * expected.norm(), name
+    states = optimizers[1].state_dict()["state"]
+    for index, state in optimizers[0].state_dict()["state"].items():
+        torch.testing.assert_close(states[index], state)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_random_numbers_are_those_of_the_logical_tensor(ctx):
+    for name, expected, grad, wanted, param in gradients(ctx):
+        for fill in (
+            torch.randn_like,
+            torch.rand_like,
+            lambda x: x.clone().normal_(),
+            lambda x: nn.init.uniform_(x.clone()),
+        ):
+            torch.manual_seed(9)
+            made = [fill(x) for x in (expected, wanted.detach())]
+            torch.manual_seed(9)
+            for ours, theirs in zip([fill(x) for x in (grad, param.detach())], made, strict=True):
+                same(ours, theirs, name)
+        if expected.dim() > 1 and param.bmt_slice.communicators:
+            with pytest.raises(RuntimeError, match="init_parameters"):
+                nn.init.xavier_normal_(param.detach())
+
+
 @pytest.mark.ranks(1, 2, 3)
 def test_clipping_by_norms_of_units(ctx):
     """Adaptive gradient clipping (Brock et al. 2021)."""
@@ -205,7 +266,7 @@ def test_clipping_by_norms_of_units(ctx):
             continue
 
         def clipped(g: Tensor, weight: Tensor) -> Tensor:
-            dims = tuple(range(1, weight.dim()))
+            dims = tuple(range(1 - weight.dim(), 0))
             limit = weight.norm(2, dim=dims, keepdim=True).clamp(min=1e-3) * 0.01
             norm = g.norm(2, dim=dims, keepdim=True)
             return torch.where(norm < limit, g, g * (limit / norm.clamp(min=1e-6)))
@@ -230,6 +291,9 @@ def test_views_and_writes_that_others_would_have_to_see(ctx):
             with pytest.raises(RuntimeError, match="full_tensor"):
                 refused(grad)
         assert not hasattr(grad, "T")
+        if grad.dim() != expected.dim():  # packed experts
+            with pytest.raises(ValueError, match="from the end"):
+                grad.mean(dim=tuple(range(1, grad.dim())))
         grad[:] = expected  # of all rows
         same(grad.clone(), expected, "all rows")
         grad[grad > 0] = 0.0
