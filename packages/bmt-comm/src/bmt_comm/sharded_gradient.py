@@ -30,6 +30,7 @@ class ShardedGradient(ShardedRows):
 
     was_overwritten = False
     _known_version = 0
+    _is_gradient = True
 
     def watch(self) -> None:
         """Note what is written from now on."""

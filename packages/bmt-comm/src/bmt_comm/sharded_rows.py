@@ -41,6 +41,7 @@ class ShardedRows(Tensor):
     """
 
     bmt_slice: Slice
+    _is_gradient = False
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
@@ -662,7 +663,7 @@ def spreading_communicators(parts: Sequence[Tensor]) -> list[Communicator]:
     columns: dict[Communicator, None] = {}
     for part in parts:
         if isinstance(part, ShardedRows):
-            if is_stage_local(part):
+            if part._is_gradient and is_stage_local(part):  # torch sums norms of gradients over the model
                 raise RuntimeError(
                     "this function sees the gradients of one pipeline stage only; use OptimManager, whose "
                     "clip_grad_norm and loss scale take all stages into account, or full_tensor() of this one"
