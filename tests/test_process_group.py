@@ -352,7 +352,7 @@ def test_asking_again_and_again_whether_a_collective_is_done_keeps_nothing():
             work = dist.all_reduce(torch.ones(3), async_op=True)
             for _ in range(10_000):
                 assert not work.is_completed()
-            assert ours._progress._news.qsize() <= 2
+            assert ours.progress._news.qsize() <= 2
         dist.barrier(gloo)
         if dist.get_rank() == 1:
             dist.all_reduce(torch.ones(3))

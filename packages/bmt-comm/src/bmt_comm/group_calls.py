@@ -1,0 +1,196 @@
+"""What one call of ``torch.distributed`` does in a process group "bmt"; see [Note: the process group "bmt"]."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .memory_ranges import (
+    addresses,
+    as_in_memory,
+    copy_between,
+    is_as_in_memory,
+    overlap,
+    overlap_in_part,
+    vector,
+    without_the_inner,
+)
+from .progress import CollectiveWork, Progress
+from .shared_memory import MessageWork
+from .work import Pending, Work
+
+_NO_LIMIT = datetime.timedelta(0)
+_profiler_enabled = torch.autograd._profiler_enabled
+
+
+class GroupMessageWork(dist.Work):
+    """A single message in flight, which may take ``seconds``."""
+
+    def __init__(self, message: MessageWork, seconds: float) -> None:
+        super().__init__()
+        self._message, self._seconds = message, seconds
+
+    def wait(self, timeout: datetime.timedelta = _NO_LIMIT) -> bool:
+        self._message.wait(timeout.total_seconds() if timeout else self._seconds)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._message.is_completed()
+
+    def is_success(self) -> bool:
+        return self.exception() is None
+
+    def exception(self) -> Exception | None:
+        return self._message.error
+
+    def _source_rank(self) -> int:
+        return -1 if self._message.peer is None else self._message.peer
+
+    source_rank = _source_rank
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
+
+
+class CallingGroup(Protocol):
+    """What a call needs of its process group."""
+
+    own_rank: int
+    progress: Progress
+    done: CollectiveWork
+
+    def begin(self, kind: str, detail: object, flat: Tensor, method: str, arguments: tuple[Any, ...]) -> Work: ...
+
+    def tell(self, name: str) -> None: ...
+
+
+class GroupCall:
+    """What one call of torch.distributed does.
+
+    Attributes:
+        copies: targets and sources, of what is to be copied after that.
+        own_copies: of what is to be copied before it: what it receives may be written where the sources lie.
+    """
+
+    __slots__ = ("_group", "_in_inference", "_opts", "_outputs", "_steps", "copies", "own_copies")
+
+    def __init__(self, group: CallingGroup, opts: Any, outputs: list[Tensor]) -> None:
+        self._group, self._opts, self._outputs = group, opts, outputs
+        self._steps: list[tuple[str, object, Tensor, str, tuple[Any, ...]]] = []
+        self._in_inference = False
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.own_copies: list[tuple[Tensor, Tensor]] = []
+
+    def ins(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Tensors that are read, as vectors.
+
+        Of several collectives in one call, each with one of the ``outputs``: copies, if one of them would write what
+        another one reads.
+        """
+        flats = [vector(as_in_memory(tensor.data)) for tensor in tensors]
+        if len(outputs) > 1:
+            pairs = zip(map(addresses, tensors), map(addresses, outputs), strict=True)
+            if overlap(each for pair in pairs for each in without_the_inner(*pair)):
+                return [flat.clone() for flat in flats]
+        return flats
+
+    def outs(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Tensors that are written, as vectors."""
+        return [self._written(tensor) for tensor in tensors]
+
+    def in_and_out(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors that are read and written. Those that share memory are copied, so that each is read as it is now."""
+        alone = len(tensors) == 1 or not overlap(map(addresses, tensors))
+        return [self._written(tensor, read=True, alone=alone) for tensor in tensors]
+
+    def _written(self, tensor: Tensor, read: bool = False, alone: bool = True) -> Tensor:
+        # An alias of its own: writing must not count as a change of what autograd has saved.
+        data = tensor.data
+        self._in_inference |= tensor.is_inference()
+        if alone and is_as_in_memory(data):
+            return vector(data)
+        if any(stride == 0 and length > 1 for length, stride in zip(data.shape, data.stride(), strict=True)):
+            self._group.tell("a collective that cannot write to its tensor, which raises ValueError")
+            raise ValueError(
+                f"a collective cannot write to a tensor of shape {tuple(data.shape)} and strides {data.stride()}, "
+                "whose elements share memory; pass tensor.contiguous()"
+            )
+        if read:
+            dense = as_in_memory(data) if alone else as_in_memory(data).clone()
+        else:
+            dense = torch.empty(data.shape, dtype=data.dtype, device="cpu")
+        self.copies.append((data, dense))
+        return vector(dense)
+
+    def add(self, kind: str, detail: object, flat: Tensor, method: str, *arguments: Any) -> None:
+        """A collective, by what ranks compare, and the method of :class:`SharedMemoryCollectives` that does it."""
+        self._steps.append((kind, detail, flat, method, arguments))
+
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor) -> None:
+        own = chunks[self._group.own_rank]
+        if own.data_ptr() != mine.data_ptr():
+            self.own_copies.append((own, mine))
+        self.add("all_gather", "", own, "all_gather", chunks, own)
+
+    def reduce_scatter(
+        self, out: Tensor, chunks: Sequence[Tensor], op: str | None, whole: Tensor | None = None
+    ) -> None:
+        """``whole``: the tensor that the chunks are equal parts of, if there is one."""
+        detail: object = op
+        named = out
+        if whole is None and any(chunk.numel() != out.numel() for chunk in chunks):  # ``out`` differs between ranks
+            detail, named = f"{op} in parts of {[chunk.numel() for chunk in chunks]}", out[:0]
+        may_overlap = whole is None or overlap_in_part(out, whole)
+        if may_overlap and any(overlap_in_part(out, chunk) for chunk in chunks):  # what is still read must not change
+            chunks = [chunk.clone() for chunk in chunks]
+        self.add("reduce_scatter", detail, named, "reduce_scatter", out, chunks, op)
+
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wholes: Sequence[Tensor] | None = None
+    ) -> None:
+        """``wholes``: what the outputs and the inputs are parts of, if each are parts of one tensor."""
+        if overlap(map(addresses, wholes or (*outputs, *inputs))):
+            inputs = [chunk.clone() for chunk in inputs]
+        nothing = inputs[0][:0]  # lengths differ between ranks
+        self.add("all_to_all", "", nothing, "all_to_all", outputs, inputs)
+
+    def post(self) -> CollectiveWork:
+        if _profiler_enabled() and self._steps:
+            kind = self._steps[0][0].partition(" ")[0]
+            with torch.profiler.record_function(f"bmt:{kind}"):
+                return self._post()
+        return self._post()
+
+    def _post(self) -> CollectiveWork:
+        group, opts = self._group, self._opts
+        progress, limit = group.progress, opts.timeout
+        seconds = limit.total_seconds() if limit.days >= 0 else 0.0
+        if not getattr(opts, "asyncOp", True) and not self._in_inference:
+            progress.run(self._begin, self._finish, seconds)
+            return group.done
+        work = CollectiveWork(progress, self._begin, self._outputs, self._finish, self._in_inference)
+        work.limit = seconds
+        return progress.leave(progress.post(work))
+
+    def _begin(self) -> Work:
+        if self.own_copies:
+            # What else begins has buffers that are kept, which must not be those of an inference.
+            with torch.inference_mode() if self._in_inference else contextlib.nullcontext():
+                for target, source in self.own_copies:
+                    copy_between(target, source)
+        if len(self._steps) == 1:
+            return self._group.begin(*self._steps[0])
+        works = [self._group.begin(*step) for step in self._steps]
+        return Pending(works[::-1], None, None)  # which waits for the last one first
+
+    def _finish(self) -> None:
+        for target, source in self.copies:
+            copy_between(target, source)

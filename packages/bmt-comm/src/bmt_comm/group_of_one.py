@@ -1,0 +1,52 @@
+"""The collectives of a process group "bmt" of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .memory_ranges import copy_between
+from .operation import Operation
+from .work import DONE, Pending, Work
+
+
+class CollectivesOfOneRank:
+    """The collectives of a group of one rank, which takes what groups of several do.
+
+    What a rank copies to itself in a gather, a scatter and an all-gather is copied by ``group_calls.GroupCall``.
+    """
+
+    def all_reduce(self, flat: Tensor, op: str, operation: Operation) -> Work:
+        return DONE
+
+    def reduce(self, flat: Tensor, root: int, op: str, operation: Operation) -> Work:
+        return DONE
+
+    def broadcast(self, flat: Tensor, root: int, operation: Operation) -> Work:
+        return DONE
+
+    def all_gather(self, chunks: Sequence[Tensor], mine: Tensor, operation: Operation) -> Work:
+        return DONE
+
+    def gather(self, chunks: Sequence[Tensor], mine: Tensor, root: int, operation: Operation) -> Work:
+        return DONE
+
+    def scatter(self, mine: Tensor, chunks: Sequence[Tensor], root: int, operation: Operation) -> Work:
+        return DONE
+
+    def reduce_scatter(self, out: Tensor, chunks: Sequence[Tensor], op: str, operation: Operation) -> Work:
+        return Pending([], partial(copy_between, out, chunks[0]), None)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], operation: Operation) -> Work:
+        if outputs[0].nbytes != inputs[0].nbytes:
+            raise ValueError(f"all_to_all: {inputs[0].nbytes} bytes are sent, and the output takes {outputs[0].nbytes}")
+        return Pending([], partial(copy_between, outputs[0].view(torch.uint8), inputs[0].view(torch.uint8)), None)
+
+    def stop(self, why: str) -> None:
+        """Nothing waits."""
+
+    def give_up(self, error: BaseException) -> None:
+        """No other rank waits for this one."""
