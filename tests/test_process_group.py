@@ -772,7 +772,7 @@ def test_a_wait_has_its_limit_though_the_thread_runs_the_collective():
         if dist.get_rank() == 0:
             work = dist.all_reduce(torch.ones(3), async_op=True)
             work.is_completed()
-            while not is_running(ours._progress):
+            while not is_running(ours.progress):
                 time.sleep(1e-3)
             with pytest.raises(RuntimeError, match=r"limit of 0\.3 seconds"):
                 work.wait(datetime.timedelta(seconds=0.3))
