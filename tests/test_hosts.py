@@ -258,8 +258,8 @@ def test_a_wait_has_its_limit_over_hosts(ctx, runs, numel):
         work = dist.all_reduce(values(ctx.rank, numel, torch.float32), group=group, async_op=True)
         if runs != "who waits":
             work.is_completed()
-            while group._progress._running.acquire(blocking=False):  # until the thread runs it
-                group._progress._running.release()
+            while group.progress._running.acquire(blocking=False):  # until the thread runs it
+                group.progress._running.release()
                 time.sleep(1e-3)
         with pytest.raises(RuntimeError):
             work.wait(datetime.timedelta(seconds=0.3))
