@@ -45,7 +45,7 @@ class ShardedStrategy(DDPStrategy):
                 setattr(self.lightning_module, name, bmt.BMTrainModelWrapper(model, zero_level=self.zero_level))
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        replicas = bmt.config["world_size"] // bmt.config["tp_size"]
+        replicas = bmt.config["topology"].replicas
         return super().backward(closure_loss / replicas, *args, **kwargs)
 
 

@@ -11,7 +11,7 @@ from pipe_helpers import DTYPE, WIDTH, make_layers, rows_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from bmt_comm import ParallelContext
+from bmt_comm import ParallelContext, local_rows
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_zero import Block
 
@@ -92,7 +92,8 @@ class Twins:
                 own = dict(self.piped._modules[index].named_parameters())[inner]
                 assert id(own) in mine
                 wanted = rows_of(grad, own) if param.requires_grad else None
-                same(f"{what}: gradient of {name}", own.grad, wanted, tolerance)
+                found = None if own.grad is None else local_rows(own.grad)
+                same(f"{what}: gradient of {name}", found, wanted, tolerance)
         self.plain.zero_grad()
         self.piped.zero_grad()
 

@@ -380,11 +380,11 @@ class GradientReducer:
         The first ones may be zeros: before a layer that begins as zeros, as some adapters do.
         """
         params = self.flat.params
+        indices = [index for index, param in enumerate(params) if not param.sequence_parallel]
         if self._unchecked is None:
-            self._unchecked = [index for index, param in enumerate(params) if not param.sequence_parallel]
+            self._unchecked = indices
         self._passes += 1
         if self._passes & (self._passes - 1) == 0 and self._unchecked:
-            indices = [index for index, param in enumerate(params) if not param.sequence_parallel]
             shapes = [params[index].bmt_slice.shape for index in indices]
             found = [grads[index] for index in indices]
             had_values = check_replicas(shapes, found, current_context().tp, self.flat.communicators)

@@ -368,12 +368,11 @@ _VIEWS = _names("view reshape flatten ravel view_as reshape_as")
 # Operations on the logical parameter also where no gradients are recorded.
 _LOGICAL_WITHOUT_GRADIENTS = _names(
     """
-    __getitem__ __matmul__ __rmatmul__ _foreach_norm addbmm addmm addmv addr all amax amin aminmax any
-    argmax argmin argsort baddbmm bilinear bmm bucketize cat cdist chain_matmul concat conv1d conv2d conv3d
-    conv_transpose1d conv_transpose2d conv_transpose3d corrcoef cosine_similarity count_nonzero cov cross cummax
-    cummin cumprod cumsum det diag dist dot einsum embedding embedding_bag frobenius_norm gather group_norm
-    histc histogram hstack index_select inner item kron kthvalue layer_norm linear linear_cross_entropy logcumsumexp
-    logsumexp
+    __getitem__ __matmul__ __rmatmul__ _foreach_norm addbmm addmm addmv addr all amax amin aminmax any argmax argmin
+    argsort baddbmm bilinear bmm bucketize cat cdist chain_matmul concat conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d corrcoef cosine_similarity count_nonzero cov cross cummax cummin cumprod
+    cumsum det diag dist dot einsum embedding embedding_bag frobenius_norm gather group_norm histc histogram hstack
+    index_select inner item kron kthvalue layer_norm linear linear_cross_entropy logcumsumexp logsumexp
     masked_select matmul max mean median min mm mode multi_dot mv nanmean nanmedian nansum norm nuclear_norm numpy
     outer pdist permute prod qr quantile rms_norm scaled_dot_product_attention select_scatter sort stack std
     std_mean sum svd svd_lowrank t take tensordot tolist topk trace transpose tril triu unique unique_consecutive
