@@ -119,7 +119,7 @@ def _gathered(rows: Tensor, where: Slice) -> Tensor:
         # A sum with zeros: a slice does not say how many rows each of the others has.
         there = torch.zeros(where.tp_shard_shape, dtype=rows.dtype, device=comm.device)
         select_rows(there, where).copy_(rows)
-        comm.all_reduce(there.view(torch.uint8) if rows.dtype == torch.bool else there)
+        comm.all_reduce(there.view(torch.uint8) if rows.dtype == torch.bool else there, label=f"of {where.shape}")
         shard = there.to(rows.device)
     return unshard_tp(shard, where)
 
@@ -576,7 +576,7 @@ def _over_ranks(value: Tensor, part: ShardedRows, combine: Callable[[Tensor], Te
     for comm in part.bmt_slice.communicators:
         there = value.to(comm.device).reshape(1)
         every = there.new_empty(comm.size)
-        comm.all_gather(every, there)
+        comm.all_gather(every, there, label=f"{combine.__name__} of {part.bmt_slice.shape}")
         value = combine(every).to(value.device)
     return value
 
