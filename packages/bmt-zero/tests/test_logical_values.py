@@ -74,7 +74,7 @@ def test_counts(ctx, level):
 @pytest.mark.ranks(2)
 def test_what_would_see_one_ranks_part_only_is_refused(ctx):
     _, block = pair(lambda: nn.Linear(6, 8))
-    start = block.weight.detach().clone()  # this rank's rows
+    start = block.weight.to_local().clone()  # this rank's rows
     with pytest.raises(RuntimeError, match=r"sub would combine this rank's rows of a parameter of shape \(8, 6\)"):
         torch.sub(block.weight, start)
     with torch.no_grad():

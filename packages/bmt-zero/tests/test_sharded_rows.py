@@ -320,9 +320,165 @@ def test_what_does_not_communicate(ctx):
             str(grad), grad.shape, grad.dtype, grad.numel(), grad.is_sparse, len(grad) if grad.dim() else None
             assert hasattr(grad, "norm")
             assert not torch.zeros_like(grad).to_local().any()
-            kept = io.BytesIO()
-            torch.save({"grad": grad * 2}, kept)
-            kept.seek(0)
-            torch.testing.assert_close(torch.load(kept, weights_only=True)["grad"], 2 * grad.to_local())
+            with pytest.raises(TypeError, match="full_tensor"):
+                torch.save({"grad": grad * 2}, io.BytesIO())
+            assert torch.equal(copy.copy(grad).to_local(), grad.to_local())
             copy.deepcopy(grad).to_local().zero_()
             assert grad.to_local().abs().sum() > 0 or not param.to_local().numel()
+
+
+@pytest.mark.ranks(2, 3)
+def test_operations_in_place_that_are_not_elementwise_are_refused(ctx):
+    for _, expected, grad, _, param in gradients(ctx):
+        if expected.dim() < 2 or not grad.bmt_slice.communicators:
+            continue
+        for refused in (
+            lambda x: x.index_fill_(0, torch.tensor([0]), 0.0),
+            lambda x: x.cumsum_(0),
+            lambda x: x.tril_(),
+            lambda x: x.fill_diagonal_(0.0),
+            lambda x: x.t_(),
+            lambda x: x.unsqueeze_(0),
+            lambda x: nn.init.orthogonal_(x) if len(x) else x.t_(),  # which does nothing without elements
+        ):
+            for tensor in (grad, param.detach(), param):
+                with torch.no_grad(), pytest.raises(RuntimeError):
+                    refused(tensor)
+
+
+class Cuts(nn.Module):
+    """Equal shapes, of which each rank has other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.arange(8.0).view(2, 4) + i for i in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * sum((w * w).sum() for w in self.weights)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_of_one_shape_and_other_rows_are_not_combined(ctx):
+    _, block = pair(Cuts, zero_level=3)
+    block(torch.ones(())).backward()
+    a, b, _ = block.parameters()
+    assert a.bmt_slice != b.bmt_slice
+    for combine in (
+        lambda: a.grad.add_(b.grad),
+        lambda: a.detach().copy_(b.detach()),
+        lambda: a.copy_(b),
+        lambda: a.grad * b.grad,
+        lambda: a * b.grad,
+    ):
+        with torch.no_grad(), pytest.raises(ValueError, match="full_tensor"):
+            combine()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_the_meaning_of_shapes_does_not_depend_on_rows(ctx):
+    plain, block = pair(lambda: nn.ParameterDict({"a": torch.randn(8, 6), "b": torch.randn(1, 6), "c": torch.randn(3)}))
+    results = []
+    for model in (plain, block.inner if hasattr(block, "inner") else block):
+        a, b, c = (param.detach() for param in dict(model.named_parameters()).values())
+        x = torch.arange(15.0).view(5, 3)
+        results.append(
+            [
+                a * b,
+                b * a,
+                x * c,
+                a.mean(-1, keepdim=True) * a.mean(0, keepdim=True),
+                b.flatten(),
+                b.flatten(1),
+                c.unsqueeze(-1),
+                a.unsqueeze(1).squeeze(1),
+                a.norm(8),
+                (a * 1e-6).norm(8),
+            ]
+        )
+    for ours, theirs in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(ours.full_tensor() if isinstance(ours, ShardedRows) else ours, theirs)
+    if a.shape != (8, 6):
+        for refused in (lambda: a.reshape(4, -1), lambda: a.unsqueeze(0), lambda: b.squeeze(), lambda: a.view(2, 24)):
+            with pytest.raises(RuntimeError, match="full_tensor"):
+                refused()
+
+
+@pytest.mark.ranks(2, 3)
+def test_rows_that_become_gradients(ctx):
+    """Clipping and the search for infinities see all ranks' rows, whoever made the gradient."""
+    for make in (
+        lambda p: p.grad.clone(),
+        lambda p: p.grad * 1.0,
+        lambda p: p.grad.to_local().clone(),
+        lambda p: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad,
+    ):
+        for _, expected, _, _, param in gradients(ctx):
+            param.grad = make(param)
+            torch.testing.assert_close(param.grad.norm(), expected.norm())
+            with pytest.raises((ValueError, RuntimeError), match="gradient"):
+                param.grad = torch.ones(17)
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_may_return_the_logical_gradient(ctx):
+    plain, block = pair(lambda: nn.Linear(5, 7))
+    for model, share in ((plain, 1), (block, ctx.world_size)):
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad.cumsum(0))
+        (model(torch.ones(2, 5)).sum() / share).backward()
+    for wanted, param in zip(plain.parameters(), block.parameters(), strict=True):
+        torch.testing.assert_close(
+            param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad, wanted.grad
+        )
+
+
+@pytest.mark.ranks(2, 3)
+def test_autograd_is_not_lost(ctx):
+    plain, block = pair(lambda: nn.Linear(5, 7))
+    goal = [p.detach().clone() * 0.5 for p in block.parameters()]
+    for model, aims in ((plain, [p.detach() * 0.5 for p in plain.parameters()]), (block, goal)):
+        distance = sum(((p - aim) ** 2).sum() for p, aim in zip(model.parameters(), aims, strict=True))
+        (distance / (1 if model is plain else ctx.world_size)).backward()
+    for wanted, param in zip(plain.parameters(), block.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
+    weight = block.weight.detach().clone().requires_grad_()
+    for compute in (lambda: weight.sum(), lambda: nn.functional.linear(torch.ones(5), weight), lambda: weight.norm()):
+        with pytest.raises(RuntimeError, match="have no gradients"):
+            compute()
+    x = torch.ones(5, requires_grad=True)
+    nn.functional.linear(x, block.weight.detach()).sum().backward()
+    torch.testing.assert_close(x.grad, plain.weight.detach().sum(0))
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_layer_wise_states_go_on_after_loading(ctx):
+    plain, block = pair(Weights, zero_level=3)
+    params = [list(model.parameters()) for model in (plain, block)]
+    optimizers = [LayerWise(each) for each in params]
+    for step in range(6):
+        if step == 3:
+            states = [optimizer.state_dict() for optimizer in optimizers]
+            optimizers = [LayerWise(each) for each in params]
+            for optimizer, state in zip(optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
+        plain(torch.ones((), dtype=torch.float64)).backward()
+        block(torch.ones((), dtype=torch.float64) / ctx.world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for wanted, got in zip(*params, strict=True):
+        torch.testing.assert_close(got.full_tensor(), wanted)
+
+
+@pytest.mark.ranks(1, 2)
+def test_values_that_are_loaded_may_be_rows(ctx):
+    plain, block = pair(lambda: nn.Linear(5, 7))
+    average = {name: param.detach().clone().mul_(0.5) for name, param in block.named_parameters()}
+    block.load_state_dict(average)
+    for wanted, param in zip(plain.parameters(), block.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), wanted * 0.5)
+    with torch.no_grad():
+        for wanted, param in zip(plain.parameters(), block.parameters(), strict=True):
+            param.copy_(wanted)  # logical
+            param.mul_(wanted > 0)
+            torch.testing.assert_close(param.full_tensor(), wanted * (wanted > 0))

@@ -37,8 +37,16 @@ from .planned import PlannedCommunicator, planned_context
 from .printing import print_block, print_dict, print_rank, see_memory
 from .ranges import named_range
 from .reduce import gather_result, sum_loss, synchronize, wait_loader
-from .sharded_gradient import ShardedGradient, local_rows, noting_gradient, sharded_gradient
-from .sharded_rows import ShardedRows, check_initializer, sharded_rows
+from .sharded_gradient import ShardedGradient, gradient_of, local_rows, noting_gradient, sharded_gradient
+from .sharded_rows import (
+    ShardedRows,
+    check_initializer,
+    in_place,
+    is_in_place,
+    is_optimizer,
+    logical_operands,
+    sharded_rows,
+)
 from .slice import (
     LAYER_ATTRIBUTE,
     SLICE_ATTRIBUTE,
@@ -102,13 +110,18 @@ __all__ = [
     "expected_scale",
     "forget_scale",
     "gather_result",
+    "gradient_of",
+    "in_place",
     "init_distributed",
     "is_dtensor",
+    "is_in_place",
     "is_initialized",
+    "is_optimizer",
     "is_piece",
     "is_stage_local",
     "local_rows",
     "local_tensor",
+    "logical_operands",
     "mark_scaled",
     "named_range",
     "nccl",

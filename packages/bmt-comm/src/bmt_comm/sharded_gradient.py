@@ -8,6 +8,7 @@ Gradients note what is written to them while others wait; see [Note: gradients t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .sharded_rows import ShardedRows, make_rows, reduce_over, spreading_communicators
-from .slice import is_stage_local
+from .slice import is_stage_local, select_rows, tp_shard_of
 
 _OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
 _ADDING = ("add_", "sub_", "_foreach_add_", "_foreach_sub_", "__iadd__", "__isub__")
@@ -52,8 +53,10 @@ class ShardedGradient(ShardedRows):
             return args[0].to_local()  # with the version of this one, which notes what is written
         added: list[ShardedGradient] = []
         if args and name in _ADDING:
-            added = [grad for grad in _written(name, args) if not grad.was_changed]
-        result = super().__torch_function__(func, types, args, kwargs)
+            # A multiple of the gradient itself would have to be one of what waits, too.
+            of_itself = any(isinstance(x, ShardedRows) for x in (*args[1:2], *(kwargs or {}).values()))
+            added = [grad for grad in _written(name, args) if not grad.was_changed and not of_itself]
+        result = cls._operate(func, args, kwargs or {}, sys._getframe(1))
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             reduce_over(args[1], spreading_communicators(args[0]), "max")
         with torch._C.DisableTorchFunctionSubclass():
@@ -76,6 +79,23 @@ def _written(name: str, args: Sequence[Any]) -> list[ShardedGradient]:
 def sharded_gradient(rows: Tensor, like: Any) -> Tensor:
     """This rank's rows, on the same memory, as a gradient of the sharded parameter ``like``, or of that of ``like``."""
     return noting_gradient(rows, like) if like.bmt_slice.communicators or is_stage_local(like) else rows
+
+
+def gradient_of(value: Tensor, param: Any) -> Tensor:
+    """What a script gives a sharded parameter as its gradient: this rank's rows, or the logical gradient.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    where = param.bmt_slice
+    if not isinstance(value, ShardedRows) and tuple(value.shape) == where.shape != where.local_shape:
+        value = select_rows(tp_shard_of(value, where), where).clone()
+    if tuple(value.shape) != where.local_shape:
+        raise ValueError(
+            f"a gradient of shape {tuple(value.shape)} for a parameter of shape {where.shape}, of which this rank has "
+            f"rows of shape {where.local_shape}"
+        )
+    return value if isinstance(value, ShardedGradient) else sharded_gradient(local_rows(value), param)
 
 
 def noting_gradient(rows: Tensor, like: Any) -> ShardedGradient:

@@ -5,14 +5,18 @@
     is these rows as a plain tensor. Reading metadata and printing never communicate. Operations are of five kinds:
 
     - Operations on each element or each row (arithmetic, comparisons, copies, ``flatten``, a mean along the last
-      dimension) give the same rows of the result. Another operand is rows, too, or logical, or is broadcast along the
-      rows; its shape tells which.
+      dimension) give the same rows of the result. Another operand is rows, too, or a logical tensor or number.
     - Norms, ``sum``, ``mean``, ``any``, ``all``, ``count_nonzero`` and extremes of all elements exchange one number.
-    - Views of some elements (``rows[0]``, ``t()``) raise, because a write to them would have to reach other ranks.
-    - In-place operations act on the rows. An index that is written to is one of the logical tensor.
+    - Element-wise in-place operations act on the rows. An index that is written to is one of the logical tensor.
+    - Views of some elements (``rows[0]``, ``t()``) and other in-place operations raise, because a write would have to
+      reach other ranks.
     - Everything else gathers the logical tensor and computes with it.
 
-    In the second and the last kind all ranks that have a part of the tensor must take part.
+    In the second and the last kind all ranks that have a part of the tensor must take part. So the kind follows from
+    what all ranks know: the operation, its numbers, and logical shapes; never from how many rows this rank has.
+
+    ``torch.optim`` is element-wise where it is not refused, so what it calls acts on the rows and gives plain tensors.
+    So do operators of ``torch.ops``, which are kernels.
 """
 
 from __future__ import annotations
@@ -21,12 +25,12 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from .communicator import Communicator
 from .context import current_context, is_initialized
@@ -65,8 +69,14 @@ class ShardedRows(Tensor):
         twin: Tensor = memo[id(self)]
         return twin
 
+    def __copy__(self) -> Tensor:
+        return make_rows(type(self), self.to_local(), self.bmt_slice, is_stage_local(self))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.to_local().__reduce_ex__(protocol)  # a plain tensor: communicators stay in their process
+        raise TypeError(
+            f"one rank's rows of a tensor of shape {self.bmt_slice.shape} cannot be pickled: save full_tensor(), which "
+            f"all ranks must call, or to_local() on each rank"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = self.bmt_slice
@@ -79,22 +89,53 @@ class ShardedRows(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        return cls._operate(func, args, kwargs or {}, sys._getframe(1))
+
+    @classmethod
+    def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: Any) -> Any:
+        """What a function does that ``caller``, a frame, calls."""
         with torch._C.DisableTorchFunctionSubclass():
-            operation = _operation(func, getattr(func, "__name__", ""))
-            if operation is None or not any(
-                part.bmt_slice.communicators or is_stage_local(part) for part in _parts((args, kwargs))
-            ):
+            operation = None if is_optimizer(caller) else _operation(func, getattr(func, "__name__", ""))
+            if operation is None:
                 return func(*args, **kwargs)
+            if not args:
+                args, kwargs = _positional(kwargs)
+            parts = [part for part in _parts((args, kwargs)) if part.bmt_slice.communicators or is_stage_local(part)]
+            if not parts:
+                return func(*args, **kwargs)
+            if operation not in (_copy, _in_place) and torch.is_grad_enabled():
+                for part in parts:
+                    if part.requires_grad:
+                        raise RuntimeError(
+                            f"{func.__name__}: rows of a tensor of shape {part.bmt_slice.shape} have no gradients; "
+                            f"compute with full_tensor().requires_grad_() instead"
+                        )
             result = operation(func, args, kwargs)
             if result is not _GATHER:
                 return result
-            if isinstance(kwargs.get("out"), ShardedRows):
+            if isinstance(kwargs.get("out"), ShardedRows) or kwargs.get("inplace"):
                 return _refused(func, args, kwargs)
-            with torch.no_grad():
-                gather = lambda part: _gathered(part.detach(), part.bmt_slice)  # noqa: E731
-                args, kwargs = tree_map_only(ShardedRows, gather, (args, kwargs))
+            args, kwargs = logical_operands((args, kwargs))
         return func(*args, **kwargs)
+
+
+def is_optimizer(frame: Any) -> bool:
+    """Whether a frame is of ``torch.optim``."""
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.optim")
+
+
+def _positional(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with the first one, which was given by its name, in its place."""
+    first = next((name for name in ("input", "self", "tensor") if name in kwargs), None)
+    if first is None:
+        return (), kwargs
+    return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+
+
+def logical_operands(values: Any) -> Any:
+    """Nested arguments with gathered tensors in the places of sharded ones. Every rank must call this."""
+    with torch.no_grad():
+        return tree_map_only(ShardedRows, lambda part: _gathered(part.detach(), part.bmt_slice), values)
 
 
 def sharded_rows(rows: Tensor, like: Any) -> Tensor:
@@ -168,10 +209,10 @@ _RANDOM = _names(
     """
 )
 # Functions of torch.nn.init whose values depend on all dimensions of a matrix, or that leave out a rank without rows.
-_INITIALIZERS_OF_MATRICES = _names("kaiming_normal_ orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
+_INITIALIZERS_OF_MATRICES = _names("dirac_ eye_ kaiming_normal_ orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
 _RANDOM_COPIES = _names("rand_like randint_like randn_like")
 _GATHERED = _names("bernoulli binomial dropout normal poisson")  # all ranks draw the same numbers
-_RESHAPED = _names("flatten ravel reshape reshape_as view view_as squeeze unsqueeze")
+_RESHAPED = _names("flatten ravel reshape reshape_as squeeze unsqueeze view view_as")
 _VIEWS = _names(
     """
     chunk diagonal expand expand_as hsplit mT movedim moveaxis narrow permute select split
@@ -192,6 +233,8 @@ def _is_elementwise(name: str) -> bool:
 
 def _operation(func: Any, name: str) -> _Operation | None:
     """What is done for a function; ``None``: it acts on this rank's rows."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return None
     if name == "__get__":
         attribute = getattr(func.__self__, "__name__", "")
         return _attribute if attribute in _TRANSPOSED else None
@@ -222,19 +265,24 @@ def _operation_of(name: str) -> _Operation | None:
         return _refused
     if name.startswith("_foreach") and not name.endswith("_"):
         return _of_lists
-    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS:
-        return _in_place if not name.startswith("_") or name in _IN_PLACE_OPERATORS else None
-    if _is_elementwise(name):
-        return _rowwise
     if name.startswith("_") and not name.startswith("__"):
         return None  # torch's internal functions
-    return _gather
+    if is_in_place(name):
+        is_local = name in _IN_PLACE_OPERATORS or name in _IN_PLACE or _is_elementwise(name[:-1])
+        return _in_place if is_local else _refused
+    return _rowwise if _is_elementwise(name) else _gather
 
 
 _TRANSPOSED = _names("T mT H mH")
+_IN_PLACE = _names("apply_ constant_ copy_ detach_ fill_ map_ ones_ requires_grad_ share_memory_ zero_ zeros_")
 _IN_PLACE_OPERATORS = _names(
     "__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__"
 )
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
 
 
 def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,13 +291,18 @@ def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _parts(values: Any) -> list[ShardedRows]:
     """The sharded tensors among arguments, in their order."""
-    if isinstance(values, ShardedRows):
-        return [values]
+    return [leaf for leaf in _leaves(values) if isinstance(leaf, ShardedRows)]
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    """What tuples, lists and dicts hold; torch's pytree does the same slower."""
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, (list, tuple)):
-        return []
-    return [part for value in values for part in _parts(value)]
+        yield values
+        return
+    for value in values:
+        yield from _leaves(value)
 
 
 def _wrapped(result: Any, like: ShardedRows, where: Slice) -> Any:
@@ -258,17 +311,11 @@ def _wrapped(result: Any, like: ShardedRows, where: Slice) -> Any:
     def wrap(rows: Tensor) -> Tensor:
         if isinstance(rows, ShardedRows):
             return rows
-        if rows.shape == where.local_shape:
-            return make_rows(ShardedRows, rows, where, is_stage_local(like))
-        if not _has_plain_rows(where) or not rows.dim() or rows.shape[0] != where.row_stop - where.row_start:
-            raise RuntimeError(
-                f"this rank's rows [{where.row_start}, {where.row_stop}) of a tensor of shape {where.shape} would "
-                f"become a tensor of shape {tuple(rows.shape)}: combine full_tensor(), or to_local() of each"
-            )
-        shape = (where.shape[0], *rows.shape[1:])
-        return make_rows(ShardedRows, rows, dataclasses.replace(where, shape=shape), is_stage_local(like))
+        same = rows.shape == where.local_shape
+        part = where if same else dataclasses.replace(where, shape=(where.shape[0], *rows.shape[1:]))
+        return make_rows(ShardedRows, rows, part, is_stage_local(like))
 
-    return tree_map_only(Tensor, wrap, result)
+    return wrap(result) if isinstance(result, Tensor) else tree_map_only(Tensor, wrap, result)
 
 
 def _has_plain_rows(where: Slice) -> bool:
@@ -276,62 +323,77 @@ def _has_plain_rows(where: Slice) -> bool:
     return where.row_dims == 1 and where.tp_dim is None and bool(where.shape)
 
 
-def _rows_like(other: Tensor, where: Slice) -> Tensor:
-    """What of another operand meets this rank's rows.
+def _rows_like(other: Tensor, where: Slice) -> Any:
+    """What of another operand meets this rank's rows; ``_GATHER``: the result has more elements than the tensor.
 
     Raises:
-        ValueError: it is neither rows nor logical, nor broadcast along the rows.
+        ValueError: it is neither logical nor rows, or may be both.
     """
-    local = where.local_shape
-    if not other.dim() or other.shape == local:
+    local, shape = where.local_shape, tuple(other.shape)
+    if not shape:
         return other
-    if other.dim() <= len(local) and all(
-        size in (1, wanted) for size, wanted in zip(other.shape[::-1], local[::-1], strict=False)
-    ):
-        return other
-    if (
-        other.dim() == len(where.shape)
-        and _has_plain_rows(where)
-        and other.shape[0] == where.row_stop - where.row_start
-    ):
-        return other  # rows with other dimensions behind: (rows, 1) with (rows, n), say
     try:
-        logical = other.expand(where.shape)
+        together = torch.broadcast_shapes(shape, where.shape)
     except RuntimeError as error:
+        if shape == local:
+            return other
         raise ValueError(
-            f"an operand of shape {tuple(other.shape)} is neither logical, of shape {where.shape}, nor of this rank's "
-            f"rows, of shape {local}"
+            f"an operand of shape {shape} is neither logical, of shape {where.shape}, nor of this rank's rows, of "
+            f"shape {local}"
         ) from error
-    return select_rows(tp_shard_of(logical, where), where)
+    if together != where.shape:
+        return other if shape == local else _GATHER
+    if where.row_dims > 1 and shape == local:
+        raise ValueError(f"an operand of shape {shape} may be rows, or one matrix for all of shape {where.shape}")
+    if _has_plain_rows(where) and (len(shape) < len(where.shape) or shape[0] == 1):
+        return other
+    return select_rows(tp_shard_of(other.expand(where.shape), where), where)
 
 
-def _check_same_rows(parts: Sequence[ShardedRows]) -> Slice:
-    """The slice of the part with most dimensions and elements, if all have the same rows."""
-    where = max((part.bmt_slice for part in parts), key=lambda each: (len(each.shape), math.prod(each.shape)))
-    for part in parts:
-        own = part.bmt_slice
-        if (own.row_start, own.row_stop, own.row_comm) != (where.row_start, where.row_stop, where.row_comm):
+def _check_same_cut(tensors: Sequence[Tensor]) -> None:
+    """Raise unless this rank has the same rows of all sharded tensors, parameters included."""
+    cuts = [tensor.bmt_slice for tensor in tensors if hasattr(tensor, "bmt_slice")]
+    for own in cuts[1:]:
+        if (own.row_start, own.row_stop, own.row_comm) != (cuts[0].row_start, cuts[0].row_stop, cuts[0].row_comm):
             raise ValueError(
                 f"this rank has rows [{own.row_start}, {own.row_stop}) of a tensor of shape {own.shape} and rows "
-                f"[{where.row_start}, {where.row_stop}) of one of shape {where.shape}: combine full_tensor() of both"
+                f"[{cuts[0].row_start}, {cuts[0].row_stop}) of one of shape {cuts[0].shape}: combine full_tensor() of "
+                f"both"
             )
-    return where
+
+
+def _operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Slice | None]:
+    """Arguments that meet each other row by row, and what the result is; None: they must be gathered."""
+    tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    slices = [tensor.bmt_slice for tensor in tensors if hasattr(tensor, "bmt_slice")]
+    where = slices[0]
+    if any(each.shape != where.shape for each in slices):
+        try:
+            shape = torch.broadcast_shapes(*(each.shape for each in slices))
+        except RuntimeError:
+            return args, kwargs, None  # torch says what does not fit
+        if any(
+            not _has_plain_rows(each) or len(each.shape) != len(shape) or each.shape[0] != shape[0] for each in slices
+        ):
+            return args, kwargs, None
+        where = dataclasses.replace(where, shape=tuple(shape))
+    if len(tensors) > len(slices) and any(t.dim() for t in tensors if not hasattr(t, "bmt_slice")):
+        met = {id(t): t if hasattr(t, "bmt_slice") else _rows_like(t, where) for t in tensors}
+        if any(each is _GATHER for each in met.values()):
+            return args, kwargs, None
+        args, kwargs = tree_map_only(Tensor, lambda t: met[id(t)], (args, kwargs))
+    _check_same_cut(tensors)
+    return args, kwargs, where
 
 
 def _rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs.get("out") is not None:
-        return func(*args, **kwargs)
     parts = _parts((args, kwargs))
-    where = _check_same_rows(parts)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))):
-        raise RuntimeError(
-            f"{func.__name__} would combine this rank's rows of a tensor of shape {where.shape} with a tensor that "
-            f"requires gradients: compute under torch.no_grad(), or combine full_tensor()"
-        )
-    args, kwargs = tree_map_only(
-        Tensor, lambda x: x if hasattr(x, "bmt_slice") else _rows_like(x, where), (args, kwargs)
-    )
-    return _wrapped(func(*args, **kwargs), parts[0], where)
+    if kwargs.get("out") is not None:
+        return _refused(func, args, kwargs)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in _leaves((args, kwargs))):
+        return _GATHER  # autograd would see this rank's part
+    args, kwargs, where = _operands(func, args, kwargs)
+    return _GATHER if where is None else _wrapped(func(*args, **kwargs), parts[0], where)
 
 
 def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -354,14 +416,13 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The logical tensor is filled, alike on all ranks."""
-    part = args[0] if args else kwargs.get("tensor")
+    part = args[0]
     if not isinstance(part, ShardedRows):
         return func(*args, **kwargs)
     where, in_place = part.bmt_slice, func.__name__ in _RANDOM
     if in_place:
         check_initializer(where)
-    values = torch.empty(where.shape, dtype=part.dtype, device=part.device)
-    values = func(values, *args[1:], **kwargs) if args else func(**{**kwargs, "tensor": values})
+    values = func(torch.empty(where.shape, dtype=part.dtype, device=part.device), *args[1:], **kwargs)
     rows = select_rows(tp_shard_of(values, where), where)
     if in_place:
         with torch.no_grad():
@@ -390,30 +451,43 @@ def check_initializer(where: Slice) -> None:
         frame = frame.f_back
 
 
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An in-place operation of a sharded parameter, or with one.
+
+    Raises:
+        RuntimeError: it is not element-wise.
+        ValueError: an operand has another shape, or this rank has other rows of it.
+    """
+    if not any(leaf.bmt_slice.communicators for leaf in _leaves((args, kwargs)) if hasattr(leaf, "bmt_slice")):
+        return func(*args, **kwargs)
+    refused = _operation_of(func.__name__) is _refused
+    return (_refused if refused else _in_place)(func, args, kwargs)
+
+
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target, others = args[0], args[1:]
-    if isinstance(target, ShardedRows):
-        where = target.bmt_slice
-        if any(isinstance(x, Tensor) and x.dim() and x.shape != target.shape for x in (*others, *kwargs.values())):
-            others, kwargs = tree_map_only(
-                Tensor, lambda x: x if hasattr(x, "bmt_slice") else _rows_like(x, where), (others, kwargs)
-            )
-    elif isinstance(target, Tensor) and not hasattr(target, "bmt_slice"):
-        for part in _parts((others, kwargs)):
-            if part.shape != target.shape and part.dim():
+    target, others = args[0], [leaf for leaf in _leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
+    if not hasattr(target, "bmt_slice"):
+        for part in others:
+            if hasattr(part, "bmt_slice") and part.shape != target.shape and part.dim():
                 raise RuntimeError(
                     f"{func.__name__} would combine a tensor of shape {tuple(target.shape)} with this rank's rows "
                     f"{tuple(part.shape)} of one of shape {part.bmt_slice.shape}: combine full_tensor()"
                 )
-    return func(target, *others, **kwargs)
+    elif any(other.dim() for other in others):
+        args, kwargs, where = _operands(func, args, kwargs)
+        if where is None or where.shape != target.bmt_slice.shape:
+            raise ValueError(
+                f"{func.__name__} of a tensor of shape {target.bmt_slice.shape} with one that it cannot be combined "
+                f"with in place: combine with full_tensor() of it"
+            )
+    return func(*args, **kwargs)
 
 
 # --- views --------------------------------------------------------------------------------------------------------
 
 
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    part = _parts((args, kwargs))[0]
-    where = part.bmt_slice
+    where = next(leaf.bmt_slice for leaf in _leaves((args, kwargs)) if hasattr(leaf, "bmt_slice"))
     raise RuntimeError(
         f"{func.__name__} of this rank's rows [{where.row_start}, {where.row_stop}) of a tensor of shape "
         f"{where.shape}: use full_tensor(), which all ranks must call, to read the logical tensor, and to_local() to "
@@ -427,45 +501,48 @@ def _attribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _reshaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    part = args[0]
+    part, name = args[0], func.__name__
     if not isinstance(part, ShardedRows):
         return func(*args, **kwargs)  # view_as and reshape_as of this rank's shape
-    where = part.bmt_slice
-    asked = [int(n) for n in tree_leaves(args[1:]) if isinstance(n, int)]
-    if func.__name__ in ("view", "reshape") and asked == list(where.shape):
+    where, given = part.bmt_slice, [*args[1:], *kwargs.values()]
+    check_initializer(where)
+    if name in ("view_as", "reshape_as"):
+        given = list(getattr(given[0], "bmt_slice", given[0]).shape)
+    sizes = list(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    numel, dims = math.prod(where.shape), len(where.shape)
+    if name in ("view", "reshape", "view_as", "reshape_as") and sizes == list(where.shape):
         return part
-    if where.tp_dim is not None:
-        return _refused(func, args, kwargs)
-    if func.__name__ == "squeeze" and len(args) + len(kwargs) == 1:  # this rank may have one row of several
-        args = (part, tuple(dim for dim in range(1, part.dim()) if part.shape[dim] == 1))
-    if asked[:1] == [0] and asked.count(-1) == 1 and not part.numel():  # torch cannot tell the size of no elements
-        rest = where.row_numel // max(1, -math.prod(asked[1:]))
-        args = (part, [rest if size == -1 else size for size in asked])
-    rows = func(*args, **kwargs)
-    if rows.dim() == 1 and (
-        rows.shape != where.local_shape or not where.shape
-    ):  # the elements of rows lie one after the other
-        size = where.row_numel
-        flat = Slice((math.prod(where.shape),), where.row_start * size, where.row_stop * size, where.row_comm)
+    is_flat = (
+        sizes in ([-1], [numel])
+        if name in ("view", "reshape", "view_as", "reshape_as")
+        else (name == "ravel" or (name == "flatten" and (not given or given in ([0], [0, -1]))))
+    )
+    if is_flat and where.tp_dim is None:  # the elements of rows lie one after the other
+        rows, size = part.detach().reshape(-1), where.row_numel
+        flat = Slice((numel,), where.row_start * size, where.row_stop * size, where.row_comm)
         return make_rows(ShardedRows, rows, flat, is_stage_local(part))
-    if rows.shape != where.local_shape and (not _has_plain_rows(where) or rows.shape[:1] != where.local_shape[:1]):
-        return _refused(func, args, kwargs)
-    return _wrapped(rows, part, where)
+    if name in ("flatten", "squeeze", "unsqueeze") and _has_plain_rows(where) and given:
+        every = [dim for each in given for dim in (each if isinstance(each, (tuple, list)) else [each])]
+        added = 1 if name == "unsqueeze" else 0
+        if all(isinstance(dim, int) and dim % (dims + added) for dim in every):  # not the first
+            return _wrapped(func(*args, **kwargs), part, where)
+    return _refused(func, args, kwargs)
 
 
 def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, index = args[:2]
     if not isinstance(target, ShardedRows):
-        if isinstance(index, ShardedRows):  # the mask of a plain tensor
-            return _GATHER
+        if _parts(index):  # of a plain tensor
+            return _GATHER if func.__name__ == "__getitem__" else _refused(func, args, kwargs)
         return func(*args, **kwargs)
     where = target.bmt_slice
+    check_initializer(where)
     every = (list(index) or [Ellipsis]) if isinstance(index, tuple) else [index]
     is_basic = all(each is None or each is Ellipsis or isinstance(each, (int, slice)) for each in every)
     is_all = every[0] is Ellipsis or (isinstance(every[0], slice) and every[0] == slice(None))
     is_rowwise = is_basic and is_all and (len(every) == 1 or (every[0] is not Ellipsis and _has_plain_rows(where)))
     if func.__name__ == "__setitem__":
-        value, is_mask = args[2], isinstance(index, ShardedRows) and index.shape == target.shape
+        value, is_mask = args[2], isinstance(index, ShardedRows) and index.bmt_slice == where
         is_local = isinstance(value, ShardedRows) or not isinstance(value, Tensor) or not value.dim()
         return func(*args) if (is_rowwise or is_mask) and is_local else _set_items(target, index, value)
     if is_rowwise:
@@ -478,10 +555,7 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _set_items(target: ShardedRows, index: Any, value: Any) -> None:
     """Each rank writes its part of what an index of the logical tensor refers to."""
     where = target.bmt_slice
-    if _parts((index, value)):
-        raise RuntimeError(
-            f"an index of a tensor of shape {where.shape} with rows of another one: take full_tensor() of these"
-        )
+    index, value = logical_operands((index, value))
     chosen = torch.zeros(where.shape, dtype=torch.bool, device=target.device)
     chosen[index] = True
     values = torch.zeros(where.shape, dtype=target.dtype, device=target.device)
@@ -504,7 +578,7 @@ def _dims(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func.__name__
-    part = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    part = args[0]
     if not isinstance(part, ShardedRows) or kwargs.get("out") is not None:
         return _GATHER  # of another argument, an index for example
     where = part.bmt_slice
@@ -581,11 +655,11 @@ def _over_ranks(value: Tensor, part: ShardedRows, combine: Callable[[Tensor], Te
     return value
 
 
-def _comparison(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _comparison(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     part = _parts((args, kwargs))[0]
     compare = torch.eq if func.__name__ == "equal" else torch.isclose
     same: Any = _rowwise(compare, args, kwargs)
-    return bool(_over_ranks(same.detach().all(), part, torch.all))
+    return same if same is _GATHER else bool(_over_ranks(same.detach().all(), part, torch.all))
 
 
 def _is_deterministic() -> bool:
@@ -646,7 +720,9 @@ def _norm(
 
 def _power(rows: Tensor, order: float) -> Tensor:
     """What is added up, or compared, over ranks for a norm: 0-dim, fp32 or wider."""
-    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    # High powers of numbers that fp32 holds need not be.
+    dtype = torch.float32 if order in (0, 1, 2) or abs(order) == float("inf") else torch.float64
+    dtype = torch.promote_types(dtype, rows.dtype) if rows.dtype == torch.float64 else dtype
     if not rows.numel():
         return torch.full((), float("inf") if order == -float("inf") else 0.0, dtype=dtype, device=rows.device)
     norm = torch.linalg.vector_norm(rows, order, dtype=dtype)

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from bmt_comm import ShardedGradient, local_rows, noting_gradient, sharded_gradient
+from bmt_comm import ShardedGradient, gradient_of, local_rows, noting_gradient, sharded_gradient
 
 from .flat_parameter import FlatParameter
 
@@ -60,7 +60,7 @@ class ParameterGradients:
                 with torch._C._EnableTorchFunction():
                     for hook in list(param._backward_hooks.values()):
                         result = hook(new)
-                        new = new if result is None else result
+                        new = new if result is None else gradient_of(result, param)
             if param._post_accumulate_grad_hooks:
                 hooked.append(param)
             before = param.grad

@@ -32,7 +32,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from bmt_comm import ShardedRows, Slice, check_initializer, select_rows, sharded_rows, tp_shard_of, unshard_tp
+from bmt_comm import (
+    ShardedRows,
+    Slice,
+    check_initializer,
+    gradient_of,
+    in_place,
+    is_in_place,
+    is_optimizer,
+    logical_operands,
+    select_rows,
+    sharded_rows,
+    tp_shard_of,
+    unshard_tp,
+)
 
 
 class ShardedParameter(nn.Parameter):
@@ -192,10 +205,13 @@ class ShardedParameter(nn.Parameter):
                 with torch._C._EnableTorchFunction():
                     rows[args[1]] = args[2]
                 return None
-            if name in _LIKE and not _is_called_by_optimizer():
-                return ShardedRows.__torch_function__(
-                    func, types, (sharded_rows(args[0].detach(), args[0]), *args[1:]), kwargs
-                )
+            if name == "__set__" and func.__self__ is Tensor.grad and args[1] is not None:
+                return func(args[0], gradient_of(args[1], args[0]))
+            if is_optimizer(sys._getframe(1)):  # element-wise, or refused
+                return func(*args, **kwargs)
+            if name in _LIKE and args:
+                args = (sharded_rows(args[0].detach(), args[0]), *args[1:])
+                return ShardedRows.__torch_function__(func, types, args, kwargs)
             if name == "__set__" and func.__self__ is Tensor.data:
                 param, value = args
                 if _is_same_memory(param, value):  # as of a move that changes nothing
@@ -206,8 +222,12 @@ class ShardedParameter(nn.Parameter):
             if name == "__get__" and getattr(func.__self__, "__name__", "") in _TRANSPOSED:
                 if not _is_readable_transposed(args[0], func.__self__.__name__):
                     return func(*args, **kwargs)
-            elif _are_rows_combined(name, (args, kwargs)):
-                return ShardedRows.__torch_function__(func, types, args, kwargs)
+            elif is_in_place(name) and not name.startswith("_foreach") and name not in _RANDOM and args:
+                return in_place(func, args, kwargs)
+            elif name not in _LOCAL and any(isinstance(leaf, ShardedRows) for leaf in tree_leaves((args, kwargs))):
+                if not torch.is_grad_enabled():
+                    return ShardedRows.__torch_function__(func, types, args, kwargs)
+                args, kwargs = logical_operands((args, kwargs))
             elif name in _LOCAL or not _means_logical(name, args):
                 return func(*args, **kwargs)
             logical = _shard_or_logical if name in _PRODUCTS else _logical
@@ -296,11 +316,6 @@ def _is_readable_transposed(param: ShardedParameter, name: str) -> bool:
     return True
 
 
-def _is_called_by_optimizer() -> bool:
-    """Whether the function that is called on a parameter is called by ``torch.optim``, whose states are plain rows."""
-    return sys._getframe(2).f_globals.get("__name__", "").startswith("torch.optim")
-
-
 def _in_optimizer_step() -> bool:
     """Whether a step of a ``torch.optim.Optimizer`` is among the callers."""
     frame: Any = sys._getframe(1)
@@ -379,15 +394,6 @@ _LOGICAL_WITHOUT_GRADIENTS = _names(
     unbind var var_mean vecdot vector_norm matrix_norm vstack
     """
 )
-
-
-def _are_rows_combined(name: str, values: Any) -> bool:
-    """Whether an operation of this name, which makes new tensors, has rows of a gradient among its operands."""
-    if name in _LOCAL or (name.endswith("_") and not name.endswith("__")):
-        return False
-    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-    recorded = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    return not recorded and any(isinstance(leaf, ShardedRows) for leaf in leaves)
 
 
 def _may_mean_either(param: ShardedParameter, other: Tensor) -> bool:

@@ -304,6 +304,8 @@ def shard_entry(param: nn.Parameter | None, state_dict: dict[str, Any], name: st
     if not isinstance(param, ShardedParameter) or not isinstance(value, Tensor):
         return
     wanted = param.bmt_slice.shape
+    if isinstance(value, ShardedRows):
+        value = value.full_tensor()
     if tuple(value.shape) != wanted:
         errors.append(f"size mismatch for {name}: the entry has shape {tuple(value.shape)}, the model {wanted}")
         state_dict[name] = param.to_local()  # its present values
@@ -393,6 +395,7 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
         raise TypeError(f"state_dict must be a mapping of names to tensors, not {type(state_dict).__name__}")
     # Not the caller's parameters: assigning changes their requires_grad.
     detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
+    detached = {k: v.full_tensor() if isinstance(v, ShardedRows) else v for k, v in detached.items()}
     entries = with_versions(detached, versions_of(state_dict))
     places = _places(model)
     for place in places:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from bmt_comm import Slice, refuse_whole_layer_optimizers, unshard_tp
+from bmt_comm import ShardedRows, Slice, refuse_whole_layer_optimizers, sharded_rows, unshard_tp
 
 from .sharded_parameter import ShardedParameter
 from .state import rows_of_logical
@@ -60,7 +60,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         optimizer.register_state_dict_post_hook(_with_logical_states)
         optimizer.register_load_state_dict_pre_hook(_with_rows)
     for param in params:
-        _shard_states(param, optimizer.state.get(param, {}))
+        _shard_states(optimizer, param, optimizer.state.get(param, {}), were_loaded=seen is None)
 
 
 _before_step.bmt_for_others = True  # type: ignore[attr-defined]  # bmt_optim's optimizers may step without it
@@ -74,17 +74,24 @@ def _sharded(optimizer: Optimizer) -> Iterator[tuple[int, ShardedParameter]]:
             yield number, param
 
 
-def _shard_states(param: ShardedParameter, states: dict[str, Any]) -> None:
-    """Replace logical states by this rank's rows."""
-    where = param.bmt_slice
+def _shard_states(optimizer: Optimizer, param: ShardedParameter, states: dict[str, Any], were_loaded: bool) -> None:
+    """Replace logical states by this rank's rows: plain tensors in torch's own optimizers, which are faster.
+
+    Args:
+        were_loaded: whether all states of the logical shape are logical; on a rank with all rows others have it, too.
+    """
+    where, is_torch = param.bmt_slice, type(optimizer).__module__.startswith("torch.optim")
     for name, value in states.items():
-        if _is_per_element(name, value, where) and tuple(value.shape) == where.shape != where.local_shape:
-            states[name] = rows_of_logical(param, value).clone()
+        if _is_per_element(name, value, where) and tuple(value.shape) == where.shape:
+            rows = value if where.shape == where.local_shape else rows_of_logical(param, value).clone()
+            states[name] = sharded_rows(rows, param) if were_loaded and not is_torch else rows
 
 
 def _is_per_element(name: str, value: Any, where: Slice) -> bool:
     """Whether a state has a value for each element of a parameter; the alternative is one for all of it."""
     if not isinstance(value, Tensor):
+        return False
+    if tuple(value.shape) == (1,) and len(where.shape) != 1:  # a number
         return False
     return bool(value.dim()) if where.shape else name not in OF_A_PARAMETER
 
@@ -95,7 +102,7 @@ def _with_rows(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers or names
     for number, param in _sharded(optimizer):
         if number < len(keys):  # otherwise torch raises
-            _shard_states(param, states.get(keys[number], {}))
+            _shard_states(optimizer, param, states.get(keys[number], {}), were_loaded=True)
     return {**state_dict, "state": states}
 
 
@@ -114,6 +121,8 @@ def _logical_states(param: ShardedParameter, states: dict[str, Any]) -> dict[str
     for name, value in states.items():
         if not _is_per_element(name, value, where):
             logical[name] = value
+        elif isinstance(value, ShardedRows):
+            logical[name] = value.full_tensor()
         elif tuple(value.shape) == where.local_shape:
             logical[name] = unshard_tp(param.handle.unshard_stored(value), where).to(value.device)
         else:
