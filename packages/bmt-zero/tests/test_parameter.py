@@ -34,7 +34,7 @@ def test_holds_rows_and_gathers_the_whole(ctx: Any, shape: tuple[int, ...]) -> N
     assert held[-1][1] == found.tp_shard_rows
     assert all(a[1] == b[0] for a, b in itertools.pairwise(held))
     rows = data.reshape(found.tp_shard_rows, *found.row_shape)[found.row_start : found.row_stop]
-    assert torch.equal(param.detach(), rows.reshape(param.shape))
+    assert torch.equal(param.to_local(), rows.reshape(param.shape))
     whole = param.gather()
     assert whole.shape == data.shape
     assert torch.equal(whole, data)
