@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sharded_rows import ShardedRows, make_rows, reduce_over, spreading_communicators
+from .row_reductions import reduce_over, spreading_communicators
+from .sharded_rows import ShardedRows, make_rows
 from .slice import is_stage_local, select_rows, tp_shard_of
 
 _OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
