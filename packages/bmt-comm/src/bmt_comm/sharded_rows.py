@@ -590,7 +590,7 @@ def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dims = _dims(name, args, kwargs)
     if dims is not None:
         given = [dims] if isinstance(dims, int) else dims
-        if part.dim() != len(where.shape) and any(isinstance(dim, int) and dim >= 0 for dim in given):
+        if where.row_dims > 1 and any(isinstance(dim, int) and dim >= 0 for dim in given):
             raise ValueError(
                 f"{name}: dim={dims} of rows of shape {tuple(part.shape)}, of a tensor of shape {where.shape}: count "
                 f"dimensions from the end, or take full_tensor()"
