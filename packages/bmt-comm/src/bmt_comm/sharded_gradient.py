@@ -8,7 +8,6 @@ Gradients note what is written to them while others wait; see [Note: gradients t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .row_reductions import reduce_over, spreading_communicators
-from .sharded_rows import ShardedRows, make_rows
+from .sharded_rows import ShardedRows, is_called_by_optimizer, make_rows
 from .slice import is_stage_local, select_rows, tp_shard_of
 
 _OVERWRITING = ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_")
@@ -57,7 +56,7 @@ class ShardedGradient(ShardedRows):
             # A multiple of the gradient itself would have to be one of what waits, too.
             of_itself = any(isinstance(x, ShardedRows) for x in (*args[1:2], *(kwargs or {}).values()))
             added = [grad for grad in _written(name, args) if not grad.was_changed and not of_itself]
-        result = cls._operate(func, args, kwargs or {}, sys._getframe(1))
+        result = cls._operate(func, args, kwargs or {}, is_called_by_optimizer())
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             reduce_over(args[1], spreading_communicators(args[0]), "max")
         with torch._C.DisableTorchFunctionSubclass():

@@ -88,13 +88,12 @@ class ShardedRows(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return cls._operate(func, args, kwargs or {}, sys._getframe(1))
+        return cls._operate(func, args, kwargs or {}, is_called_by_optimizer())
 
     @classmethod
-    def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: Any) -> Any:
-        """What a function does that ``caller``, a frame, calls."""
+    def _operate(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_optimizer: bool) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            operation = None if is_optimizer(caller) else _operation(func, getattr(func, "__name__", ""))
+            operation = None if by_optimizer else _operation(func, getattr(func, "__name__", ""))
             if operation is None:
                 return func(*args, **kwargs)
             if not args:
@@ -118,9 +117,11 @@ class ShardedRows(Tensor):
         return func(*args, **kwargs)
 
 
-def is_optimizer(frame: Any) -> bool:
-    """Whether a frame is of ``torch.optim``."""
-    return str(frame.f_globals.get("__name__", "")).startswith("torch.optim")
+def is_called_by_optimizer() -> bool:
+    """Whether ``torch.optim`` has called what the ``__torch_function__`` that asks this stands for."""
+    if torch.compiler.is_compiling():  # which cannot see frames
+        return False
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torch.optim")
 
 
 def _positional(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -342,7 +343,7 @@ def _rows_like(other: Tensor, where: Slice) -> Any:
         ) from error
     if together != where.shape:
         return other if shape == local else _GATHER
-    if where.row_dims > 1 and shape == local:
+    if where.row_dims > 1 and where.shape[0] > 1 and shape == local:
         raise ValueError(f"an operand of shape {shape} may be rows, or one matrix for all of shape {where.shape}")
     if _has_plain_rows(where) and (len(shape) < len(where.shape) or shape[0] == 1):
         return other

@@ -38,8 +38,8 @@ from bmt_comm import (
     check_initializer,
     gradient_of,
     in_place,
+    is_called_by_optimizer,
     is_in_place,
-    is_optimizer,
     logical_operands,
     select_rows,
     sharded_rows,
@@ -207,7 +207,7 @@ class ShardedParameter(nn.Parameter):
                 return None
             if name == "__set__" and func.__self__ is Tensor.grad and args[1] is not None:
                 return func(args[0], gradient_of(args[1], args[0]))
-            if is_optimizer(sys._getframe(1)):  # element-wise, or refused
+            if is_called_by_optimizer():  # element-wise, or refused
                 return func(*args, **kwargs)
             if name in _LIKE and args:
                 args = (sharded_rows(args[0].detach(), args[0]), *args[1:])

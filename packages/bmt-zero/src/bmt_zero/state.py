@@ -178,7 +178,7 @@ def _identity(value: Any) -> Any:
 def write_logical(param: ShardedParameter, values: Tensor) -> None:
     """Set this rank's rows of a parameter from its logical tensor."""
     with torch.no_grad():
-        param.copy_(rows_of_logical(param, values))
+        param.to_local().copy_(rows_of_logical(param, values))
     param.awaits_values = False
 
 
