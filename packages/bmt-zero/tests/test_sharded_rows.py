@@ -482,3 +482,41 @@ def test_values_that_are_loaded_may_be_rows(ctx):
             param.copy_(wanted)  # logical
             param.mul_(wanted > 0)
             torch.testing.assert_close(param.full_tensor(), wanted * (wanted > 0))
+
+
+@pytest.mark.ranks(2)
+def test_the_search_for_infinities_in_copies_of_gradients(ctx):
+    """Master weights of another dtype, whose gradients are copies."""
+    _, block = pair(lambda: nn.Linear(5, 8, bias=False))
+    masters = [nn.Parameter(p.detach().clone().double()) for p in block.parameters()]
+    optimizer, scaler = torch.optim.SGD(masters, lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(block(torch.ones(2, 5)).sum()).backward()
+    if ctx.rank == 1:
+        block.weight.grad.to_local().fill_(math.inf)
+    for master, param in zip(masters, block.parameters(), strict=True):
+        master.grad = param.grad.double()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    twin = copy.deepcopy(masters[0])
+    assert twin.requires_grad
+    assert isinstance(twin, nn.Parameter)
+
+
+@pytest.mark.ranks(2, 3)
+def test_scalars_and_packed_experts_as_operands(ctx):
+    shapes = {"scalar": (), "experts": (2, 3, 4)}
+    _, block = pair(lambda: nn.ParameterDict({name: torch.ones(shape) * 3 for name, shape in shapes.items()}))
+    scalar, experts = block.scalar, block.experts
+    with torch.no_grad():
+        experts.add_(torch.ones_like(experts.to_local()))  # this rank's rows, however many
+        torch.testing.assert_close(experts.full_tensor(), torch.full((2, 3, 4), 4.0))
+        torch.testing.assert_close((experts.detach() * scalar.detach()), torch.full((2, 3, 4), 12.0))
+        with pytest.raises(ValueError, match="full_tensor"):
+            experts.mul_(scalar)
+        torch.testing.assert_close(scalar.detach().sum(), torch.tensor(3.0))
+        kept = torch.linalg.vector_norm(experts.detach(), 2, None, True)
+        assert kept.shape == (1, 1, 1)
+        for write in (lambda: nn.functional.relu(experts, inplace=True), lambda: torch.mul(scalar, 2.0, out=experts)):
+            with pytest.raises(RuntimeError, match="to_local"):
+                write()

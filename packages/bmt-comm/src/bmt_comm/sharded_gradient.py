@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .row_reductions import reduce_over, spreading_communicators
 from .sharded_rows import ShardedRows, is_called_by_optimizer, make_rows
 from .slice import is_stage_local, select_rows, tp_shard_of
 
@@ -57,8 +56,6 @@ class ShardedGradient(ShardedRows):
             of_itself = any(isinstance(x, ShardedRows) for x in (*args[1:2], *(kwargs or {}).values()))
             added = [grad for grad in _written(name, args) if not grad.was_changed and not of_itself]
         result = cls._operate(func, args, kwargs or {}, is_called_by_optimizer())
-        if name == "_amp_foreach_non_finite_check_and_unscale_":
-            reduce_over(args[1], spreading_communicators(args[0]), "max")
         with torch._C.DisableTorchFunctionSubclass():
             for grad in added:
                 grad._known_version = grad._version
@@ -88,9 +85,12 @@ def gradient_of(value: Tensor, param: Any) -> Tensor:
         ValueError: it is neither.
     """
     where = param.bmt_slice
+    value = value.to_dense() if value.layout is not torch.strided else value
     if not isinstance(value, ShardedRows) and tuple(value.shape) == where.shape != where.local_shape:
         value = select_rows(tp_shard_of(value, where), where).clone()
-    if tuple(value.shape) != where.local_shape:
+    own = value.bmt_slice if isinstance(value, ShardedRows) else where
+    is_same_cut = (own.row_start, own.row_stop, own.row_comm) == (where.row_start, where.row_stop, where.row_comm)
+    if tuple(value.shape) != where.local_shape or not is_same_cut:
         raise ValueError(
             f"a gradient of shape {tuple(value.shape)} for a parameter of shape {where.shape}, of which this rank has "
             f"rows of shape {where.local_shape}"

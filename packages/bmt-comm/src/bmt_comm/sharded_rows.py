@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .row_reductions import is_deterministic, norms, of_all, over_ranks
+from .row_reductions import is_deterministic, norms, of_all, over_ranks, reduce_over, spreading_communicators
 from .slice import STAGE_LOCAL_ATTRIBUTE, Slice, is_stage_local, select_rows, tp_shard_of, unshard_tp
 
 
@@ -63,13 +64,19 @@ class ShardedRows(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            with torch._C.DisableTorchFunctionSubclass():
-                memo[id(self)] = make_rows(type(self), self.detach().clone(), self.bmt_slice, is_stage_local(self))
-        twin: Tensor = memo[id(self)]
-        return twin
+            memo[id(self)] = twin = self._twin(self.to_local().clone())
+            twin.grad = copy.deepcopy(self.grad, memo)
+        found: Tensor = memo[id(self)]
+        return found
 
     def __copy__(self) -> Tensor:
-        return make_rows(type(self), self.to_local(), self.bmt_slice, is_stage_local(self))
+        return self._twin(self.to_local())
+
+    def _twin(self, rows: Tensor) -> Any:
+        twin = make_rows(type(self), rows, self.bmt_slice, is_stage_local(self)).requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):  # of nn.Parameter(self)
+            twin._is_param = True
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -95,7 +102,10 @@ class ShardedRows(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             operation = None if by_optimizer else _operation(func, getattr(func, "__name__", ""))
             if operation is None:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if getattr(func, "__name__", "") == "_amp_foreach_non_finite_check_and_unscale_":
+                    reduce_over(args[1], spreading_communicators(args[0]), "max")
+                return result
             if not args:
                 args, kwargs = _positional(kwargs)
             parts = [part for part in _parts((args, kwargs)) if part.bmt_slice.communicators or is_stage_local(part)]
@@ -127,7 +137,7 @@ def is_called_by_optimizer() -> bool:
 def _positional(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with the first one, which was given by its name, in its place."""
     first = next((name for name in ("input", "self", "tensor") if name in kwargs), None)
-    if first is None:
+    if first is None or "condition" in kwargs:  # of where, which is the first
         return (), kwargs
     return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
 
@@ -343,8 +353,10 @@ def _rows_like(other: Tensor, where: Slice) -> Any:
         ) from error
     if together != where.shape:
         return other if shape == local else _GATHER
-    if where.row_dims > 1 and where.shape[0] > 1 and shape == local:
-        raise ValueError(f"an operand of shape {shape} may be rows, or one matrix for all of shape {where.shape}")
+    if where.row_dims > 1 and len(shape) == len(local):  # rows: a matrix for all experts may have the same shape
+        if shape == local:
+            return other
+        raise ValueError(f"an operand of shape {shape} is not this rank's rows, of shape {local}: expand it first")
     if _has_plain_rows(where) and (len(shape) < len(where.shape) or shape[0] == 1):
         return other
     return select_rows(tp_shard_of(other.expand(where.shape), where), where)
@@ -468,12 +480,13 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, others = args[0], [leaf for leaf in _leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
     if not hasattr(target, "bmt_slice"):
         for part in others:
-            if hasattr(part, "bmt_slice") and part.shape != target.shape and part.dim():
+            where = getattr(part, "bmt_slice", None)
+            if where is not None and where.communicators and (part.shape != target.shape or not where.shape):
                 raise RuntimeError(
                     f"{func.__name__} would combine a tensor of shape {tuple(target.shape)} with this rank's rows "
-                    f"{tuple(part.shape)} of one of shape {part.bmt_slice.shape}: combine full_tensor()"
+                    f"{tuple(part.shape)} of one of shape {where.shape}: combine full_tensor()"
                 )
-    elif any(other.dim() for other in others):
+    elif any(other.dim() or hasattr(other, "bmt_slice") for other in others):
         args, kwargs, where = _operands(func, args, kwargs)
         if where is None or where.shape != target.bmt_slice.shape:
             raise ValueError(
@@ -626,6 +639,8 @@ def _comparison(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _dims(func.__name__, args, kwargs) is not None:
         return _reduction(func, args, kwargs)
+    if kwargs.get("out") is not None or any(args[3:4]):  # keepdim
+        return _GATHER
     given = [*args[1:2], *(kwargs[key] for key in ("ord", "p") if key in kwargs)]
     is_of_matrix = func.__name__ == "linalg_norm" and args and len(args[0].bmt_slice.shape) > 1
     if "nuc" in given or kwargs.get("keepdim") or (is_of_matrix and not set(given) <= {None, "fro"}):

@@ -230,6 +230,8 @@ class ShardedParameter(nn.Parameter):
                 args, kwargs = logical_operands((args, kwargs))
             elif name in _LOCAL or not _means_logical(name, args):
                 return func(*args, **kwargs)
+            if isinstance(kwargs.get("out"), ShardedParameter) or kwargs.get("inplace"):
+                raise RuntimeError(f"{name} would write to a gathered copy: write to the parameter's to_local()")
             logical = _shard_or_logical if name in _PRODUCTS else _logical
             args, kwargs = tree_map_only(ShardedParameter, logical, (args, kwargs))
         return func(*args, **kwargs)

@@ -80,7 +80,8 @@ def _shard_states(optimizer: Optimizer, param: ShardedParameter, states: dict[st
     Args:
         were_loaded: whether all states of the logical shape are logical; on a rank with all rows others have it, too.
     """
-    where, is_torch = param.bmt_slice, type(optimizer).__module__.startswith("torch.optim")
+    bases = [base for base in type(optimizer).__mro__ if base is not Optimizer]
+    where, is_torch = param.bmt_slice, any(base.__module__.startswith("torch.optim") for base in bases)
     for name, value in states.items():
         if _is_per_element(name, value, where) and tuple(value.shape) == where.shape:
             rows = value if where.shape == where.local_shape else rows_of_logical(param, value).clone()
