@@ -43,7 +43,6 @@ from .sharded_rows import (
     check_initializer,
     in_place,
     is_called_by_optimizer,
-    is_in_place,
     logical_operands,
     sharded_rows,
 )
@@ -115,7 +114,6 @@ __all__ = [
     "init_distributed",
     "is_called_by_optimizer",
     "is_dtensor",
-    "is_in_place",
     "is_initialized",
     "is_piece",
     "is_stage_local",

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .operation_kinds import ALONG_ROWS, INITIALIZERS_OF_MATRICES, NORMS, OF_ALL, RANDOM, TRANSPOSED, Kind, kind_of
 from .row_reductions import is_deterministic, norms, of_all, over_ranks, reduce_over, spreading_communicators
 from .slice import STAGE_LOCAL_ATTRIBUTE, Slice, is_stage_local, select_rows, tp_shard_of, unshard_tp
 
@@ -181,118 +181,13 @@ _GATHER = object()
 _Operation = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Metadata, new tensors of this rank's shape, and what Python asks of an object.
-_LOCAL = _names(
-    """
-    __cuda_array_interface__ __delete__ __dir__ __dlpack__ __dlpack_device__ __format__ __hash__ __len__
-    __reduce_ex__ __repr__ __set__ __str__ as_strided as_subclass backward data_ptr dim dtype element_size get_device
-    has_names is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned
-    is_same_size is_set_to is_shared is_signed layout ndimension nelement new_empty new_empty_strided new_full
-    new_ones new_tensor new_zeros numel record_stream register_hook register_post_accumulate_grad_hook result_type
-    retain_grad size storage storage_offset storage_type stride sym_size untyped_storage
-    """
-)
-_OPERATORS = _names(
-    """
-    __abs__ __add__ __and__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lshift__ __lt__ __mod__ __mul__
-    __ne__ __neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rmul__
-    __ror__ __rpow__ __rrshift__ __rshift__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__
-    """
-)
-# torch tags the operations that others are made of only.
-_ELEMENTWISE = _OPERATORS | _names(
-    "absolute arctan conj divide float_power greater isclose isreal less multiply negative not_equal real subtract"
-)
-_COPIES = _names(
-    """
-    bfloat16 bool clone contiguous cpu cuda detach double empty_like float full_like half int long ones_like pin_memory
-    to type type_as zeros_like
-    """
-)
-_RANDOM = _names(
-    """
-    bernoulli_ cauchy_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_ random_ trunc_normal_ uniform_
-    """
-)
-# Functions of torch.nn.init whose values depend on all dimensions of a matrix, or that leave out a rank without rows.
-_INITIALIZERS_OF_MATRICES = _names("dirac_ eye_ kaiming_normal_ orthogonal_ sparse_ xavier_normal_ xavier_uniform_")
-_RANDOM_COPIES = _names("rand_like randint_like randn_like")
-_GATHERED = _names("bernoulli binomial dropout normal poisson")  # all ranks draw the same numbers
-_RESHAPED = _names("flatten ravel reshape reshape_as squeeze unsqueeze view view_as")
-_VIEWS = _names(
-    """
-    chunk diagonal expand expand_as hsplit mT movedim moveaxis narrow permute select split
-    split_with_sizes swapaxes swapdims t tensor_split transpose unbind unflatten unfold vsplit
-    """
-)
-_NORMS = _names("_foreach_norm linalg_norm linalg_vector_norm norm vector_norm")
-_OF_ALL = _names("all amax amin any count_nonzero max mean min nansum sum")
-_ALONG_ROWS = _names("all amax amin any linalg_vector_norm logsumexp mean nansum norm prod std sum var vector_norm")
-
-
-@functools.cache
-def _is_elementwise(name: str) -> bool:
-    packet: Any = getattr(torch.ops.aten, name, None)
-    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
-    return name in _ELEMENTWISE or any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
-
-
 def _operation(func: Any, name: str) -> _Operation | None:
     """What is done for a function; ``None``: it acts on this rank's rows."""
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return None
     if name == "__get__":
-        attribute = getattr(func.__self__, "__name__", "")
-        return _attribute if attribute in _TRANSPOSED else None
-    return _operation_of(name)
-
-
-@functools.cache
-def _operation_of(name: str) -> _Operation | None:
-    if name in _LOCAL:
-        return None
-    if name in _NORMS:
-        return _norms
-    if name in _OF_ALL or name in _ALONG_ROWS:
-        return _reduction
-    if name in _COPIES:
-        return _copy
-    if name in _RANDOM or name in _RANDOM_COPIES:
-        return _random
-    if name in _GATHERED:
-        return _gather
-    if name in ("allclose", "equal"):
-        return _comparison
-    if name in ("__getitem__", "__setitem__"):
-        return _index
-    if name in _RESHAPED:
-        return _reshaped
-    if name in _VIEWS:
-        return _refused
-    if name.startswith("_foreach") and not name.endswith("_"):
-        return _of_lists
-    if name.startswith("_") and not name.startswith("__"):
-        return None  # torch's internal functions
-    if is_in_place(name):
-        is_local = name in _IN_PLACE_OPERATORS or name in _IN_PLACE or _is_elementwise(name[:-1])
-        return _in_place if is_local else _refused
-    return _rowwise if _is_elementwise(name) else _gather
-
-
-_TRANSPOSED = _names("T mT H mH")
-_IN_PLACE = _names("apply_ constant_ copy_ detach_ fill_ map_ ones_ requires_grad_ share_memory_ zero_ zeros_")
-_IN_PLACE_OPERATORS = _names(
-    "__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__"
-)
-
-
-def is_in_place(name: str) -> bool:
-    """Whether a function of this name writes to its first argument."""
-    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+        return _attribute if getattr(func.__self__, "__name__", "") in TRANSPOSED else None
+    return _OPERATIONS[kind_of(name)]
 
 
 def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -431,7 +326,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     part = args[0]
     if not isinstance(part, ShardedRows):
         return func(*args, **kwargs)
-    where, in_place = part.bmt_slice, func.__name__ in _RANDOM
+    where, in_place = part.bmt_slice, func.__name__ in RANDOM
     if in_place:
         check_initializer(where)
     values = func(torch.empty(where.shape, dtype=part.dtype, device=part.device), *args[1:], **kwargs)
@@ -454,7 +349,7 @@ def check_initializer(where: Slice) -> None:
         frame = frame.f_back
     while frame is not None and frame.f_globals.get("__name__") == torch.nn.init.__name__:
         name = frame.f_code.co_name
-        if name in _INITIALIZERS_OF_MATRICES or frame.f_locals.get("mode") == "fan_out":
+        if name in INITIALIZERS_OF_MATRICES or frame.f_locals.get("mode") == "fan_out":
             raise RuntimeError(
                 f"torch.nn.init.{name} would compute with this rank's rows of a parameter of shape {where.shape}; call "
                 f"bmt_zero.init_parameters(model), which runs reset_parameters of its modules, or fill the parameters "
@@ -472,7 +367,7 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     if not any(leaf.bmt_slice.communicators for leaf in _leaves((args, kwargs)) if hasattr(leaf, "bmt_slice")):
         return func(*args, **kwargs)
-    refused = _operation_of(func.__name__) is _refused
+    refused = kind_of(func.__name__) is Kind.REFUSED
     return (_refused if refused else _in_place)(func, args, kwargs)
 
 
@@ -583,7 +478,7 @@ def _set_items(target: ShardedRows, index: Any, value: Any) -> None:
 def _dims(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The dimensions that a reduction is asked for; ``None``: all."""
     given = kwargs.get("dim", kwargs.get("axis"))
-    place = 2 if name in _NORMS else 1
+    place = 2 if name in NORMS else 1
     if given is None and len(args) > place and not isinstance(args[place], (bool, torch.dtype)):
         given = args[place]
     return None if given in ((), []) else given
@@ -609,7 +504,7 @@ def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{name}: dim={dims} of rows of shape {tuple(part.shape)}, of a tensor of shape {where.shape}: count "
                 f"dimensions from the end, or take full_tensor()"
             )
-        if name not in _ALONG_ROWS or not _has_plain_rows(where):
+        if name not in ALONG_ROWS or not _has_plain_rows(where):
             return _GATHER
         if not all(isinstance(dim, int) for dim in given) or any(dim % len(where.shape) == 0 for dim in given):
             return _GATHER
@@ -619,7 +514,7 @@ def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = func(*args, **kwargs)
         return _wrapped(result, part, where)
     if (
-        name not in _OF_ALL
+        name not in OF_ALL
         or kwargs.get("keepdim")
         or (name == "mean" and not part.is_floating_point())
         or (part.is_floating_point() and is_deterministic() and name in ("mean", "nansum", "sum"))
@@ -647,3 +542,20 @@ def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _GATHER
     with torch.no_grad():
         return norms(func.__name__, *args, **kwargs)
+
+
+_OPERATIONS: dict[Kind, _Operation | None] = {
+    Kind.LOCAL: None,
+    Kind.ELEMENTWISE: _rowwise,
+    Kind.LISTS: _of_lists,
+    Kind.COPY: _copy,
+    Kind.RANDOM: _random,
+    Kind.IN_PLACE: _in_place,
+    Kind.NORM: _norms,
+    Kind.REDUCTION: _reduction,
+    Kind.COMPARISON: _comparison,
+    Kind.INDEX: _index,
+    Kind.RESHAPED: _reshaped,
+    Kind.REFUSED: _refused,
+    Kind.GATHERED: _gather,
+}

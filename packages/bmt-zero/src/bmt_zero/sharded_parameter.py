@@ -39,13 +39,13 @@ from bmt_comm import (
     gradient_of,
     in_place,
     is_called_by_optimizer,
-    is_in_place,
     logical_operands,
     select_rows,
     sharded_rows,
     tp_shard_of,
     unshard_tp,
 )
+from bmt_comm.operation_kinds import RANDOM, TRANSPOSED, is_in_place
 
 
 class ShardedParameter(nn.Parameter):
@@ -183,7 +183,7 @@ class ShardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if name in ("numel", "nelement"):
                 return math.prod(args[0].bmt_slice.shape)
-            if name in _RANDOM:
+            if name in RANDOM:
                 target = args[0] if args else kwargs.get("tensor")
                 if isinstance(target, ShardedParameter) and (
                     target.handle.group.communicators or target.bmt_slice.communicators
@@ -219,10 +219,10 @@ class ShardedParameter(nn.Parameter):
                 param._leave_memory()
                 own = isinstance(value, ShardedParameter) or value in _aliases
                 return func(param, value.detach().clone() if own else value)
-            if name == "__get__" and getattr(func.__self__, "__name__", "") in _TRANSPOSED:
+            if name == "__get__" and getattr(func.__self__, "__name__", "") in TRANSPOSED:
                 if not _is_readable_transposed(args[0], func.__self__.__name__):
                     return func(*args, **kwargs)
-            elif is_in_place(name) and not name.startswith("_foreach") and name not in _RANDOM and args:
+            elif is_in_place(name) and not name.startswith("_foreach") and name not in RANDOM and args:
                 return in_place(func, args, kwargs)
             elif name not in _LOCAL and any(isinstance(leaf, ShardedRows) for leaf in tree_leaves((args, kwargs))):
                 if not torch.is_grad_enabled():
@@ -340,16 +340,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Functions that fill a tensor with random values.
-_RANDOM = _names(
-    "bernoulli_ cauchy_ exponential_ geometric_ kaiming_uniform_ log_normal_ normal_ random_ trunc_normal_ uniform_"
-)
-
 # New tensors of a parameter's shape.
 _LIKE = _names("empty_like full_like ones_like rand_like randint_like randn_like zeros_like")
-
-# Attributes that are views of another shape.
-_TRANSPOSED = _names("T mT H mH")
 
 # What tensor-parallel layers do with this rank's shard.
 _PRODUCTS = _names(
