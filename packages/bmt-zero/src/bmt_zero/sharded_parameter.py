@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from bmt_comm import (
+    ShardedGradient,
     ShardedRows,
     Slice,
     check_initializer,
@@ -206,7 +207,9 @@ class ShardedParameter(nn.Parameter):
                     rows[args[1]] = args[2]
                 return None
             if name == "__set__" and func.__self__ is Tensor.grad and args[1] is not None:
-                return func(args[0], gradient_of(args[1], args[0]))
+                param, value = args
+                is_own = isinstance(value, ShardedGradient) and value.bmt_slice is param.bmt_slice
+                return func(param, value if is_own else gradient_of(value, param))
             if is_called_by_optimizer():  # element-wise, or refused
                 return func(*args, **kwargs)
             if name in _LIKE and args:
