@@ -2,7 +2,8 @@
 
 [Note: operations on a sharded parameter]
     The storage of a sharded parameter is this rank's rows. In-place operations (an optimizer's step) and operations
-    that ask for metadata or new tensors (``shape``, ``detach``, ``zeros_like``) act on these rows. Operations that
+    that ask for metadata or new tensors (``shape``, ``detach``, ``zeros_like``) act on these rows; what ``detach`` and
+    ``zeros_like`` give is a ``bmt_comm.ShardedRows``, on which operations mean the logical tensor. Operations that
     compute with the values (``torch.nn.functional``, powers, products, norms, indexing) mean the logical parameter. The
     modules of an unsharded group see unsharded tensors; everywhere else such an operation gathers the parameter first,
     differentiably, and all ranks must take part. ``numel()`` is that of the logical parameter, too: models are counted
