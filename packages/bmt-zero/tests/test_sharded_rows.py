@@ -520,3 +520,23 @@ def test_scalars_and_packed_experts_as_operands(ctx):
         for write in (lambda: nn.functional.relu(experts, inplace=True), lambda: torch.mul(scalar, 2.0, out=experts)):
             with pytest.raises(RuntimeError, match="to_local"):
                 write()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_norms_of_updates(ctx):
+    plain, block = pair(Weights, zero_level=3)
+    results = []
+    for model, share in ((plain, 1), (block, ctx.world_size)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            before = [(p.clone(), p.detach().clone(), p.double()) for p in model.parameters()]
+        model(torch.ones((), dtype=torch.float64) / share).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p, olds in zip(model.parameters(), before, strict=True):
+                results.append(
+                    torch.stack([(p - old).norm() for old in olds] + [(old - p).abs().max() for old in olds])
+                )
+    half = len(results) // 2
+    for ours, theirs in zip(results[half:], results[:half], strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -10,7 +10,8 @@
     by it.
 
     Without gradients, arithmetic with tensors of the shape of this rank's rows acts on rows, because optimizers combine
-    parameters with gradients and states; so do copies (``clone``, ``float``). What autograd records always means the
+    parameters with gradients and states; so do copies (``clone``, ``float``). The results are such rows, too, except
+    where ``torch.optim`` computes. What autograd records always means the
     logical parameter: a penalty on weights in the loss has the value and the gradient that it has for the plain model.
 
     If one rank holds all rows of a parameter (of most biases), a tensor of that shape may be meant either way there,
@@ -47,7 +48,7 @@ from bmt_comm import (
     tp_shard_of,
     unshard_tp,
 )
-from bmt_comm.operation_kinds import RANDOM, TRANSPOSED, is_in_place
+from bmt_comm.operation_kinds import RANDOM, TRANSPOSED, Kind, is_in_place, kind_of
 
 
 class ShardedParameter(nn.Parameter):
@@ -229,11 +230,13 @@ class ShardedParameter(nn.Parameter):
             elif is_in_place(name) and not name.startswith("_foreach") and name not in RANDOM and args:
                 return in_place(func, args, kwargs)
             elif name not in _LOCAL and any(isinstance(leaf, ShardedRows) for leaf in tree_leaves((args, kwargs))):
-                if not torch.is_grad_enabled():
+                if not torch.is_grad_enabled() or kind_of(name) is Kind.LOCAL:
                     return ShardedRows.__torch_function__(func, types, args, kwargs)
                 args, kwargs = logical_operands((args, kwargs))
             elif name in _LOCAL or not _means_logical(name, args):
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                is_rows = name in _COPIES or kind_of(name) is Kind.ELEMENTWISE
+                return _as_rows(result, args) if is_rows and isinstance(result, Tensor) else result
             if isinstance(kwargs.get("out"), ShardedParameter) or kwargs.get("inplace"):
                 raise RuntimeError(f"{name} would write to a gathered copy: write to the parameter's to_local()")
             logical = _shard_or_logical if name in _PRODUCTS else _logical
@@ -287,6 +290,13 @@ def _rows_of_vector(values: Tensor, param: ShardedParameter) -> Tensor:
             f"values than other ranks; set the parameters of a model with load_state_dict"
         )
     return select_rows(tp_shard_of(values.view(where.shape), where), where).clone()
+
+
+def _as_rows(result: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """What an operation has made of a parameter's rows, as rows of a logical tensor."""
+    param = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter)), None)
+    is_made = param is not None and result is not param and result.shape == param.shape
+    return sharded_rows(result, param) if is_made else result
 
 
 def is_row_sharded(param: ShardedParameter) -> bool:
