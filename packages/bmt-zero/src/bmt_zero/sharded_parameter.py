@@ -184,64 +184,87 @@ class ShardedParameter(nn.Parameter):
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if name in ("numel", "nelement"):
-                return math.prod(args[0].bmt_slice.shape)
-            if name in RANDOM:
-                target = args[0] if args else kwargs.get("tensor")
-                if isinstance(target, ShardedParameter) and (
-                    target.handle.group.communicators or target.bmt_slice.communicators
-                ):
-                    return _filled(target, func, args, kwargs)
-            elif name == "view_as":
-                if isinstance(args[1], ShardedParameter) and args[1].bmt_slice.communicators:
-                    return _rows_of_vector(*args)
-                if isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
-                    check_initializer(args[0].bmt_slice)
-            if name == "detach":
-                return args[0]._alias(sharded_rows(func(*args, **kwargs), args[0]))
-            if name == "__get__" and func.__self__ is Tensor.data:
-                return args[0]._alias(func(*args, **kwargs))
-            if name == "__setitem__" and isinstance(args[0], ShardedParameter):
-                if torch.is_grad_enabled() and args[0].requires_grad:
-                    raise RuntimeError("an index of a parameter that requires gradients is written under no_grad()")
-                rows = sharded_rows(args[0].detach(), args[0])
-                with torch._C._EnableTorchFunction():
-                    rows[args[1]] = args[2]
-                return None
-            if name == "__set__" and func.__self__ is Tensor.grad and args[1] is not None:
-                param, value = args
-                is_own = isinstance(value, ShardedGradient) and value.bmt_slice is param.bmt_slice
-                return func(param, value if is_own else gradient_of(value, param))
-            if is_called_by_optimizer():  # element-wise, or refused
-                return func(*args, **kwargs)
-            if name in _LIKE and args:
-                args = (sharded_rows(args[0].detach(), args[0]), *args[1:])
-                return ShardedRows.__torch_function__(func, types, args, kwargs)
-            if name == "__set__" and func.__self__ is Tensor.data:
-                param, value = args
-                if _is_same_memory(param, value):  # as of a move that changes nothing
-                    return func(*args)
-                param._leave_memory()
-                own = isinstance(value, ShardedParameter) or value in _aliases
-                return func(param, value.detach().clone() if own else value)
-            if name == "__get__" and getattr(func.__self__, "__name__", "") in TRANSPOSED:
-                if not _is_readable_transposed(args[0], func.__self__.__name__):
-                    return func(*args, **kwargs)
-            elif is_in_place(name) and not name.startswith("_foreach") and name not in RANDOM and args:
-                return in_place(func, args, kwargs)
-            elif name not in _LOCAL and any(isinstance(leaf, ShardedRows) for leaf in tree_leaves((args, kwargs))):
-                if not torch.is_grad_enabled() or kind_of(name) is Kind.LOCAL:
-                    return ShardedRows.__torch_function__(func, types, args, kwargs)
-                args, kwargs = logical_operands((args, kwargs))
-            elif name in _LOCAL or not _means_logical(name, args):
-                result = func(*args, **kwargs)
-                is_rows = name in _COPIES or kind_of(name) is Kind.ELEMENTWISE
-                return _as_rows(result, args) if is_rows and isinstance(result, Tensor) else result
-            if isinstance(kwargs.get("out"), ShardedParameter) or kwargs.get("inplace"):
-                raise RuntimeError(f"{name} would write to a gathered copy: write to the parameter's to_local()")
-            logical = _shard_or_logical if name in _PRODUCTS else _logical
-            args, kwargs = tree_map_only(ShardedParameter, logical, (args, kwargs))
-        return func(*args, **kwargs)
+            by_optimizer = is_called_by_optimizer()
+            result, args, kwargs = _result_or_operands(func, name, types, args, kwargs, by_optimizer)
+        return func(*args, **kwargs) if result is _NO_RESULT else result
+
+
+_NO_RESULT = object()
+
+
+def _result_or_operands(
+    func: Any, name: str, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_optimizer: bool
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The result of a function, or ``_NO_RESULT`` and gathered operands, which it is to be called with.
+
+    It is apart from ``__torch_function__`` because torch.compile cannot trace a long block in a context manager.
+    """
+    if name in ("numel", "nelement"):
+        return math.prod(args[0].bmt_slice.shape), args, kwargs
+    result = _special(func, name, args, kwargs)
+    if result is not _NO_RESULT:
+        return result, args, kwargs
+    if by_optimizer:  # element-wise, or refused
+        return func(*args, **kwargs), args, kwargs
+    if name in _LIKE and args:
+        args = (sharded_rows(args[0].detach(), args[0]), *args[1:])
+        return ShardedRows.__torch_function__(func, types, args, kwargs), args, kwargs
+    if name == "__get__" and getattr(func.__self__, "__name__", "") in TRANSPOSED:
+        if not _is_readable_transposed(args[0], func.__self__.__name__):
+            return func(*args, **kwargs), args, kwargs
+    elif is_in_place(name) and not name.startswith("_foreach") and name not in RANDOM and args:
+        return in_place(func, args, kwargs), args, kwargs
+    elif name not in _LOCAL and any(isinstance(leaf, ShardedRows) for leaf in tree_leaves((args, kwargs))):
+        if not torch.is_grad_enabled() or kind_of(name) is Kind.LOCAL:
+            return ShardedRows.__torch_function__(func, types, args, kwargs), args, kwargs
+        args, kwargs = logical_operands((args, kwargs))
+    elif name in _LOCAL or not _means_logical(name, args):
+        result = func(*args, **kwargs)
+        is_rows = name in _COPIES or kind_of(name) is Kind.ELEMENTWISE
+        return (_as_rows(result, args) if is_rows and isinstance(result, Tensor) else result), args, kwargs
+    if isinstance(kwargs.get("out"), ShardedParameter) or kwargs.get("inplace"):
+        raise RuntimeError(f"{name} would write to a gathered copy: write to the parameter's to_local()")
+    logical = _shard_or_logical if name in _PRODUCTS else _logical
+    args, kwargs = tree_map_only(ShardedParameter, logical, (args, kwargs))
+    return _NO_RESULT, args, kwargs
+
+
+def _special(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of random functions, ``view_as``, ``detach``, ``data``, ``grad`` and indices that are written to."""
+    if name in RANDOM:
+        target = args[0] if args else kwargs.get("tensor")
+        if isinstance(target, ShardedParameter) and (
+            target.handle.group.communicators or target.bmt_slice.communicators
+        ):
+            return _filled(target, func, args, kwargs)
+    elif name == "view_as":
+        if isinstance(args[1], ShardedParameter) and args[1].bmt_slice.communicators:
+            return _rows_of_vector(*args)
+        if isinstance(args[0], ShardedParameter) and is_row_sharded(args[0]):
+            check_initializer(args[0].bmt_slice)
+    if name == "detach":
+        return args[0]._alias(sharded_rows(func(*args, **kwargs), args[0]))
+    if name == "__get__" and func.__self__ is Tensor.data:
+        return args[0]._alias(func(*args, **kwargs))
+    if name == "__setitem__" and isinstance(args[0], ShardedParameter):
+        if torch.is_grad_enabled() and args[0].requires_grad:
+            raise RuntimeError("an index of a parameter that requires gradients is written under no_grad()")
+        rows = sharded_rows(args[0].detach(), args[0])
+        with torch._C._EnableTorchFunction():
+            rows[args[1]] = args[2]
+        return None
+    if name == "__set__" and func.__self__ is Tensor.grad and args[1] is not None:
+        param, value = args
+        is_own = isinstance(value, ShardedGradient) and value.bmt_slice is param.bmt_slice
+        return func(param, value if is_own else gradient_of(value, param))
+    if name == "__set__" and func.__self__ is Tensor.data:
+        param, value = args
+        if _is_same_memory(param, value):  # as of a move that changes nothing
+            return func(*args)
+        param._leave_memory()
+        own = isinstance(value, ShardedParameter) or value in _aliases
+        return func(param, value.detach().clone() if own else value)
+    return _NO_RESULT
 
 
 class _Join(torch.autograd.Function):
