@@ -88,8 +88,7 @@ def gradient_of(value: Tensor, param: Any) -> Tensor:
     value = value.to_dense() if value.layout is not torch.strided else value
     if not isinstance(value, ShardedRows) and tuple(value.shape) == where.shape != where.local_shape:
         value = select_rows(tp_shard_of(value, where), where).clone()
-    own = value.bmt_slice if isinstance(value, ShardedRows) else where
-    is_same_cut = (own.row_start, own.row_stop, own.row_comm) == (where.row_start, where.row_stop, where.row_comm)
+    is_same_cut = not isinstance(value, ShardedRows) or value.bmt_slice.cut == where.cut
     if tuple(value.shape) != where.local_shape or not is_same_cut:
         raise ValueError(
             f"a gradient of shape {tuple(value.shape)} for a parameter of shape {where.shape}, of which this rank has "

@@ -232,7 +232,7 @@ def _rows_like(other: Tensor, where: Slice) -> Any:
     """What of another operand meets this rank's rows; ``_GATHER``: the result has more elements than the tensor.
 
     Raises:
-        ValueError: it is neither logical nor rows, or may be both.
+        ValueError: it is neither logical nor rows.
     """
     local, shape = where.local_shape, tuple(other.shape)
     if not shape:
@@ -261,7 +261,7 @@ def _check_same_cut(tensors: Sequence[Tensor]) -> None:
     """Raise unless this rank has the same rows of all sharded tensors, parameters included."""
     cuts = [tensor.bmt_slice for tensor in tensors if hasattr(tensor, "bmt_slice")]
     for own in cuts[1:]:
-        if (own.row_start, own.row_stop, own.row_comm) != (cuts[0].row_start, cuts[0].row_stop, cuts[0].row_comm):
+        if own.cut != cuts[0].cut:
             raise ValueError(
                 f"this rank has rows [{own.row_start}, {own.row_stop}) of a tensor of shape {own.shape} and rows "
                 f"[{cuts[0].row_start}, {cuts[0].row_stop}) of one of shape {cuts[0].shape}: combine full_tensor() of "
@@ -269,7 +269,7 @@ def _check_same_cut(tensors: Sequence[Tensor]) -> None:
             )
 
 
-def _operands(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Slice | None]:
+def _operands(args: Any, kwargs: Any) -> tuple[Any, Any, Slice | None]:
     """Arguments that meet each other row by row, and what the result is; None: they must be gathered."""
     tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     slices = [tensor.bmt_slice for tensor in tensors if hasattr(tensor, "bmt_slice")]
@@ -299,7 +299,7 @@ def _rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _refused(func, args, kwargs)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in _leaves((args, kwargs))):
         return _GATHER  # autograd would see this rank's part
-    args, kwargs, where = _operands(func, args, kwargs)
+    args, kwargs, where = _operands(args, kwargs)
     return _GATHER if where is None else _wrapped(func(*args, **kwargs), parts[0], where)
 
 
@@ -382,7 +382,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     f"{tuple(part.shape)} of one of shape {where.shape}: combine full_tensor()"
                 )
     elif any(other.dim() or hasattr(other, "bmt_slice") for other in others):
-        args, kwargs, where = _operands(func, args, kwargs)
+        args, kwargs, where = _operands(args, kwargs)
         if where is None or where.shape != target.bmt_slice.shape:
             raise ValueError(
                 f"{func.__name__} of a tensor of shape {target.bmt_slice.shape} with one that it cannot be combined "

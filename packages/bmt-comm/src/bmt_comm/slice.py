@@ -147,6 +147,11 @@ class Slice:
             offset[self.tp_dim] += self.tp_offset
         return tuple(offset)
 
+    @property
+    def cut(self) -> tuple[int, int, Communicator | None]:
+        """Which rows this rank holds, and over which ranks the others are spread."""
+        return self.row_start, self.row_stop, self.row_comm
+
     @functools.cached_property
     def communicators(self) -> tuple[Communicator, ...]:
         """The communicators whose ranks hold different elements of this tensor, tensor-parallel ones last."""
