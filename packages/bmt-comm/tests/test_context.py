@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import bmt_comm
 from bmt_comm import init_distributed, shutdown
-from bmt_comm.context import _pairs
+from bmt_comm.context import _LOCAL_RANKS, _choose_device, _local_rank, _pairs
 from bmt_comm.startup import connect
 
 
@@ -502,3 +502,41 @@ def test_ranks_meet_after_a_restart_though_only_one_had_come_before(tmp_path, cr
         options=["--max-restarts", "1"],
     )
     assert (done.returncode, done.stdout) == (0, "[2.0, 2.0]\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "index"),
+    [
+        ({}, 8, 0),
+        ({"LOCAL_RANK": "3"}, 8, 3),
+        ({"SLURM_LOCALID": "3"}, 8, 3),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "LOCAL_RANK": "2"}, 8, 2),
+        ({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "6"}, 1, 0),  # each process sees its own only
+        ({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "0,1"}, 2, None),
+        ({"LOCAL_RANK": "3"}, 1, None),
+    ],
+)
+def test_the_gpu_of_a_process(given, gpus, index, monkeypatch):
+    for name in (*_LOCAL_RANKS, "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if index is None:
+        with pytest.raises(ValueError, match=f"local rank 3 needs CUDA device 3, and there are {gpus}"):
+            _choose_device(None, _local_rank(), None, adopt=False)
+    else:
+        assert _choose_device(None, _local_rank(), None, adopt=False) == torch.device("cuda", index)
+    assert _choose_device("cuda:0", _local_rank(), None, adopt=False).index == 0
+
+
+@pytest.mark.ranks(2, init=False)
+def test_a_process_group_that_was_made_without_a_backend_is_adopted():
+    dist.init_process_group()
+    ctx = init_distributed(device="cpu")
+    total = torch.ones(3)
+    ctx.world.all_reduce(total)
+    assert total.tolist() == [2.0] * 3
+    shutdown()
+    dist.destroy_process_group()

@@ -27,8 +27,16 @@ def test_the_first_messages_of_a_pair_block_even_if_nobody_waits_for_them(ctx: P
 
 
 @pytest.mark.ranks(2, nccl_rules="eager", timeout=30)
+def test_first_messages_block_in_groups_that_were_made_by_all_ranks(ctx: ParallelContext) -> None:
+    ways = [pair(ctx), pair(ctx)]
+    with pytest.raises(WaitCycleError, match=r"(?s)ranks 0, 1 wait for ever.*first message from \d to \d"):
+        ways[ctx.rank].send(torch.ones(3), 1 - ctx.rank, async_op=True)
+
+
+@pytest.mark.ranks(2, nccl_rules="eager", timeout=30)
 def test_a_receive_that_is_posted_ahead_blocks_sends(ctx: ParallelContext) -> None:
     comm, box = pair(ctx), torch.zeros(3)
+    comm.send_recv([(torch.ones(3), 1 - ctx.rank)], [(box, 1 - ctx.rank)])
     comm.recv(box, 1 - ctx.rank, async_op=True)
     with pytest.raises(WaitCycleError, match=r"behind its recv of 12 bytes from \d"):
         comm.send(torch.ones(3), 1 - ctx.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import types
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bmt_comm import local_rows
-from bmt_zero import Block, TransformerBlockList
+from bmt_zero import Block, TransformerBlockList, shard
 from bmt_zero.shard import forget_sharding, group_of
 
 OPTIONS = [
@@ -401,6 +402,31 @@ def test_several_forwards_before_one_backward(ctx, options):
 
 @pytest.mark.ranks(2)
 @every_option
+def test_a_module_that_runs_in_another_thread_within_a_forward(ctx, options):
+    """As autograd's thread does on CUDA, where a module's forward calls backward."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.weight = inner, nn.Parameter(seeded(3, 5, 5))
+
+        def forward(self, x):
+            results = []
+            thread = threading.Thread(target=lambda: results.append(self.inner(x)))
+            thread.start()
+            thread.join()
+            assert self.weight.shape == (5, 5)  # it is unsharded still
+            return results[0] @ self.weight
+
+    plain = Outer(nn.Linear(5, 5))
+    block = copy.deepcopy(plain)
+    shard(block.inner, **options)
+    shard(block, **options)
+    compare(ctx, plain, block, lambda module, x: module(x).sum())
+
+
+@pytest.mark.ranks(2)
+@every_option
 def test_two_losses_and_retain_graph(ctx, options):
     plain, block = pair(lambda: nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4)), **options)
     for module, ranks in [(plain, range(2)), (block, [ctx.rank])]:
@@ -654,6 +680,8 @@ def test_gradients_of_inputs_alone_leave_parameters_without(ctx, options):
         x = seeded(ctx.rank, 3, 5).requires_grad_()
         grads.append(torch.autograd.grad(module(x).square().sum(), x)[0])
         assert all(p.grad is None for p in module.parameters())
+    with pytest.raises(RuntimeError, match=r"call backward\(\)"):
+        torch.autograd.grad(block(x).sum(), [x, *block.parameters()], allow_unused=True)
     torch.testing.assert_close(grads[1], grads[0])
     compare(ctx, plain, block, lambda module, x: module(x).square().sum())
 

@@ -287,6 +287,7 @@ def test_views_and_writes_that_others_would_have_to_see(ctx):
             lambda g: list(g),
             lambda g: g.split(1),
             lambda g: torch.zeros(13, *g.shape[1:]).add_(g),
+            lambda g: torch.zeros(26, *g.shape[1:]).__setitem__(slice(0, 13), g),
         ):
             with pytest.raises(RuntimeError, match="full_tensor"):
                 refused(grad)
@@ -369,6 +370,7 @@ def test_parameters_of_one_shape_and_other_rows_are_not_combined(ctx):
         lambda: a.copy_(b),
         lambda: a.grad * b.grad,
         lambda: a * b.grad,
+        lambda: torch._foreach_add_([b, a], [b.grad, b.grad]),
     ):
         with torch.no_grad(), pytest.raises(ValueError, match="full_tensor"):
             combine()
@@ -520,6 +522,43 @@ def test_scalars_and_packed_experts_as_operands(ctx):
         for write in (lambda: nn.functional.relu(experts, inplace=True), lambda: torch.mul(scalar, 2.0, out=experts)):
             with pytest.raises(RuntimeError, match="to_local"):
                 write()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("of", ["parameters", "detached", "gradients"])
+def test_lists_of_tensors(ctx, of):
+    """An average of weights with ``torch._foreach``, and values that are logical."""
+    plain, block = pair(Weights, zero_level=3)
+    for model, divisor in ((plain, 1), (block, ctx.world_size)):
+        model(torch.ones((), dtype=torch.float64) / divisor).backward()
+    choose = {"parameters": lambda p: p, "detached": lambda p: p.detach(), "gradients": lambda p: p.grad}[of]
+    theirs, ours = ([choose(p) for p in model.parameters()] for model in (plain, block))
+    logical = [torch.randn_like(each, dtype=torch.float64) for each in theirs]
+    with torch.no_grad():
+        results = []
+        for tensors in (theirs, ours):
+            averages = torch._foreach_mul(tensors, 0.9)
+            torch._foreach_add_(averages, tensors, alpha=0.1)
+            torch._foreach_lerp_(averages, logical, 0.3)
+            torch._foreach_mul_(tensors, [0.5 + i for i in range(len(tensors))])
+            torch._foreach_add_(tensors, averages)
+            torch._foreach_addcmul_(tensors, averages, logical, 0.1)
+            results.append((averages, torch._foreach_norm(tensors)))
+        for name, theirs_, ours_ in zip(SHAPES, results[0][0], results[1][0], strict=True):
+            same(ours_, theirs_, name)
+        torch.testing.assert_close(results[1][1], results[0][1])
+        torch._foreach_copy_(ours, logical)
+        for name, tensor, values in zip(SHAPES, ours, logical, strict=True):
+            same(tensor.clone(), values, name)
+
+
+@pytest.mark.ranks(1, 2)
+def test_lists_of_parameters_with_gradients(ctx):
+    plain, block = pair(Weights, zero_level=3)
+    for model, divisor in ((plain, 1), (block, ctx.world_size)):
+        sum(each.sum() for each in torch._foreach_mul(list(model.parameters()), 3.0)).div(divisor).backward()
+    for name, theirs, ours in zip(SHAPES, plain.parameters(), block.parameters(), strict=True):
+        same(ours.grad, theirs.grad, name)
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -100,9 +100,25 @@ def abort(groups: Sequence[dist.ProcessGroup]) -> None:
             backends[0]._group_end()
 
 
+def constant_when_compiled(function: _F) -> _F:
+    """Let torch.compile call a function of constants when it traces, and not trace the function itself."""
+    # torch.compiler.assume_constant_result does this, too, but imports the compiler, which takes seconds.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """The backend of a process group for each type of device. Its name does not tell: it may be "undefined"."""
+    return dict(each.split(":") for each in str(dist.get_backend_config(group)).split(","))
+
+
+def uses_nccl(group: dist.ProcessGroup) -> bool:
+    return backends(group).get("cuda") == "nccl"
+
+
 def _nccl_backend(group: dist.ProcessGroup) -> Any:
     """The part of a process group that is NCCL's and can abort together with others; None where there is none."""
-    if "nccl" not in dist.get_backend(group):
+    if not uses_nccl(group):
         return None
     backend = group._get_backend(torch.device("cuda"))
     return backend if hasattr(backend, "_group_start") else None

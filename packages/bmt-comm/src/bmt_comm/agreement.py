@@ -267,7 +267,7 @@ class CallSequences:
         digests, self._digests = self._digests, {}
         started, self._operations = self._operations, {}
         for comm, digest in digests.items():
-            mine = torch.tensor([digest ^ _steps], dtype=torch.int64, device=comm.device)
+            mine = torch.full((1,), digest ^ _steps, dtype=torch.int64, device=comm.device)
             everyone = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
             comm.all_gather(everyone, mine, label="the order of operations")
             if comm.device.type == "cuda":

@@ -102,7 +102,7 @@ class Communicator:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             self.ranks = tuple(dist.get_process_group_ranks(group))
         if device is None:
-            nccl = group is not None and "nccl" in dist.get_backend(group)
+            nccl = group is not None and _compat.uses_nccl(group)
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self.device = torch.device(device)
         self.traffic: dict[str, Traffic] = {}

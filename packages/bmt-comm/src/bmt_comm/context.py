@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import watch
+from . import _compat, watch
 from .agreement import TIMEOUT, begin_agreements, forget_steps, stop_agreements
 from .backend_threads import let_backend_threads_rest
 from .communicator import Communicator
@@ -231,7 +231,7 @@ def init_distributed(
             f"deterministic=True takes numbers of replicas and of tensor-parallel ranks that are powers of two, and "
             f"there are {replicas} and {tp_size}"
         )
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = _local_rank()
     chosen = _choose_device(device, local_rank, backend, adopt)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -359,6 +359,14 @@ def _shutdown_at_exit() -> None:
 atexit.register(_shutdown_at_exit)
 
 
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+"""Where torchrun, srun, Open MPI and other launchers of MPI programs tell the number of a process on its host."""
+
+
+def _local_rank() -> int:
+    return int(next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0"))
+
+
 def _world_size(init_method: str) -> int:
     """The number of processes, from the environment or else from the query of ``init_method``."""
     if "WORLD_SIZE" in os.environ:
@@ -376,7 +384,7 @@ def _choose_device(
     device: str | torch.device | None, local_rank: int, backend: str | None, adopt: bool
 ) -> torch.device:
     if device is None:
-        nccl = "nccl" in str(dist.get_backend_config()) if adopt else backend != "gloo"
+        nccl = "nccl" in _compat.backends().values() if adopt else backend != "gloo"
         device = "cuda" if nccl and torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cpu":
@@ -387,7 +395,14 @@ def _choose_device(
         raise ValueError(f"device={device!r} is not supported; choose 'cuda' or 'cpu'")
     if not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: no CUDA device is available; use device='cpu'")
-    index = local_rank if chosen.index is None else chosen.index
+    index = chosen.index
+    if index is None and adopt:  # the device that the process group is bound to, or that the process has chosen
+        assert dist.group.WORLD is not None
+        bound = dist.group.WORLD.bound_device_id
+        index = (torch.cuda.current_device() or None) if bound is None else bound.index
+    if index is None:
+        has_own = torch.cuda.device_count() == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
+        index = 0 if has_own else local_rank  # a launcher may let each process see its own GPU only
     if index >= torch.cuda.device_count():
         raise ValueError(
             f"local rank {local_rank} needs CUDA device {index}, and there are {torch.cuda.device_count()}; "
@@ -482,8 +497,8 @@ class _Groups:
     bound to a device ("eager"), NCCL splits new groups off it, which takes all of its ranks; groups that have no ranks
     in common take one split together.
 
-    Where it is not, NCCL connects the ranks of a group at their first exchange. That is here, in an order that all
-    ranks share.
+    Where it is not, NCCL connects the ranks of a group at their first exchange; and in any group it connects two ranks
+    at their first message, which blocks both. That is here, in an order that all ranks share.
 
     Attributes:
         made: the process groups that were made.
@@ -540,9 +555,10 @@ class _Groups:
             if group is None:
                 continue
             channel = found[source, target] = Communicator(group, self._device)
-            if not channel.eager:
-                token = torch.zeros(1, device=self._device)
-                (channel.send if comm.rank == source else channel.recv)(token, 1 - channel.rank)
+            # Each channel is a process group of its own, so torch need not warn that messages wait for each other.
+            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+            token = torch.zeros(1, device=self._device)
+            (channel.send if comm.rank == source else channel.recv)(token, 1 - channel.rank)
         return found
 
     def _make(
@@ -550,7 +566,7 @@ class _Groups:
     ) -> dist.ProcessGroup | None:
         """A process group for each part; returns this rank's. ``alone``: its ranks make it without the others."""
         mine = None
-        if self.world.eager and backend is None and ":" not in dist.get_backend():  # one backend for all devices
+        if self.world.eager and backend is None and len(set(_compat.backends().values())) == 1:
             mine = dist.split_group(split_ranks=[list(part) for part in parts], timeout=self._timeout)
             self.made += [mine] if mine is not None else []
             return mine

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ._compat import constant_when_compiled
+
 
 class Kind(enum.Enum):
     """Kinds of operations on rows."""
@@ -20,6 +22,7 @@ class Kind(enum.Enum):
     ELEMENTWISE = enum.auto()
     LISTS = enum.auto()
     """Element-wise, of lists of tensors."""
+    LISTS_IN_PLACE = enum.auto()
     COPY = enum.auto()
     RANDOM = enum.auto()
     """It fills a tensor, or makes one like it."""
@@ -38,6 +41,10 @@ class Kind(enum.Enum):
     """Everything else."""
 
 
+KERNELS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+"""Functions that act on this rank's rows."""
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -46,7 +53,7 @@ def _names(text: str) -> frozenset[str]:
 _LOCAL = _names(
     """
     __cuda_array_interface__ __delete__ __dir__ __dlpack__ __dlpack_device__ __format__ __hash__ __len__
-    __reduce_ex__ __repr__ __set__ __str__ as_strided as_subclass backward data_ptr dim dtype element_size get_device
+    __reduce_ex__ __repr__ __set__ __str__ backward data_ptr dim dtype element_size get_device
     has_names is_complex is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned
     is_same_size is_set_to is_shared is_signed layout ndimension nelement new_empty new_empty_strided new_full
     new_ones new_tensor new_zeros numel record_stream register_hook register_post_accumulate_grad_hook result_type
@@ -82,7 +89,7 @@ _GATHERED = _names("bernoulli binomial dropout normal poisson")  # all ranks dra
 _RESHAPED = _names("flatten ravel reshape reshape_as squeeze unsqueeze view view_as")
 _VIEWS = _names(
     """
-    chunk diagonal expand expand_as hsplit mT movedim moveaxis narrow permute select split
+    as_strided chunk diagonal expand expand_as hsplit mT movedim moveaxis narrow permute select split
     split_with_sizes swapaxes swapdims t tensor_split transpose unbind unflatten unfold vsplit
     """
 )
@@ -122,14 +129,19 @@ _KINDS = (
 )
 
 
-@functools.cache
+@constant_when_compiled
 def kind_of(name: str) -> Kind:
     """The kind of the function of this name."""
+    return _kind_of(name)
+
+
+@functools.cache
+def _kind_of(name: str) -> Kind:
     for kind, members in _KINDS:
         if name in members:
             return kind
-    if name.startswith("_foreach") and not name.endswith("_"):
-        return Kind.LISTS
+    if name.startswith("_foreach"):
+        return Kind.LISTS_IN_PLACE if name.endswith("_") else Kind.LISTS
     if name.startswith("_") and not name.startswith("__"):
         return Kind.LOCAL
     if is_in_place(name):

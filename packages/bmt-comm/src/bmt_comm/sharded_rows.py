@@ -32,7 +32,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .operation_kinds import ALONG_ROWS, INITIALIZERS_OF_MATRICES, NORMS, OF_ALL, RANDOM, TRANSPOSED, Kind, kind_of
+from .operation_kinds import (
+    ALONG_ROWS,
+    INITIALIZERS_OF_MATRICES,
+    KERNELS,
+    NORMS,
+    OF_ALL,
+    RANDOM,
+    TRANSPOSED,
+    Kind,
+    kind_of,
+)
 from .row_reductions import is_deterministic, norms, of_all, over_ranks, reduce_over, spreading_communicators
 from .slice import STAGE_LOCAL_ATTRIBUTE, Slice, is_stage_local, select_rows, tp_shard_of, unshard_tp
 
@@ -111,7 +121,7 @@ class ShardedRows(Tensor):
             parts = [part for part in _parts((args, kwargs)) if part.bmt_slice.communicators or is_stage_local(part)]
             if not parts:
                 return func(*args, **kwargs)
-            if operation not in (_copy, _in_place) and torch.is_grad_enabled():
+            if operation not in (_copy, _in_place, _in_place_of_lists) and torch.is_grad_enabled():
                 for part in parts:
                     if part.requires_grad:
                         raise RuntimeError(
@@ -183,7 +193,7 @@ _Operation = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def _operation(func: Any, name: str) -> _Operation | None:
     """What is done for a function; ``None``: it acts on this rank's rows."""
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(func, KERNELS):
         return None
     if name == "__get__":
         return _attribute if getattr(func.__self__, "__name__", "") in TRANSPOSED else None
@@ -367,28 +377,46 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     if not any(leaf.bmt_slice.communicators for leaf in _leaves((args, kwargs)) if hasattr(leaf, "bmt_slice")):
         return func(*args, **kwargs)
-    refused = kind_of(func.__name__) is Kind.REFUSED
-    return (_refused if refused else _in_place)(func, args, kwargs)
+    operation = _OPERATIONS[kind_of(func.__name__)]
+    assert operation is not None
+    return operation(func, args, kwargs)
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = _operands_in_place(func.__name__, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _in_place_of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tensors of one list are combined with those of others at the same place."""
+    is_list = [isinstance(each, (list, tuple)) for each in args]
+    lists = [each for each, several in zip(args, is_list, strict=True) if several]
+    met = [_operands_in_place(func.__name__, together, {})[0] for together in zip(*lists, strict=True)]
+    columns = iter(zip(*met, strict=True))
+    return func(*(list(next(columns)) if several and met else each for each, several in zip(args, is_list)), **kwargs)
+
+
+def _operands_in_place(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an in-place operation with the rows of operands that meet those of its target."""
     target, others = args[0], [leaf for leaf in _leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
     if not hasattr(target, "bmt_slice"):
         for part in others:
             where = getattr(part, "bmt_slice", None)
             if where is not None and where.communicators and (part.shape != target.shape or not where.shape):
                 raise RuntimeError(
-                    f"{func.__name__} would combine a tensor of shape {tuple(target.shape)} with this rank's rows "
+                    f"{name} would combine a tensor of shape {tuple(target.shape)} with this rank's rows "
                     f"{tuple(part.shape)} of one of shape {where.shape}: combine full_tensor()"
                 )
     elif any(other.dim() or hasattr(other, "bmt_slice") for other in others):
         args, kwargs, where = _operands(args, kwargs)
         if where is None or where.shape != target.bmt_slice.shape:
             raise ValueError(
-                f"{func.__name__} of a tensor of shape {target.bmt_slice.shape} with one that it cannot be combined "
+                f"{name} of a tensor of shape {target.bmt_slice.shape} with one that it cannot be combined "
                 f"with in place: combine with full_tensor() of it"
             )
-    return func(*args, **kwargs)
+    return args, kwargs
 
 
 # --- views --------------------------------------------------------------------------------------------------------
@@ -442,6 +470,8 @@ def _index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(target, ShardedRows):
         if _parts(index):  # of a plain tensor
             return _GATHER if func.__name__ == "__getitem__" else _refused(func, args, kwargs)
+        if func.__name__ == "__setitem__":
+            _operands_in_place("an assignment", (target[index], args[2]), {})
         return func(*args, **kwargs)
     where = target.bmt_slice
     check_initializer(where)
@@ -548,6 +578,7 @@ _OPERATIONS: dict[Kind, _Operation | None] = {
     Kind.LOCAL: None,
     Kind.ELEMENTWISE: _rowwise,
     Kind.LISTS: _of_lists,
+    Kind.LISTS_IN_PLACE: _in_place_of_lists,
     Kind.COPY: _copy,
     Kind.RANDOM: _random,
     Kind.IN_PLACE: _in_place,

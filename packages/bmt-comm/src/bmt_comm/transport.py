@@ -112,10 +112,10 @@ def stop_waiting(message: str) -> None:
         if not isinstance(on_host, DirectExchange):
             on_host.stop(message)
         # One that was destroyed has no backend any more, whoever still holds it.
-        if group in dist.distributed_c10d._world.pg_map and (waits or "nccl" in dist.get_backend(group)):
+        if group in dist.distributed_c10d._world.pg_map and (waits or _compat.uses_nccl(group)):
             groups.append(group)
     # NCCL's in one thread, together; others each in its own, so that none waits for another.
-    nccl = [group for group in groups if "nccl" in dist.get_backend(group)]
+    nccl = [group for group in groups if _compat.uses_nccl(group)]
     for together in (nccl, *([group] for group in groups if group not in nccl)):
         if together:
             threading.Thread(target=_compat.abort, args=(together,), daemon=True).start()

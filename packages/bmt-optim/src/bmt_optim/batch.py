@@ -29,7 +29,7 @@ class Batch:
         grads: contiguous, fp32 or half precision, multiplied by the loss scale. Only read them; zero_grad may be
             called as soon as the step is over.
         grad_scale: what the gradients have been multiplied by.
-        grad_factor: what they are to be multiplied by besides, such as a clip coefficient: 0-dim fp32 on the
+        grad_factor: what they are to be multiplied by besides, such as a clip coefficient: 0-dim fp32 on their
             device; or ``None``.
         found_inf: of an optimizer that ``takes_found_inf``: nothing may change if it is not zero. 0-dim fp32 on the
             device; or ``None``.
@@ -57,7 +57,8 @@ class Batch:
         self.step = step
         self.grads = grads
         self.grad_scale = grad_scale
-        self.grad_factor = grad_factor
+        # It is on the device that the ranks communicate on; offloaded gradients are in host memory.
+        self.grad_factor = None if grad_factor is None else grad_factor.to(grads[0].device)
         self.found_inf = found_inf
         self.states = states
         self.kept = kept
@@ -99,7 +100,7 @@ class Batch:
         if self.grad_scale != 1:
             grad = grad / self.grad_scale
         if self.grad_factor is not None:
-            grad = grad * self.grad_factor.to(grad.device)
+            grad = grad * self.grad_factor
         return grad
 
     def writable(self, indices: Sequence[int] | None = None) -> Iterator[tuple[list[int], list[Tensor]]]:

@@ -73,8 +73,9 @@ class HostCopy:
     def __init__(self, number: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
         if number.is_cuda:
+            stream = torch.cuda.current_stream(number.device)
             number = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
-            self._arrived = torch.cuda.current_stream().record_event()
+            self._arrived = stream.record_event()
         self._number = number
 
     def read(self) -> float:

@@ -203,7 +203,8 @@ class Run:
         for group in self._groups:
             for reducer in group.reducers:
                 if reducer in self._arrived:
-                    self._arrived[reducer].total.mul_(factor)
+                    total = self._arrived[reducer].total
+                    total.mul_(factor.to(total.device))  # that of offloaded parameters is in host memory
                     group.add_reduced(reducer, self._arrived.pop(reducer))
 
     def _run_pass(

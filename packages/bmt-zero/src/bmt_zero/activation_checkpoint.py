@@ -123,7 +123,9 @@ class CheckpointedForward:
                 failed.append(error)  # to be raised outside: torch 2.8 would leave the checkpoint's hooks in place
                 return None
 
-        result = checkpoint(run, *args, use_reentrant=False, determinism_check=keeping.determinism_check)
+        # torch keeps the random state of the devices of the tensors that it is given, and looks at no named ones.
+        places = [flat.unsharded for flat in self.group.flats[:1]] or args
+        result = checkpoint(run, *places, use_reentrant=False, determinism_check=keeping.determinism_check)
         if failed:
             raise failed.pop()
         return result

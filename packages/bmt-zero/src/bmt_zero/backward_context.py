@@ -11,7 +11,7 @@ import enum
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -91,6 +91,7 @@ class StepContext:
         self.sequences = CallSequences()
         self.forbidden: str | None = None
         self._passes: dict[int, dict[ParameterGroup, None]] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}  # of the caller of each pass
         self._reducing: list[GradientReducer] = []
         self._abandoned: dict[GradientReducer, None] = {}  # whose reductions an exception in a pipeline has ended
         self._copying: dict[GradientReducer, None] = {}  # whose gradients the host may not have
@@ -145,7 +146,7 @@ class StepContext:
 
     def begin_forward(self) -> None:
         """A call begins: forget calls that ended with an exception without a hook."""
-        while self.calls and not is_running(self.calls[-1].frame):
+        while self.calls and not is_running(self.calls[-1].frame, self.calls[-1].thread):
             self.calls.pop().abandon()
         if (self._read or self._meetings) and not self.calls and current_backward() is None:
             self.recover()
@@ -194,6 +195,8 @@ class StepContext:
                     "modules, and call backward outside of torch._dynamo.compiled_autograd"
                 )
             self._passes[task] = {}
+            if torch.cuda.is_initialized():  # autograd has one for the nodes, and runs callbacks on any
+                self._streams[task] = torch.cuda.current_stream()
             begin_backward()
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._finish(task))
@@ -203,7 +206,8 @@ class StepContext:
 
     @not_compiled
     def _finish(self, task: int) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        stream = self._streams.pop(task, None)
+        with torch._C.DisableTorchFunctionSubclass(), nullcontext() if stream is None else torch.cuda.stream(stream):
             # In a pipeline, reductions of one micro-batch go on while the next one is computed.
             if not self._nested or any(reducer.has_fixed_order for reducer in self._reducing):
                 self.finish_reductions()
@@ -328,6 +332,7 @@ class StepContext:
         alive = _hidden.passes
         ended = [groups for task, groups in self._passes.items() if task not in alive]
         self._passes = {task: groups for task, groups in self._passes.items() if task in alive}
+        self._streams = {task: stream for task, stream in self._streams.items() if task in alive}
         reducers = {reducer for groups in ended for group in groups for reducer in group.reducers}
         self._reducing = [r for r in self._reducing if r not in reducers]
         self._adding = {r: None for r in self._adding if r not in reducers}
@@ -337,9 +342,9 @@ class StepContext:
                 group.abandon_backward()
 
 
-def is_running(frame: FrameType) -> bool:
-    """Whether a frame is one of those that have called this function."""
-    current: FrameType | None = sys._getframe(1)
+def is_running(frame: FrameType, thread: int) -> bool:
+    """Whether a frame is one of those that a thread runs. On CUDA, backward has a thread of its own."""
+    current = sys._getframe(1) if thread == threading.get_ident() else sys._current_frames().get(thread)
     while current is not None:
         if current is frame:
             return True

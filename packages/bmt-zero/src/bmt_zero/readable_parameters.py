@@ -35,7 +35,8 @@ class ReadableParameters(dict[str, Any]):
 @not_compiled
 def _read(param: ShardedParameter) -> Tensor:
     calls = param.handle.group.step.calls
-    if calls and calls[0].thread == threading.get_ident() and is_running(calls[-1].frame):
+    thread = threading.get_ident()
+    if calls and calls[0].thread == thread and is_running(calls[-1].frame, thread):
         if calls[0].reads is None:
             calls[0].reads = Reads()
         return calls[0].reads.of(param)

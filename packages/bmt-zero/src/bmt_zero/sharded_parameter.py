@@ -48,7 +48,7 @@ from bmt_comm import (
     tp_shard_of,
     unshard_tp,
 )
-from bmt_comm.operation_kinds import RANDOM, TRANSPOSED, Kind, is_in_place, kind_of
+from bmt_comm.operation_kinds import KERNELS, RANDOM, TRANSPOSED, Kind, is_in_place, kind_of
 
 
 class ShardedParameter(nn.Parameter):
@@ -206,22 +206,27 @@ def _result_or_operands(
         return result, args, kwargs
     if by_optimizer:  # element-wise, or refused
         return func(*args, **kwargs), args, kwargs
-    if name in _LIKE and args:
-        args = (sharded_rows(args[0].detach(), args[0]), *args[1:])
+    kind = Kind.ELEMENTWISE if isinstance(func, KERNELS) else kind_of(name)
+    if kind is Kind.LOCAL:
+        return func(*args, **kwargs), args, kwargs
+    if name in _LIKE or (kind is Kind.LISTS and not _is_recorded((args, kwargs))):
+        args, kwargs = tree_map_only(ShardedParameter, lambda p: sharded_rows(p.detach(), p), (args, kwargs))
         return ShardedRows.__torch_function__(func, types, args, kwargs), args, kwargs
-    if name == "__get__" and getattr(func.__self__, "__name__", "") in TRANSPOSED:
-        if not _is_readable_transposed(args[0], func.__self__.__name__):
+    if name == "__get__":
+        if not _is_readable_transposed(getattr(func.__self__, "__name__", ""), args[0]):
             return func(*args, **kwargs), args, kwargs
-    elif is_in_place(name) and not name.startswith("_foreach") and name not in RANDOM and args:
+    elif kind is Kind.RANDOM:  # in place, of what one rank has all of
+        return func(*args, **kwargs), args, kwargs
+    elif is_in_place(name) and args:
         return in_place(func, args, kwargs), args, kwargs
-    elif name not in _LOCAL and any(isinstance(leaf, ShardedRows) for leaf in tree_leaves((args, kwargs))):
-        if not torch.is_grad_enabled() or kind_of(name) is Kind.LOCAL:
+    elif any(isinstance(leaf, ShardedRows) for leaf in tree_leaves((args, kwargs))):
+        if not torch.is_grad_enabled():
             return ShardedRows.__torch_function__(func, types, args, kwargs), args, kwargs
         args, kwargs = logical_operands((args, kwargs))
-    elif name in _LOCAL or not _means_logical(name, args):
+    elif not _means_logical(name, kind, args):
         result = func(*args, **kwargs)
-        is_rows = name in _COPIES or kind_of(name) is Kind.ELEMENTWISE
-        return (_as_rows(result, args) if is_rows and isinstance(result, Tensor) else result), args, kwargs
+        is_rows = kind in (Kind.COPY, Kind.ELEMENTWISE) and isinstance(result, Tensor)
+        return (_as_rows(result, args) if is_rows else result), args, kwargs
     if isinstance(kwargs.get("out"), ShardedParameter) or kwargs.get("inplace"):
         raise RuntimeError(f"{name} would write to a gathered copy: write to the parameter's to_local()")
     logical = _shard_or_logical if name in _PRODUCTS else _logical
@@ -230,7 +235,16 @@ def _result_or_operands(
 
 
 def _special(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of random functions, ``view_as``, ``detach``, ``data``, ``grad`` and indices that are written to."""
+    """The result of random functions, ``view_as``, ``detach``, ``data``, ``grad`` and indices that are written to.
+
+    Raises:
+        RuntimeError: ``torch.autograd.grad`` is asked for gradients of parameters.
+    """
+    if func is torch.autograd.grad:
+        raise RuntimeError(
+            "torch.autograd.grad gives no gradients of sharded parameters, which are reduced over ranks into p.grad: "
+            "call backward(), and torch.autograd.grad for inputs and activations only"
+        )
     if name in RANDOM:
         target = args[0] if args else kwargs.get("tensor")
         if isinstance(target, ShardedParameter) and (
@@ -339,13 +353,13 @@ def _logical(param: ShardedParameter) -> Tensor:
     return _joined(_shard_or_logical(param), param.bmt_slice)
 
 
-def _is_readable_transposed(param: ShardedParameter, name: str) -> bool:
-    """Whether ``param.T`` is that of the logical parameter; otherwise, of this rank's rows, which are all.
+def _is_readable_transposed(name: str, param: ShardedParameter) -> bool:
+    """Whether an attribute is ``T`` of the logical parameter; otherwise, it is that of this rank's rows.
 
     Raises:
         AttributeError: it would be that of the logical parameter where nothing computes. Reading does not communicate.
     """
-    if not is_row_sharded(param) and not (torch.is_grad_enabled() and param.requires_grad):
+    if name not in TRANSPOSED or (not is_row_sharded(param) and not (torch.is_grad_enabled() and param.requires_grad)):
         return False
     if not param.handle.group.step.calls:
         raise AttributeError(
@@ -388,23 +402,6 @@ _PRODUCTS = _names(
     """
 )
 
-# Operations on this rank's rows, beside in-place methods and torch's internal functions.
-_LOCAL = _names(
-    """
-    __bool__ __cuda_array_interface__ __deepcopy__ __delete__ __dir__ __dlpack__ __dlpack_device__ __format__ __get__
-    __hash__ __len__ __reduce_ex__ __repr__ __set__ __str__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__
-    __imod__ __ipow__ __iand__ __ior__ __ixor__ backward data_ptr detach dim element_size empty_like full_like
-    get_device has_names is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_nonzero is_pinned
-    is_same_size is_set_to is_shared is_signed layout named_parameters ndimension new_empty new_empty_strided new_full
-    new_ones new_tensor new_zeros ones_like pin_memory rand_like randint_like randn_like register_hook
-    register_post_accumulate_grad_hook result_type retain_grad size split_with_sizes storage storage_offset storage_type
-    stride sym_numel sym_size untyped_storage zeros_like
-    """
-)
-
-# Copies: of this rank's rows, unless autograd records them.
-_COPIES = _names("clone contiguous cpu cuda double float half bfloat16 to type type_as")
-
 # Nothing that autograd records: with tensors of this rank's rows they compare these.
 _COMPARISONS = _names("allclose eq equal ge gt isclose le lt ne __eq__ __ge__ __gt__ __le__ __lt__ __ne__")
 
@@ -412,19 +409,7 @@ _COMPARISONS = _names("allclose eq equal ge gt isclose le lt ne __eq__ __ge__ __
 _VIEWS = _names("view reshape flatten ravel view_as reshape_as")
 
 # Operations on the logical parameter also where no gradients are recorded.
-_LOGICAL_WITHOUT_GRADIENTS = _names(
-    """
-    __getitem__ __matmul__ __rmatmul__ _foreach_norm addbmm addmm addmv addr all amax amin aminmax any argmax argmin
-    argsort baddbmm bilinear bmm bucketize cat cdist chain_matmul concat conv1d conv2d conv3d conv_transpose1d
-    conv_transpose2d conv_transpose3d corrcoef cosine_similarity count_nonzero cov cross cummax cummin cumprod
-    cumsum det diag dist dot einsum embedding embedding_bag frobenius_norm gather group_norm histc histogram hstack
-    index_select inner item kron kthvalue layer_norm linear linear_cross_entropy logcumsumexp logsumexp
-    masked_select matmul max mean median min mm mode multi_dot mv nanmean nanmedian nansum norm nuclear_norm numpy
-    outer pdist permute prod qr quantile rms_norm scaled_dot_product_attention select_scatter sort stack std
-    std_mean sum svd svd_lowrank t take tensordot tolist topk trace transpose tril triu unique unique_consecutive
-    unbind var var_mean vecdot vector_norm matrix_norm vstack
-    """
-)
+_OF_ALL_ELEMENTS = (Kind.GATHERED, Kind.INDEX, Kind.NORM, Kind.REDUCTION, Kind.REFUSED)
 
 
 def _may_mean_either(param: ShardedParameter, other: Tensor) -> bool:
@@ -434,19 +419,21 @@ def _may_mean_either(param: ShardedParameter, other: Tensor) -> bool:
     return other.shape in (param.shape, param.bmt_slice.tp_shard_shape) and param.handle.is_on_one_rank
 
 
-def _means_logical(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether the operation of this name, which is not in ``_LOCAL``, computes with the logical parameter."""
-    if name.endswith("_") and not name.endswith("__"):
-        return False
-    if name in _LOGICAL_WITHOUT_GRADIENTS:
+def _is_recorded(values: Any) -> bool:
+    """Whether autograd records what is done with the parameters among nested arguments."""
+    params = [leaf for leaf in tree_leaves(values) if isinstance(leaf, ShardedParameter)]
+    return torch.is_grad_enabled() and any(param.requires_grad for param in params)
+
+
+def _means_logical(name: str, kind: Kind, args: tuple[Any, ...]) -> bool:
+    """Whether an operation that is not of a rank's rows in any case computes with the logical parameter."""
+    if kind in _OF_ALL_ELEMENTS:
         return True
-    if name.startswith("_") and not name.startswith("__"):  # torch's internal functions
-        return False
+    recorded = _is_recorded(args)
+    if kind is Kind.COPY:
+        return recorded
     leaves = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     params = [x for x in leaves if isinstance(x, ShardedParameter)]
-    recorded = torch.is_grad_enabled() and any(p.requires_grad for p in params)
-    if name in _COPIES:
-        return recorded
     # An optimizer combines tensors of the shape of this rank's rows; a module computes with other shapes.
     others = [x for x in leaves if x.dim() and not isinstance(x, ShardedParameter)]
     shapes = {p.shape for p in params}

@@ -10,12 +10,13 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 
 import bmt_comm
 from bmt_comm.testing.in_order import nccl_rules
@@ -48,6 +49,8 @@ class TestBody:
     """Pickled warning filters, from :func:`warning_filters`."""
     traceback_style: Any
     verbosity: int
+    hides_gpus: bool
+    """Whether a body that makes its context itself makes one on the CPU, if it does not name a device."""
     rules: tuple[str, bool] | None = None
     """The referee's address, and whether communicators are eager, where the test has NCCL's rules."""
 
@@ -82,7 +85,8 @@ def run_test(body: TestBody) -> Verdict:
                     if value is Placeholder.CONTEXT:
                         arguments[name] = context
                 try:
-                    _find(module, body.qualname)(**arguments)
+                    with _default_device(body, context):
+                        _find(module, body.qualname)(**arguments)
                 finally:
                     for value in arguments.values():  # the process goes on to other tests
                         if isinstance(value, pytest.MonkeyPatch):
@@ -102,6 +106,21 @@ def _rules(body: TestBody) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     address, eager = body.rules
     return nccl_rules(address, int(os.environ["RANK"]), eager)
+
+
+@contextlib.contextmanager
+def _default_device(body: TestBody, context: bmt_comm.ParallelContext | None) -> Iterator[None]:
+    """Let a body make tensors and contexts on the device that it is to run on."""
+    if context is not None and context.device.type == "cuda":
+        with context.device:
+            yield
+    elif body.hides_gpus and torch.cuda.is_available():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setattr(torch.cuda, "device_count", lambda: 0)
+            yield
+    else:
+        yield
 
 
 def _apply_filters(filters: bytes) -> None:

@@ -3,9 +3,10 @@
 Inside :func:`nccl_rules`, communicators on process groups of the backend ``"in_order"`` obey the rules of
 :mod:`bmt_comm.testing.rules`:
 
-- The first exchange of two ranks (lazy), or of all ranks for collectives and batches, blocks until all are there. With
-  ``eager`` process groups are connected when they are made, by all ranks of the job, and carry single messages in the
-  same order as everything else; else each pair of ranks has a connection for those.
+- The first message from one rank of a process group to another blocks both until both are there, and the group's first
+  collective or batch until all are. With ``eager`` process groups are made by all ranks of the job, their first
+  collective does not block, and single messages are in the same order as everything else; else each pair of ranks has a
+  connection for those.
 - Results arrive in ``wait`` and not before. Until then the buffers hold NaN (all bits set), and a send or a result that
   the caller has written into meanwhile is an error.
 - Ranks that wait for each other get a :class:`WaitCycleError`, which says where each of them waits.
@@ -27,7 +28,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Client
 from typing import Any
 
@@ -367,7 +368,9 @@ class _Transport:
             works = [self.recv(data, peer, 0) for data, peer in recvs]
             return works + [self.send(data, peer, 0) for data, peer in sends]
         batch = [(True, *message) for message in sends] + [(False, *message) for message in recvs]
-        return [self._post_messages(self._communicator(), batch)]
+        key = self._communicator()
+        self._connect((sends, peer) for sends, _, peer in batch)
+        return [self._post_messages(key, batch)]
 
     def _message(self, sends: bool, data: Tensor, peer: int, tag: int) -> Work:
         if not self.in_order:
@@ -376,6 +379,7 @@ class _Transport:
             return _Sent(work) if sends else work
         pair = (min(self.rank, peer), max(self.rank, peer))
         key = self._communicator() if self.eager else self._communicator(*pair)
+        self._connect([(sends, peer)])
         return self._post_messages(key, [(sends, data, peer)])
 
     def _post_messages(self, key: Any, batch: Sequence[tuple[bool, Tensor, int]]) -> _Posted:
@@ -394,11 +398,27 @@ class _Transport:
     def _communicator(self, *pair: int) -> Any:
         """The communicator of all ranks or of a pair, whose ranks have met."""
         key = (*self._name, *(["-".join(map(str, pair))] if pair else []))
-        if not self.eager and key not in self._connection.connected:
-            ranks = tuple(self.ranks[r] for r in pair) or self.ranks
-            self._connection.collective((*key, "first use"), ranks, "connect", (), b"").wait()
-            self._connection.connected.add(key)
+        if not self.eager:
+            self._meet({(*key, "first use"): pair or range(len(self.ranks))})
         return key
+
+    def _connect(self, messages: Iterable[tuple[bool, int]]) -> None:
+        """The first message from one rank of a communicator to another blocks both."""
+        ways = [(self.rank, peer) if sends else (peer, self.rank) for sends, peer in messages]
+        self._meet(
+            {(*self._name, f"first message from {source} to {target}"): (source, target) for source, target in ways}
+        )
+
+    def _meet(self, places: Mapping[Any, Sequence[int]]) -> None:
+        """Wait at each place for the others of its ranks, the first time."""
+        new = {place: ranks for place, ranks in places.items() if place not in self._connection.connected}
+        meetings = [
+            self._connection.collective(place, tuple(self.ranks[rank] for rank in ranks), "connect", (), b"")
+            for place, ranks in new.items()
+        ]
+        for meeting in meetings:
+            meeting.wait()
+        self._connection.connected.update(new)
 
     def _next(self, *name: str) -> Any:
         """A key of its own for each operation, the same on all ranks."""

@@ -177,12 +177,17 @@ def device_type(request: pytest.FixtureRequest) -> str:
     return _device_type(request.config, request.getfixturevalue(_WORLD_SIZE) if marked else 1)
 
 
+def _wanted_device(config: pytest.Config) -> str:
+    wanted: str = config.getoption("--bmt-device") or config.getini("bmt_device")
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise pytest.UsageError(f"bmt_device={wanted!r}: auto, cpu or cuda is needed")
+    return wanted
+
+
 def _device_type(config: pytest.Config, world_size: int) -> str:
     import torch
 
-    wanted = config.getoption("--bmt-device") or config.getini("bmt_device")
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise pytest.UsageError(f"bmt_device={wanted!r}: auto, cpu or cuda is needed")
+    wanted = _wanted_device(config)
     if wanted == "cpu":
         return "cpu"
     gpus = torch.cuda.device_count()
@@ -215,12 +220,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             init["backend"] = BACKEND
     elif init:
         raise pytest.UsageError(f"ranks(init=False) takes no arguments of init_distributed, got {sorted(init)}")
+    wants_gpus = "device_type" in pyfuncitem.funcargs or _wanted_device(pyfuncitem.config) == "cuda"
     style = pyfuncitem.config.getoption("tbstyle")
     body = TestBody(
         module=_source(pyfuncitem),
         qualname=_qualname(pyfuncitem),
         arguments={name: _pickled(name, pyfuncitem.funcargs[name]) for name in _argnames(pyfuncitem)},
         init=init if initialise else None,
+        hides_gpus=not initialise and not wants_gpus,
         filters=warning_filters(),
         traceback_style={"auto": "long", "no": "line"}.get(style, style),
         verbosity=pyfuncitem.config.get_verbosity(pytest.Config.VERBOSITY_ASSERTIONS),
