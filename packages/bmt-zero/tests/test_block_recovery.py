@@ -373,7 +373,7 @@ def test_padding_between_gradients_is_zero(ctx):
     for _ in range(2):
         block(seeded(0, 4, 5)).square().sum().backward()
     for flat in group_of(block).flats:
-        grads = flat.params[0].grad.as_strided(flat.shard.shape, (1,), 0)
+        grads = flat.params[0].grad.to_local().as_strided(flat.shard.shape, (1,), 0)
         covered = torch.zeros_like(grads, dtype=torch.bool)
         for view in flat.local_views(covered):
             view.fill_(True)

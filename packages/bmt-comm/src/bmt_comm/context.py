@@ -174,7 +174,9 @@ def init_distributed(
         num_micro_batches: micro-batches of a pipeline; by default as many as stages.
         tp_size: tensor-parallel ranks.
         zero_level: default ZeRO level of Blocks that do not say.
-        device: "cuda", "cpu" or a device with an index; by default this process's GPU where there is one.
+        device: "cuda", "cpu" or a device with an index; by default this process's GPU where there is one: that of a
+            process group that exists, or else the number of the process on its host, which torchrun, srun, Open MPI
+            and Intel MPI tell.
         backend: of ``torch.distributed``; by default nccl for CUDA and gloo for CPU.
         timeout: seconds, or a timedelta, after which a collective that a rank has not joined fails.
         agreement_timeout: the same for the comparisons of models, options and pipeline calls between ranks; not more
