@@ -255,14 +255,14 @@ class CallSequences:
     def compare(self) -> None:
         """Raise where ranks have started different operations. Every rank of the communicators must call this.
 
-        On CUDA the host does not wait: a difference is raised by a later comparison.
+        On CUDA the host does not wait for this one: a difference is raised by the next comparison.
 
         Raises:
             RuntimeError: on every rank, naming the first difference.
         """
         late, self._late = self._late, []
         for everyone, event, comm, operations in late:
-            event.synchronize()  # of the step before, long done
+            event.synchronize()  # of the comparison before
             self._check(everyone, comm, operations)
         digests, self._digests = self._digests, {}
         started, self._operations = self._operations, {}

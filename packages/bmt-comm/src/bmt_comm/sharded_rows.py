@@ -112,8 +112,11 @@ class ShardedRows(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             operation = None if by_optimizer else _operation(func, getattr(func, "__name__", ""))
             if operation is None:
+                unscales = getattr(func, "__name__", "") == "_amp_foreach_non_finite_check_and_unscale_"
+                if unscales and torch.cuda.is_initialized() and not args[0][0].is_cuda:
+                    torch.cuda.current_stream().synchronize()  # GradScaler copies the scale to the host without waiting
                 result = func(*args, **kwargs)
-                if getattr(func, "__name__", "") == "_amp_foreach_non_finite_check_and_unscale_":
+                if unscales:
                     reduce_over(args[1], spreading_communicators(args[0]), "max")
                 return result
             if not args:

@@ -135,8 +135,11 @@ def _block_sums(grad: Tensor, where: Slice, block: str | int) -> Tensor:
     rows = grad.square().sum(-1)
     if block == "row":
         return rows
-    sums = torch.zeros(where.shape[0] // int(block), dtype=torch.float32, device=grad.device)
-    return sums.index_add_(0, row_indices(where, grad.device) // int(block), rows)
+    of_all = torch.zeros(where.shape[0], dtype=torch.float32, device=grad.device)
+    of_all[row_indices(where, grad.device)] = rows
+    return of_all.view(-1, int(block)).sum(
+        1
+    )  # in a fixed order, as replicas must have it; index_add_ has none on a GPU
 
 
 def get_adam_mini_param_groups(

@@ -39,7 +39,12 @@ def expert_pieces(where: Slice) -> Pieces:
 def sum_by_expert(values: Tensor, where: Slice) -> Tensor:
     """Sums of ``values``, (rows, \\*), over this rank's rows of each expert of the piece: (experts, \\*)."""
     sums = values.new_zeros(where.tp_shard_shape[0], *values.shape[1:])
-    return sums.index_add_(0, _expert_of_rows(where, values.device), values)
+    expert, row = experts_of(where).start, 0
+    for experts, height in expert_pieces(where) or []:  # index_add_ has no fixed order on a GPU; replicas must have one
+        rows = values[row : row + experts * height].view(experts, height, *values.shape[1:])
+        sums[expert : expert + experts] += rows.sum(1)
+        expert, row = expert + experts, row + experts * height
+    return sums
 
 
 def by_row(values: Tensor, where: Slice) -> Tensor:

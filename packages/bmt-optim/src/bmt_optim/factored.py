@@ -136,8 +136,11 @@ class Parts:
         """The sums of the entries' values, (entries,), by matrix: (matrices,)."""
         if len(self.plan.owners) == len(self.matrices):
             return values
-        index = torch.tensor(self.plan.owners, device=values.device)
-        return values.new_zeros(len(self.matrices)).index_add_(0, index, values)
+        owners = self.plan.owners
+        places = [3 * owner + owners[:entry].count(owner) for entry, owner in enumerate(owners)]
+        apart = values.new_zeros(len(self.matrices), 3)  # a matrix has at most three pieces
+        apart.view(-1)[torch.tensor(places, device=values.device)] = values
+        return apart.sum(1)  # in a fixed order, as replicas must have it; index_add_ has none on a GPU
 
     def per_entry(self, values: Tensor) -> Tensor:
         """The matrices' values, (matrices,), by entry: (entries,)."""

@@ -124,8 +124,8 @@ class CheckpointedForward:
                 return None
 
         # torch keeps the random state of the devices of the tensors that it is given, and looks at no named ones.
-        places = [flat.unsharded for flat in self.group.flats[:1]] or args
-        result = checkpoint(run, *places, use_reentrant=False, determinism_check=keeping.determinism_check)
+        place = torch.empty(0, device=self.group.context.device)
+        result = checkpoint(run, place, use_reentrant=False, determinism_check=keeping.determinism_check)
         if failed:
             raise failed.pop()
         return result

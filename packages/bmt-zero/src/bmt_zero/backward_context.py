@@ -91,7 +91,7 @@ class StepContext:
         self.sequences = CallSequences()
         self.forbidden: str | None = None
         self._passes: dict[int, dict[ParameterGroup, None]] = {}
-        self._streams: dict[int, torch.cuda.Stream] = {}  # of the caller of each pass
+        self._streams: dict[int, torch.cuda.Stream] = {}  # that nodes of each pass run on; callbacks run on any
         self._reducing: list[GradientReducer] = []
         self._abandoned: dict[GradientReducer, None] = {}  # whose reductions an exception in a pipeline has ended
         self._copying: dict[GradientReducer, None] = {}  # whose gradients the host may not have
@@ -195,7 +195,7 @@ class StepContext:
                     "modules, and call backward outside of torch._dynamo.compiled_autograd"
                 )
             self._passes[task] = {}
-            if torch.cuda.is_initialized():  # autograd has one for the nodes, and runs callbacks on any
+            if torch.cuda.is_initialized():
                 self._streams[task] = torch.cuda.current_stream()
             begin_backward()
             engine: Any = torch.autograd.Variable._execution_engine
@@ -207,6 +207,7 @@ class StepContext:
     @not_compiled
     def _finish(self, task: int) -> None:
         stream = self._streams.pop(task, None)
+        caller = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch._C.DisableTorchFunctionSubclass(), nullcontext() if stream is None else torch.cuda.stream(stream):
             # In a pipeline, reductions of one micro-batch go on while the next one is computed.
             if not self._nested or any(reducer.has_fixed_order for reducer in self._reducing):
@@ -222,6 +223,8 @@ class StepContext:
                 self.use.settle()
                 self.sequences.compare()
             self.end_use()
+        if stream is not None and caller is not None and caller != stream:
+            caller.wait_stream(stream)
 
     def _end_sums(self) -> None:
         """A backward pass has ended, and outside of ``no_sync`` the sums in a fixed order."""

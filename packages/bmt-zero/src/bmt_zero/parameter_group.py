@@ -298,6 +298,8 @@ class ParameterGroup:
             for flat in self.flats:
                 flat.unshard()
             self.step.begin_use(self)
+        except torch.OutOfMemoryError:  # which scripts catch by its class
+            raise
         except RuntimeError as error:
             raise RuntimeError(f"while {self.name} was unsharded: {error}") from error
 
@@ -306,6 +308,8 @@ class ParameterGroup:
         try:
             for flat in self.flats:
                 flat.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise RuntimeError(f"while {self.name} was unsharded: {error}") from error
 

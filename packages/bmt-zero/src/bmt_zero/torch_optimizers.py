@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils import _foreach_utils
 
-from bmt_comm import ShardedRows, Slice, refuse_whole_layer_optimizers, sharded_rows, unshard_tp
+from bmt_comm import ShardedGradient, ShardedRows, Slice, refuse_whole_layer_optimizers, sharded_rows, unshard_tp
 
 from .sharded_parameter import ShardedParameter
 from .state import rows_of_logical
@@ -40,6 +42,10 @@ def watch_optimizers() -> None:
     if not _watching:
         _watching = True
         refuse_whole_layer_optimizers()
+        # As DTensor does: on a GPU torch takes few kernels for tensors of these types, and one for each of others.
+        types: tuple[Any, ...] = (ShardedParameter, ShardedGradient)
+        torch_optimizer._foreach_supported_types.extend(types)
+        _foreach_utils._foreach_supported_types.extend(types)
         register_optimizer_step_pre_hook(_before_step)
 
 
