@@ -271,7 +271,9 @@ class CallSequences:
             everyone = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
             comm.all_gather(everyone, mine, label="the order of operations")
             if comm.device.type == "cuda":
-                on_host = torch.empty(comm.size, dtype=torch.int64, pin_memory=True).copy_(everyone, non_blocking=True)
+                on_host = torch.empty(comm.size, dtype=torch.int64, pin_memory=True, device="cpu").copy_(
+                    everyone, non_blocking=True
+                )
                 event = torch.cuda.current_stream(comm.device).record_event()
                 self._late.append((on_host, event, comm, started[comm]))
             else:

@@ -85,7 +85,7 @@ def recv_activations(prev_rank: int, comm: Communicator) -> Tensor:
     Where gradients are enabled and the sender's tensor required one, the result requires a gradient, and
     its backward sends it to the sender.
     """
-    return _Recv.apply(torch.empty(0, requires_grad=True), prev_rank, comm)
+    return _Recv.apply(torch.empty(0, requires_grad=True, device="cpu"), prev_rank, comm)
 
 
 class _AllGather(torch.autograd.Function):

@@ -428,7 +428,7 @@ def _lay_out(
 ) -> ParallelContext:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data_size = world_size // (pipe_size * tp_size)
-    grid = torch.arange(world_size).view(pipe_size, data_size, tp_size)
+    grid = torch.arange(world_size, device="cpu").view(pipe_size, data_size, tp_size)
     everyone = dist.group.WORLD
     assert everyone is not None
     groups = _Groups(everyone, device, timeout)

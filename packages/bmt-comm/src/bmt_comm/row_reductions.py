@@ -28,7 +28,7 @@ def of_all(name: str, part: Any, dtype: torch.dtype | None) -> Tensor:
     elif name == "count_nonzero":
         value, combine = torch.count_nonzero(rows), torch.sum
     else:
-        result = torch.empty(0, dtype=rows.dtype).sum(dtype=dtype).dtype if name != "mean" else dtype or rows.dtype
+        result = rows.new_empty(0).sum(dtype=dtype).dtype if name != "mean" else dtype or rows.dtype
         wide = torch.promote_types(result, torch.float32) if result.is_floating_point else result
         total = (torch.nansum if name == "nansum" else torch.sum)(rows, dtype=wide)
         total = over_ranks(total, part, torch.sum)

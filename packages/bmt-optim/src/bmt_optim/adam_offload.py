@@ -193,7 +193,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         device = next((sums.device for _, sums in deltas), torch.device("cpu"))
         local: dict[Hashable, Tensor] = {}
         for batch, sums in deltas:
-            count = torch.tensor([float(sum(t.numel() for t in batch.params))], dtype=torch.float64)
+            count = torch.tensor([float(sum(t.numel() for t in batch.params))], dtype=torch.float64, device="cpu")
             found = torch.cat([count.to(device), sums.to(device)])
             local[batch.share] = local[batch.share] + found if batch.share in local else found
         nothing = torch.zeros(3, dtype=torch.float64, device=device)

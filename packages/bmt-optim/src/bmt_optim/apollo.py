@@ -135,7 +135,9 @@ class APOLLO(DistributedOptimizer):
             return kept[1]
         generator = torch.Generator().manual_seed((matrix.number * 0x9E3779B1 + period) % (1 << 63))
         r = low_rank(where.shape, options["rank"])
-        basis = torch.randn(where.shape[1 if tall else 0], r, dtype=torch.float32, generator=generator) / math.sqrt(r)
+        basis = torch.randn(
+            where.shape[1 if tall else 0], r, dtype=torch.float32, generator=generator, device="cpu"
+        ) / math.sqrt(r)
         held = indices_along(where, 1, basis.device) if tall else row_indices(where, basis.device)
         self._projections[matrix.index] = period, basis[held].to(matrix.param.device)
         return self._projections[matrix.index][1]

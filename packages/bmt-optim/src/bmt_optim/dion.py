@@ -114,7 +114,7 @@ class Dion(DistributedOptimizer):
         for m, state, b in zip(matrices, states, wholes):
             if batch.step == 1:
                 generator = torch.Generator().manual_seed(0)
-                state["Q"].copy_(torch.randn(state["Q"].shape, dtype=torch.float32, generator=generator))
+                state["Q"].copy_(torch.randn(state["Q"].shape, dtype=torch.float32, generator=generator, device="cpu"))
             values.append(_low_rank(b, state["Q"], options["power_iters"]) if m.owned else None)
         shapes = [(sum(m.where.shape), _rank(m.where.shape, options)) for m in matrices]
         (shared,) = yield [Share(values, matrices, shapes)]

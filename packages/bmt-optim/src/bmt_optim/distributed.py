@@ -362,7 +362,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found = super().state_dict()
         params = self._params()
         found["state"] = {
-            index: {**entry, "step": torch.tensor(float(entry["step"]), dtype=torch.float32)}
+            index: {**entry, "step": torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")}
             for index, entry in sorted(found["state"].items())
             if params[index].requires_grad or entry.get("step", 0) > 0
         }

@@ -37,7 +37,7 @@ def gather_state(
     for index, (param, step) in enumerate(zip(params, steps)):
         if step < 0:  # no rank has a state for it
             continue
-        entry: dict[str, Any] = {"step": torch.tensor(float(step), dtype=torch.float32)}
+        entry: dict[str, Any] = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
         for key, (where, dtype) in tensors[index].items():
             local = state[index][key] if index in state else _no_state(param, where, dtype)
             whole = assemble(local, where)
@@ -139,7 +139,7 @@ def step_record(param: Tensor, step: int) -> StateRecord:
     """The number of steps that a parameter has taken. A rank with none of its rows may lag, and does not count."""
     where = slice_of(param)
     counts = bool(where.numel or not math.prod(where.shape))
-    return StateRecord(param, "step", Slice((), 0, 1), torch.tensor(int(step), dtype=torch.int64), counts)
+    return StateRecord(param, "step", Slice((), 0, 1), torch.tensor(int(step), dtype=torch.int64, device="cpu"), counts)
 
 
 def _agreed_steps(steps: list[int], params: Sequence[Tensor], slices: Sequence[Slice]) -> list[int]:

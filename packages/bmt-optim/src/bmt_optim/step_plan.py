@@ -60,7 +60,7 @@ class StepPlan:
         if numel > CACHED:
             return None
         if self._cache is None:
-            self._cache = torch.empty(CACHED, dtype=torch.float32)
+            self._cache = torch.empty(CACHED, dtype=torch.float32, device="cpu")
         return self._cache[:numel]
 
 

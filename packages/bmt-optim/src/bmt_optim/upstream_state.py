@@ -87,7 +87,7 @@ def _converted(
                 f"the moments of parameter {index} are multiplied by the loss scale, which the state dict of "
                 f"BMTrain's AdamOptimizer does not tell: load the state dict of its OptimManager instead"
             )
-        entry: dict[str, Any] = {"step": torch.tensor(float(step), dtype=torch.float32)}
+        entry: dict[str, Any] = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
         for name, own in _KEYS.items():
             flat = flats.tensor(index, name, where)
             if flat is None or where is None or param is None or (own == "master" and param.dtype not in HALF):
@@ -189,7 +189,7 @@ class _Gathered:
         context = bmt_comm.current_context()
         everyone = context.world_size // self._tp_size
         ways = [(True, everyone // context.pipe_size), (True, everyone), (False, everyone)]
-        fits = torch.ones(len(self._params), len(ways), dtype=torch.float32)
+        fits = torch.ones(len(self._params), len(ways), dtype=torch.float32, device="cpu")
         for index in filter(self._is_of_tp_ranks, range(len(self._params))):
             for number, way in enumerate(ways):
                 fits[index, number] = self._fits(index, self._cuts_of(index, *way))
@@ -379,7 +379,7 @@ def to_own_form(
     chosen: list[Tensor] = []
     for index, entry in enumerate(entries):
         if entry is None:
-            chosen.append(torch.empty(0))
+            chosen.append(torch.empty(0, device="cpu"))
             continue
         place, is_certain = next(fitting)
         if is_certain and values is not None and "_param_fp32" in entry:

@@ -228,7 +228,7 @@ def exchange_signatures(
             digest = hashlib.sha256(packed).digest()
         except Exception as error:  # whatever an object's own code may raise
             problem = TypeError(f"arguments are in containers that cannot be sent to other stages: {error}")
-    everyone = torch.empty(comm.size, 32, dtype=torch.uint8)
+    everyone = torch.empty(comm.size, 32, dtype=torch.uint8, device="cpu")
     with agreement_time(), connected():
         comm.all_gather(everyone, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
     if not everyone.any(1).all():
@@ -282,9 +282,9 @@ def raise_first(context: ParallelContext, problem: BaseException | None) -> None
 def any_failed(context: ParallelContext, problem: BaseException | None) -> bool:
     """Whether any rank of the pipeline has a problem. A collective of one byte."""
     comm = context.pipe_host
-    failed = torch.zeros(comm.size, dtype=torch.uint8)
+    failed = torch.zeros(comm.size, dtype=torch.uint8, device="cpu")
     with connected():
-        comm.all_gather(failed, torch.tensor([problem is not None], dtype=torch.uint8))
+        comm.all_gather(failed, torch.tensor([problem is not None], dtype=torch.uint8, device="cpu"))
     return bool(failed.any())
 
 

@@ -48,7 +48,7 @@ class Pipeline:
         self._plans: dict[tuple[bytes, int], Plan] = {}
         self._factor = torch.ones((), dtype=torch.float64, device=context.device)  # see Tail
         self._buffers: list[WrittenBuffers] | None = None  # from the first call on: modules may be copies to be filled
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
 
     def __call__(
         self,
@@ -137,7 +137,7 @@ class Pipeline:
 
     def _agree_on_pieces(self, pieces: int) -> int:
         """How many micro-batches each stage's batch is cut into in all replicas; 0: one of them has failed."""
-        found = torch.tensor([pieces])
+        found = torch.tensor([pieces], device="cpu")
         self.context.tp_zero_host.all_reduce(found, "min")
         return int(found)
 

@@ -268,13 +268,13 @@ class Post:
 
     def _send_bytes(self, peer: int, data: bytes) -> None:
         payload = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-        for tensor in (torch.tensor([len(data)]), payload):
+        for tensor in (torch.tensor([len(data)], device="cpu"), payload):
             comm, way = self._way(self._rank, peer, on_host=True)
             _hold(comm.send(tensor, **way))
 
     def _receive_bytes(self, peer: int) -> bytes:
-        length = self._receive(torch.empty(1, dtype=torch.int64), peer)
-        payload = self._receive(torch.empty(max(int(length), 1), dtype=torch.uint8), peer)
+        length = self._receive(torch.empty(1, dtype=torch.int64, device="cpu"), peer)
+        payload = self._receive(torch.empty(max(int(length), 1), dtype=torch.uint8, device="cpu"), peer)
         return payload.numpy().tobytes() if int(length) else _BROKEN
 
     def _receive(self, tensor: Tensor, peer: int) -> Tensor:

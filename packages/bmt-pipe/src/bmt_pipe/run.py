@@ -490,7 +490,7 @@ class Run:
 
     def _on_any_stage(self, flag: bool) -> bool:
         """Whether any stage of the pipeline has a true ``flag``. A collective."""
-        result = torch.tensor([int(flag)])
+        result = torch.tensor([int(flag)], device="cpu")
         with connected():
             self.context.pipe_host.all_reduce(result, "max")
         return bool(result)

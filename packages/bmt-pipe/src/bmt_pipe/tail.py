@@ -158,7 +158,7 @@ class Tail:
     def agree_on_use(self, stage: int) -> None:
         """Let all stages have gradients of what ``stage`` has used: zeros. A collective of the pipeline."""
         comm = self.context.pipe_host
-        used = torch.tensor([grad is not None for grad in self.grads.values()], dtype=torch.uint8)
+        used = torch.tensor([grad is not None for grad in self.grads.values()], dtype=torch.uint8, device="cpu")
         if comm.size == 1 or len(used) == 0:
             return
         with connected():
@@ -187,7 +187,7 @@ class Tail:
 def _sequence_number() -> int:
     """The number of the next autograd node."""
     with torch.enable_grad():
-        return 1 + int(torch.zeros((), requires_grad=True).view(()).grad_fn._sequence_nr())  # type: ignore[union-attr]
+        return 1 + int(torch.zeros((), requires_grad=True, device="cpu").view(()).grad_fn._sequence_nr())  # type: ignore[union-attr]
 
 
 def _sharded_parameters(

@@ -60,7 +60,7 @@ def check_same_input(x: Tensor, comm: Communicator, cure: str) -> None:
     # Random projections: activations that differ by more than rounding differ in these.
     values = x.detach().reshape(-1).double()
     generator = torch.Generator().manual_seed(values.numel())
-    signs = torch.randint(0, 2, (8, min(values.numel(), 1 << 16)), generator=generator).to(values) * 2 - 1
+    signs = torch.randint(0, 2, (8, min(values.numel(), 1 << 16)), generator=generator, device="cpu").to(values) * 2 - 1
     folded = torch.nn.functional.pad(values, (0, -values.numel() % signs.shape[1])).view(-1, signs.shape[1])
     ramp = 1 + torch.arange(len(folded), dtype=torch.float64, device=values.device) / len(folded)
     mine = torch.cat([signs @ (ramp @ folded), values.norm()[None]])

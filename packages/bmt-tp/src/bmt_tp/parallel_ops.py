@@ -381,7 +381,7 @@ def _scattered_product(x: Tensor, weight: Tensor, comm: Communicator, dim: int, 
     if chunks == 1:
         return start_reduce_scatter(F.linear(x, weight), dim, comm).wait()
     parts = x.unflatten(dim, (comm.size, -1))
-    lengths = [len(piece) for piece in torch.arange(mine).tensor_split(chunks)]
+    lengths = [len(piece) for piece in torch.arange(mine, device="cpu").tensor_split(chunks)]
     pending = []
     for piece in parts.split(lengths, dim + 1):
         # Of each rank's part of the sequence this chunk: (..., ranks · length, ..., features).

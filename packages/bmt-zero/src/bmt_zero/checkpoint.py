@@ -137,7 +137,7 @@ def _on_rank0(context: ParallelContext, path: Path, call: Callable[[], None], te
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
 def _by_name(tensors: Iterable[tuple[list[str], Tensor]], path: Path) -> Iterator[tuple[str, list[Tensor]]]:
@@ -287,7 +287,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _has_own_code(model: nn.Module, context: ParallelContext, loading: bool) -> bool:
-    has_code = torch.tensor(any(has_own_code(m, loading) for m in model.modules()), dtype=torch.int64)
+    has_code = torch.tensor(any(has_own_code(m, loading) for m in model.modules()), dtype=torch.int64, device="cpu")
     has_code = has_code.to(context.device)
     context.pipe.all_reduce(has_code, "max")  # layers of another stage may have some
     return bool(has_code)

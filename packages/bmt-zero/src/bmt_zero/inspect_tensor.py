@@ -211,7 +211,7 @@ class InspectTensor:
         return sorted(tensors, key=lambda each: each.label.key)
 
 
-_ANCHOR = torch.empty(0, requires_grad=True)
+_ANCHOR = torch.empty(0, requires_grad=True, device="cpu")
 
 
 class _OfPipeline(torch.autograd.Function):
@@ -281,7 +281,7 @@ def _describe(tensors: Sequence[_Tensor], context: ParallelContext | None) -> di
     if not tensors:
         return {}
     numbers = torch.stack([describe(x).cpu() for each in tensors for x in (each.value, each.grad)])
-    rows = torch.tensor([len(each.value) if each.value.dim() else 0 for each in tensors])
+    rows = torch.tensor([len(each.value) if each.value.dim() else 0 for each in tensors], device="cpu")
     if context is not None:
         samples = context.outer_tp_zero if tensors[0].place is None else context.tp_zero
         numbers = over_ranks(over_ranks(numbers.to(context.device), context.tp, replicas=True), samples)

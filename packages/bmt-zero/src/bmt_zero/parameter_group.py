@@ -206,7 +206,7 @@ class ParameterGroup:
         self.unsharding_communicators = [
             comm for comm in self.communicators if any(comm is flat.shard_comm for flat in self.flats)
         ]
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         # This node runs only in backward passes that accumulate gradients of all leaves.
         with torch.enable_grad():
             self.accumulates: Any = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

@@ -54,4 +54,4 @@ def _take(value: Any, context: ParallelContext) -> Any:
         return None
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value)

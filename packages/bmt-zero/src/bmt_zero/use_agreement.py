@@ -61,5 +61,5 @@ def _on_device(flags: Sequence[bool], device: torch.device) -> Tensor:
     """``flags`` as numbers (uint8) on a device, without waiting for it."""
     if all(flags):
         return torch.ones(len(flags), dtype=torch.uint8, device=device)
-    on_host = torch.tensor(flags, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    on_host = torch.tensor(flags, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
     return on_host.to(device, non_blocking=True)

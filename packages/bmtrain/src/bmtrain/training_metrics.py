@@ -113,7 +113,7 @@ class TrainingMetrics:
         self.overflows += skipped
         self._tokens += tokens
         self._losses.append(
-            loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float32)
+            loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float32, device="cpu")
         )
         if self.steps % self.every:
             return None
@@ -155,8 +155,8 @@ class TrainingMetrics:
         seconds = (time.perf_counter() - self._started) / count
         sent = (self._bytes_sent() - self._sent) / count
         waited = (self._seconds_waited() - self._waited) / count
-        sums = torch.tensor([value, self._tokens / context.tp_size], dtype=torch.float64)
-        most = torch.tensor([seconds, peak_memory(context.device), sent, waited], dtype=torch.float64)
+        sums = torch.tensor([value, self._tokens / context.tp_size], dtype=torch.float64, device="cpu")
+        most = torch.tensor([seconds, peak_memory(context.device), sent, waited], dtype=torch.float64, device="cpu")
         sums, most = sums.to(context.device), most.to(context.device)
         context.world.all_reduce(sums, label="the metrics of a step")
         context.world.all_reduce(most, "max", label="the metrics of a step")

@@ -24,7 +24,7 @@ def _dynamic_map(signed: bool) -> Tensor:
             value = (2 * steps + 18 * i + 9) / (20 * steps * 10 ** (6 - decade))
             values += [value, -value] if signed else [value]
     with torch.device("cpu"):
-        return torch.tensor(sorted(values), dtype=torch.float64).float()
+        return torch.tensor(sorted(values), dtype=torch.float64, device="cpu").float()
 
 
 def dynamic_map(signed: bool = True) -> Tensor:

@@ -63,7 +63,7 @@ def _shapes(subject: Subject, framework: Framework, case: Case) -> list[tuple[in
 
 def _values(shapes: Sequence[tuple[int, ...]], seed: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes]
 
 
 def _passes(case: Case, shapes: Sequence[tuple[int, ...]], step: int, rank: int, ranks: int) -> list[dict[str, Tensor]]:
@@ -90,7 +90,7 @@ def _means(case: Case, shapes: Sequence[tuple[int, ...]], step: int, ranks: int)
         for found in _passes(case, shapes, step, rank, ranks):
             for name, value in found.items():
                 i = int(name[1:].split("_")[0])
-                means[i] = means.get(i, torch.zeros(shapes[i])) + value.float() / ranks
+                means[i] = means.get(i, torch.zeros(shapes[i], device="cpu")) + value.float() / ranks
     return means
 
 
@@ -233,7 +233,7 @@ def _errors(subject: Subject, framework: Framework, names: Sequence[str]) -> lis
         for start, ours, theirs in zip(training.start, training.whole(), expected):
             difference, update = (ours - theirs).double().norm(), (theirs - start.float()).double().norm()
             errors.append(float(difference / update if update else difference))
-        found.append(torch.tensor(errors).max().item())  # NaN if there is one
+        found.append(torch.tensor(errors, device="cpu").max().item())  # NaN if there is one
     return found
 
 

@@ -212,7 +212,7 @@ def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, 
                         dtype = param.dtype  # which those of torch have; another one in the file does not fit
                     state[key] = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
                 elif not entry.shape:
-                    state[key] = torch.zeros((), dtype=dtype)
+                    state[key] = torch.zeros((), dtype=dtype, device="cpu")
                 else:
                     raise ValueError(
                         f"{entry} is neither a number nor like the parameter of shape {shape}; it was saved by another "
@@ -226,7 +226,7 @@ def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, 
 def _record(optimizer: Any, param: Tensor, key: str, value: Any) -> StateRecord:
     where = slice_of(param)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64, device="cpu")
     if isinstance(value, Tensor):
         local = local_tensor(value).detach()
         if tuple(local.shape) == where.local_shape:

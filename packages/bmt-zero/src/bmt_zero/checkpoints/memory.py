@@ -31,7 +31,7 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies of contiguous tensors, as bytes: uint8, 1-D. They hold until the next call.
@@ -44,8 +44,12 @@ class Snapshot:
     def room(self, size: int, is_locked: bool) -> Tensor:
         """Memory of ``size`` bytes or more."""
         if self._memory.numel() < size or (is_locked and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # released before the larger one is allocated
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True) if is_locked else _huge_pages(size)
+            self._memory = torch.empty(
+                0, dtype=torch.uint8, device="cpu"
+            )  # released before the larger one is allocated
+            self._memory = (
+                torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu") if is_locked else _huge_pages(size)
+            )
         return self._memory
 
 
@@ -74,7 +78,7 @@ def copy_into(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _huge_pages(size: int) -> Tensor:
     """Memory that takes the processor few translations of addresses to write to, if the system allows it."""
     if not size:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a system without them

@@ -288,7 +288,7 @@ class _Copy:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._private = Snapshot()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         if path is not None and path.exists() and path.stat().st_size > _HEAD:
             self._map(path.stat().st_size)
 
@@ -353,7 +353,7 @@ class _Copy:
         memory = self.room(size, any(part.is_cuda for part in parts))
         copy_into(memory, parts)
         words = memory[:_HEAD].view(torch.int64)
-        words[1:] = torch.tensor([*head, size, parts[1].nbytes, _sum(memory), number])
+        words[1:] = torch.tensor([*head, size, parts[1].nbytes, _sum(memory), number], device="cpu")
         words[0] = _MARK
 
     def is_intact(self) -> bool:
@@ -376,7 +376,11 @@ class _Copy:
 def _parts_of(described: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
     """What a snapshot consists of, from its head on."""
     text = to_json({**described, "bytes": [tensor.nbytes for tensor in tensors]})
-    return [torch.zeros(_HEAD, dtype=torch.uint8), torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors]
+    return [
+        torch.zeros(_HEAD, dtype=torch.uint8, device="cpu"),
+        torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        *tensors,
+    ]
 
 
 def _sum(content: Tensor) -> int:

@@ -69,7 +69,7 @@ class PackedExperts:
     def read(self, name: str, low: int, high: int) -> Tensor:
         if name not in self._parts:
             return self._source.read(name, low, high)
-        out = torch.empty(high - low, dtype=torch.uint8)
+        out = torch.empty(high - low, dtype=torch.uint8, device="cpu")
         for part, begin, stop, place in self._pieces(name, low, high):
             out[place : place + stop - begin].copy_(self._source.read(part, begin, stop))
         return out

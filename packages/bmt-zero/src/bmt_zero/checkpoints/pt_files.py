@@ -47,7 +47,7 @@ class PtSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = OpenFile(path, None, torch.empty(BUFFER, dtype=torch.uint8))
+        self._file = OpenFile(path, None, torch.empty(BUFFER, dtype=torch.uint8, device="cpu"))
         self._places: dict[str, tuple[int, int]] = {}  # where the memory of a storage is, and its length
         self._packed: dict[str, Tensor] = {}  # the tensor, not contiguous in the file, that was read last
         self.nbytes = self._file.size
@@ -243,7 +243,7 @@ class PtSource:
 
     def _memory(self, at: int, length: int) -> Tensor:
         """Bytes of the file."""
-        memory = torch.empty(length, dtype=torch.uint8)
+        memory = torch.empty(length, dtype=torch.uint8, device="cpu")
         for low in range(0, length, CHUNK):
             self._file.read_into(at + low, memory[low : low + CHUNK])
         return memory

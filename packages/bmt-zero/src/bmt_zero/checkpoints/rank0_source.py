@@ -69,7 +69,7 @@ class Rank0Source:
         if self._source is not None:
             value = self._source.others.get(name)
             if name in self._source.entries:
-                value = torch.zeros(shape or (), dtype=dtype)
+                value = torch.zeros(shape or (), dtype=dtype, device="cpu")
                 try:
                     value = read_tensor(self._source, name)
                 except Exception as error:  # the others wait for the tensor

@@ -161,7 +161,7 @@ def _numbers(window: Tensor, dtype: torch.dtype) -> Tensor:
 def read_tensor(source: Source, name: str) -> Tensor:
     """A tensor of a source, in memory."""
     entry = source.entries[name]
-    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
     fill([Content(entry, whole(tensor), tensor)], source)
     return tensor
 

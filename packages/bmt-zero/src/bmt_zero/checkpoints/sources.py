@@ -104,14 +104,16 @@ class OpenFile:
 
     def close(self) -> None:
         os.close(self._handle)
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # tracebacks of errors may refer to this for long
+        self._buffer = torch.empty(
+            0, dtype=torch.uint8, device="cpu"
+        )  # tracebacks of errors may refer to this for long
         self._last = -1, self._buffer
 
     def bytes_at(self, at: int, length: int) -> bytes:
         """A small part, without a comparison of checksums."""
         if at + length > self.size:
             raise DamagedError(f"{self.path} cannot be read: it ends at byte {self.size}; it may be truncated")
-        data = torch.empty(length, dtype=torch.uint8)
+        data = torch.empty(length, dtype=torch.uint8, device="cpu")
         self._fill(data, at)
         return bytes(view_of(data))
 
@@ -151,7 +153,7 @@ class OpenFile:
         """What ``out``, the bytes from ``low`` on, has of a piece. A neighbour in the file may want the rest of it."""
         begin = piece * PIECE
         if self._last[0] != piece:
-            content = torch.empty(min(PIECE, self.size - begin), dtype=torch.uint8)
+            content = torch.empty(min(PIECE, self.size - begin), dtype=torch.uint8, device="cpu")
             self._fill(content, begin)
             assert self._checker is not None
             self._checker(self._check_all, piece, piece + 1, content)
@@ -199,7 +201,7 @@ class SafetensorsSource:
     """
 
     def __init__(self, paths: Sequence[Path], records: Mapping[str, FileRecord] | None = None) -> None:
-        self._buffer = torch.empty(BUFFER, dtype=torch.uint8)
+        self._buffer = torch.empty(BUFFER, dtype=torch.uint8, device="cpu")
         self._files: list[OpenFile] = []
         self._checker = ThreadPoolExecutor(1, "bmt-checksums")  # its thread begins with the first comparison
         self._checks: deque[Future[None]] = deque()
@@ -252,7 +254,7 @@ class SafetensorsSource:
             file.close()
         self._files.clear()
         self._places.clear()
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __enter__(self) -> SafetensorsSource:
         return self

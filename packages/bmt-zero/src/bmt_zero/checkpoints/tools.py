@@ -80,7 +80,7 @@ def verify(checkpoint: Path, report: _Report = lambda done, total: None) -> Mani
     """
     manifest = read_manifest(checkpoint)
     total, done = sum(record.size for record in manifest.files.values()), 0
-    buffer = torch.empty(BUFFER, dtype=torch.uint8)
+    buffer = torch.empty(BUFFER, dtype=torch.uint8, device="cpu")
     for name, record in manifest.files.items():
         file = OpenFile(checkpoint / name, record, buffer)
         try:

@@ -141,7 +141,7 @@ def _check_torch_options(kind: Any, options: Mapping[str, Any], problem: str) ->
     """torch's optimizers check the range of their options when they are made."""
     known = inspect.signature(kind).parameters.keys() - {"params", "foreach", "fused", "capturable", "differentiable"}
     try:
-        kind([torch.zeros(1, 1)], **{key: value for key, value in options.items() if key in known})
+        kind([torch.zeros(1, 1, device="cpu")], **{key: value for key, value in options.items() if key in known})
     except ValueError as error:
         raise ValueError(f"{problem}: {error}") from None
 
@@ -169,15 +169,18 @@ def _is_alike(mine: Any, theirs: Any) -> bool:
 def random_state() -> dict[str, Tensor]:
     """The states of torch's, Python's and, where it is loaded, numpy's random generators."""
     version, words, gauss = random.getstate()
-    states = {"torch": torch.get_rng_state(), "python": torch.tensor([version, *words], dtype=torch.int64)}
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *words], dtype=torch.int64, device="cpu"),
+    }
     if gauss is not None:
-        states["python_gauss"] = torch.tensor(gauss, dtype=torch.float64)
+        states["python_gauss"] = torch.tensor(gauss, dtype=torch.float64, device="cpu")
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
         _, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        states["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
-        states["numpy_gauss"] = torch.tensor(cached, dtype=torch.float64)
+        states["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64, device="cpu")
+        states["numpy_gauss"] = torch.tensor(cached, dtype=torch.float64, device="cpu")
     return states
 
 
@@ -243,7 +246,7 @@ def parse_small_safetensors(path: object, content: bytes) -> dict[str, Tensor]:
     for entry, offset in zip(layout.entries, layout.offsets):
         data = bytearray(content[offset : offset + entry.nbytes])
         dtype = DTYPES[entry.dtype]
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
         tensors[entry.name] = flat.reshape(entry.shape)
     return tensors
 

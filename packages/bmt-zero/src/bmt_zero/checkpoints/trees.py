@@ -114,7 +114,7 @@ def _decode_tensor(content: Any, what: str) -> Tensor:
     if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) * dtype.itemsize != len(data):
         raise DamagedError(f"{what}: a tensor of shape {str(shape)[:100]} does not have {len(data)} bytes")
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
 

@@ -116,7 +116,7 @@ class _Pickler(pickle.Pickler):
             untyped = each._untyped_storage if isinstance(each, torch.TypedStorage) else each
             name = _STORAGE_OF.get(getattr(each, "dtype", None), "UntypedStorage")  # type: ignore[arg-type]
             key = str(len(self.keys) + len(self.copies))
-            self.copies[key] = torch.empty(0, dtype=torch.uint8).set_(untyped.cpu()).clone()
+            self.copies[key] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(untyped.cpu()).clone()
             return "storage", getattr(torch, name), key, "cpu", untyped.nbytes() // STORAGES[name].itemsize
         return None
 

@@ -46,7 +46,7 @@ class PieceWriter:
         self._directory, self._plan, self._own, self._meeting = directory, plan, own, meeting
         self._space: AddressSpace = plan.space
         self._handles: dict[int, int] = {}
-        self._window = torch.empty(PIECE, dtype=torch.uint8)
+        self._window = torch.empty(PIECE, dtype=torch.uint8, device="cpu")
 
     def run(self) -> None:
         """Write, and flush to the disk. All ranks run at the same time."""
@@ -92,7 +92,7 @@ class PieceWriter:
 
     def _message(self, part: Part, empty: bool) -> Tensor:
         """The packed bytes of a part, or room for them."""
-        packed = torch.empty(part.nbytes, dtype=torch.uint8)
+        packed = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
         at = 0
         for number, region in () if empty else part.regions:
             pack(packed[at : at + region.nbytes], self._own[number], [region])
