@@ -155,7 +155,7 @@ def sign(
             )
         if value.device not in (device, torch.device("cpu")) or (is_hidden and value.device != device):
             raise ValueError(f"an argument of shape {tuple(value.shape)} is on {value.device}; move it to {device}")
-        if index >= len(values) - num_tail and value.requires_grad:
+        if grad and index >= len(values) - num_tail and value.requires_grad:
             raise ValueError("a tensor in tail_args requires a gradient, which it would not get; detach it")
         form = TensorForm(tuple(value.shape), value.dtype)
         leaves.append(Leaf(form, batched, grad and value.requires_grad, value.device.type == "cpu"))
@@ -234,24 +234,26 @@ def exchange_signatures(
     if not everyone.any(1).all():
         raise_first(context, problem)
     key = everyone.numpy().tobytes()
-    if key not in known:
-        signatures: list[Signature] = []
-        with agreement_time():
-            with connected():
-                packs = comm.all_gather_object(packed)
-            try:
-                signatures = [pickle.loads(data) for data in packs]  # from ranks of this job
-                for stage, other in enumerate(signatures):
-                    if not other.agrees(signatures[0]):
-                        raise RuntimeError(
-                            f"stages call the pipeline in different ways: stage 0 with {signatures[0]}, stage {stage} "
-                            f"with {other}"
-                        )
-            except Exception as error:  # other ranks may have none
-                problem = error
-            raise_first(context, problem)
+    if key in known:
+        return key, known[key]
+    signatures: list[Signature] = []
+    with agreement_time():
+        with connected():
+            packs = comm.all_gather_object(packed)
+        try:
+            signatures = [pickle.loads(data) for data in packs]  # from ranks of this job
+            for stage, other in enumerate(signatures):
+                if not other.agrees(signatures[0]):
+                    raise RuntimeError(
+                        f"stages call the pipeline in different ways: stage 0 with {signatures[0]}, stage {stage} "
+                        f"with {other}"
+                    )
+        except Exception as error:  # other ranks may have none
+            problem = error
+        raise_first(context, problem)
+    if sum(map(len, packs)) <= _MOST_REMEMBERED:  # more has tensors of this call in it, in objects
         remember(known, key, signatures)
-    return key, known[key]
+    return key, signatures
 
 
 def remember(known: dict[_Key, _Value], key: _Key, value: _Value) -> None:
@@ -262,6 +264,7 @@ def remember(known: dict[_Key, _Value], key: _Key, value: _Value) -> None:
 
 
 _MOST_KNOWN = 128
+_MOST_REMEMBERED = 1 << 16  # bytes of the arguments of one call, beside tensors
 
 
 def raise_first(context: ParallelContext, problem: BaseException | None) -> None:

@@ -216,6 +216,14 @@ class PipelineTransformerBlockList(StagedState):
         """
         if not isinstance(layer, nn.Module):
             raise TypeError(f"modules[{index}] is a {type(layer).__name__}; layers must be torch.nn.Modules")
+        if (
+            isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+            and not layer.self_attn.batch_first
+        ):
+            raise ValueError(
+                f"modules[{index}] takes sequences as its first dimension, and a pipeline cuts that into micro-batches:"
+                f" make it with batch_first=True"
+            )
         first = seen.first(layer, index, keep=False)
         if self._stages[first] != self._stages[index]:
             raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from bmt_comm import ParallelContext
+from bmt_comm import ParallelContext, not_compiled
 from bmt_zero.recording import link_pipeline_call
 from bmt_zero.shard import groups_of
 from bmt_zero.written_buffers import WrittenBuffers
@@ -50,6 +50,7 @@ class Pipeline:
         self._buffers: list[WrittenBuffers] | None = None  # from the first call on: modules may be copies to be filled
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")
 
+    @not_compiled
     def __call__(
         self,
         hidden: tuple[Any, ...],
@@ -118,7 +119,8 @@ class Pipeline:
             if tail is None:
                 schedule = recompute(*sizes, schedule.v_shaped)
             plan = Plan(signatures, schedule, differentiable, return_hidden_states, self.layers)
-            remember(self._plans, (key, pieces), plan)
+            if key in self._signatures:
+                remember(self._plans, (key, pieces), plan)
         if self.recorder is not None:
             self.last_schedule = plan.schedule
         if self._buffers is None:

@@ -96,6 +96,11 @@ class LayerLoop:
         hidden = (*args[: self._num_hidden], *(kwargs[name] for name in missing if name in kwargs))
         args, kwargs = args[self._num_hidden :], {k: v for k, v in kwargs.items() if k not in missing}
         leaves, spec = tree_flatten((args, kwargs))
+        if self._called == len(self):
+            raise RuntimeError(
+                f"the model's forward calls layer {index} after the last one, as checkpointing of layers does in "
+                f"backward: turn that off; the pipeline computes layers again by itself"
+            )
         if index != self._called:
             raise RuntimeError(
                 f"the model's forward calls layer {index} after layer {self._called - 1}; a pipeline runs all layers "

@@ -155,6 +155,7 @@ class Post:
         self._rank = context.pipe.rank
         self._expected = {peer: deque(messages) for peer, messages in expected.items()}
         self._posted: dict[Message, _Arriving | None] = {}
+        self._headers: dict[int, bytes] = {}  # that have come ahead of messages whose receives are not posted
         self._kept: dict[Message, list[Tensor]] = {}  # to this rank itself
         self._leaving: deque[tuple[Work, Tensor]] = deque()
 
@@ -283,24 +284,26 @@ class Post:
         return tensor
 
     def _post_next(self, peer: int) -> None:
-        """Post the receive of the next message from ``peer``."""
-        message = self._expected[peer].popleft()
+        """Post the receive of the next message from ``peer``. It stays the next one if there is no memory for it."""
+        message = self._expected[peer][0]
         packed = b""
         if self.learning:
-            data = self._receive_bytes(peer)
+            data = self._headers[peer] = self._headers.get(peer) or self._receive_bytes(peer)
             if data == _BROKEN:
-                self._posted[message] = None
+                del self._headers[peer]
+                self._posted[self._expected[peer].popleft()] = None
                 return
             forms, packed = pickle.loads(data)  # from a rank of this job
         else:
             forms = self.forms[message].tensors
-        tensors, works = [], []
-        for form in forms:
-            tensors.append(torch.empty(form.shape, dtype=form.dtype, device=self.context.device))
-            if tensors[-1].numel():
+        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.context.device) for form in forms]
+        self._headers.pop(peer, None)
+        works = []
+        for tensor in tensors:
+            if tensor.numel():
                 comm, way = self._way(peer, self._rank)
-                works.append(comm.recv(tensors[-1], **way))
-        self._posted[message] = _Arriving(peer, packed, tensors, works)
+                works.append(comm.recv(tensor, **way))
+        self._posted[self._expected[peer].popleft()] = _Arriving(peer, packed, tensors, works)
 
     def _wait(self, work: Work, peer: int) -> None:
         try:

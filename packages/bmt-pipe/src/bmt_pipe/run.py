@@ -247,6 +247,7 @@ class Run:
         failed = any_failed(self.context, problem)
         self._post.close()  # also what others have received only to be rid of it
         if failed:
+            self.plan.learned = False  # what layers return may have changed, and is learned again
             self._release()
             try:
                 raise_first(self.context, problem)
@@ -274,6 +275,7 @@ class Run:
                 if self.tail is not None:
                     apart.enter_context(reducer.apart(self._arrived))
                 reducer.no_sync = True  # also what is complete before the weight-gradient pass
+                reducer.has_calls_left = True  # hooks for accumulated gradients run once
             try:
                 yield
                 for reducer in self._reducers:
@@ -447,7 +449,14 @@ class Run:
         splits = grad and self.plan.schedule.splits_backward
         with torch.set_grad_enabled(grad), self._step.splitting() if splits else contextlib.nullcontext():
             args, kwargs, _ = self.arguments.of(micro_batch, arguments)
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_inference()]
+            versions = [x._version for x in given]
             hidden, taps = run_layers(self.chunks[chunk], form.fill(inputs), args, kwargs)
+        if versions != [x._version for x in given]:
+            raise RuntimeError(
+                "a layer writes into an argument, which other micro-batches, and the layer when it is computed again, "
+                "would get with what was written; let the layer make a new tensor instead"
+            )
         rows = self.plan.rows(micro_batch)
         for x in take_apart(hidden)[1]:
             if x.dim() == 0 or len(x) != rows.stop - rows.start:

@@ -102,6 +102,7 @@ class Tail:
         inputs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(self.grad and gets_gradient(x)), hidden)
         wanted = [x for x in take_apart(inputs)[1] if x.requires_grad]
         first = _sequence_number() if self.grad else 0
+        torch.clear_autocast_cache()  # it has weights that an earlier micro-batch has cast
         with self._gathered_only(), torch.set_grad_enabled(self.grad):
             loss = self.function(*inputs, *args)
             if not isinstance(loss, Tensor):
@@ -126,7 +127,13 @@ class Tail:
     def _plain_leaves(self, loss: Tensor, known: list[Tensor], first: int) -> list[Tensor]:
         """The leaves of the tail's computation, whose nodes begin with ``first``, that are not ``known``."""
         nodes: list[Any] = list(graph_of([get_gradient_edge(loss).node]))
-        if any(node._sequence_nr() < first for node in nodes):
+        earlier = [node.name() for node in nodes if node._sequence_nr() < first]
+        if "EnterBackward" in earlier:
+            raise ValueError(
+                "the tail uses parameters of a sharded module that is neither the tail, nor the module whose method it "
+                "is: name the module in tail_modules"
+            )
+        if earlier:
             raise ValueError(
                 "the tail refers to a tensor that was computed outside of it and requires a gradient, which it would "
                 "not get: compute it in the tail, or detach it"

@@ -54,7 +54,14 @@ class WrittenBuffers:
             or _version(buffer) != versions[index, name]
         }
         self._written[training] = written | (known or set())
-        copies.update({key: before.get(key) for key in written})
+        # One that was replaced, as a cache that grows, has its values still.
+        kept = {
+            key: buffer
+            for key, buffer in buffers.items()
+            if _version(buffer) == versions[key]
+            and not isinstance(self._modules[key[0]], nn.modules.batchnorm._NormBase)
+        }
+        copies.update({key: before.get(key, kept.get(key)) for key in written})
 
     @contextlib.contextmanager
     def _restored(self, copies: Copies) -> Iterator[None]:

@@ -1,0 +1,202 @@
+"""What scripts do around a pipeline, as with plain modules, or refused."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from call_helpers import Twins, hidden, random
+from pipe_helpers import DTYPE, WIDTH
+from torch import Tensor, nn
+
+import bmt_pipe.messages
+from bmt_comm import ParallelContext
+from bmt_pipe import PipelineTransformerBlockList
+from bmt_zero import Block, BMTrainModelWrapper
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_an_optimizer_in_backward(ctx: ParallelContext, level: int, inside: bool) -> None:
+    """Hooks for accumulated gradients run once in a backward pass, and not for each micro-batch."""
+    twins = Twins(ctx, Layer, 4, level=level)
+    start = [param.detach().clone() for param in twins.plain.parameters()]
+    calls = 0
+
+    def step(param: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        with torch.no_grad():
+            param.add_(param.grad, alpha=-0.1)
+        param.grad = None
+
+    for param in twins.piped.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        x = random(10 * number + ctx.rank, 4, 2, WIDTH)
+        if inside:
+            twins.piped(x, tail=lambda y: y.square().mean()).backward()
+        else:
+            twins.piped(x).square().mean().backward()
+        batches = [random(10 * number + rank, 4, 2, WIDTH) for rank in range(2)]
+        sum(twins.plain(batch).square().mean() for batch in batches).backward()
+        for param in twins.plain.parameters():
+            step(param)
+            calls -= 1
+    assert calls == 3 * len(list(twins.piped.parameters()))
+    for (name, param), before in zip(twins.plain.named_parameters(), start, strict=True):
+        index, _, inner = name.partition(".")
+        if index in twins.piped._modules:
+            ours = dict(twins.piped._modules[index].named_parameters())[inner].full_tensor()
+            assert (ours - param).norm() <= 1e-10 * (param - before).norm(), name
+
+
+class WritesArgument(Layer):
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        bias += 0.1
+        return super().forward(x) * bias.clone()
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble_h1"])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_layers_that_write_into_an_argument_are_refused(
+    ctx: ParallelContext, checkpoint: bool, schedule: str, grad: bool
+) -> None:
+    layers = [Block(WritesArgument().to(DTYPE), checkpoint) for _ in range(4)]
+    piped = PipelineTransformerBlockList(layers, tail_schedule=schedule)
+    bias = torch.ones(WIDTH, dtype=DTYPE)
+    for options in ({}, {"tail": lambda y: y.square().mean()}):
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="writes into an argument"):
+            piped(hidden(ctx, 2, grad=False), bias.clone(), **options)
+
+
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4)
+@pytest.mark.parametrize("learning", [False, True])
+def test_no_memory_for_a_message_that_arrives(
+    ctx: ParallelContext, monkeypatch: pytest.MonkeyPatch, learning: bool
+) -> None:
+    """Later calls get their own messages."""
+    twins = Twins(ctx, Layer, 4)
+    if not learning:
+        twins.check("before it", [hidden(ctx, 2)], lambda f, x: f(x))
+    empty, left = torch.empty, 2
+
+    def no_room(*args: Any, **options: Any) -> Tensor:
+        nonlocal left
+        callers = [sys._getframe(1).f_code.co_name, sys._getframe(2).f_code.co_name]
+        if "_post_next" in callers and options.get("dtype") == DTYPE:
+            left -= 1
+            if left == 0:
+                raise torch.OutOfMemoryError("no room")
+        return empty(*args, **options)
+
+    with monkeypatch.context() as patch:
+        if ctx.rank == 1:
+            patch.setattr(bmt_pipe.messages.torch, "empty", no_room)
+        with pytest.raises(RuntimeError, match="no room"):
+            twins.piped(hidden(ctx, 2, grad=False)).sum().backward()
+    twins.piped.zero_grad()
+    for _ in range(2):
+        twins.check("after it", [hidden(ctx, 2)], lambda f, x: f(x))
+
+
+def loss_of(head: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda y: head(y).square().mean()
+
+
+@pytest.mark.ranks(1, 2, pipe_size=-1)
+def test_a_tail_with_weights_under_autocast(ctx: ParallelContext) -> None:
+    torch.manual_seed(3)
+    head, layers = nn.Linear(WIDTH, 3), [Layer() for _ in range(2)]
+    losses = []
+    for piped in (False, True):
+        model = nn.Module()
+        model.head = copy.deepcopy(head)
+        twins = copy.deepcopy(layers)
+        model.layers = PipelineTransformerBlockList(twins) if piped else nn.Sequential(*twins)
+        if piped:
+            model = BMTrainModelWrapper(model)
+        x = torch.linspace(-1, 1, 4 * 2 * WIDTH).view(4, 2, WIDTH)
+        with torch.autocast("cpu", torch.bfloat16):
+            if piped:
+                loss = model.layers(x, tail=loss_of(model.head), tail_modules=[model.head])
+            else:
+                loss = model.head(model.layers(x)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    if ctx.world_size > 1:
+        with pytest.raises((RuntimeError, ValueError), match="tail_modules"):
+            model.layers(x, tail=loss_of(model.head))
+
+
+@pytest.mark.ranks(2, pipe_size=2)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of the compiler
+def test_a_model_with_a_pipeline_is_compiled(ctx: ParallelContext) -> None:
+    twins = Twins(ctx, Layer, 4)
+    compiled = torch.compile(lambda layers, x: layers(x * 2.0) * 3.0, backend="aot_eager")
+    for _ in range(2):
+        twins.check(
+            "compiled",
+            [hidden(ctx, 2)],
+            lambda f, x: compiled(f, x) if f is twins.piped else f(x * 2.0) * 3.0,
+        )
+
+
+class OfItsDtype(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.up.weight.dtype))
+
+
+@pytest.mark.ranks(2, pipe_size=2)
+def test_layers_that_have_changed_their_dtype(ctx: ParallelContext) -> None:
+    """What they return is another dtype for the same arguments: told once, and then learned."""
+    piped = PipelineTransformerBlockList([OfItsDtype() for _ in range(2)])
+    x = torch.ones(2, 3, WIDTH)
+    assert piped(x).dtype == torch.float32
+    piped.to(torch.float64)
+    with pytest.raises(RuntimeError, match="shapes must follow"):
+        piped(x)
+    assert piped(x).dtype == torch.float64
+
+
+@pytest.mark.ranks(2, pipe_size=2)
+def test_large_objects_are_not_kept(ctx: ParallelContext) -> None:
+    class Takes(Layer):
+        def forward(self, x: Tensor, mask: Any) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + mask.value[0, 0]
+
+    piped = PipelineTransformerBlockList([Takes().to(DTYPE) for _ in range(2)])
+    for size in (10, 200, 300):
+        piped(hidden(ctx, 2, grad=False), Mask(size))
+    assert len(piped._pipeline._signatures) == len(piped._pipeline._plans) == 1
+
+
+class Mask:
+    """An object that other stages get a copy of."""
+
+    def __init__(self, size: int) -> None:
+        self.value = torch.ones(size, size, dtype=DTYPE)
+
+
+@pytest.mark.ranks(2, pipe_size=2)
+def test_sequence_first_layers_are_refused(ctx: ParallelContext) -> None:
+    with pytest.raises(ValueError, match="batch_first=True"):
+        PipelineTransformerBlockList([nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)])
+    PipelineTransformerBlockList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)])
