@@ -27,6 +27,7 @@ from transformers import (
 )
 
 import bmt_zero
+from bmt_pipe import PipelineTransformerBlockList
 from bmtrain.planning import DEVICES, Job, Settings, estimate, load_model
 
 VOCABULARY = 37
@@ -282,6 +283,18 @@ def test_a_vocabulary_that_is_resized_after_wrapping_is_refused_by_name(kind: st
     model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
     with pytest.raises(RuntimeError, match=RESIZED[kind]):
         model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.ranks(2, pipe_size=2)
+@pytest.mark.parametrize("what", ["hidden_states", "attentions"])
+def test_what_a_pipeline_cannot_record_of_its_layers_is_refused(what: str) -> None:
+    model = build("llama")
+    model.model.layers = PipelineTransformerBlockList(model.model.layers)
+    model = bmt_zero.BMTrainModelWrapper(model)
+    batch = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "use_cache": False}
+    assert model(**batch).logits.shape == (2, 3, VOCABULARY)
+    with pytest.raises(ValueError, match=f"records {what} of its layers"):
+        model(**batch, **{f"output_{what}": True})
 
 
 def test_a_configuration_is_planned(tmp_path):

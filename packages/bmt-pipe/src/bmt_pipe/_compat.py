@@ -1,8 +1,9 @@
-"""The place where PyTorch versions differ."""
+"""The place where versions of PyTorch, and of transformers, differ."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 
 import torch
 from torch import Tensor
@@ -36,3 +37,10 @@ def inside_checkpoint() -> bool:
     while frame is not None and frame.f_globals.get("__name__") != checkpoint.__name__:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name in ("checkpoint", "recompute_fn")
+
+
+def recorded_outputs() -> list[str]:
+    """What a Hugging Face model that is running was told to return of its layers, which have hooks for it."""
+    module = sys.modules.get("transformers.utils.output_capturing")  # of transformers 5
+    collector = getattr(module, "_active_collector", None)
+    return [] if collector is None else sorted(key for key in collector.get() or () if not key.startswith("_"))

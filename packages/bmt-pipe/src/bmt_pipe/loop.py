@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from ._compat import recorded_outputs
+
 _SIMPLE = (str, int, float, bool, type(None))
 
 
@@ -132,6 +134,12 @@ class LayerLoop:
 
     def _first_call(self, hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run all layers; the result has the form that a layer's has."""
+        recorded = recorded_outputs()
+        if recorded:
+            raise ValueError(
+                f"the model records {', '.join(recorded)} of its layers, and a stage has some layers only: call it "
+                f"without output_{recorded[0]}"
+            )
         length = 0  # of the tuple that a layer returns
 
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
