@@ -287,7 +287,7 @@ def test_batches_of_all_sizes(ctx: ParallelContext) -> None:
 
 @pytest.mark.ranks(2, pipe_size=2, timeout=60)
 def test_writing_into_the_input_is_noticed(ctx: ParallelContext) -> None:
-    for count in (2, 3, 4):  # stages of one layer work in a way of their own
+    for count in (2, 3, 4):
         twins = Twins(ctx, Layer, count)
         bias = random(ctx.rank, WIDTH, grad=True)
         for _ in range(2):
@@ -296,7 +296,7 @@ def test_writing_into_the_input_is_noticed(ctx: ParallelContext) -> None:
             if ctx.rank == 0:
                 x.zero_()
             stage = "^" if ctx.rank == 0 else "stage 0 .*"
-            with pytest.raises(RuntimeError, match=f"{stage}.*(was changed in place|modified by an inplace operation)"):
+            with pytest.raises(RuntimeError, match=f"{stage}.*modified by an inplace operation"):
                 found.sum().backward()
         twins.piped.zero_grad()
         twins.check("after it", [hidden(ctx, 2), bias], lambda f, x, bias: f(x, None, bias))

@@ -80,7 +80,6 @@ def failing(ctx: ParallelContext, rank: int, plan: str, after: int) -> Iterator[
 def check_failing_layers(ctx: ParallelContext, count: int, interleave: int) -> None:
     twins = Twins(ctx, Fragile, count, interleave=interleave, checkpoint=count != 9)
     x, bias = hidden(ctx, 4), random(ctx.rank, WIDTH, grad=True)
-    alone = count == 3  # a stage's only layer runs with gradients at once, and is not computed again as a whole
 
     def call(layers: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
         return layers(x, None, bias)
@@ -90,11 +89,10 @@ def check_failing_layers(ctx: ParallelContext, count: int, interleave: int) -> N
             if learned:
                 twins.check("before it", [x, bias], call)
             for rank, after in ((0, 0), (1, 3), (2, 1)):
-                plan = "recompute" if alone and grad else "forward"
-                with torch.set_grad_enabled(grad), failing(ctx, rank, plan, after):
-                    fails(ctx, rank, Boom, f"in {plan}", lambda: call(twins.piped, x, bias))
+                with torch.set_grad_enabled(grad), failing(ctx, rank, "forward", after):
+                    fails(ctx, rank, Boom, "in forward", lambda: call(twins.piped, x, bias))
     twins.check("after it", [x, bias], call)
-    for plan in ("backward",) if alone else ("recompute", "backward"):
+    for plan in ("recompute", "backward"):
         for rank, after in ((0, 3), (1, 0), (2, 2)):
             total = call(twins.piped, x, bias).sum()
             with failing(ctx, rank, plan, after):

@@ -26,7 +26,7 @@ from bmt_zero.recording import Mark, PipelinePlace, begin_pipeline_call, inside_
 from bmt_zero.shard import groups_of
 from bmt_zero.written_buffers import Copies, WrittenBuffers
 
-from ._compat import inside_checkpoint, lasting_gradient_edge
+from ._compat import lasting_gradient_edge
 from .arguments import Arguments, Plan, any_failed, raise_first
 from .chunk import (
     AmbientState,
@@ -86,12 +86,10 @@ class Run:
         self._copies: dict[tuple[int, int], Copies] = {}
         self._buffers = buffers
         self._settings = Settings(chunks if plan.differentiable else (), self._groups)
-        self._in_checkpoint = inside_checkpoint()
         self._accumulates = True
         self._marks: dict[tuple[int, int], Mark] = {}  # what layers have recorded, to be recorded again
         self._alive: dict[tuple[int, int], _Alive] = {}
         self._split: dict[tuple[int, int], SplitBackward] = {}  # whose second part is still to come
-        self._retains = False  # the backward that is running may be run again
         self._tail_grads: dict[int, list[Tensor]] = {}
         self._saved: Form  # of what autograd keeps
         self._post: Post
@@ -150,7 +148,6 @@ class Run:
                 raise problem
             return self._output_grad(message, output_grads, tap_grads)
 
-        self._retains = torch._C._autograd._get_current_graph_task_keep_graph()
         self._accumulates = accumulates
         if problem is None:
             self._inputs, self.arguments.values = self._saved.fill(saved)
@@ -297,8 +294,7 @@ class Run:
     def _release(self) -> None:
         for group in self._groups:
             group.release()
-        if not self._retains:
-            self._alive.clear()
+        self._alive.clear()
         self._split.clear()
 
     # --- what backward needs ----------------------------------------------------------------------
@@ -317,17 +313,11 @@ class Run:
     def _keeps_input_alone(self, chunk: int) -> bool:
         """Whether a chunk keeps nothing but its input from its forward on, and is computed again before its backward.
 
-        If the loss is computed outside, all are, but a single checkpointed Block, which does so by itself. Backward in
-        two parts needs one graph for both, so it takes the place of checkpointing.
+        If the loss is computed outside, all are. Backward in two parts needs one graph for both, so it takes the place
+        of checkpointing.
         """
-        if not self.plan.differentiable:
-            return False
-        checkpointed = checkpoints(self.chunks[chunk])
-        if self._in_checkpoint:  # which would take what layers save, and is not all ranks' to ask for
-            return True
-        if self.plan.schedule.loss_outside:
-            return len(self.chunks[chunk]) > 1 or not checkpointed or self.plan.taps
-        return self.plan.schedule.splits_backward and bool(checkpointed)
+        splits = self.plan.schedule.splits_backward and bool(checkpoints(self.chunks[chunk]))
+        return self.plan.differentiable and (self.plan.schedule.loss_outside or splits)
 
     # --- actions ----------------------------------------------------------------------------------
 
@@ -377,10 +367,9 @@ class Run:
         return {"hidden": hidden, "layers": taps}
 
     def _recompute(self, action: Action, place: int, _: list[Tensor]) -> Mapping[str, Any]:
-        key = action.micro_batch, place
-        if key not in self._alive:
-            # Backward of the last layer follows at once.
-            self._compute_again(action, place, self._inputs[key], self.chunks[action.chunk][-1:])
+        # Backward of the last layer follows at once.
+        inputs = self._inputs[action.micro_batch, place]
+        self._compute_again(action, place, inputs, self.chunks[action.chunk][-1:])
         return {}
 
     def _compute_again(
@@ -400,8 +389,7 @@ class Run:
             grads = self._tail_grads.pop(i)
         if key in self._inputs and action.kind is Kind.INPUT:
             self._compute_again(action, place, self._inputs.pop(key), self.chunks[action.chunk])
-        retain = self._retains and not self._keeps_input_alone(action.chunk)  # others are computed again
-        alive = self._alive[key] if retain else self._alive.pop(key)
+        alive = self._alive.pop(key)
         edges, grads = alive.outputs[len(alive.outputs) - len(grads) :], list(grads)  # of layers' inputs: all or none
         for entry in self._marks[key]:
             if entry.grad_of_loss is not None and entry.tensor.requires_grad:
@@ -413,14 +401,14 @@ class Run:
         leaves = [x for x in (*alive.inputs, *alive.arguments.values()) if x.requires_grad]
         if not self._accumulates:
             if roots and leaves:
-                torch.autograd.backward(roots, grads, retain_graph=retain, inputs=leaves)
+                torch.autograd.backward(roots, grads, inputs=leaves)
         elif action.kind is Kind.INPUT:
             hooked = {get_gradient_edge(e.tensor).node for e in self._marks[key] if e.tensor.requires_grad}
             self._split[key] = SplitBackward(roots, grads, leaves, self._step, hooked)
             self._split[key].inputs()
         elif roots:
             self._complete(action.chunk)
-            torch.autograd.backward(roots, grads, retain_graph=retain)
+            torch.autograd.backward(roots, grads)
         self.arguments.add_grads(i, alive.arguments)
         wants = [leaf.requires_grad for leaf in self._hidden(i)] if place == 0 else []
         wanted = [x for n, x in enumerate(alive.inputs) if gets_gradient(x) and (place or wants[n])]
