@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import weakref
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bmt_kernels
 import bmt_zero
 import bmtrain as bmt
 from bmt_comm import slice_of
 from bmt_optim.slices import cut
 from bmt_zero import Checkpointer, SaveError
 from bmt_zero.checkpoints.manifest import parse_manifest, record_of
+from bmt_zero.checkpoints.memory import Snapshot
+from bmt_zero.options import Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,3 +480,24 @@ def test_changed_settings_load_or_are_refused_by_name(ctx: Any, tmp_path: Path, 
             checkpointer.load(1, model=model, manager=manager)
         left = [group["params"] for each in manager.optimizers for group in each.param_groups]
         assert all(mine is theirs for mine, theirs in zip(params, left))
+
+
+def test_page_locked_memory_is_as_large_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the next power of two, and the smaller one is given back first."""
+    asked: list[tuple[int, int]] = []
+    living: list[weakref.ref[Tensor]] = []
+
+    def pinned_zeros(numel: int, dtype: torch.dtype) -> Tensor:
+        asked.append((numel, sum(each() is not None for each in living)))
+        living.append(weakref.ref(memory := torch.zeros(numel, dtype=dtype)))
+        return memory
+
+    monkeypatch.setattr(bmt_kernels, "pinned_zeros", pinned_zeros)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda _: True)
+    snapshot = Snapshot()
+    for size in (1000, 900, 3000):
+        assert snapshot.room(size, is_locked=True).numel() >= size
+    assert asked == [(1000, 0), (3000, 0)]
+    options = Options(3, offload=True)
+    assert options.new_storage(5, torch.bfloat16, torch.device("cuda")).dtype == torch.bfloat16
+    assert asked[-1][0] == 10

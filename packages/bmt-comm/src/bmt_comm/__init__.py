@@ -21,6 +21,7 @@ from .context import (
     shutdown,
 )
 from .fixed_order import TREE_SUM, TreeSum, tree_sum
+from .host_memory import page_locked
 from .journal import note_place
 from .loss_scale import (
     LossScaler,
@@ -129,6 +130,7 @@ __all__ = [
     "note_step",
     "noting_gradient",
     "packing",
+    "page_locked",
     "planned_context",
     "print_block",
     "print_dict",

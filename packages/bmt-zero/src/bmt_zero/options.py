@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, ParallelContext
+from bmt_comm import Communicator, ParallelContext, page_locked
 
 from .precision import MixedPrecision
 
@@ -48,10 +48,14 @@ class Options:
         return self.communicators or (ranks_of(context, False, self.stage_local),)
 
     def new_storage(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a shard, or its gradient, of parameters that are computed with on ``device``; not filled."""
-        if not self.offload:
-            return torch.empty(numel, dtype=dtype, device=device)
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pin_memory and device.type == "cuda")
+        """Memory for a shard of parameters that are computed with on ``device``; not filled."""
+        if self.offload and self.pins(device):
+            return page_locked(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu" if self.offload else device)
+
+    def pins(self, device: torch.device) -> bool:
+        """Whether what is offloaded from ``device`` lies in page-locked memory."""
+        return self.pin_memory and device.type == "cuda"
 
     def groups(self, context: ParallelContext, tp_mode: bool) -> tuple[Communicator, Communicator]:
         """The shard group and the replicate group of a parameter."""

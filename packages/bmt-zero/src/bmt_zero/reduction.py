@@ -139,7 +139,8 @@ class Reduction:
         """Copy the reduced gradient to where the shard is."""
         flat = self._flat
         if flat.offloads and not self.is_partial:
-            stored = flat.options.new_storage(flat.layout.shard_numel, self._reduced.dtype, flat.device)
+            # In memory that torch keeps for the next gradients.
+            stored = torch.empty_like(self._reduced, device="cpu", pin_memory=flat.options.pins(flat.device))
             stored.copy_(self._reduced, non_blocking=True)
             self._reduced = stored
             self.copied = record_event(flat.stream)

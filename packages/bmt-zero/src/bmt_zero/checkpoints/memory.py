@@ -10,6 +10,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from bmt_comm import page_locked
+
 _ALIGNMENT = 64
 
 
@@ -44,12 +46,8 @@ class Snapshot:
     def room(self, size: int, is_locked: bool) -> Tensor:
         """Memory of ``size`` bytes or more."""
         if self._memory.numel() < size or (is_locked and not self._memory.is_pinned()):
-            self._memory = torch.empty(
-                0, dtype=torch.uint8, device="cpu"
-            )  # released before the larger one is allocated
-            self._memory = (
-                torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu") if is_locked else _huge_pages(size)
-            )
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the larger one comes after it is released
+            self._memory = page_locked(size, torch.uint8) if is_locked else _huge_pages(size)
         return self._memory
 
 
