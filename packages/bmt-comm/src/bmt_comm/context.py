@@ -551,14 +551,14 @@ class _Groups:
         ways = [way for pair in _pairs(comm.size) for way in (pair, pair[::-1])]
         if not comm.in_order:
             return {way: comm for way in ways if comm.rank in way}
+        # Each channel is a process group of its own, so torch need not warn that messages wait for each other.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         found = {}
         for source, target in ways:
             group = self._make([sorted((part[source], part[target])) for part in parts])
             if group is None:
                 continue
             channel = found[source, target] = Communicator(group, self._device)
-            # Each channel is a process group of its own, so torch need not warn that messages wait for each other.
-            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
             token = torch.zeros(1, device=self._device)
             (channel.send if comm.rank == source else channel.recv)(token, 1 - channel.rank)
         return found

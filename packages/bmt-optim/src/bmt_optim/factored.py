@@ -97,11 +97,7 @@ class Parts:
         self.plan: Plan = batch.kept["plan"]
         self.order, self.count, self.matrices = self.plan.order, self.plan.count, self.plan.matrices
         self.grads = _as_matrices(batch.pick(batch.grads, self.order), self.plan.pieces)
-        factor = batch.grad_factor
-        self.scaling: Mapping[str, Any] = {
-            "grad_scale": batch.grad_scale,
-            "grad_factor": None if factor is None else factor.to(batch.device),
-        }
+        self.scaling: Mapping[str, Any] = {"grad_scale": batch.grad_scale, "grad_factor": batch.grad_factor}
 
     def average(self, name: str, of_vectors: bool = True) -> FactoredAverage:
         """The averages ``name`` of the state in this step.

@@ -104,9 +104,8 @@ class OpenFile:
 
     def close(self) -> None:
         os.close(self._handle)
-        self._buffer = torch.empty(
-            0, dtype=torch.uint8, device="cpu"
-        )  # tracebacks of errors may refer to this for long
+        # Tracebacks of errors may refer to this for long.
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._last = -1, self._buffer
 
     def bytes_at(self, at: int, length: int) -> bytes:
