@@ -8,13 +8,14 @@ used. The next forward notices a forward or a pass that an exception has ended.
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -90,8 +91,7 @@ class StepContext:
         self.calls: list[Any] = []
         self.sequences = CallSequences()
         self.forbidden: str | None = None
-        self._passes: dict[int, dict[ParameterGroup, None]] = {}
-        self._streams: dict[int, torch.cuda.Stream] = {}  # that nodes of each pass run on; callbacks run on any
+        self._passes: dict[int, _Pass] = {}
         self._reducing: list[GradientReducer] = []
         self._abandoned: dict[GradientReducer, None] = {}  # whose reductions an exception in a pipeline has ended
         self._copying: dict[GradientReducer, None] = {}  # whose gradients the host may not have
@@ -194,27 +194,26 @@ class StepContext:
                     "backward runs with compiled autograd, which would lose gradients of sharded parameters; compile "
                     "modules, and call backward outside of torch._dynamo.compiled_autograd"
                 )
-            self._passes[task] = {}
-            if torch.cuda.is_initialized():
-                self._streams[task] = torch.cuda.current_stream()
+            finish = functools.partial(self._finish, task)
+            self._passes[task] = _Pass(finish)
             begin_backward()
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._finish(task))
+            engine.queue_callback(finish)
             if not self._nested:
                 self.sequences.compare()
-        return self._passes[task]
+        return self._passes[task].groups
 
     @not_compiled
     def _finish(self, task: int) -> None:
-        stream = self._streams.pop(task, None)
+        stream = self._passes[task].stream
         caller = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch._C.DisableTorchFunctionSubclass(), nullcontext() if stream is None else torch.cuda.stream(stream):
             # In a pipeline, reductions of one micro-batch go on while the next one is computed.
             if not self._nested or any(reducer.has_fixed_order for reducer in self._reducing):
                 self.finish_reductions()
             self.cancel_prefetch()
-            for group in self._passes.pop(task, {}):
-                if not self._passes or not any(group in others for others in self._passes.values()):
+            for group in self._passes.pop(task).groups:
+                if not any(group in other.groups for other in self._passes.values()):
                     group.end_backward()
             self._wait_for_copies()
             if not self._passes:
@@ -324,25 +323,43 @@ class StepContext:
 
     def recover(self) -> None:
         """Outside backward: forget backward passes that an exception has ended, and the loss scale of the last one."""
+        if any(each.runs_in_another_thread() for each in self._passes.values()):
+            return  # which waits for this one
         if torch._C._current_graph_task_id() == -1:
             forget_scale()
         if current_backward() is not None:
             return
         while self._abandoned:
             self._abandoned.popitem()[0].drop_pass()
-        if not self._passes:
-            return
-        alive = _hidden.passes
-        ended = [groups for task, groups in self._passes.items() if task not in alive]
-        self._passes = {task: groups for task, groups in self._passes.items() if task in alive}
-        self._streams = {task: stream for task, stream in self._streams.items() if task in alive}
-        reducers = {reducer for groups in ended for group in groups for reducer in group.reducers}
+        ended = [task for task in self._passes if task not in _hidden.passes]
+        groups = [group for task in ended for group in self._passes.pop(task).groups]
+        reducers = {reducer for group in groups for reducer in group.reducers}
         self._reducing = [r for r in self._reducing if r not in reducers]
         self._adding = {r: None for r in self._adding if r not in reducers}
         self.use.forget(reducers)
-        for groups in ended:
-            for group in groups:
-                group.abandon_backward()
+        for group in groups:
+            group.abandon_backward()
+
+
+class _Pass:
+    """A backward pass that is running, or that an exception has ended.
+
+    Attributes:
+        groups: that take part.
+        stream: that its nodes run on; its callback may run on another one.
+    """
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.groups: dict[ParameterGroup, None] = {}
+        self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._thread = threading.get_ident()
+        self._callback = ref(callback)  # autograd lets go of it when the pass ends
+
+    def runs_in_another_thread(self) -> bool:
+        """Whether this thread runs beside it: its modules have started one. On CUDA, autograd's thread outlives it."""
+        if self._thread == threading.get_ident():
+            return False
+        return self._callback() is not None and self._thread in sys._current_frames()
 
 
 def is_running(frame: FrameType, thread: int) -> bool:
