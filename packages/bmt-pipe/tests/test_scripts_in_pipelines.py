@@ -65,6 +65,41 @@ def test_an_optimizer_in_backward(ctx: ParallelContext, level: int, inside: bool
             assert (ours - param).norm() <= 1e-10 * (param - before).norm(), name
 
 
+@pytest.mark.ranks(2, pipe_size=2, num_micro_batches=2)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_hooks_of_a_list_that_is_called_twice(ctx: ParallelContext, level: int, inside: bool) -> None:
+    """They run once in a backward pass, with the sum of both calls' gradients."""
+    twins = Twins(ctx, Layer, 4, level=level)
+    calls: list[Tensor] = []
+    accumulated: list[Tensor] = []
+
+    def clamp(grad: Tensor) -> Tensor:
+        calls.append(grad)
+        return grad.clamp(-0.05, 0.05)
+
+    for param in twins.piped.parameters():
+        param.register_hook(clamp)
+        param.register_post_accumulate_grad_hook(accumulated.append)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        if inside and model is twins.piped:
+            return model(x, tail=lambda y: y.square().mean())
+        return model(x).square().mean()
+
+    own = random(ctx.rank, 4, 2, WIDTH)
+    (loss(twins.piped, own) + loss(twins.piped, 2 * own)).backward()
+    sum(loss(twins.plain, factor * random(rank, 4, 2, WIDTH)) for rank in range(2) for factor in (1, 2)).backward()
+    assert len(calls) == len(accumulated) == len(list(twins.piped.parameters()))
+    for name, param in twins.plain.named_parameters():
+        index, _, inner = name.partition(".")
+        if index in twins.piped._modules:
+            ours = dict(twins.piped._modules[index].named_parameters())[inner].grad.full_tensor()
+            expected = param.grad.clamp(-0.05, 0.05)
+            assert not expected.equal(param.grad)
+            assert (ours - expected).norm() <= 1e-10 * expected.norm(), name
+
+
 class WritesArgument(Layer):
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
         bias += 0.1

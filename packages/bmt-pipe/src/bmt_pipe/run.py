@@ -152,6 +152,8 @@ class Run:
         if problem is None:
             self._inputs, self.arguments.values = self._saved.fill(saved)
         try:
+            if accumulates:
+                self._step.begin_pass()  # at whose end hooks of parameters run, once for several calls
             with outside_backward():
                 self._step.finish_reductions()  # those whose end would need all stages
                 with connected():
@@ -278,7 +280,8 @@ class Run:
                 for reducer in self._reducers:
                     reducer.no_sync = self._no_sync[reducer]
                 self._step.reduce_accumulated(self._reducers)  # of those that the last micro-batch has not used
-                self._step.settle(self._reducers)
+                if self.tail is not None:
+                    self._step.settle(self._reducers)
             finally:
                 for reducer, flag in before.items():
                     reducer.no_sync = flag
