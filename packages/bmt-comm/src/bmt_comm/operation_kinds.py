@@ -23,6 +23,8 @@ class Kind(enum.Enum):
     LISTS = enum.auto()
     """Element-wise, of lists of tensors."""
     LISTS_IN_PLACE = enum.auto()
+    UNSCALE = enum.auto()
+    """GradScaler's: it divides gradients in place and notes whether some are not finite."""
     COPY = enum.auto()
     RANDOM = enum.auto()
     """It fills a tensor, or makes one like it."""
@@ -119,6 +121,7 @@ _KINDS = (
     (Kind.LOCAL, _LOCAL),
     (Kind.NORM, NORMS),
     (Kind.REDUCTION, OF_ALL | ALONG_ROWS),
+    (Kind.UNSCALE, frozenset(["_amp_foreach_non_finite_check_and_unscale_"])),
     (Kind.COPY, _COPIES),
     (Kind.RANDOM, RANDOM | _RANDOM_COPIES),
     (Kind.GATHERED, _GATHERED),

@@ -112,13 +112,7 @@ class ShardedRows(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             operation = None if by_optimizer else _operation(func, getattr(func, "__name__", ""))
             if operation is None:
-                unscales = getattr(func, "__name__", "") == "_amp_foreach_non_finite_check_and_unscale_"
-                if unscales and torch.cuda.is_initialized() and not args[0][0].is_cuda:
-                    torch.cuda.current_stream().synchronize()  # GradScaler copies the scale to the host without waiting
-                result = func(*args, **kwargs)
-                if unscales:
-                    reduce_over(args[1], spreading_communicators(args[0]), "max")
-                return result
+                return func(*args, **kwargs)
             if not args:
                 args, kwargs = _positional(kwargs)
             parts = [part for part in _parts((args, kwargs)) if part.bmt_slice.communicators or is_stage_local(part)]
@@ -399,6 +393,15 @@ def _in_place_of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return func(*(list(next(columns)) if several and met else each for each, several in zip(args, is_list)), **kwargs)
 
 
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grads, found_inf = args[:2]
+    if torch.cuda.is_initialized() and not grads[0].is_cuda:
+        torch.cuda.current_stream().synchronize()  # GradScaler copies the scale to the host without waiting
+    result = func(*args, **kwargs)
+    reduce_over(found_inf, spreading_communicators(grads), "max")
+    return result
+
+
 def _operands_in_place(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -582,6 +585,7 @@ _OPERATIONS: dict[Kind, _Operation | None] = {
     Kind.ELEMENTWISE: _rowwise,
     Kind.LISTS: _of_lists,
     Kind.LISTS_IN_PLACE: _in_place_of_lists,
+    Kind.UNSCALE: _unscale,
     Kind.COPY: _copy,
     Kind.RANDOM: _random,
     Kind.IN_PLACE: _in_place,
