@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import bmt_zero
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -156,6 +158,15 @@ def test_the_trainer_saves_adapters(ctx: Any, tmp_path: Path) -> None:
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapters")
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
+    with bmt_zero.gathered_parameters(model):
+        merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    ctx.world.barrier()
+    saved = type(llama()).from_pretrained(tmp_path / "merged")
+    for name, value in loaded.merge_and_unload().state_dict().items():
+        assert torch.equal(saved.state_dict()[name], value), name
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=ids).logits, saved(input_ids=ids).logits)
 
 
 @pytest.mark.ranks(2, init=False)

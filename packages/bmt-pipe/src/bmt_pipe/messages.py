@@ -43,7 +43,7 @@ class Message(NamedTuple):
 
 
 class StageLostError(RuntimeError):
-    """Another stage cannot be reached any more."""
+    """Another stage cannot be reached any more, or takes part in something else."""
 
 
 class StageFailedError(RuntimeError):
@@ -52,11 +52,11 @@ class StageFailedError(RuntimeError):
 
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
-    """Around collectives of a pipeline: what fails because a stage is gone becomes a ``StageLostError``."""
+    """Around collectives of a pipeline: if one fails, a stage is gone or does something else."""
     try:
         yield
     except RuntimeError as error:
-        raise StageLostError(f"the connection to another stage is lost: {error}") from error
+        raise StageLostError(f"stages cannot go on together: {error}") from error
 
 
 # --- forms ----------------------------------------------------------------------------------------
@@ -227,15 +227,19 @@ class Post:
         return arrived.tensors
 
     def drain(self) -> None:
-        """Receive what is still to come and is not wanted any more."""
+        """Receive what is still to come and is not wanted any more, one by one: memory may be short."""
+        self._kept.clear()
+        self._drop_posted()
         for peer, expected in self._expected.items():
             while expected:
                 self._post_next(peer)
+                self._drop_posted()
+
+    def _drop_posted(self) -> None:
         for arrived in filter(None, self._posted.values()):
             for work in arrived.works:
                 self._wait(work, arrived.peer)
         self._posted.clear()
-        self._kept.clear()
 
     def close(self) -> None:
         """All has been received everywhere: give up what was sent."""

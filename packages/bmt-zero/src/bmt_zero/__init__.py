@@ -18,6 +18,7 @@ from .fully_shard import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from .gathered_parameters import gathered_parameters
 from .granularity import set_granularity
 from .groups import grouped_parameters, no_sync
 from .histograms import Histograms
@@ -67,6 +68,7 @@ __all__ = [
     "entries_of_stages",
     "format_summary",
     "fully_shard",
+    "gathered_parameters",
     "grouped_parameters",
     "has_own_stage_only",
     "init_parameters",
