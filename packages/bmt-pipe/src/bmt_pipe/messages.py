@@ -56,7 +56,7 @@ def connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise StageLostError(f"stages cannot go on together: {error}") from error
+        raise StageLostError(f"the connection to another stage is lost, or that does something else: {error}") from error
 
 
 # --- forms ----------------------------------------------------------------------------------------
