@@ -56,7 +56,9 @@ def connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise StageLostError(f"the connection to another stage is lost, or that does something else: {error}") from error
+        raise StageLostError(
+            f"the connection to another stage is lost, or that does something else: {error}"
+        ) from error
 
 
 # --- forms ----------------------------------------------------------------------------------------

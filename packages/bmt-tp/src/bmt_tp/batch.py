@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from bmt_comm import Communicator, DisagreementError, check_agreement
+from bmt_comm import Communicator, DisagreementError, check_agreement, not_compiled
 
 from .regions import tensor_comm
 
 
+@not_compiled
 def check_same_batch(*tensors: Tensor, comm: Communicator | None = None) -> None:
     """Raise unless all tensor-parallel ranks have the same tensors: together they compute one replica.
 
@@ -38,6 +40,7 @@ def check_same_batch(*tensors: Tensor, comm: Communicator | None = None) -> None
         ) from error
 
 
+@not_compiled
 def check_same_input(x: Tensor, comm: Communicator, cure: str) -> None:
     """Raise unless all tensor-parallel ranks have the same activations, up to rounding.
 
@@ -69,6 +72,48 @@ def check_same_input(x: Tensor, comm: Communicator, cure: str) -> None:
     difference, size = (everyone[:, :-1] - everyone[0, :-1]).abs().max(), everyone[:, -1].max()
     if bool(difference > _TOLERANCE * size):
         raise RuntimeError(f"the tensor-parallel ranks pass different inputs of shape {tuple(x.shape)}; {cure}")
+
+
+@not_compiled
+def have_equal_values(tensors: Sequence[Tensor], comm: Communicator) -> bool:
+    """Whether all ranks have the same values, and not one value alone: a sample of each tensor is compared.
+
+    Every rank of ``comm`` must call it.
+    """
+    if comm.size == 1 or comm.is_planned or any(tensor.is_meta for tensor in tensors):
+        return False
+    samples = [_sample(tensor) for tensor in tensors if tensor.numel()]
+    told = int(_digest(torch.cat([sample.reshape(-1).float() for sample in samples])), 16) >> 1 if samples else 0
+    if not any(bool((sample != sample[0]).any()) for sample in samples):
+        told = comm.rank
+    everyone = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
+    comm.all_gather(everyone, torch.tensor([told], dtype=torch.int64, device="cpu").to(comm.device))
+    return bool((everyone == everyone[0]).all())
+
+
+def check_same_values(named: Iterable[tuple[str, Tensor]], comm: Communicator) -> None:
+    """Raise unless all ranks have the same parameters, of which each will keep a part: a sample of each is compared.
+
+    Raises:
+        RuntimeError: on every rank, naming the first that differs.
+    """
+    if comm.size == 1 or comm.is_planned:
+        return
+    facts = [f"{name} {tuple(t.shape)} {t.dtype} with the digest {_digest(_sample(t))}" for name, t in named]
+    try:
+        check_agreement(comm, "the parameters of a model", facts)
+    except DisagreementError as error:
+        raise RuntimeError(
+            f"the tensor-parallel ranks must have the same model before it is cut: {error}; build it with the same "
+            f"seed, or load the same weights, on all of them"
+        ) from error
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """About a thousand elements."""
+    if tensor.is_meta or not tensor.numel():
+        return tensor
+    return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 1024)]
 
 
 _TOLERANCE = 0.05

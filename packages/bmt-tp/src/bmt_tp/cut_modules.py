@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,9 +214,9 @@ class ChangeInput:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (self._changed(args[0]), *args[1:]), kwargs
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor):
-                return args, {**kwargs, name: self._changed(value)}
+        for name in (*inspect.signature(module.forward).parameters, *kwargs):  # the first one is the input
+            if isinstance(kwargs.get(name), Tensor):
+                return args, {**kwargs, name: self._changed(kwargs[name])}
         raise TypeError(f"{type(module).__name__} was called without a tensor, which the plan has split or joined")
 
     def _changed(self, x: Tensor) -> Tensor:
@@ -265,7 +266,14 @@ class ReduceOutput:
         self.comm = comm
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return tree_map_only(Tensor, lambda x: reduce_from_ranks(x, self.comm), output)
+        if isinstance(output, Tensor):
+            return reduce_from_ranks(output, self.comm)
+        if not isinstance(output, tuple) or any(isinstance(x, Tensor) and x.requires_grad for x in output[1:]):
+            raise TypeError(
+                f"{type(module).__name__}, which the plan has as 'experts', returned a {type(output).__name__}: its "
+                f"forward returns what the ranks sum, or a tuple whose other tensors are without gradients"
+            )
+        return (reduce_from_ranks(output[0], self.comm), *output[1:])
 
 
 class GatherOutput:
@@ -277,4 +285,6 @@ class GatherOutput:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
             return (gather_along(output[0], self.dim, self.comm), *output[1:])
+        if not isinstance(output, Tensor):
+            raise TypeError(f"{type(module).__name__}, a 'sequence_end', returned no tensor or tuple")
         return gather_along(output, self.dim, self.comm)

@@ -101,7 +101,7 @@ class VPEmbedding(Module):
             )
         if self.gather_input:
             x = gather_along(x, self.sequence_dim, self.comm)
-        elif not self._has_checked:
+        elif not self._has_checked and not torch.compiler.is_compiling():
             try:
                 check_same_batch(x, comm=self.comm)
             except RuntimeError as error:

@@ -27,6 +27,7 @@ _SEQUENCE_PART_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence
 PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "moe_identity_expert", "mla_kv_a_proj", "replicate")
 LINEAR_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input")
 CUTTING_STYLES = (*LINEAR_STYLES, "packed_rowwise", "vocab", "embedding_colwise", "expert_parallel")
+_NORMS_OF_HEADS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 _SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab", "expert_parallel")
 
 
@@ -50,7 +51,18 @@ class Match(NamedTuple):
     module: nn.Module
     style: str
     parameter: str | None
-    parent: nn.Module
+    parent: nn.Module  # the module that calls it, an attention for example
+    wrapper: nn.Module  # the module that it is in
+
+
+def owner_of(name: str) -> str:
+    """The name of the module that calls the module of this name; that of the layer which peft has wrapped, in one."""
+    parts = name.split(".")[:-1]
+    if name.endswith(".base_layer"):
+        parts = parts[:-1]
+    elif len(parts) > 1 and parts[-1] in ("lora_A", "lora_B"):
+        parts = parts[:-2]
+    return ".".join(parts)
 
 
 def find_matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> list[Match]:
@@ -71,8 +83,9 @@ def find_matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) ->
                     if (module, parameter) in known:
                         break
                     known.add((module, parameter))
-                    parent = model.get_submodule(name.rpartition(".")[0])
-                    found.append(Match(name, module, style, parameter, parent))
+                    parent = model.get_submodule(owner_of(name))
+                    wrapper = model.get_submodule(name.rpartition(".")[0])
+                    found.append(Match(name, module, style, parameter, parent, wrapper))
                     break
     missing = [source for _, source, _ in patterns if source not in used]
     if missing and must_match:
@@ -95,13 +108,12 @@ def left_out(cuts: list[Match]) -> list[Match]:
             continue
         size = getattr(match.parent, "head_dim", None)
         head = size if isinstance(size, int) else 0
-        for name, most in (("q_norm", head), ("k_norm", head), ("act_fn", 1)):
+        for name, most in (*((norm, head) for norm in _NORMS_OF_HEADS), ("act_fn", 1)):
             module = match.parent._modules.get(name)
-            prefix, dot, _ = match.name.rpartition(".")
-            path = prefix + dot + name
+            path = f"{owner_of(match.name)}.{name}".lstrip(".")
             sizes = [] if module is None else [param.numel() for param in module.parameters()]
             if module is not None and sizes and max(sizes) <= most and path not in known:
-                found[path] = Match(path, module, "sequence", None, match.parent)
+                found[path] = Match(path, module, "sequence", None, match.parent, match.parent)
     return list(found.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 
 from bmt_comm import Communicator
 
-from .batch import check_same_input
+from .batch import check_same_input, have_equal_values
 from .parallel_ops import OpParallelLinear, ReduceType, column_linear
 from .parameters import Module, divided, make_parameter
 from .regions import tensor_comm
+
+_log = logging.getLogger(__name__)
 
 
 class ColumnParallelLinear(Module):
@@ -75,9 +78,17 @@ class ColumnParallelLinear(Module):
         self.sequence_dim = sequence_dim
         self.weight, weight_bias = _linear_parameters(in_features, out_features, bias, dtype, self.comm, 0, 0, parts)
         self.register_parameter("bias", weight_bias)
+        self._has_checked = False
 
     def forward(self, input: Tensor) -> Tensor:
         """(\\*, in_features) → (\\*, out_features / ranks), or (\\*, out_features) with ``gather_output``."""
+        if self.gather_input and not self._has_checked and not torch.compiler.is_compiling():
+            self._has_checked = True
+            if have_equal_values([input], self.comm):
+                _log.warning(
+                    "the tensor-parallel ranks have passed the same values to a ColumnParallelLinear, which takes the "
+                    "parts of the sequence that they have: if each of them has the whole input, use gather_input=False"
+                )
         return OpParallelLinear.apply(
             input,
             self.weight,
@@ -149,7 +160,7 @@ class RowParallelLinear(Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(\\*, in_features / ranks), or (\\*, in_features) with ``split_input``, → (\\*, out_features)."""
-        if self.split_input and not self._has_checked:
+        if self.split_input and not self._has_checked and not torch.compiler.is_compiling():
             check_same_input(
                 input,
                 self.comm,

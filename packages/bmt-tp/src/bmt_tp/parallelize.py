@@ -50,16 +50,18 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from bmt_comm import Communicator, Slice, tp_shard_of
 
-from .batch import check_same_batch
+from .batch import check_same_batch, check_same_values, have_equal_values
 from .cut_modules import (
     ChangeInput,
     CopyInputs,
@@ -77,8 +79,17 @@ from .cut_modules import (
     class_with_forward_of,
 )
 from .experts import ExpertParallel
-from .matches import CUTTING_STYLES, LINEAR_STYLES, PLAIN_STYLES, Match, find_matches, left_out, with_whole_experts
-from .parameters import PieceModule, mark_piece, piece_of
+from .matches import (
+    CUTTING_STYLES,
+    LINEAR_STYLES,
+    PLAIN_STYLES,
+    Match,
+    find_matches,
+    left_out,
+    owner_of,
+    with_whole_experts,
+)
+from .parameters import PieceModule, TensorParallelParameter, mark_piece, piece_of
 from .plans import plan_of
 from .regions import tensor_comm
 from .sequence import sequence_parallel
@@ -100,7 +111,6 @@ DIVIDED_ATTRIBUTES = (
 )
 """What an attention module counts its heads by: divided where its projections are cut."""
 
-_PERHAPS_DIVIDED = ("heads", "nhead")  # of an attention, or of a layer beside whose attention something is cut
 
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_kv_head")
 
@@ -120,7 +130,7 @@ def parallelize(
     """Cut the modules that ``plan`` names over the tensor-parallel ranks, in place.
 
     Parameters stay the same objects under the same names, and hold this rank's piece of the values that they have
-    now, which are to be the same on every rank. Tied parameters stay tied. ``bmt_zero`` may wrap the result, or
+    now, the same on every rank (a sample is compared). Tied parameters stay tied. ``bmt_zero`` may wrap the result, or
     ``DistributedDataParallel`` over the data-parallel ranks.
 
     Args:
@@ -139,8 +149,10 @@ def parallelize(
         TypeError: a name in the plan belongs to a module that cannot be cut so.
         ValueError: an unknown style, a name that no module has, sizes that the ranks do not divide, parameters
             tied between modules that are cut differently, or that are cut or sharded already; without
-            ``divided_attributes``, a module with ``heads`` or ``nhead``, which may count heads that are cut or not. The
-            model is as it was then.
+            ``divided_attributes``, a module with an integer (``heads``, ``nhead``) that may count heads that are cut or
+            not. The model is as it was then.
+        RuntimeError: the ranks have different parameters. Forward: they have different batches, or their pieces were
+            overwritten.
     """
     comm = tensor_comm(comm)
     given = plan is not None
@@ -151,13 +163,13 @@ def parallelize(
     if expert_parallel:
         plan = with_whole_experts(plan)
     cuts = find_matches(model, plan, given)
-    if not given:
-        cuts += left_out(cuts)
+    cuts += left_out(cuts)
     gathered = tuple(match.name + "." for match in cuts if match.style == "sequence_gather")
     whole = [_Cut.of(match, comm, sequence_dim, match.name.startswith(gathered)) for match in cuts]
     _check_experts(whole)
     heads = _heads(model, whole, comm, divided_attributes)
     pieces = _pieces(model, whole)
+    check_same_values(model.named_parameters(), comm)
     _check_sequence(whole, pieces)
     for param, found in pieces:
         with torch.no_grad():
@@ -170,8 +182,12 @@ def parallelize(
         cut.apply(shared.setdefault(cut.name.rpartition(".")[0], SharedInput()))
     for module, attribute, value in heads:
         setattr(module, attribute, value)
-    for encoder in {match.parent for match in cuts if isinstance(match.parent, nn.TransformerEncoderLayer)}:
-        encoder.activation_relu_or_gelu = 0  # else torch computes with the weights of its layers, in evaluation
+    layers = {match.parent for match in cuts if isinstance(match.parent, nn.TransformerEncoderLayer)}
+    for layer in layers:
+        layer.activation_relu_or_gelu = 0  # else torch computes with the weights of its layers, in evaluation
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and not layers.isdisjoint(encoder.layers):
+            encoder.use_nested_tensor = False  # which only those computations take
     model.register_forward_pre_hook(_FirstBatchCheck(comm), with_kwargs=True)
     if comm.size > 1 and any(cut.kind == "expert_parallel" and cut.in_sequence for cut in whole):
         model.register_forward_pre_hook(_check_router_logits, with_kwargs=True)
@@ -197,7 +213,7 @@ class _Cut:
 
     @staticmethod
     def of(match: Match, comm: Communicator, sequence_dim: int, is_gathered: bool) -> _Cut:
-        name, module, style, parameter, parent = match
+        name, module, style, parameter, parent, wrapper = match
         base, plus, _ = style.partition("+")
         kind, _, count = base.partition(":")
         if style == "colwise" and parameter is not None and _has_gate_and_up(module, parameter):
@@ -224,6 +240,12 @@ class _Cut:
             )
         if kind in CUTTING_STYLES and kind != "expert_parallel" and parameter is None:
             _check_uncut(name, module)
+        if isinstance(parent, nn.MultiheadAttention):
+            raise TypeError(
+                f"{name!r} is in a torch.nn.MultiheadAttention, which reads its weight and does not call it"
+            )
+        if kind.startswith("rowwise") and len(getattr(wrapper, "lora_magnitude_vector", ())):
+            raise TypeError(f"{name!r} has adapters with use_dora=True, whose norms of columns are of the whole weight")
         shared_heads = _shared_heads(module, parent, comm) if kind == "colwise" and not transposed else 0
         if shared_heads:
             kind = "shared_heads"
@@ -252,9 +274,12 @@ class _Cut:
         for param, dim in cut.dims():
             if param.shape[dim] % (comm.size * parts):
                 what = f"{parts} parts over " if parts > 1 else ""
+                cure = (
+                    f"; model.resize_token_embeddings(pad_to_multiple_of={comm.size}) first" if kind == "vocab" else ""
+                )
                 raise ValueError(
                     f"dimension {dim} of {name!r}, of shape {tuple(param.shape)}, cannot be divided into "
-                    f"{what}{comm.size} tensor-parallel ranks"
+                    f"{what}{comm.size} tensor-parallel ranks{cure}"
                 )
         return cut
 
@@ -292,6 +317,8 @@ class _Cut:
     def apply(self, shared: SharedInput) -> None:
         """Let the module compute with its piece; ``shared`` is for the modules beside it."""
         module = self.module
+        if self.parameter is not None and not isinstance(module, PieceModule):
+            module.__class__ = class_with_forward_of(PieceModule, type(module))
         if self.parameter is not None or self.kind == "replicate":
             return
         if self.kind == "mla_kv_a_proj":
@@ -372,7 +399,7 @@ def _check_experts(cuts: list[_Cut]) -> None:
             raise ValueError(
                 f"the plan has {cut.name!r} as 'moe_identity_expert', and no module around it as 'experts'"
             )
-    beside = {cut.name.rpartition(".")[0] for cut in cuts if cut.is_column and cut.parameter is None}
+    beside = {owner_of(cut.name) for cut in cuts if cut.is_column and cut.parameter is None}
     for cut in cuts:
         if cut.parameter is None:
             continue
@@ -494,14 +521,22 @@ def _heads(
 ) -> list[tuple[nn.Module, str, int]]:
     """The attributes that are to be set, with their values."""
     parents: dict[str, nn.Module] = {}
+    features: dict[str, list[int]] = {}  # of the layers that are cut by columns in each of them
     for cut in cuts:
         if cut.kind not in ("colwise", "packed_colwise") or cut.parameter is not None:
             continue
-        parent_name = cut.name.rpartition(".")[0]
+        parent_name = owner_of(cut.name)
         parent = parents[parent_name] = model.get_submodule(parent_name)
+        counts = {getattr(parent, name) for name in DIVIDED_ATTRIBUTES if "head" in name and hasattr(parent, name)}
+        if cut.parts == 3 and len({each for each in counts if isinstance(each, int)}) > 1:
+            raise ValueError(
+                f"{cut.name!r} holds queries, keys and values of different numbers of heads {sorted(counts)}, which "
+                f"'packed_colwise:3' would cut as equal parts; split it into layers of their own"
+            )
         head = getattr(parent, "head_dim", None)
-        features = next(param.shape[dim] for param, dim in cut.dims())
-        heads, rest = divmod(features, head * cut.parts) if isinstance(head, int) and head > 0 else (0, 0)
+        size = next(param.shape[dim] for param, dim in cut.dims())
+        features.setdefault(parent_name, []).append(size // cut.parts)
+        heads, rest = divmod(size, head * cut.parts) if isinstance(head, int) and head > 0 else (0, 0)
         if rest == 0 and heads % comm.size:
             raise ValueError(
                 f"{cut.name!r} has {heads} heads of {head} features, which cannot be divided over {comm.size} "
@@ -511,12 +546,12 @@ def _heads(
     shared: dict[nn.Module, int] = {}
     for cut in cuts:
         if cut.kind == "shared_heads":
-            shared[model.get_submodule(cut.name.rpartition(".")[0])] = cut.shared_heads
+            shared[model.get_submodule(owner_of(cut.name))] = cut.shared_heads
     for parent_name, parent in parents.items():
         unclear = [
-            name for name in _PERHAPS_DIVIDED if attributes is None and isinstance(getattr(parent, name, None), int)
+            name for name in vars(parent) if _may_count_heads(name, getattr(parent, name), features[parent_name])
         ]
-        if unclear:
+        if unclear and attributes is None:
             raise ValueError(
                 f"{parent_name!r} has the attribute {unclear[0]!r}: if it counts heads that the plan divides, pass "
                 f"divided_attributes=(*DIVIDED_ATTRIBUTES, {unclear[0]!r}), else divided_attributes=DIVIDED_ATTRIBUTES"
@@ -539,6 +574,15 @@ def _heads(
     return found
 
 
+def _may_count_heads(name: str, value: Any, features: list[int]) -> bool:
+    """Whether an attribute of a module may count heads into which it divides some of ``features``."""
+    if name in DIVIDED_ATTRIBUTES or not isinstance(value, int) or isinstance(value, bool) or value < 2:
+        return False
+    lengths = ("dim", "size", "index", "idx", "group", "per_head")
+    counts = name == "h" or ("head" in name and not any(each in name for each in lengths))
+    return counts and any(size % value == 0 for size in features)
+
+
 def _check_router_logits(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if a Hugging Face model would compute a loss of its routers from this rank's part of the tokens."""
     config = getattr(module, "config", None)
@@ -551,15 +595,34 @@ def _check_router_logits(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
         )
 
 
+def _check_not_fully_sharded(model: nn.Module) -> None:
+    """Raise if torch's ``fully_shard`` has replaced pieces by DTensors, which do not say what they are pieces of."""
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for name, module in model.named_modules():
+        if isinstance(module, sharded) and any(isinstance(part, PieceModule) for part in module.modules()):
+            raise RuntimeError(
+                f"torch's fully_shard has sharded {name or type(module).__name__!r}, which parallelize has cut: clipping"
+                f" and state dicts would take pieces for whole parameters; use bmt_zero (fully_shard, "
+                f"BMTrainModelWrapper) or DistributedDataParallel over the data-parallel ranks"
+            )
+
+
 class _FirstBatchCheck:
-    """Compares the first batch over the tensor-parallel ranks."""
+    """Compares the first batch over the tensor-parallel ranks, and the pieces that they have."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.done = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.done:
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-            check_same_batch(*tensors, comm=self.comm)
+        if not self.done and not torch.compiler.is_compiling():
+            check_same_batch(*(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), comm=self.comm)
+            _check_not_fully_sharded(module)
+            pieces = [p for p in module.parameters() if isinstance(p, TensorParallelParameter) and p.tp_mode]
+            if pieces and have_equal_values(pieces, self.comm):
+                raise RuntimeError(
+                    "the tensor-parallel ranks have the same values in different pieces, which were overwritten: give "
+                    "DistributedDataParallel the data-parallel ranks (process_group=), and initialise a model before "
+                    "it is cut"
+                )
             self.done = True

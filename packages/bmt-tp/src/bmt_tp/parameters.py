@@ -30,24 +30,29 @@ class PieceModule(nn.Module):
     """
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        before = dict(self._parameters)
+        before = {name: _piece_in(param) for name, param in self._parameters.items()}
         result = super()._apply(fn, recurse)
         for name, param in self._parameters.items():
             _take_over(param, before[name])
         return result
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        before = self._parameters.get(name)
+        before = _piece_in(self._parameters.get(name))
         super().register_parameter(name, param)
         _take_over(param, before)
 
 
-def _take_over(param: nn.Parameter | None, before: nn.Parameter | None) -> None:
-    """Mark a parameter that has come in the place of a piece as the same piece."""
-    if param is None or param is before or not isinstance(before, TensorParallelParameter):
-        return
-    if before.tp_mode and param.shape == before.shape:
-        mark_piece(param, getattr(before, SLICE_ATTRIBUTE))
+def _piece_in(param: nn.Parameter | None) -> tuple[torch.Size, Slice] | None:
+    """The shape of a piece, and what of; None: it is whole, or not a plain parameter."""
+    if not isinstance(param, TensorParallelParameter) or not param.tp_mode:
+        return None
+    return param.shape, getattr(param, SLICE_ATTRIBUTE)
+
+
+def _take_over(param: nn.Parameter | None, before: tuple[torch.Size, Slice] | None) -> None:
+    """Mark a parameter that has come in the place of a piece, or that torch has swapped with one, as the same piece."""
+    if param is not None and before is not None and _piece_in(param) is None and param.shape == before[0]:
+        mark_piece(param, before[1])
 
 
 if TYPE_CHECKING or not _SHARDED:
@@ -80,7 +85,7 @@ class TensorParallelParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """That of a piece is a :class:`bmt_comm.ShardedGradient`, whose norm is that of the whole gradient."""
         grad: Tensor | None = _grad.__get__(self)
-        if grad is None or isinstance(grad, ShardedGradient):
+        if grad is None or isinstance(grad, ShardedGradient) or torch.compiler.is_compiling():
             return grad
         if self.tp_mode and not grad.requires_grad:  # that of create_graph=True has a graph
             grad = sharded_gradient(grad, self)

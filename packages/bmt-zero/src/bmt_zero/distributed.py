@@ -13,7 +13,7 @@ from bmt_comm import Slice, current_context
 from .options import Options
 from .shard import build_standalone, is_standalone
 from .sharded_parameter import ShardedParameter
-from .state import load_state_dict, shard_entry, unsharded_parameters
+from .state import copy_instead, load_state_dict, shard_entry, unsharded_parameters
 
 
 class ParameterInitializer:
@@ -128,7 +128,10 @@ class DistributedModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
-        for name, param in self._standalone().items():
+        standalone = self._standalone()
+        if standalone and metadata.get("assign_to_params_buffers", False):
+            copy_instead(self, state_dict, prefix, metadata)
+        for name, param in standalone.items():
             shard_entry(param, state_dict, prefix + name, lists[-1])
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *lists)
 

@@ -274,12 +274,12 @@ class _StateHooks:
         if metadata.get("assign_to_params_buffers", False) and any(
             isinstance(p, ShardedParameter) for p in own.values()
         ):
-            _copy_instead(module, state_dict, prefix, metadata)
+            copy_instead(module, state_dict, prefix, metadata)
         for name, param in own.items():
             shard_entry(param, state_dict, prefix + name, problems[-1])
 
 
-def _copy_instead(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Any) -> None:
+def copy_instead(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Any) -> None:
     """Let ``load_state_dict(assign=True)`` copy the entries of a module: sharded parameters keep their identity."""
     metadata["assign_to_params_buffers"] = False
     for name, buffer in module._buffers.items():

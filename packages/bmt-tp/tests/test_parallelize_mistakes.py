@@ -1,0 +1,237 @@
+"""What would make a cut model silently wrong is noticed, and layers that adapters wrap are found."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bmt_comm import slice_of, unshard_tp
+from bmt_tp import ColumnParallelLinear, expert_parallel, full_state_dict, parallelize
+
+PLAN = {"0": "colwise", "2": "rowwise"}
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+class Adapted(nn.Module):
+    """As peft wraps a linear layer."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features, bias=False)})
+        self.lora_magnitude_vector = nn.ModuleDict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Attention(nn.Module):
+    def __init__(self, name: str = "num_heads", key_heads: int = 4) -> None:
+        super().__init__()
+        setattr(self, name, 4)
+        self.name, self.head_dim, self.num_key_value_groups = name, 4, 4 // key_heads
+        width = 4 * key_heads
+        self.q, self.k, self.v = Adapted(nn.Linear(16, 16)), Adapted(nn.Linear(16, width)), nn.Linear(16, width)
+        self.o = Adapted(nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (getattr(self, self.name), 4))
+        k, v = (
+            y.unflatten(-1, (-1, 4)).repeat_interleave(self.num_key_value_groups, 2) for y in (self.k(x), self.v(x))
+        )
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+ADAPTED = {
+    **{f"0.{name}.base_layer": "colwise" for name in "qk"},
+    **{f"0.{name}.lora_B.default": "colwise" for name in "qk"},
+    "0.v": "colwise",
+    "0.o.base_layer": "rowwise",
+    "0.o.lora_A.default": "rowwise",
+}
+
+
+@pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_heads_of_layers_with_adapters(ctx, key_heads):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Attention(key_heads=key_heads))
+    model = parallelize(copy.deepcopy(plain), ADAPTED)
+    x = torch.randn(2, 5, 16)
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(model(x), plain(x))
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        grad = unshard_tp(ours.grad, slice_of(ours)) if getattr(ours, "tp_mode", False) else ours.grad
+        assert (grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm() + 1e-6, name
+
+
+@pytest.mark.ranks(2, tp_size=2)
+@pytest.mark.parametrize("name", ["h", "nheads", "num_query_heads", "decoder_attention_heads"])
+def test_unknown_names_of_heads_are_refused(ctx, name):
+    with pytest.raises(ValueError, match=f"DIVIDED_ATTRIBUTES, '{name}'"):
+        parallelize(nn.Sequential(Attention(name)), ADAPTED)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_layers_that_are_not_called_or_need_the_whole(ctx):
+    layer = nn.Sequential(nn.MultiheadAttention(8, 2))
+    with pytest.raises(TypeError, match=r"in a torch\.nn\.MultiheadAttention"):
+        parallelize(layer, {"0.out_proj": "rowwise"})
+    with_magnitudes = nn.Sequential(Attention())
+    with_magnitudes[0].o.lora_magnitude_vector["default"] = nn.Identity()
+    with pytest.raises(TypeError, match="use_dora=True"):
+        parallelize(with_magnitudes, ADAPTED)
+    fused = nn.Sequential(Attention())
+    fused[0].qkv, fused[0].num_key_value_heads = nn.Linear(16, 24), 2
+    with pytest.raises(ValueError, match="different numbers of heads"):
+        parallelize(fused, {"0.qkv": "packed_colwise:3"})
+    with pytest.raises(ValueError, match="pad_to_multiple_of=2"):
+        parallelize(nn.Sequential(nn.Embedding(7, 4)), {"0": "vocab"})
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_ranks_with_different_values(ctx):
+    model = mlp(seed=ctx.rank)
+    with pytest.raises(RuntimeError, match=r"same model before it is cut.*0\.weight"):
+        parallelize(model, PLAN)
+    assert model[0].weight.shape == (8, 6)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_pieces_that_were_overwritten(ctx):
+    model = parallelize(mlp(), PLAN)
+    with pytest.raises(RuntimeError, match="same values in different pieces"):
+        nn.parallel.DistributedDataParallel(model)(torch.ones(2, 6))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_fsdp2_of_pieces_is_refused(ctx):
+    from torch.distributed.fsdp import fully_shard
+
+    model = parallelize(mlp(), PLAN)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(RuntimeError, match="fully_shard has sharded"):
+        model(torch.ones(2, 6))
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_an_input_that_may_be_whole(ctx, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("bmt_tp.parallel_linear"), "warning", said.append)
+    parts = torch.randn(2, 3, 6)
+    ColumnParallelLinear(6, 8)(parts + ctx.rank)
+    ColumnParallelLinear(6, 8, gather_input=False)(parts)
+    ColumnParallelLinear(6, 8)(torch.ones(2, 3, 6))  # of a padded batch, say
+    assert not said
+    ColumnParallelLinear(6, 8)(parts)
+    assert len(said) == 1
+    assert "gather_input=False" in said[0]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 8, 6)), nn.Parameter(torch.randn(3, 6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("eoi,ebi->bo", self.down, torch.einsum("eoi,bi->ebo", self.up, x).tanh())
+
+
+EXPERTS = {"0": "experts", "0.up": "colwise", "0.down": "rowwise"}
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_packed_experts_whose_parameters_torch_replaces(ctx):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Experts())
+    model = parallelize(copy.deepcopy(plain), EXPERTS)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    model.to_empty(device="cpu")
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    assert isinstance(model[0], Experts)
+    assert {name: value.shape for name, value in full_state_dict(model).items()} == {
+        name: value.shape for name, value in plain.state_dict().items()
+    }
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_what_experts_return_beside_their_sum(ctx):
+    class WithScores(Experts):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x), self.scores(x)
+
+    x = torch.randn(4, 6)
+    plain, model = nn.Sequential(WithScores()), nn.Sequential(WithScores())
+    model.load_state_dict(plain.state_dict())
+    for each in (plain[0], model[0]):
+        each.scores = lambda x: x.detach().mean(-1)
+    parallelize(model, EXPERTS)
+    for ours, theirs in zip(model(x), plain(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    model[0].scores = lambda x: x.requires_grad_().mean(-1)
+    with pytest.raises(TypeError, match="tensors are without gradients"):
+        model(x)
+
+
+@pytest.mark.ranks(1, 2, tp_size=1)
+def test_experts_of_one_rank_get_pairs(ctx):
+    weights = torch.randn(3, 4, 4)
+
+    def compute(rows: Tensor, chosen: Tensor, scales: Tensor) -> Tensor:
+        assert chosen.shape == scales.shape == (len(rows), 1)
+        return torch.einsum("pi,pij->pj", rows, weights[chosen[:, 0]]) * scales
+
+    tokens, chosen, scales = torch.randn(5, 4), torch.randint(3, (5, 2)), torch.rand(5, 2)
+    expected = sum(torch.einsum("pi,pij->pj", tokens, weights[chosen[:, k]]) * scales[:, k : k + 1] for k in range(2))
+    torch.testing.assert_close(expert_parallel(compute, tokens, chosen, scales, 3), expected)
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_an_encoder_of_torch_with_padding(ctx):
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+    model = parallelize(copy.deepcopy(plain).eval(), {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"})
+    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        found, expected = (each(x, src_key_padding_mask=padding) for each in (model, plain))
+    torch.testing.assert_close(found[~padding], expected[~padding])
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_the_first_argument_is_the_input(ctx):
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 8)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.linear(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = Mixer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mixer(mask=torch.zeros(3), x=x)
+
+    model = parallelize(Model(), {"mixer": "sequence_gather", "mixer.linear": "colwise"})
+    assert model(torch.randn(2, 3, 6)).shape == (2, 6, 4)
