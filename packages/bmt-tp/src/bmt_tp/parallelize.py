@@ -601,8 +601,8 @@ def _check_not_fully_sharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, sharded) and any(isinstance(part, PieceModule) for part in module.modules()):
             raise RuntimeError(
-                f"torch's fully_shard has sharded {name or type(module).__name__!r}, which parallelize has cut: clipping"
-                f" and state dicts would take pieces for whole parameters; use bmt_zero (fully_shard, "
+                f"torch's fully_shard has sharded {name or type(module).__name__!r}, which parallelize has cut: "
+                f"clipping and state dicts would take pieces for whole parameters; use bmt_zero (fully_shard, "
                 f"BMTrainModelWrapper) or DistributedDataParallel over the data-parallel ranks"
             )
 
