@@ -42,6 +42,7 @@ from .state import (
     local_entries,
     logical_tensor,
     raise_on_all,
+    refuse_fsdp1,
     shape_of,
     versions_of,
     with_pieces,
@@ -178,8 +179,10 @@ def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = Tru
             piece (a checkpoint of a ``Checkpointer``) is damaged where it is read: the model may be loaded in part.
         OSError: on every rank: the machine cannot read for now. The model may be loaded in part.
         RuntimeError: ranks have different models.
+        TypeError: a module is FSDP1's.
     """
     model = without_wrapper(model)
+    refuse_fsdp1(model)
     context = current_context()
     path = Path(file_name)
     if context.world.broadcast_object(path.is_dir() or key_map is not None):

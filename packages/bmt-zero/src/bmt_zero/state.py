@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -133,6 +134,8 @@ def logical_tensor(value: Any) -> Any:
         return value.full_tensor()
     if is_piece(value):
         return unshard_tp(value.detach(), slice_of(value))
+    if hasattr(value, "placements"):  # a DTensor, FSDP2's for example
+        return value.detach().full_tensor()
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -171,6 +174,8 @@ def entries_of_stages(own: Mapping[str, Any], comm: Communicator) -> dict[str, A
 def _identity(value: Any) -> Any:
     """Equal for the names of one value: tensors in a state dict are detached, each by itself."""
     if isinstance(value, ShardedParameter) or not isinstance(value, Tensor) or not value.numel():
+        return id(value)
+    if hasattr(value, "placements") or not value.data_ptr():  # its memory is in other tensors
         return id(value)
     return value.data_ptr(), value.shape, value.stride(), value.dtype
 
@@ -346,9 +351,9 @@ def dtypes_without_own_code(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _serves_shards(hook: Any) -> bool:
-    """Whether a hook is ours, or FSDP2's, whose parameters say themselves what they hold."""
+    """Whether a hook is ours, or FSDP2's (not FSDP1's), whose parameters say themselves what they hold."""
     module = getattr(hook, "__module__", None) or ""
-    return getattr(hook, HANDLES_SHARDS, False) or module.startswith("torch.distributed.fsdp.")
+    return getattr(hook, HANDLES_SHARDS, False) or module.startswith("torch.distributed.fsdp._fully_shard.")
 
 
 class StateDictError(ValueError):
@@ -364,6 +369,8 @@ def check_entries(expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
         problems.append(f"missing entries: {_some(missing)}")
     if strict and surplus:
         problems.append(f"entries the model does not have: {_some(surplus)}")
+    if shapes and not strict and len(surplus) == len(shapes):
+        problems.append(f"not one of its entries, {_some(surplus)}, is the model's, which has {_some(list(expected))}")
     for name, shape in shapes.items():
         wanted = shape_of(expected.get(name))
         if wanted is not None and not is_extra_state(name) and shape != wanted:
@@ -397,6 +404,13 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in state_dict.items()}
     detached = {k: v.full_tensor() if isinstance(v, ShardedRows) else v for k, v in detached.items()}
     entries = with_versions(detached, versions_of(state_dict))
+    refuse_fsdp1(model)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    if any(hasattr(param, "placements") for param in params.values()):  # FSDP2's, whose hooks take no placeholders
+        with torch.no_grad():
+            for name, value in detached.items():
+                entries[name] = _distributed(value, params.get(name))
+        return nn.Module.load_state_dict(model, entries, strict)
     places = _places(model)
     for place in places:
         place.open()
@@ -410,6 +424,24 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     for place in places:
         place.commit()
     return result
+
+
+def _distributed(value: Any, param: Any) -> Any:
+    """A logical tensor as a DTensor like ``param``, if that is one."""
+    if not isinstance(value, Tensor) or not hasattr(param, "placements") or hasattr(value, "placements"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(param.device), param.device_mesh, param.placements)
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise if a module is FSDP1's, whose entries are copies: what is written into them is lost."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "a FullyShardedDataParallel cannot be loaded: shard with torch's fully_shard or bmt_zero, or load before"
+        )
 
 
 def _places(model: nn.Module) -> list[_Place]:
@@ -444,13 +476,16 @@ class _Place:
         self.params = dict(module._parameters)
         self.buffers = dict(module._buffers)
         self.loaded: list[tuple[Tensor, Tensor]] = []
+        self.unwritten: dict[Tensor, int] = {}  # the versions of copies that have no values yet
         self.extra_state: list[Any] = []
         self.placeholders: dict[str, nn.Parameter | None] = dict(self.params)
         for name, param in self.params.items():
             if isinstance(param, ShardedParameter) and has_code:
                 if id(param) not in copies:
                     copies[id(param)] = _unsharded_copy(param)
-                self.placeholders[name] = nn.Parameter(copies[id(param)], requires_grad=False)
+                placeholder = self.placeholders[name] = nn.Parameter(copies[id(param)], requires_grad=False)
+                if param.awaits_values:
+                    self.unwritten[placeholder] = placeholder._version
             elif param is not None and not has_code:
                 empty = torch.empty(shape_of(param) or (), dtype=param.dtype, device="meta")
                 self.placeholders[name] = nn.Parameter(empty, requires_grad=False)
@@ -483,7 +518,7 @@ class _Place:
             if not isinstance(own, ShardedParameter):
                 with torch.no_grad():
                     own.copy_(tp_shard_of(loaded, slice_of(own)) if is_piece(own) and not self.has_code else loaded)
-            elif not (own.awaits_values and self.has_code and not loaded.any()):  # zeros: not written
+            elif self.unwritten.get(loaded) != loaded._version or loaded.any():
                 write_logical(own, loaded)
         for state in self.extra_state:
             self.module.set_extra_state(state)

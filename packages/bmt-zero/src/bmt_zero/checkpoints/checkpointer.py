@@ -134,7 +134,8 @@ class Checkpointer:
                 with ``save_pretrained(directory)``, whose files lie in the checkpoint.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, or something cannot be saved. All ranks hear of it.
+            TypeError, ValueError: an argument is wrong, or something cannot be saved. The next call of the checkpointer
+                raises a SaveError on every rank; so no rank may leave it out.
             SaveError: the checkpoint before could not be written (on every rank). This one is not begun.
             RuntimeError: the checkpointer is read-only or closed.
         """
@@ -142,10 +143,10 @@ class Checkpointer:
             raise RuntimeError("this checkpointer is readonly; make one without readonly=True to save")
         note_place("the saving of a checkpoint")
         self._settle(f"save({step})")
-        job = Job(step if isinstance(step, int) else -1)
+        job = Job(-1)
         problem: Exception | None = None
         try:
-            check_step(step)
+            job.step = checked_step(step)
             meeting = self._meeting
             prepare_job(job, Objects(objects), per_replica, meeting.rank, meeting.size, self._snapshot)
         except Exception as error:  # the others must hear of it
@@ -293,7 +294,7 @@ class Checkpointer:
         steps = [each.decode() for each in self._meeting.exchange(repr(step).encode())]
         if len(set(steps)) > 1:
             raise ValueError(f"ranks load different steps, in the order of the ranks: {', '.join(steps[:20])}")
-        check_step(step)
+        step = checked_step(step)
         if not self._from_rank_0(lambda: (self.directory / step_name(step)).is_dir()):
             raise FileNotFoundError(f"{self.directory} has no checkpoint of step {step}")
         self._load(step, objects)
@@ -389,9 +390,12 @@ def _kind(error: Exception) -> str:
     return "OSError" if is_of_system else type(error).__name__
 
 
-def check_step(step: Any) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
+def checked_step(step: Any) -> int:
+    """The number of a step, also one of numpy or torch."""
+    number = -1 if isinstance(step, bool) or not hasattr(step, "__index__") else operator.index(step)
+    if not 0 <= number < 10**18:
         raise ValueError(f"step={step!r} must be a whole number, 0 or more")
+    return number
 
 
 def _wait_at_exit(reference: weakref.ref[Checkpointer]) -> None:

@@ -71,12 +71,17 @@ def require_memory(contents: Iterable[Content]) -> None:
     for content in contents:
         if content.tensor.is_meta:
             raise without_memory(content.entry.name)
+        if content.tensor.numel() and not content.tensor.data_ptr():
+            raise ValueError(
+                f"{content.entry.name!r} is a {type(content.tensor).__name__} made of other tensors, which cannot be "
+                "written into; load before it is converted. Nothing was loaded"
+            )
 
 
 def without_memory(name: str) -> ValueError:
     return ValueError(
-        f"{name!r} is on the meta device and has no memory; call model.to_empty(device=...) before loading. Nothing "
-        "was loaded"
+        f"{name!r} is on the meta device and has no memory; build the model on a device, or call bmt_zero.load(model, "
+        "checkpoint) first, which makes memory (FSDP2's: model.to_empty(device=...)). Nothing was loaded"
     )
 
 
@@ -250,7 +255,7 @@ def distinct_tensors(contents: Iterable[Content]) -> list[tuple[Content, int]]:
     for content in contents:
         tensor = content.tensor
         key: tuple[Any, ...] = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if tensor.is_meta or not tensor.numel():
+        if tensor.is_meta or not tensor.numel() or not tensor.data_ptr():
             key = (id(tensor if content.owner is None else content.owner),)
         numbered.append((content, places.setdefault(key, len(places))))
     return numbered

@@ -71,6 +71,7 @@ class Job:
         common_files: small files that rank 0 writes.
         extra: of modules with ``get_extra_state``, as JSON, by name; those of the lowest rank count.
         states: digests of the states that must be the same on all ranks, by name.
+        replica_states: of those that must be the same on the ranks of a replica, its number and the digest, by name.
         problem: why this rank could not prepare the save; all ranks are told.
     """
 
@@ -80,6 +81,7 @@ class Job:
     common_files: dict[str, bytes] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
+    replica_states: dict[str, list[Any]] = field(default_factory=dict)
     problem: str | None = None
 
 
@@ -149,26 +151,35 @@ def run_job(job: Job, target: Target, meeting: Meeting) -> None:
 
 def _agree(job: Job, meeting: Meeting) -> None:
     """Raise unless all ranks have prepared the same save."""
-    reports = meeting.report(json.dumps([job.step, job.problem, job.states]).encode())
+    reports = meeting.report(json.dumps([job.step, job.problem, job.states, job.replica_states]).encode())
     problem = None if reports is None else _disagreement([json.loads(each) for each in reports])
     _raise_announced(job, meeting, problem)
 
 
-def _disagreement(everyone: Sequence[tuple[int, str | None, dict[str, str]]]) -> str | None:
+def _disagreement(everyone: Sequence[tuple[int, str | None, dict[str, str], dict[str, list[Any]]]]) -> str | None:
     """Why ranks that bring these steps, problems and states cannot save together."""
-    for rank, (_, problem, _) in enumerate(everyone):
+    for rank, (_, problem, _, _) in enumerate(everyone):
         if problem is not None:
             return f"rank {rank}: {problem}"
-    steps = [step for step, _, _ in everyone]
+    steps = [step for step, _, _, _ in everyone]
     if len(set(steps)) > 1:
         return f"ranks save different steps, in the order of the ranks: {steps[:20]}"
     first = everyone[0][2]
-    for rank, (_, _, states) in enumerate(everyone):
+    for rank, (_, _, states, _) in enumerate(everyone):
         for name in sorted(states.keys() | first.keys()):
             if states.get(name) != first.get(name):
                 return (
                     f"the state of {name!r} is not the same on ranks 0 and {rank}; if every replica has its own, say "
                     f"per_replica=[{name!r}]"
+                )
+    digests: dict[tuple[str, int], tuple[int, str]] = {}
+    for rank, (_, _, _, of_replica) in enumerate(everyone):
+        for name, (replica, digest) in of_replica.items():
+            other, known = digests.setdefault((name, replica), (rank, digest))
+            if known != digest:
+                return (
+                    f"the state of {name!r} is not the same on ranks {other} and {rank}, tensor-parallel ranks "
+                    f"of one replica"
                 )
     return None
 

@@ -84,7 +84,7 @@ class Loading:
         self._settings: trainer_state.OptimizerSettings | None = None
         if given.optimizers or given.manager is not None:
             self._settings = trainer_state.OptimizerSettings(
-                self._settings_of_stage(), given.optimizers, given.manager, what
+                self._settings_of_stage(), given.optimizers, given.manager, what, given.parameter_names()
             )
         self._states = {name: self._read_state(name) for name in self._given.others}
         self._random = self._read_random()

@@ -22,6 +22,8 @@ def view_of(tensor: Tensor) -> memoryview:
     assert tensor.device.type == "cpu"
     if not tensor.numel():
         return memoryview(b"")
+    if not tensor.data_ptr():
+        raise TypeError(f"a {type(tensor).__name__} has no memory of its own, so its bytes cannot be written")
     return memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
 
 

@@ -33,7 +33,7 @@ from bmt_comm import Communicator, note_place
 from bmt_comm.startup import Peer
 from bmt_zero.state import raise_on_all
 
-from .checkpointer import check_step
+from .checkpointer import checked_step
 from .meeting import Meeting
 from .memory import Snapshot, copy_into, places_of, view_of
 from .objects import Objects
@@ -118,7 +118,8 @@ class MemorySnapshots:
         parts: list[Tensor] = []
 
         def prepare() -> int:
-            check_step(step)
+            nonlocal step
+            step = checked_step(step)
             parts.extend(_parts_of(*describe(Objects(objects))))
             return places_of(part.nbytes for part in parts)[1]
 

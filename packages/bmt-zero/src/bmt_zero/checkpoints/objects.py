@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmt_comm import StateRecord
-from bmt_zero.state import stage_entries, versions_of, without_wrapper
+from bmt_zero.state import refuse_fsdp1, stage_entries, versions_of, without_wrapper
 
 from .contents import (
     Content,
@@ -26,6 +26,7 @@ from .contents import (
 from .headers import Entry
 from .manifest import is_file_name
 
+_OF_CHECKPOINTS = re.compile(r"(manifest|trainer|rng-|state-|extra-state|model[-.]|optimizer[-.])")
 _RESERVED = {"model", "optimizer", "manager", "per_replica", "trainer", "rng", "manifest", "step", "config"}
 
 
@@ -49,6 +50,8 @@ class Objects:
         optimizer: Any = self.others.pop("optimizer", None)
         if self.model is not None and not isinstance(self.model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(self.model).__name__}")
+        if self.model is not None and loading:
+            refuse_fsdp1(self.model)
         if self.manager is not None and optimizer is not None:
             raise ValueError("manager and optimizer are both given; a manager has its optimizers with it")
         if self.manager is not None and not hasattr(self.manager, "trainer_state"):
@@ -65,11 +68,13 @@ class Objects:
             if name in _RESERVED or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name):
                 raise ValueError(f"{name!r} cannot be the name of an object in a checkpoint; choose another one")
             needed = ("load_state_dict",) if loading else ("state_dict",)
-            if not all(hasattr(each, method) for method in needed) and (loading or not _is_pretrained(each)):
+            if not all(hasattr(each, method) for method in needed) and not _is_pretrained(each):
                 raise TypeError(
                     f"{name} is a {type(each).__name__}; a checkpoint takes objects with state_dict() and "
                     "load_state_dict()"
                 )
+        if loading:  # not those that only have files of a model
+            self.others = {name: each for name, each in self.others.items() if hasattr(each, "load_state_dict")}
 
     def model_contents(self) -> list[Content]:
         if self.model is None:
@@ -78,6 +83,9 @@ class Objects:
         self.versions = versions_of(entries)
         return contents_of_model(self.model, entries)
 
+    def parameter_names(self) -> Mapping[Tensor, str]:
+        return {} if self.model is None else parameter_names(self.model)
+
     def optimizer_contents(self, saved: Mapping[str, Entry] | None = None) -> list[Content]:
         """The state of all optimizers; where it is not there yet, room for what was ``saved``.
 
@@ -85,7 +93,7 @@ class Objects:
             ValueError: two optimizers have state of the same name.
         """
         contents: dict[str, Content] = {}
-        names = {} if self.model is None else parameter_names(self.model)
+        names = self.parameter_names()
         for number, optimizer in enumerate(self.optimizers):
             made: State = {}
             if saved is not None and not hasattr(optimizer, "state_records"):
@@ -100,7 +108,7 @@ class Objects:
 
     def set_aside(self, saved: Collection[str]) -> list[tuple[Any, Tensor, dict[str, Any]]]:
         """Take the states of parameters but those of these names from torch's optimizers, which make them anew."""
-        names = {} if self.model is None else parameter_names(self.model)
+        names = self.parameter_names()
         aside = [
             (optimizer, param, state)
             for optimizer in self.optimizers
@@ -132,8 +140,12 @@ class Objects:
                             f"{type(each).__name__}.save_pretrained writes a folder {path.name!r}, and a checkpoint "
                             "has none; save this object beside the checkpoints"
                         )
-                    if is_file_name(path.name):
-                        files[path.name] = path.read_bytes()
+                    if not is_file_name(path.name) or _OF_CHECKPOINTS.match(path.name):
+                        raise ValueError(
+                            f"{type(each).__name__}.save_pretrained writes a file {path.name!r}, a name that a "
+                            "checkpoint cannot have or has itself; save this object beside the checkpoints"
+                        )
+                    files[path.name] = path.read_bytes()
         return files
 
 

@@ -249,6 +249,9 @@ class WeightLoader:
             has = [content for content in group if content.entry.name in self._source.entries]
             self._wanted += has or (group if strict else [])
         problems = check_fit(theirs, [c.entry for c in self._wanted], str(self._path), strict)
+        if offered and not any(name in own or name in elsewhere for name, _ in offered):
+            theirs_are = ", ".join(repr(name) for name, _ in offered[:3])
+            problems.append(f"not one of the entries of {self._path} ({theirs_are}, ...) is the model's")
         lacking = [name for name in extra_states(self._model) if name not in (self._extra or {})]
         if strict and lacking and self._extra is not None:
             problems.append(f"{self._path} lacks {lacking[:5]}")

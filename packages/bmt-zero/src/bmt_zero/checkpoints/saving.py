@@ -45,7 +45,7 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
         job.extra = {name: encode(state, repr(name)) for name, state in extra_states(given.model).items()}
     replica, replicas, leads = replica_of(rank, size)
     trainer: dict[str, Any] = trainer_state.describe_run(job.step, size)
-    settings = trainer_state.state_of_optimizers(given.optimizers, given.manager)
+    settings = trainer_state.state_of_optimizers(given.optimizers, given.manager, given.parameter_names())
     trainer.update(settings)
     stage = trainer_state.stage_file()
     if stage is not None and stage[1]:
@@ -60,8 +60,10 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
         if name not in per_replica:
             job.states[name] = hashlib.sha256(to_json(state)).hexdigest()
             job.common_files[f"state-{name}.json"] = text
-        elif leads:
-            job.own_files[replica_file(name, replica, replicas)] = text
+        else:
+            job.replica_states[name] = [replica, hashlib.sha256(to_json(state)).hexdigest()]
+            if leads:
+                job.own_files[replica_file(name, replica, replicas)] = text
         trainer["objects"][name] = {"replicas": replicas if name in per_replica else None}
     rng = rng_file(rank, size)
     job.own_files[rng] = trainer_state.small_safetensors(rng, trainer_state.random_state())

@@ -43,7 +43,7 @@ def describe(given: Objects) -> tuple[dict[str, Any], list[Tensor]]:
     described = {
         "sections": {section: _entries(held) for section, held in sections.items()},
         "extra": {} if given.model is None else encode(extra_states(given.model), "the extra state of the model"),
-        "trainer": trainer_state.state_of_optimizers(given.optimizers, given.manager),
+        "trainer": trainer_state.state_of_optimizers(given.optimizers, given.manager, given.parameter_names()),
         "objects": {
             name: encode(each.state_dict(), f"the state of {name!r}")
             for name, each in given.others.items()
@@ -80,7 +80,8 @@ def prepare_restore(given: Objects, described: Mapping[str, Any], copies: Sequen
             set_extra_states(given.model, decode(described["extra"], _WHAT))
         mark_loaded(sections["model"])
         given.adopt_records()
-        settings.apply()
+        if settings is not None:
+            settings.apply()
         for name, each in given.others.items():
             each.load_state_dict(decode(described["objects"][name], _WHAT))
         trainer_state.set_random_state(decode(described["random"], _WHAT))
@@ -90,20 +91,25 @@ def prepare_restore(given: Objects, described: Mapping[str, Any], copies: Sequen
 
 def _checked(
     given: Objects, described: Mapping[str, Any]
-) -> tuple[dict[str, list[Content]], trainer_state.OptimizerSettings]:
+) -> tuple[dict[str, list[Content]], trainer_state.OptimizerSettings | None]:
     """The tensors to write to, and the settings to apply, of objects to which the snapshot fits."""
     saved = described["sections"]
     made = {name: Entry(name, dtype, tuple(shape)) for name, dtype, shape, _ in saved["optimizer"]}
     sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents(made)}
     for section, held in sections.items():
+        if not (given.optimizers if section == "optimizer" else given.model):
+            continue  # it goes on as it is
         if _entries(held) != saved[section]:
             raise ValueError(f"{_WHAT} is of another {section}; give restore what take was given")
         require_memory(held)
     missing = [name for name in given.others if name not in described["objects"]]
     if missing:
         raise ValueError(f"{_WHAT} has no state of {missing}")
-    settings = trainer_state.OptimizerSettings(described["trainer"], given.optimizers, given.manager, _WHAT)
-    return sections, settings
+    if not given.optimizers:
+        return sections, None
+    return sections, trainer_state.OptimizerSettings(
+        described["trainer"], given.optimizers, given.manager, _WHAT, given.parameter_names()
+    )
 
 
 def _take_stale_states(given: Objects, saved: Iterable[Any]) -> list[tuple[Any, Tensor, dict[str, Any]]]:

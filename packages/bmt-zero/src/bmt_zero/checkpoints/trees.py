@@ -102,6 +102,8 @@ def decode(value: Any, what: str, depth: int = 0) -> Any:
 def _encode_tensor(value: Tensor, what: str) -> dict[str, Any]:
     if value.layout is not torch.strided:
         raise TypeError(f"{what} is a tensor of {value.layout}; a checkpoint holds dense ones")
+    if hasattr(value, "placements"):
+        raise TypeError(f"{what} is a DTensor, of which this rank has a part; let state_dict give its full_tensor()")
     tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data = base64.b64encode(view_of(flat_bytes(tensor))).decode()
     return {"dtype": dtype_name(tensor.dtype, what), "shape": list(tensor.shape), "data": data}

@@ -1,0 +1,233 @@
+"""Checkpoints of what other libraries have sharded, and checkpoints of something else than what is loaded."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import bmt_zero
+from bmt_comm import ParallelContext
+from bmt_zero import BMTrainModelWrapper, Checkpointer, DistributedParameter, MemorySnapshots, SaveError
+
+fsdp2 = pytest.importorskip("torch.distributed.fsdp")
+
+
+def plain(norm: bool = False, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5) if norm else nn.Tanh(), nn.Linear(5, 7))
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+
+
+def assert_equal(model: nn.Module, expected: nn.Module) -> None:
+    found = whole(model)
+    for name, value in expected.named_parameters():
+        assert found[name].equal(value), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
+def test_a_model_of_fsdp2(ctx: ParallelContext, tmp_path: Path, name: str, norm: bool) -> None:
+    """Also one with a module (a batch norm) whose own code loads it."""
+    model, other = (fsdp2.fully_shard(plain(norm, seed), mesh=init_device_mesh("cpu", (2,))) for seed in (0, 1))
+    bmt_zero.save(model, tmp_path / name)
+    with closing(Checkpointer(tmp_path / "steps")) as checkpointer:
+        checkpointer.save(1, model=model)
+        checkpointer.wait()
+        assert checkpointer.load_latest(model=other) == 1
+        assert_equal(other, plain(norm))
+        other = fsdp2.fully_shard(plain(norm, 1), mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(TypeError, match="DTensor, of which this rank has a part"):
+            checkpointer.save(2, model=model, ema=other)
+        with pytest.raises(SaveError):
+            checkpointer.wait()
+    bmt_zero.load(other, tmp_path / name)
+    assert_equal(other, plain(norm))
+    if ctx.rank == 0 and name.endswith("pt"):
+        assert torch.load(tmp_path / name)["0.weight"].equal(plain(norm)[0].weight)
+
+
+@pytest.mark.ranks(2)
+def test_a_model_of_fsdp1_is_refused(ctx: ParallelContext, tmp_path: Path) -> None:
+    bmt_zero.save(plain(), tmp_path / "m.pt")
+    model = FullyShardedDataParallel(plain(seed=1), device_id=torch.device("cpu"))
+    with pytest.raises(TypeError, match="FullyShardedDataParallel cannot be loaded"):
+        bmt_zero.load(model, tmp_path / "m.pt")
+    with closing(Checkpointer(tmp_path / "steps")) as checkpointer:
+        checkpointer.save(1, model=plain())
+        with pytest.raises(TypeError, match="FullyShardedDataParallel cannot be loaded"):
+            checkpointer.load_latest(model=model)
+
+
+class Pair(Tensor):
+    """A tensor made of two others, as torchao's."""
+
+    @staticmethod
+    def __new__(cls, a: Tensor, b: Tensor) -> Pair:
+        pair: Pair = Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)
+        pair.parts = a, b
+        return pair
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Pair(*args[0].parts)
+        args = [sum(x.parts) if isinstance(x, Pair) else x for x in args]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(1)
+def test_tensors_made_of_others(ctx: ParallelContext, tmp_path: Path) -> None:
+    """Each has its own values in the checkpoint, and none is taken for loaded."""
+    model = nn.ParameterList([nn.Parameter(Pair(torch.full((4,), float(n)), torch.ones(4))) for n in range(2)])
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, model=model)
+        checkpointer.wait()
+        other = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(2)])
+        checkpointer.load_latest(model=other)
+        assert [float(each.detach()[0]) for each in other] == [1.0, 2.0]
+        with pytest.raises(ValueError, match="made of other tensors"):
+            checkpointer.load_latest(model=model)
+
+
+@pytest.mark.ranks(2)
+def test_zeros_for_a_module_with_code_of_its_own(ctx: ParallelContext, tmp_path: Path) -> None:
+    source = plain(norm=True)
+    bmt_zero.save(source, tmp_path / "m.pt")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 7))
+    model = BMTrainModelWrapper(model)
+    bmt_zero.load(model, tmp_path / "m.pt")
+    assert not any(p.awaits_values for p in model.parameters())
+    assert_equal(model, source)
+
+
+@pytest.mark.ranks(2)
+def test_assignment_into_a_layer_alone(ctx: ParallelContext) -> None:
+    class Layer(bmt_zero.DistributedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = DistributedParameter(torch.ones(4, 3))
+
+    model = nn.Sequential(Layer())
+    param = model[0].weight
+    model.load_state_dict({"0.weight": torch.full((4, 3), 2.0)}, assign=True)
+    assert model[0].weight is param
+    assert param.full_tensor().equal(torch.full((4, 3), 2.0))
+
+
+@pytest.mark.ranks(1)
+def test_an_optimizer_of_another_class_or_in_another_order(ctx: ParallelContext, tmp_path: Path) -> None:
+    model = plain()
+    first, last = list(model[0].parameters()), list(model[2].parameters())
+    groups = [{"params": first, "lr": 0.1}, {"params": last, "lr": 0.2}]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.ones(3, 6)).sum().backward()
+    optimizer.step()
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, model=model, optimizer=optimizer)
+        checkpointer.wait()
+        for other in (torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam):
+            with pytest.raises(ValueError, match=f"of class AdamW, and the one here is a {other.__name__}"):
+                checkpointer.load_latest(model=model, optimizer=other(groups, lr=0.5))
+        with pytest.raises(ValueError, match=r"parameters of group 0 .* in group 1"):
+            checkpointer.load_latest(model=model, optimizer=torch.optim.AdamW(groups[::-1]))
+
+        class Own(torch.optim.AdamW):
+            pass
+
+        for kind in (torch.optim.Adam, Own):
+            fresh = kind(copy.copy(groups), lr=0.5)
+            assert checkpointer.load_latest(model=model, optimizer=fresh) == 1
+            assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2]
+
+
+class Holder:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_replicas_have_one_state(ctx: ParallelContext, tmp_path: Path) -> None:
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(np.int64(1), model=plain(), data=Holder(ctx.rank), per_replica=["data"])
+        with pytest.raises(SaveError, match="ranks 0 and 1, tensor-parallel ranks of one replica"):
+            checkpointer.wait()
+        checkpointer.save(2, model=plain(), data=Holder(7), per_replica=["data"])
+        holder = Holder(0)
+        assert checkpointer.load_latest(data=holder) == 2
+        assert holder.value == 7
+
+
+class Files:
+    """As a tokenizer."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def save_pretrained(self, folder: str) -> None:
+        for name in self.names:
+            (Path(folder) / name).write_text("{}")
+
+
+@pytest.mark.ranks(1)
+def test_files_of_other_objects(ctx: ParallelContext, tmp_path: Path) -> None:
+    """They may be given to a load, and have no names that a checkpoint needs."""
+    model = plain()
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, model=model, tokenizer=Files("vocab.json"))
+        assert checkpointer.load_latest(model=model, tokenizer=Files("vocab.json")) == 1
+        for name in ("manifest.json", "trainer.json", "rng-00000-of-00001.safetensors", "model.safetensors", ".hidden"):
+            with pytest.raises(ValueError, match="a name that a checkpoint cannot have or has itself"):
+                checkpointer.save(2, model=model, tokenizer=Files(name))
+            with pytest.raises(SaveError):
+                checkpointer.wait()
+        assert checkpointer.steps() == [1]
+
+
+@pytest.mark.ranks(1)
+def test_a_part_of_a_snapshot(ctx: ParallelContext) -> None:
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with closing(MemorySnapshots()) as snapshots:
+        snapshots.take(1, model=model, optimizer=optimizer, tokenizer=Files("vocab.json"))
+        expected = copy.deepcopy(model)
+        optimizer.param_groups[0]["lr"] = 0.25
+        with torch.no_grad():
+            model[0].weight.zero_()
+        assert snapshots.restore(model=model, tokenizer=Files("vocab.json")) == 1
+        assert_equal(model, expected)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.ranks(2)
+def test_a_file_with_no_entry_of_the_model(ctx: ParallelContext, tmp_path: Path) -> None:
+    model = BMTrainModelWrapper(plain())
+    prefixed = {f"module.{name}": value for name, value in plain(seed=1).state_dict().items()}
+    if ctx.rank == 0:
+        torch.save(prefixed, tmp_path / "m.pt")
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"not one of.*'module\.0\.weight'"):
+        bmt_zero.load(model, tmp_path / "m.pt", strict=False)
+    with pytest.raises(ValueError, match=r"not one of.*'module\.0\.weight'"):
+        bmt_zero.load(model, tmp_path / "m.pt", strict=False, key_map=lambda name: name)
+    assert_equal(model, plain())
