@@ -145,7 +145,7 @@ class DistributedAdafactor(DistributedOptimizer):
     @staticmethod
     def _rate(batch: Batch) -> float:
         """ρ of the formula."""
-        if not batch.options["relative_step"]:
+        if not batch.options["relative_step"] or batch.options["lr"] == 0:  # 0: torch makes states with such a step
             return float(batch.options["lr"])
         most = 1e-6 * batch.step if batch.options["warmup_init"] else 1e-2
         return min(most, 1 / math.sqrt(batch.step))

@@ -164,7 +164,7 @@ class Adam(DistributedOptimizer):
         with torch.no_grad():  # in which a DTensor hands out its local tensor without a detour
             for number, group in enumerate(self.param_groups):
                 params = group["params"]
-                if number == len(self._plans) or not self._plans[number].holds(params, self.state):
+                if number == len(self._plans) or not self._plans[number].holds(params, count, self.state):
                     self._settle()
                     self._forget_replaced()
                     self._plans[number : number + 1] = [GroupPlan(self, params, count)]

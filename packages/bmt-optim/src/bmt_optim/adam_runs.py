@@ -52,7 +52,7 @@ class GroupPlan:
     """The runs of one parameter group, the first of whose parameters is the optimizer's parameter ``first``."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor], first: int) -> None:
-        self.params = list(params)
+        self.params, self.first = list(params), first
         locals_ = [local_tensor(p) for p in params]
         # A DTensor has no memory of its own and is asked for its local tensor each time; others lie where that does.
         self.plain = all(p.data_ptr() == t.data_ptr() for p, t in zip(params, locals_))
@@ -68,9 +68,9 @@ class GroupPlan:
             for run in plan_runs(extents)
         ]
 
-    def holds(self, params: Sequence[Tensor], state: Mapping[Tensor, Any]) -> bool:
+    def holds(self, params: Sequence[Tensor], first: int, state: Mapping[Tensor, Any]) -> bool:
         """Whether these are still the parameters, and lie where they did, and ``state`` is still their state."""
-        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+        if first != self.first or len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return False
         if _places(params if self.plain else [local_tensor(p) for p in params]) != self.places:
             return False

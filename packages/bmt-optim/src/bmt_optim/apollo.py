@@ -68,7 +68,7 @@ class APOLLO(DistributedOptimizer):
         stochastic_rounding: bool = False,
         **conventions: Any,
     ) -> None:
-        self._projections: dict[int, tuple[int, Tensor]] = {}
+        self._projections: dict[int, tuple[Any, Tensor]] = {}
         super().__init__(params, declared(locals()), stochastic_rounding)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -130,8 +130,9 @@ class APOLLO(DistributedOptimizer):
     def _basis(self, matrix: Matrix, options: Mapping[str, Any], step: int, tall: bool) -> Tensor:
         """This rank's part of the random basis: of shape (C, r) for a tall matrix, or (R, r)."""
         period, where = (step - 1) // options["update_proj_gap"], matrix.where
+        key = period, matrix.number, where, options["rank"], tall
         kept = self._projections.get(matrix.index)
-        if kept is not None and kept[0] == period and kept[1].device == matrix.param.device:
+        if kept is not None and kept[0] == key and kept[1].device == matrix.param.device:
             return kept[1]
         generator = torch.Generator().manual_seed((matrix.number * 0x9E3779B1 + period) % (1 << 63))
         r = low_rank(where.shape, options["rank"])
@@ -139,7 +140,7 @@ class APOLLO(DistributedOptimizer):
             where.shape[1 if tall else 0], r, dtype=torch.float32, generator=generator, device="cpu"
         ) / math.sqrt(r)
         held = indices_along(where, 1, basis.device) if tall else row_indices(where, basis.device)
-        self._projections[matrix.index] = period, basis[held].to(matrix.param.device)
+        self._projections[matrix.index] = key, basis[held].to(matrix.param.device)
         return self._projections[matrix.index][1]
 
 

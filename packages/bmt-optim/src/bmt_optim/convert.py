@@ -91,6 +91,7 @@ def distributed_where_needed(optimizer: Any, elementwise: bool = False) -> Any:
         TypeError: it would be wrong, or nobody knows, and there is no conversion.
         ValueError: it cannot be converted as it is.
     """
+    optimizer = getattr(optimizer, "_stands_for", optimizer)
     if isinstance(optimizer, DistributedOptimizer):
         return optimizer
     same_bits = is_initialized() and current_context().deterministic  # on one rank, too, the optimizer for several
@@ -158,6 +159,7 @@ def _take_place(new: DistributedOptimizer, old: torch.optim.Optimizer) -> None:
             setattr(new, name, getattr(old, name))
     for name in _FORWARDED:
         setattr(old, name, getattr(new, name))
+    old._stands_for = new  # type: ignore[attr-defined]
     old._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers; see DistributedOptimizer.step
 
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -193,6 +194,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
                     f"{type(self).__name__} takes float32, float16 and bfloat16"
                 )
+            if getattr(param, "_fsdp_flattened", False):
+                raise TypeError(
+                    f"a parameter of shape {tuple(param.shape)} is one of FSDP1 (FullyShardedDataParallel), which does "
+                    f"not say what it holds; shard with torch's fully_shard or bmt_zero"
+                )
             self.check_parameter(param, slice_of(param))
 
     def step(self, closure: Callable[[], Any] | None = None, scale: float = 1) -> Any:
@@ -359,6 +365,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._drop_old_plan()
         self._forget_replaced()
         self._materialize()
+        if not gather and _is_asked_by_torch() and any(_is_our_shard(param) for param in self._params()):
+            raise RuntimeError(
+                f"{type(self).__name__} has this rank's part of its state where bmt_zero shards parameters, and "
+                f"torch.distributed.checkpoint would take it for the whole: save with bmt_zero.Checkpointer, "
+                f"save_optimizer or state_dict(gather=True)"
+            )
         found = super().state_dict()
         params = self._params()
         found["state"] = {
@@ -595,3 +607,18 @@ def begin_steps(optimizers: Iterable[DistributedOptimizer], *arguments: Any) -> 
 
 def _maintained(value: Tensor, part: Slice) -> Tensor:
     return value if tuple(value.shape) == part.local_shape else value.reshape(-1)[:0].reshape(part.local_shape)
+
+
+def _is_our_shard(param: Tensor) -> bool:
+    """Whether bmt_zero has other rows of a parameter on other ranks."""
+    return not is_dtensor(param) and slice_of(param).row_comm is not None
+
+
+def _is_asked_by_torch() -> bool:
+    """Whether ``torch.distributed.checkpoint.state_dict`` is among the callers."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False

@@ -25,12 +25,14 @@ def scale_for_means(params: Iterable[Tensor], context: ParallelContext) -> float
     """What a loss is to be divided by for the gradients to be means over data-parallel replicas.
 
     Raises:
-        ValueError: some parameters have gradients that are summed over replicas, and others such as are averaged; or
-            there are replicas, and of no parameter it is known. In a pipeline, a stage may have only such.
+        ValueError: some parameters have gradients that are summed over replicas, and others such as are averaged, or
+            such of which it is not known; or there are replicas, and of no parameter it is known. In a pipeline, a
+            stage may have only such.
     """
     replicas = context.replicas
     if replicas == 1:
         return 1
+    params = list(params)
     found = {_is_averaged(param) for param in params if param.requires_grad}
     if {True, False} <= found:
         raise ValueError(
@@ -42,6 +44,14 @@ def scale_for_means(params: Iterable[Tensor], context: ParallelContext) -> float
             f"there are {replicas} data-parallel replicas, and nobody shards the parameters: OptimManager cannot know "
             f"what is done to gradients. Pass grad_scale=1 if they are averaged, as DistributedDataParallel does, or "
             f"grad_scale={replicas} if they are summed"
+        )
+    if len(found) > 1:
+        param = next(param for param in params if param.requires_grad and _is_averaged(param) is None)
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is neither sharded nor replicated as others of the optimizers "
+            f"are, so nobody reduces its gradient over the {replicas} data-parallel replicas: shard it, too "
+            f"(BMTrainModelWrapper takes whole models), freeze it, or reduce it yourself and pass "
+            f"grad_scale={1 if True in found else replicas}"
         )
     return 1 if True in found else replicas
 

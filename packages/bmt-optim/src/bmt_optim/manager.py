@@ -26,7 +26,7 @@ from bmt_comm import (
 
 from .adam import AdamOptimizer
 from .convert import distributed_where_needed
-from .distributed import begin_steps, steps_with_others
+from .distributed import DistributedOptimizer, begin_steps, steps_with_others
 from .engine import Step, advance, run
 from .exchange import Communication
 from .gradients import HostCopy, global_norm, local_grads, overflow_here, scale_for_means, scale_grads
@@ -174,7 +174,9 @@ class OptimManager:
         self.optimizers.append(optimizer)
         self._found_grad_scale = None
         self.lr_schedulers.append(lr_scheduler)
-        self._unscale_themselves.append(_takes(type(optimizer), "step", "scale"))
+        # Steps of other libraries may have an argument ``scale`` of another meaning.
+        is_ours = isinstance(optimizer, DistributedOptimizer) or getattr(optimizer, "_bmtrain_optimizer", False)
+        self._unscale_themselves.append(bool(is_ours) and _takes(optimizer, "step", "scale"))
 
     @property
     def grad_scale(self) -> float:
@@ -215,11 +217,15 @@ class OptimManager:
         finally:
             forget_scale()
 
-    def zero_grad(self) -> None:
-        """Fill every gradient with zeros."""
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Fill every gradient with zeros, or drop it.
+
+        A parameter that the next backward does not use then has a gradient of zeros, and goes on to decay and to follow
+        its momentum; a gradient that was dropped leaves it as it is, as torch's ``zero_grad()`` does.
+        """
         self._forget_norms()
         for optimizer in self._optimizers:  # a step that is not settled may stay so
-            optimizer.zero_grad(set_to_none=False)
+            optimizer.zero_grad(set_to_none=set_to_none)
         note_scale(self._params(), None)
 
     def _params(self) -> list[Tensor]:
@@ -441,6 +447,10 @@ class OptimManager:
         if self.loss_scale != 1:
             groups = (group for each, unscales in optimizers if not unscales for group in each.param_groups)
             params = _parameters(groups)
+            own = _parameters(group for each, unscales in optimizers if unscales for group in each.param_groups)
+            if not set(own).isdisjoint(params):  # gradients are divided once, for all optimizers
+                params = _parameters([*params, *own])
+                optimizers = [(each, False) for each, _ in optimizers]
             for grad in local_grads(params):
                 grad.div_(self.loss_scale)
             note_scale(params, 1)
@@ -591,12 +601,12 @@ class OptimManager:
 
 def gathers(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer.state_dict`` can give the unsharded state."""
-    return _takes(type(optimizer), "state_dict", "gather")
+    return _takes(optimizer, "state_dict", "gather")
 
 
-def _takes(cls: type, method: str, name: str) -> bool:
-    """Whether ``method`` of ``cls`` has a parameter ``name``."""
-    return name in inspect.signature(getattr(cls, method)).parameters
+def _takes(optimizer: torch.optim.Optimizer, method: str, name: str) -> bool:
+    """Whether a method, which may be that of the optimizer that this one stands for, has a parameter ``name``."""
+    return name in inspect.signature(getattr(optimizer, method)).parameters
 
 
 def _parameters(param_groups: Iterable[Mapping[str, Any]] | Iterable[Tensor] | Tensor) -> list[Tensor]:

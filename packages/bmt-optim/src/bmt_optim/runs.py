@@ -155,6 +155,8 @@ def on_local_tensors(function: Callable[P, R]) -> Callable[P, R]:
 def local_grad(param: Tensor) -> Tensor | None:
     """The plain tensor that holds this rank's part of ``param.grad``; ``None`` where there is none.
 
+    A DTensor whose placements are not its parameter's gets those: all of its ranks must call this.
+
     Raises:
         RuntimeError: the gradient is sparse.
     """
@@ -163,10 +165,13 @@ def local_grad(param: Tensor) -> Tensor | None:
         return None
     if type(grad) is Tensor and grad.layout is torch.strided:
         return grad
-    to_local = getattr(grad, "to_local", None)
-    if to_local is not None:
+    if hasattr(grad, "to_local"):
         with torch.no_grad():
-            grad = to_local()
+            if hasattr(grad, "placements") and grad.placements != getattr(param, "placements", grad.placements):
+                # A sum over ranks that autograd has left undone (a Partial placement), once for all that read it.
+                grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+                param.grad = grad
+            grad = grad.to_local()
     if grad.layout is not torch.strided:
         raise RuntimeError(f"a gradient of shape {tuple(grad.shape)} is sparse; sparse gradients are not supported")
     return grad

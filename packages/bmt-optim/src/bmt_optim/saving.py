@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bmt_comm import is_dtensor
 from bmt_comm.durable import complete_file
 
 from .manager import OptimManager, gathers
@@ -50,8 +51,14 @@ def save_optimizer(
             future's exception, and logged).
     """
     path = Path(file_name)
-    if not isinstance(optimizer, OptimManager) and not gathers(optimizer):
-        raise TypeError(f"{type(optimizer).__name__} cannot gather its state; save what its state_dict() returns")
+    is_managed = isinstance(optimizer, OptimManager)
+    for each in optimizer.optimizers if isinstance(optimizer, OptimManager) else [optimizer]:
+        has_parts = not is_managed or any(is_dtensor(param) for group in each.param_groups for param in group["params"])
+        if has_parts and not gathers(each):
+            raise TypeError(
+                f"{type(each).__name__} cannot gather its state; save what its state_dict() returns, or the run with "
+                f"bmt_zero.Checkpointer"
+            )
     writes = keeps_gathered_state()
     obstacle = _obstacle(path) if writes else None
     found = _from_all_ranks(
