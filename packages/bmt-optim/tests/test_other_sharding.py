@@ -22,6 +22,7 @@ from bmt_optim import (
     DistributedAdafactor,
     DistributedLamb,
     OptimManager,
+    ScheduleFreeAdamW,
     save_optimizer,
 )
 
@@ -186,3 +187,42 @@ def test_torch_gets_no_part_for_the_whole(ctx: ParallelContext) -> None:
     with pytest.raises(RuntimeError, match=r"bmt_zero\.Checkpointer"):
         get_optimizer_state_dict(block, optimizer)
     assert optimizer.state_dict()["state"]
+
+
+@pytest.mark.ranks(2)
+def test_evaluation_of_fsdp2_at_the_averages(ctx: ParallelContext) -> None:
+    """Its root keeps unsharded parameters after a forward without gradients."""
+    plain, sharded = model(), fully_shard(model(), mesh=init_device_mesh("cpu", (2,)))
+    optimizers = [ScheduleFreeAdamW(each.parameters(), lr=0.1) for each in (plain, sharded)]
+    x = torch.ones(3, 6)
+    for _ in range(4):
+        losses = []
+        for each, optimizer in zip((plain, sharded), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=True)
+            loss = each(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                each(x)
+                with optimizer.evaluating(each):
+                    losses.append([loss.detach(), each(x).square().mean()])
+        torch.testing.assert_close(losses[1], losses[0])
+
+
+@pytest.mark.ranks(1)
+def test_states_of_other_adams_are_not_those_of_bmtrain(ctx: ParallelContext) -> None:
+    """apex has the step in its groups."""
+    param = nn.Parameter(torch.ones(3))
+    moments = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "step": 5, "params": [0]}
+    with pytest.raises(ValueError, match="step"):
+        AdamOptimizer([param]).load_state_dict({"state": {0: moments}, "param_groups": [group]})
+
+
+@pytest.mark.ranks(1)
+def test_a_loss_scale_that_is_loaded_has_its_bounds(ctx: ParallelContext) -> None:
+    managers = [OptimManager(loss_scale=2.0**20), OptimManager(loss_scale=1024, max_loss_scale=2.0**16)]
+    for manager in managers:
+        manager.add_optimizer(AdamW([nn.Parameter(torch.ones(3))]))
+    managers[1].load_state_dict(managers[0].state_dict())
+    assert managers[1].loss_scale == 2.0**16

@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from .slice import SLICE_ATTRIBUTE
 
 _REFUSED = {
-    ("torch", "Adafactor"): "bmt_optim.DistributedAdafactor",
+    ("torch", "Adafactor"): "bmt_optim.TorchAdafactor",
     ("torch", "LBFGS"): "an element-wise optimizer",
     ("torch", "Muon"): "bmt_optim.Muon",
     ("transformers", "Adafactor"): "bmt_optim.DistributedAdafactor",

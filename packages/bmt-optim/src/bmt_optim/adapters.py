@@ -136,8 +136,9 @@ _LIKE_OURS = {
     "lamb": "bmt_optim.Lamb",
     "muon": "bmt_optim.Muon",
     "lars": None,
-    "shampoo": None,
-    "soap": None,
+    "dion": "bmt_optim.Dion",
+    "shampoo": "bmt_optim.DistributedShampoo",
+    "soap": "bmt_optim.SOAP",
 }
 
 

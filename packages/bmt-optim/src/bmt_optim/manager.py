@@ -552,6 +552,8 @@ class OptimManager:
             if scheduler is not None:
                 scheduler.load_state_dict(values)
         self.loss_scale = state["loss_scale"]
+        if state["loss_scale_enabled"]:
+            self.loss_scale = min(max(self.loss_scale, self.min_loss_scale), self.max_loss_scale)
         self.loss_scale_enabled = state["loss_scale_enabled"]
         self.steps_since_last_scale = state.get("steps_since_last_scale", 0)
 

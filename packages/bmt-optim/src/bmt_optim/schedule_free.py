@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bmt_comm import local_tensor
+from bmt_comm import is_dtensor, local_tensor
 
 from .batch import Batch
 from .distributed import DistributedOptimizer, Params
@@ -17,6 +18,8 @@ from .engine import Step
 from .options import check_betas, check_not_negative, declared
 from .requests import Rule
 from .state_layout import StateTensor, like_parameter, per_matrix
+
+_log = logging.getLogger(__name__)
 
 
 class ScheduleFreeAdamW(DistributedOptimizer):
@@ -114,18 +117,29 @@ class ScheduleFreeAdamW(DistributedOptimizer):
                 z.add_(direction, alpha=-rate)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self, model: nn.Module | None = None) -> Iterator[None]:
         """Within, the parameters are the averages x, to evaluate a model or to save its weights.
 
         All ranks that share parameters enter it. It takes the memory of one copy of this rank's parameters.
+
+        Args:
+            model: to be given if torch's ``fully_shard`` has sharded it and it computes within: it may keep unsharded
+                parameters of before.
 
         Raises:
             RuntimeError: it is entered within itself.
         """
         if self._evaluates:
             raise RuntimeError("evaluating() of ScheduleFreeAdamW within evaluating()")
+        keeping: list[Any] = (
+            [] if model is None else [module for module in model.modules() if hasattr(module, "reshard")]
+        )
+        if model is None and any(is_dtensor(param) for group in self.param_groups for param in group["params"]):
+            _log.warning("FSDP2 may compute with unsharded parameters of before: evaluating(model) reshards them")
         kept: list[tuple[Tensor, Tensor]] = []
         self._evaluates = True
+        for module in keeping:
+            module.reshard()
         try:
             with torch.no_grad():
                 for group in self.param_groups:
@@ -142,3 +156,5 @@ class ScheduleFreeAdamW(DistributedOptimizer):
             with torch.no_grad():
                 for local, y in kept:
                     local.copy_(y)
+            for module in keeping:
+                module.reshard()

@@ -39,11 +39,13 @@ _KEYS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "_param_fp32": "maste
 def is_upstream(state_dict: Mapping[str, Any]) -> bool:
     """Whether an optimizer's state dict was saved by BMTrain 1.0. The same on all ranks of a job."""
     groups = state_dict.get("param_groups") or ()
-    return "is_whole" in state_dict or any(set(group) >= _OPTIONS and not _OTHERS & set(group) for group in groups)
+    has_form = any(set(group) >= _OPTIONS and not _OTHERS & set(group) for group in groups)
+    states = list((state_dict.get("state") or {}).values())
+    return "is_whole" in state_dict or (has_form and all("step" in entry for entry in states if entry))
 
 
 _OPTIONS = {"params", "lr", "betas", "eps", "weight_decay"}
-_OTHERS = {"hold_steps", "amsgrad", "maximize", "foreach"}  # of this package's Adam, and of torch's
+_OTHERS = {"hold_steps", "amsgrad", "maximize", "foreach", "bias_correction"}  # of this package's Adam, torch's, apex's
 
 
 def from_upstream(
