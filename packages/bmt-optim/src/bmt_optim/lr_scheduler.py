@@ -18,12 +18,15 @@ that has ``param_groups``.
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+_log = logging.getLogger(__name__)
 
 
 class WarmupLRScheduler(ABC):
@@ -56,6 +59,14 @@ class WarmupLRScheduler(ABC):
             _check_not_negative(name, value)
         if (end_iter is None and self._ENDS) or (end_iter is not None and math.isnan(end_iter)):
             raise ValueError(f"end_iter={end_iter!r} is not a number of iterations")
+        rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
+        if len(rates) > 1:
+            _log.warning(
+                "%s gives all parameter groups one rate, and they have %s: a scheduler of torch.optim.lr_scheduler keeps "
+                "their ratios",
+                type(self).__name__,
+                rates,
+            )
         self.optimizer = optimizer
         self.start_lr = start_lr
         self.warmup_iter = warmup_iter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from .memory import Snapshot
 from .objects import Objects
 from .trainer_state import replica_file, replica_of, rng_file, to_json
 from .trees import encode
+
+_LARGE = 32 << 20
+_log = logging.getLogger(__name__)
 
 
 def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int, size: int, snapshot: Snapshot) -> None:
@@ -57,6 +61,13 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
             continue
         state = encode(each.state_dict(), f"the state of {name!r}")
         text = json.dumps(state).encode()  # in the order of dicts
+        if len(text) > _LARGE and rank == 0:
+            _log.warning(
+                "the state of %r is %.0f MiB of text, which every rank makes in each save: a model (an average of "
+                "weights, say) is better given as model= to a checkpointer of its own",
+                name,
+                len(text) / (1 << 20),
+            )
         if name not in per_replica:
             job.states[name] = hashlib.sha256(to_json(state)).hexdigest()
             job.common_files[f"state-{name}.json"] = text
