@@ -62,7 +62,7 @@ class WarmupLRScheduler(ABC):
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
         if len(rates) > 1:
             _log.warning(
-                "%s gives all parameter groups one rate, and they have %s: a scheduler of torch.optim.lr_scheduler keeps "
+                "%s gives all parameter groups one rate, and they have %s: schedulers of torch.optim.lr_scheduler keep "
                 "their ratios",
                 type(self).__name__,
                 rates,
