@@ -95,3 +95,13 @@ def test_a_copy_of_the_directory_does_not_let_another_run_in(tmp_path: Path) -> 
         with pytest.raises(SaveError, match="another run has taken its lock"):
             checkpointer.wait()
         other.kill()
+
+
+def test_a_lock_that_leads_elsewhere_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".lock").symlink_to(precious)
+    with pytest.raises(OSError, match=r"\.lock"):
+        DirectoryLock(tmp_path / "c")
+    assert precious.read_text() == "kept"

@@ -125,7 +125,8 @@ class DirectoryLock:
         # To open and close a file again would release a lock that this process has on it.
         if path.exists() and _identity(os.stat(path)) in _held:
             raise _taken(directory, "this process")
-        self._file = open(path, "a+")  # noqa: SIM115
+        # Not through a symbolic link: what it leads to would be overwritten.
+        self._file = open(path, "a+", opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
         self._key = _identity(os.fstat(self._file.fileno()))
         deadline = time.monotonic() + patience
         # A lock of fcntl, unlike one of flock, is not inherited by the processes that load data.
