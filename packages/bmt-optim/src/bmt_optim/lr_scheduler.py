@@ -59,7 +59,7 @@ class WarmupLRScheduler(ABC):
             _check_not_negative(name, value)
         if (end_iter is None and self._ENDS) or (end_iter is not None and math.isnan(end_iter)):
             raise ValueError(f"end_iter={end_iter!r} is not a number of iterations")
-        rates = sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
+        rates = sorted({float(group["lr"]) for group in optimizer.param_groups if group.get("lr") is not None})
         if len(rates) > 1:
             _log.warning(
                 "%s gives all parameter groups one rate, and they have %s: schedulers of torch.optim.lr_scheduler keep "

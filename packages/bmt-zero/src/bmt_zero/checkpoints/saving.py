@@ -49,8 +49,8 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
         job.extra = {name: encode(state, repr(name)) for name, state in extra_states(given.model).items()}
     replica, replicas, leads = replica_of(rank, size)
     trainer: dict[str, Any] = trainer_state.describe_run(job.step, size)
-    settings = trainer_state.state_of_optimizers(given.optimizers, given.manager, given.parameter_names())
-    trainer.update(settings)
+    settings = trainer_state.state_of_optimizers(given.optimizers, given.manager)
+    trainer.update(settings, parameters=trainer_state.names_of_groups(given.optimizers, given.parameter_names()))
     stage = trainer_state.stage_file()
     if stage is not None and stage[1]:
         job.own_files[stage[0]] = to_json(settings)

@@ -43,7 +43,10 @@ def describe(given: Objects) -> tuple[dict[str, Any], list[Tensor]]:
     described = {
         "sections": {section: _entries(held) for section, held in sections.items()},
         "extra": {} if given.model is None else encode(extra_states(given.model), "the extra state of the model"),
-        "trainer": trainer_state.state_of_optimizers(given.optimizers, given.manager, given.parameter_names()),
+        "trainer": {
+            **trainer_state.state_of_optimizers(given.optimizers, given.manager),
+            "parameters": trainer_state.names_of_groups(given.optimizers, given.parameter_names()),
+        },
         "objects": {
             name: encode(each.state_dict(), f"the state of {name!r}")
             for name, each in given.others.items()

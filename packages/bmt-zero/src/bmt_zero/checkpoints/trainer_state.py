@@ -48,8 +48,8 @@ def has_this_layout(trainer: Mapping[str, Any]) -> bool:
     return isinstance(saved, dict) and all(saved.get(name, size) == size for name, size in sizes.items())
 
 
-def state_of_optimizers(optimizers: Sequence[Any], manager: Any, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """The options of parameter groups, the schedulers and the loss scale, as JSON; ``names`` are the parameters'."""
+def state_of_optimizers(optimizers: Sequence[Any], manager: Any) -> dict[str, Any]:
+    """The options of parameter groups, the schedulers and the loss scale, as JSON."""
     settings: dict[str, Any] = {
         "optimizers": [
             {
@@ -58,7 +58,6 @@ def state_of_optimizers(optimizers: Sequence[Any], manager: Any, names: Mapping[
                     encode({k: v for k, v in group.items() if k not in ("params", "param_names")}, f"param_groups[{n}]")
                     for n, group in enumerate(optimizer.param_groups)
                 ],
-                "parameters": [_names_of(group, names) for group in optimizer.param_groups],
             }
             for optimizer in optimizers
         ],
@@ -96,14 +95,14 @@ class OptimizerSettings:
                     f"{what} has {len(groups)} parameter groups of optimizer {number} ({each.get('kind')}), and the "
                     f"one here ({type(optimizer).__name__}) has {len(optimizer.param_groups)}"
                 )
-            _check_kind(optimizer, each.get("kind"), f"{what} has an optimizer {number}")
+            _check_kind(optimizer, str(each.get("kind")), f"{what} has an optimizer {number}")
             decoded = [decode(group, f"{what}: a parameter group") for group in groups]
             for n, (mine, options) in enumerate(zip(optimizer.param_groups, decoded)):
                 _check_options(
                     optimizer, mine, options, f"{what} says nothing usable of group {n} of optimizer {number}"
                 )
             self._groups.append(decoded)
-        _check_order(theirs, optimizers, names, what)
+        _check_order(saved.get("parameters"), names_of_groups(optimizers, names), what)
         self._trainer: Any = None
         if manager is not None:
             if saved.get("manager") is None:
@@ -126,11 +125,16 @@ class OptimizerSettings:
             )
 
 
+def names_of_groups(optimizers: Sequence[Any], names: Mapping[Tensor, str]) -> list[list[str]]:
+    """The names of the parameters of each group of all optimizers."""
+    return [_names_of(group, names) for optimizer in optimizers for group in optimizer.param_groups]
+
+
 def _names_of(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> list[str]:
     return [names[param] for param in group["params"] if param in names]
 
 
-def _check_kind(optimizer: Any, kind: Any, what: str) -> None:
+def _check_kind(optimizer: Any, kind: str, what: str) -> None:
     """Raise unless an optimizer goes on from the state of one of a class named ``kind``, where that is known here."""
     known = {cls.__name__: cls for cls in _classes_below(torch.optim.Optimizer)}
     if kind not in known or kind in (mine := {cls.__name__ for cls in type(optimizer).__mro__}):
@@ -149,16 +153,15 @@ def _classes_below(cls: type[Any]) -> Iterator[type[Any]]:
         yield from _classes_below(each)
 
 
-def _check_order(saved: Sequence[Any], optimizers: Sequence[Any], names: Mapping[Tensor, str], what: str) -> None:
+def _check_order(saved: Any, mine: Sequence[Sequence[str]], what: str) -> None:
     """Raise where a parameter group has none of its parameters of then, and another group has them: options and
     schedulers go by place."""
-    groups = [group for each in saved for group in (each.get("parameters") or [])]
-    mine = [set(_names_of(group, names)) for optimizer in optimizers for group in optimizer.param_groups]
-    if len(groups) != len(mine):
-        return  # a file without names
-    for place, (now, then) in enumerate(zip(mine, groups)):
-        elsewhere = [n for n, group in enumerate(groups) if n != place and not now.isdisjoint(group)]
-        if now.isdisjoint(then) and elsewhere:
+    if not isinstance(saved, list) or len(saved) != len(mine):
+        return  # a file without names, or another number of groups
+    then = [{str(name) for name in group} if isinstance(group, list) else set() for group in saved]
+    for place, now in enumerate(mine):
+        elsewhere = [n for n, group in enumerate(then) if n != place and not group.isdisjoint(now)]
+        if then[place].isdisjoint(now) and elsewhere:
             raise ValueError(
                 f"{what} has the parameters of group {place} (of all optimizers' groups) in group {elsewhere[0]}: add "
                 "optimizers and their groups in the order in which they were saved"
