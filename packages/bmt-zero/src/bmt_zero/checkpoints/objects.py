@@ -26,7 +26,9 @@ from .contents import (
 from .headers import Entry
 from .manifest import is_file_name
 
-_OF_CHECKPOINTS = re.compile(r"(manifest|trainer|rng-|state-|extra-state|model[-.]|optimizer[-.])")
+_OF_CHECKPOINTS = re.compile(
+    r"manifest\.json|trainer(-stage-.*)?\.json|(rng|state|extra-state)\b.*|(model|optimizer)(-.*)?\.safetensors.*"
+)
 _RESERVED = {"model", "optimizer", "manager", "per_replica", "trainer", "rng", "manifest", "step", "config"}
 
 
@@ -140,7 +142,7 @@ class Objects:
                             f"{type(each).__name__}.save_pretrained writes a folder {path.name!r}, and a checkpoint "
                             "has none; save this object beside the checkpoints"
                         )
-                    if not is_file_name(path.name) or _OF_CHECKPOINTS.match(path.name):
+                    if not is_file_name(path.name) or _OF_CHECKPOINTS.fullmatch(path.name):
                         raise ValueError(
                             f"{type(each).__name__}.save_pretrained writes a file {path.name!r}, a name that a "
                             "checkpoint cannot have or has itself; save this object beside the checkpoints"
