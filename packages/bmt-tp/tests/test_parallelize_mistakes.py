@@ -83,6 +83,14 @@ def test_heads_of_layers_with_adapters(ctx, key_heads):
 def test_unknown_names_of_heads_are_refused(ctx, name):
     with pytest.raises(ValueError, match=f"DIVIDED_ATTRIBUTES, '{name}'"):
         parallelize(nn.Sequential(Attention(name)), ADAPTED)
+    one_head = nn.Sequential(Attention())
+    one_head[0].heads = 1
+    with pytest.raises(ValueError, match="DIVIDED_ATTRIBUTES, 'heads'"):
+        parallelize(one_head, ADAPTED)
+    fused = nn.Sequential(nn.Module())
+    fused[0].num_attention_heads, fused[0].all_head_size, fused[0].d_head = 4, 16, 4
+    fused[0].qkv = nn.Linear(16, 48)
+    parallelize(fused, {"0.qkv": "packed_colwise:3"})
 
 
 @pytest.mark.ranks(2, tp_size=2)
@@ -115,6 +123,19 @@ def test_pieces_that_were_overwritten(ctx):
     model = parallelize(mlp(), PLAN)
     with pytest.raises(RuntimeError, match="same values in different pieces"):
         nn.parallel.DistributedDataParallel(model)(torch.ones(2, 6))
+    copies = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh())
+    with torch.no_grad():
+        copies[0].weight[4:] = copies[0].weight[:4]
+    parallelize(copies, {"0": "colwise"})(torch.ones(2, 6))  # they were equal from the beginning
+
+
+@pytest.mark.ranks(2, tp_size=2)
+def test_a_model_that_is_cut_in_two_calls(ctx):
+    model = nn.Sequential(mlp(), mlp())
+    plain = copy.deepcopy(model)
+    parallelize(model[0], PLAN)
+    parallelize(model, {f"1.{name}": style for name, style in PLAN.items()})
+    torch.testing.assert_close(model(torch.ones(2, 6)), plain(torch.ones(2, 6)))
 
 
 @pytest.mark.ranks(2, tp_size=2)

@@ -124,6 +124,20 @@ def test_copies_to_compute_with(ctx: ParallelContext) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_recurrent_layers(ctx: ParallelContext) -> None:
+    """They keep a list of their weights."""
+    torch.manual_seed(0)
+    plain = nn.LSTM(6, 5)
+    block = Block(copy.deepcopy(plain), zero_level=3)
+    x = torch.ones(3, 2, 6)
+    with gathered(block):
+        add_to_all(block)
+        add_to_all(plain)
+        assert block(x)[0].equal(plain(x)[0])
+    torch.testing.assert_close(block(x)[0], plain(x)[0])
+
+
+@pytest.mark.ranks(2)
 def test_mistakes(ctx: ParallelContext) -> None:
     plain, model = twins(3)
 

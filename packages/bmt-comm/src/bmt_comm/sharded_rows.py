@@ -116,7 +116,7 @@ class ShardedRows(Tensor):
             if not args:
                 args, kwargs = _positional(kwargs)
             parts = [part for part in _parts((args, kwargs)) if part.bmt_slice.communicators or is_stage_local(part)]
-            if not parts:
+            if not parts and operation is not _unscale:
                 return func(*args, **kwargs)
             if operation not in (_copy, _in_place, _in_place_of_lists) and torch.is_grad_enabled():
                 for part in parts:

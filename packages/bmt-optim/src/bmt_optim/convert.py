@@ -91,7 +91,7 @@ def distributed_where_needed(optimizer: Any, elementwise: bool = False) -> Any:
         TypeError: it would be wrong, or nobody knows, and there is no conversion.
         ValueError: it cannot be converted as it is.
     """
-    optimizer = getattr(optimizer, "_stands_for", optimizer)
+    optimizer = vars(optimizer).get("_stands_for", optimizer)
     if isinstance(optimizer, DistributedOptimizer):
         return optimizer
     same_bits = is_initialized() and current_context().deterministic  # on one rank, too, the optimizer for several

@@ -194,11 +194,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
                     f"{type(self).__name__} takes float32, float16 and bfloat16"
                 )
-            if getattr(param, "_fsdp_flattened", False):
-                raise TypeError(
-                    f"a parameter of shape {tuple(param.shape)} is one of FSDP1 (FullyShardedDataParallel), which does "
-                    f"not say what it holds; shard with torch's fully_shard or bmt_zero"
-                )
             self.check_parameter(param, slice_of(param))
 
     def step(self, closure: Callable[[], Any] | None = None, scale: float = 1) -> Any:
@@ -361,16 +356,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 share parameters. Rank 0 (of each pipeline stage) gets them all; on the other ranks ``state`` is
                 empty.
         """
-        self.settle_step()
-        self._drop_old_plan()
-        self._forget_replaced()
-        self._materialize()
         if not gather and _is_asked_by_torch() and any(_is_our_shard(param) for param in self._params()):
             raise RuntimeError(
                 f"{type(self).__name__} has this rank's part of its state where bmt_zero shards parameters, and "
                 f"torch.distributed.checkpoint would take it for the whole: save with bmt_zero.Checkpointer, "
                 f"save_optimizer or state_dict(gather=True)"
             )
+        self.settle_step()
+        self._drop_old_plan()
+        self._forget_replaced()
+        self._materialize()
         found = super().state_dict()
         params = self._params()
         found["state"] = {

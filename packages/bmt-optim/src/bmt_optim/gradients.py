@@ -26,7 +26,7 @@ def scale_for_means(params: Iterable[Tensor], context: ParallelContext) -> float
 
     Raises:
         ValueError: some parameters have gradients that are summed over replicas, and others such as are averaged, or
-            such of which it is not known; or there are replicas, and of no parameter it is known. In a pipeline, a
+            such as nobody is known to reduce; or there are replicas, and of no parameter it is known. In a pipeline, a
             stage may have only such.
     """
     replicas = context.replicas
@@ -45,13 +45,13 @@ def scale_for_means(params: Iterable[Tensor], context: ParallelContext) -> float
             f"what is done to gradients. Pass grad_scale=1 if they are averaged, as DistributedDataParallel does, or "
             f"grad_scale={replicas} if they are summed"
         )
-    if len(found) > 1:
+    if found == {False, None}:
         param = next(param for param in params if param.requires_grad and _is_averaged(param) is None)
         raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} is neither sharded nor replicated as others of the optimizers "
-            f"are, so nobody reduces its gradient over the {replicas} data-parallel replicas: shard it, too "
-            f"(BMTrainModelWrapper takes whole models), freeze it, or reduce it yourself and pass "
-            f"grad_scale={1 if True in found else replicas}"
+            f"a parameter of shape {tuple(param.shape)} is neither sharded nor replicated by bmt_zero, as others of "
+            f"the optimizers are, so nobody reduces its gradient over the {replicas} data-parallel replicas: shard it, "
+            f"too (BMTrainModelWrapper takes whole models), freeze it, or reduce it yourself and pass "
+            f"grad_scale={replicas}"
         )
     return 1 if True in found else replicas
 

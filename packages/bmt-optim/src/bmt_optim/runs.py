@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from bmt_comm import without_autocast
+from bmt_comm import is_dtensor, without_autocast
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -189,7 +189,8 @@ def zero_grads(params: Iterable[Tensor]) -> None:
             grad.detach_()
         elif grad.requires_grad:
             grad.requires_grad_(False)
-        local = local_grad(param)
+        # Sums that autograd has left undone are zeroed as they are.
+        local: Any = grad.to_local() if is_dtensor(grad) else local_grad(param)  # type: ignore[attr-defined]
         assert local is not None
         grads.append(local)
         if hasattr(grad, "was_overwritten"):  # bmt_zero: what waits to be added to it is dropped

@@ -138,9 +138,9 @@ class ScheduleFreeAdamW(DistributedOptimizer):
             _log.warning("FSDP2 may compute with unsharded parameters of before: evaluating(model) reshards them")
         kept: list[tuple[Tensor, Tensor]] = []
         self._evaluates = True
-        for module in keeping:
-            module.reshard()
         try:
+            for module in keeping:
+                module.reshard()
             with torch.no_grad():
                 for group in self.param_groups:
                     for param in group["params"]:

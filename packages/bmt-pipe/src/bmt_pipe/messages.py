@@ -57,7 +57,7 @@ def connected() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise StageLostError(
-            f"the connection to another stage is lost, or that does something else: {error}"
+            f"the connection to another stage is lost, or that stage is doing something else: {error}"
         ) from error
 
 

@@ -82,8 +82,8 @@ def have_equal_values(tensors: Sequence[Tensor], comm: Communicator) -> bool:
     """
     if comm.size == 1 or comm.is_planned or any(tensor.is_meta for tensor in tensors):
         return False
-    samples = [_sample(tensor) for tensor in tensors if tensor.numel()]
-    told = int(_digest(torch.cat([sample.reshape(-1).float() for sample in samples])), 16) >> 1 if samples else 0
+    samples = [_sample(tensor).reshape(-1).float().cpu() for tensor in tensors if tensor.numel()]
+    told = int(_digest(torch.cat(samples)), 16) >> 1 if samples else 0
     if not any(bool((sample != sample[0]).any()) for sample in samples):
         told = comm.rank
     everyone = torch.empty(comm.size, dtype=torch.int64, device=comm.device)

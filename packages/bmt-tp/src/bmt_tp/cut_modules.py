@@ -273,7 +273,10 @@ class ReduceOutput:
                 f"{type(module).__name__}, which the plan has as 'experts', returned a {type(output).__name__}: its "
                 f"forward returns what the ranks sum, or a tuple whose other tensors are without gradients"
             )
-        return (reduce_from_ranks(output[0], self.comm), *output[1:])
+        reduced = reduce_from_ranks(output[0], self.comm)
+        if hasattr(output, "_replace"):  # a named tuple
+            return output._replace(**{output._fields[0]: reduced})  # type: ignore[attr-defined]
+        return (reduced, *output[1:])
 
 
 class GatherOutput:

@@ -57,7 +57,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from bmt_comm import Communicator, Slice, tp_shard_of
 
@@ -111,6 +110,8 @@ DIVIDED_ATTRIBUTES = (
 )
 """What an attention module counts its heads by: divided where its projections are cut."""
 
+
+_HEADS = tuple(name for name in DIVIDED_ATTRIBUTES if name not in ("split_size", "all_head_size"))
 
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_kv_head")
 
@@ -169,7 +170,7 @@ def parallelize(
     _check_experts(whole)
     heads = _heads(model, whole, comm, divided_attributes)
     pieces = _pieces(model, whole)
-    check_same_values(model.named_parameters(), comm)
+    check_same_values(((name, p) for name, p in model.named_parameters() if _is_plain(p)), comm)
     _check_sequence(whole, pieces)
     for param, found in pieces:
         with torch.no_grad():
@@ -188,7 +189,7 @@ def parallelize(
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and not layers.isdisjoint(encoder.layers):
             encoder.use_nested_tensor = False  # which only those computations take
-    model.register_forward_pre_hook(_FirstBatchCheck(comm), with_kwargs=True)
+    model.register_forward_pre_hook(_FirstBatchCheck(model, comm), with_kwargs=True)
     if comm.size > 1 and any(cut.kind == "expert_parallel" and cut.in_sequence for cut in whole):
         model.register_forward_pre_hook(_check_router_logits, with_kwargs=True)
     return model
@@ -240,7 +241,7 @@ class _Cut:
             )
         if kind in CUTTING_STYLES and kind != "expert_parallel" and parameter is None:
             _check_uncut(name, module)
-        if isinstance(parent, nn.MultiheadAttention):
+        if kind in CUTTING_STYLES and getattr(type(parent), "forward", None) is nn.MultiheadAttention.forward:
             raise TypeError(
                 f"{name!r} is in a torch.nn.MultiheadAttention, which reads its weight and does not call it"
             )
@@ -527,8 +528,8 @@ def _heads(
             continue
         parent_name = owner_of(cut.name)
         parent = parents[parent_name] = model.get_submodule(parent_name)
-        counts = {getattr(parent, name) for name in DIVIDED_ATTRIBUTES if "head" in name and hasattr(parent, name)}
-        if cut.parts == 3 and len({each for each in counts if isinstance(each, int)}) > 1:
+        counts = {v for name in _HEADS if isinstance(v := getattr(parent, name, None), int) and cut.parts == 3}
+        if len(counts) > 1:
             raise ValueError(
                 f"{cut.name!r} holds queries, keys and values of different numbers of heads {sorted(counts)}, which "
                 f"'packed_colwise:3' would cut as equal parts; split it into layers of their own"
@@ -548,9 +549,9 @@ def _heads(
         if cut.kind == "shared_heads":
             shared[model.get_submodule(owner_of(cut.name))] = cut.shared_heads
     for parent_name, parent in parents.items():
-        unclear = [
-            name for name in vars(parent) if _may_count_heads(name, getattr(parent, name), features[parent_name])
-        ]
+        values = {**{name: getattr(parent, name, None) for name in ("heads", "nhead")}, **vars(parent)}
+        sizes = features[parent_name]
+        unclear = [name for name, value in values.items() if _may_count_heads(name, value, sizes)]
         if unclear and attributes is None:
             raise ValueError(
                 f"{parent_name!r} has the attribute {unclear[0]!r}: if it counts heads that the plan divides, pass "
@@ -576,7 +577,11 @@ def _heads(
 
 def _may_count_heads(name: str, value: Any, features: list[int]) -> bool:
     """Whether an attribute of a module may count heads into which it divides some of ``features``."""
-    if name in DIVIDED_ATTRIBUTES or not isinstance(value, int) or isinstance(value, bool) or value < 2:
+    if name in DIVIDED_ATTRIBUTES or not isinstance(value, int) or isinstance(value, bool):
+        return False
+    if name in ("heads", "nhead"):
+        return True
+    if value < 2 or name.startswith("d_"):
         return False
     lengths = ("dim", "size", "index", "idx", "group", "per_head")
     counts = name == "h" or ("head" in name and not any(each in name for each in lengths))
@@ -595,6 +600,13 @@ def _check_router_logits(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
         )
 
 
+def _is_plain(param: nn.Parameter) -> bool:
+    """Whether a parameter is whole and has its values in memory of its own."""
+    if getattr(param, "tp_mode", False) or hasattr(param, "handle") or hasattr(param, "placements"):
+        return False
+    return param.layout is torch.strided and not param.is_quantized and (param.is_meta or param.data_ptr() != 0)
+
+
 def _check_not_fully_sharded(model: nn.Module) -> None:
     """Raise if torch's ``fully_shard`` has replaced pieces by DTensors, which do not say what they are pieces of."""
     sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
@@ -610,16 +622,23 @@ def _check_not_fully_sharded(model: nn.Module) -> None:
 class _FirstBatchCheck:
     """Compares the first batch over the tensor-parallel ranks, and the pieces that they have."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.comm = comm
         self.done = False
+        self.were_equal = have_equal_values(self._pieces(model), comm)  # experts that begin as copies of one, say
+
+    @staticmethod
+    def _pieces(model: nn.Module) -> list[nn.Parameter]:
+        return [p for p in model.parameters() if isinstance(p, TensorParallelParameter) and p.tp_mode]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.done and not torch.compiler.is_compiling():
-            check_same_batch(*(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), comm=self.comm)
+            # Caches, which lie deeper, have the heads of this rank.
+            given = [*args, *kwargs.values()]
+            given += [x for value in given if type(value) is dict for x in value.values()]
+            check_same_batch(*(x for x in given if isinstance(x, Tensor)), comm=self.comm)
             _check_not_fully_sharded(module)
-            pieces = [p for p in module.parameters() if isinstance(p, TensorParallelParameter) and p.tp_mode]
-            if pieces and have_equal_values(pieces, self.comm):
+            if not self.were_equal and have_equal_values(self._pieces(module), self.comm):
                 raise RuntimeError(
                     "the tensor-parallel ranks have the same values in different pieces, which were overwritten: give "
                     "DistributedDataParallel the data-parallel ranks (process_group=), and initialise a model before "

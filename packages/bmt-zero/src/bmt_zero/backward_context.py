@@ -205,6 +205,8 @@ class StepContext:
 
     @not_compiled
     def _finish(self, task: int) -> None:
+        if task not in self._passes:
+            raise RuntimeError("a module of this model was called in another thread while backward ran")
         stream = self._passes[task].stream
         caller = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch._C.DisableTorchFunctionSubclass(), nullcontext() if stream is None else torch.cuda.stream(stream):

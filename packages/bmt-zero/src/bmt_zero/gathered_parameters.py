@@ -26,12 +26,17 @@ def gathered_parameters(module: nn.Module, write_back: bool = True) -> Iterator[
         module: sharded by this package. Parameters of a Block that is partly in it are gathered together. A layer that
             is cut over tensor-parallel ranks has this rank's shard.
         write_back: whether what was changed is kept, in the dtype that parameters are stored in, unless an exception
-            leaves. Otherwise the copies have the dtype of computation, and are dropped.
+            leaves (which should leave on all ranks). Otherwise the copies have the dtype of computation, and are
+            dropped. An optimizer with float32 copies of half-precision parameters takes changes over by
+            ``sync_masters()``.
 
     Raises:
+        TypeError: parameters are FSDP2's.
         RuntimeError: a forward is running.
         ValueError: at the end, a copy has another shape or dtype than before; nothing is written then.
     """
+    if any(hasattr(param, "placements") for param in module.parameters()):
+        raise TypeError("gathered_parameters is for modules that bmt_zero has sharded, and parameters are DTensors")
     found = dict.fromkeys(p.handle.group for p in module.parameters() if isinstance(p, ShardedParameter))
     for group in found:
         if group.step.calls:

@@ -521,11 +521,16 @@ def replaced_parameters(values: Mapping[ShardedParameter, Tensor]) -> Iterator[N
             if handle.group.params[slot.index] is param:
                 before.append((slot.module, slot.name, slot.param))
                 slot.module._parameters[slot.name] = value  # type: ignore[assignment]
+    recurrent = list({module: None for module, _, _ in before if isinstance(module, nn.RNNBase)})
     try:
+        for each in recurrent:
+            refresh_flat_weights(each)
         yield
     finally:
         for module, name, tensor in before:
             module._parameters[name] = tensor
+        for each in recurrent:
+            refresh_flat_weights(each)
         for param in values:
             param.handle.replacement = None
             param.handle.group.replaced -= 1

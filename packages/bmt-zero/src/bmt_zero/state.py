@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +30,8 @@ from bmt_comm import Communicator, ShardedRows, is_piece, select_rows, slice_of,
 from .parameter_group import GroupHandle, Slot, refresh_flat_weights
 from .sharded_parameter import ShardedParameter
 from .stage_entry import StageEntry
+
+_log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -135,7 +138,7 @@ def logical_tensor(value: Any) -> Any:
     if is_piece(value):
         return unshard_tp(value.detach(), slice_of(value))
     if hasattr(value, "placements"):  # a DTensor, FSDP2's for example
-        return value.detach().full_tensor()
+        return value.detach().to(value.device_mesh.device_type).full_tensor()
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -370,7 +373,9 @@ def check_entries(expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
     if strict and surplus:
         problems.append(f"entries the model does not have: {_some(surplus)}")
     if shapes and not strict and len(surplus) == len(shapes):
-        problems.append(f"not one of its entries, {_some(surplus)}, is the model's, which has {_some(list(expected))}")
+        _log.warning(
+            "nothing is loaded: of the entries, %s, the model has none; it has %s", _some(surplus), _some([*expected])
+        )
     for name, shape in shapes.items():
         wanted = shape_of(expected.get(name))
         if wanted is not None and not is_extra_state(name) and shape != wanted:
@@ -407,6 +412,7 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     refuse_fsdp1(model)
     params = dict(model.named_parameters(remove_duplicate=False))
     if any(hasattr(param, "placements") for param in params.values()):  # FSDP2's, whose hooks take no placeholders
+        check_entries(local_entries(model), {name: shape_of(value) for name, value in entries.items()}, strict)
         with torch.no_grad():
             for name, value in detached.items():
                 entries[name] = _distributed(value, params.get(name))
@@ -461,6 +467,10 @@ def _places(model: nn.Module) -> list[_Place]:
     return list(places.values())
 
 
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class _Place:
     """A module while it is being loaded; see [Note: placeholders].
 
@@ -485,7 +495,7 @@ class _Place:
                     copies[id(param)] = _unsharded_copy(param)
                 placeholder = self.placeholders[name] = nn.Parameter(copies[id(param)], requires_grad=False)
                 if param.awaits_values:
-                    self.unwritten[placeholder] = placeholder._version
+                    self.unwritten[placeholder] = _version_of(placeholder)
             elif param is not None and not has_code:
                 empty = torch.empty(shape_of(param) or (), dtype=param.dtype, device="meta")
                 self.placeholders[name] = nn.Parameter(empty, requires_grad=False)
@@ -518,7 +528,7 @@ class _Place:
             if not isinstance(own, ShardedParameter):
                 with torch.no_grad():
                     own.copy_(tp_shard_of(loaded, slice_of(own)) if is_piece(own) and not self.has_code else loaded)
-            elif self.unwritten.get(loaded) != loaded._version or loaded.any():
+            elif self.unwritten.get(loaded) != _version_of(loaded) or loaded.any():
                 write_logical(own, loaded)
         for state in self.extra_state:
             self.module.set_extra_state(state)

@@ -392,7 +392,10 @@ def _kind(error: Exception) -> str:
 
 def checked_step(step: Any) -> int:
     """The number of a step, also one of numpy or torch."""
-    number = -1 if isinstance(step, bool) or not hasattr(step, "__index__") else operator.index(step)
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
     if not 0 <= number < 10**18:
         raise ValueError(f"step={step!r} must be a whole number, 0 or more")
     return number

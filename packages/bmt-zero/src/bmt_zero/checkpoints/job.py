@@ -152,7 +152,9 @@ def run_job(job: Job, target: Target, meeting: Meeting) -> None:
 def _agree(job: Job, meeting: Meeting) -> None:
     """Raise unless all ranks have prepared the same save."""
     reports = meeting.report(json.dumps([job.step, job.problem, job.states, job.replica_states]).encode())
-    problem = None if reports is None else _disagreement([json.loads(each) for each in reports])
+    everyone = [json.loads(each) for each in reports or ()]
+    problem = None if reports is None else _disagreement(everyone)
+    _tell_of_replicas(everyone)
     _raise_announced(job, meeting, problem)
 
 
@@ -172,16 +174,23 @@ def _disagreement(everyone: Sequence[tuple[int, str | None, dict[str, str], dict
                     f"the state of {name!r} is not the same on ranks 0 and {rank}; if every replica has its own, say "
                     f"per_replica=[{name!r}]"
                 )
+    return None
+
+
+def _tell_of_replicas(everyone: Sequence[Any]) -> None:
     digests: dict[tuple[str, int], tuple[int, str]] = {}
     for rank, (_, _, _, of_replica) in enumerate(everyone):
         for name, (replica, digest) in of_replica.items():
             other, known = digests.setdefault((name, replica), (rank, digest))
             if known != digest:
-                return (
-                    f"the state of {name!r} is not the same on ranks {other} and {rank}, tensor-parallel ranks "
-                    f"of one replica"
+                _log.warning(
+                    "the state of %r is not the same on ranks %d and %d, tensor-parallel ranks of one replica: that of "
+                    "the first one is saved",
+                    name,
+                    other,
+                    rank,
                 )
-    return None
+                return
 
 
 # --- what the ranks hold --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 from collections.abc import Collection, Mapping
@@ -25,6 +26,8 @@ from .contents import (
 )
 from .headers import Entry
 from .manifest import is_file_name
+
+_log = logging.getLogger(__name__)
 
 _OF_CHECKPOINTS = re.compile(
     r"manifest\.json|trainer(-stage-.*)?\.json|(rng|state|extra-state)\b.*|(model|optimizer)(-.*)?\.safetensors.*"
@@ -142,12 +145,15 @@ class Objects:
                             f"{type(each).__name__}.save_pretrained writes a folder {path.name!r}, and a checkpoint "
                             "has none; save this object beside the checkpoints"
                         )
-                    if not is_file_name(path.name) or _OF_CHECKPOINTS.fullmatch(path.name):
+                    if _OF_CHECKPOINTS.fullmatch(path.name):
                         raise ValueError(
                             f"{type(each).__name__}.save_pretrained writes a file {path.name!r}, a name that a "
-                            "checkpoint cannot have or has itself; save this object beside the checkpoints"
+                            "checkpoint has itself; save this object beside the checkpoints"
                         )
-                    files[path.name] = path.read_bytes()
+                    if is_file_name(path.name):
+                        files[path.name] = path.read_bytes()
+                    else:
+                        _log.warning("%r, a file of %s, is left out of the checkpoint", path.name, type(each).__name__)
         return files
 
 

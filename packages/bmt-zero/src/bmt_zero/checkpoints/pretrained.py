@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from .pt_files import PtSource
 from .reader import check_fit, check_range, fill, read_tensor, read_whole
 from .sources import SafetensorsSource, Source, checkpoint_source, hugging_face_files
 from .trees import decode
+
+_log = logging.getLogger(__name__)
 
 KeyMap = Mapping[str, str] | Callable[[str], "str | None"] | None
 """From names in the files to names in the model. What it leaves out, or gives ``None`` for, is not read."""
@@ -250,8 +253,8 @@ class WeightLoader:
             self._wanted += has or (group if strict else [])
         problems = check_fit(theirs, [c.entry for c in self._wanted], str(self._path), strict)
         if offered and not any(name in own or name in elsewhere for name, _ in offered):
-            theirs_are = ", ".join(repr(name) for name, _ in offered[:3])
-            problems.append(f"not one of the entries of {self._path} ({theirs_are}, ...) is the model's")
+            some = ", ".join(repr(name) for name, _ in offered[:3])
+            _log.warning("nothing is loaded: not one of the entries of %s, %s, ..., is the model's", self._path, some)
         lacking = [name for name in extra_states(self._model) if name not in (self._extra or {})]
         if strict and lacking and self._extra is not None:
             problems.append(f"{self._path} lacks {lacking[:5]}")

@@ -100,7 +100,7 @@ def _checked(
     made = {name: Entry(name, dtype, tuple(shape)) for name, dtype, shape, _ in saved["optimizer"]}
     sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents(made)}
     for section, held in sections.items():
-        if not (given.optimizers if section == "optimizer" else given.model):
+        if given.model is None or (section == "optimizer" and not given.optimizers):
             continue  # it goes on as it is
         if _entries(held) != saved[section]:
             raise ValueError(f"{_WHAT} is of another {section}; give restore what take was given")

@@ -7,7 +7,7 @@ import json
 import platform
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,21 +136,21 @@ def _names_of(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> list[str
 
 def _check_kind(optimizer: Any, kind: str, what: str) -> None:
     """Raise unless an optimizer goes on from the state of one of a class named ``kind``, where that is known here."""
-    known = {cls.__name__: cls for cls in _classes_below(torch.optim.Optimizer)}
-    if kind not in known or kind in (mine := {cls.__name__ for cls in type(optimizer).__mro__}):
-        return
-    theirs = {cls.__name__ for cls in known[kind].__mro__}
-    if type(optimizer).__name__ not in theirs and not (mine & _ADAM and theirs & _ADAM):
+    here = _idea_of(type(optimizer).__name__)
+    if _idea_of(kind) and here and here != _idea_of(kind):
         raise ValueError(f"{what} of class {kind}, and the one here is a {type(optimizer).__name__}")
 
 
-_ADAM = {"Adam", "AdamW"}  # whose states are alike
+# Optimizers of one idea may go on from each other's state, which is compared by names and shapes. Longer names first.
+_IDEAS = (
+    *("ademamix", "adammini", "adamax", "adadelta", "adagrad", "adafactor", "nadam", "radam", "sparseadam"),
+    *("schedulefree", "galore", "apollo", "8bit", "adam", "lamb", "lars", "lion", "dion", "muon", "came", "soap"),
+    *("shampoo", "rmsprop", "rprop", "lbfgs", "asgd", "sgd"),
+)
 
 
-def _classes_below(cls: type[Any]) -> Iterator[type[Any]]:
-    for each in cls.__subclasses__():
-        yield each
-        yield from _classes_below(each)
+def _idea_of(kind: str) -> str | None:
+    return next((idea for idea in _IDEAS if idea in kind.lower().replace("_", "")), None)
 
 
 def _check_order(saved: Any, mine: Sequence[Sequence[str]], what: str) -> None:
