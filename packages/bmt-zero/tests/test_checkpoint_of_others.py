@@ -174,6 +174,7 @@ def test_replicas_have_one_state(ctx: ParallelContext, tmp_path: Path, monkeypat
     monkeypatch.setattr(bmt_zero.checkpoints.job._log, "warning", lambda text, *_: said.append(text))
     with closing(Checkpointer(tmp_path)) as checkpointer:
         checkpointer.save(np.int64(1), model=plain(), data=Holder(7), per_replica=["data"])
+        checkpointer.wait()
         holder = Holder(0)
         assert checkpointer.load_latest(data=holder) == 1
         assert holder.value == 7
@@ -233,7 +234,7 @@ def test_a_file_with_no_entry_of_the_model(
     ctx: ParallelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    for name in ("state", "checkpoints.pretrained"):
+    for name in ("state", "checkpoints"):
         logger = logging.getLogger(f"bmt_zero.{name}")
         monkeypatch.setattr(logger, "warning", lambda text, *_: said.append(text))
     model = BMTrainModelWrapper(plain())

@@ -27,7 +27,7 @@ from .contents import (
 from .headers import Entry
 from .manifest import is_file_name
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("bmt_zero.checkpoints")
 
 _OF_CHECKPOINTS = re.compile(
     r"manifest\.json|trainer(-stage-.*)?\.json|(rng|state|extra-state)\b.*|(model|optimizer)(-.*)?\.safetensors.*"

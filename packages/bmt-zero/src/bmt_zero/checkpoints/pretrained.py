@@ -34,7 +34,7 @@ from .reader import check_fit, check_range, fill, read_tensor, read_whole
 from .sources import SafetensorsSource, Source, checkpoint_source, hugging_face_files
 from .trees import decode
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("bmt_zero.checkpoints")
 
 KeyMap = Mapping[str, str] | Callable[[str], "str | None"] | None
 """From names in the files to names in the model. What it leaves out, or gives ``None`` for, is not read."""

@@ -20,7 +20,7 @@ from .trainer_state import replica_file, replica_of, rng_file, to_json
 from .trees import encode
 
 _LARGE = 32 << 20
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("bmt_zero.checkpoints")
 
 
 def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int, size: int, snapshot: Snapshot) -> None:
