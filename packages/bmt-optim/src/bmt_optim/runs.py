@@ -167,7 +167,7 @@ def local_grad(param: Tensor) -> Tensor | None:
         return grad
     if hasattr(grad, "to_local"):
         with torch.no_grad():
-            if hasattr(grad, "placements") and grad.placements != getattr(param, "placements", grad.placements):
+            if is_dtensor(grad) and is_dtensor(param) and grad.placements != param.placements:  # type: ignore[attr-defined]
                 # A sum over ranks that autograd has left undone (a Partial placement), once for all that read it.
                 grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
                 param.grad = grad

@@ -51,10 +51,10 @@ def save_optimizer(
             future's exception, and logged).
     """
     path = Path(file_name)
-    is_managed = isinstance(optimizer, OptimManager)
     for each in optimizer.optimizers if isinstance(optimizer, OptimManager) else [optimizer]:
-        has_parts = not is_managed or any(is_dtensor(param) for group in each.param_groups for param in group["params"])
-        if has_parts and not gathers(each):
+        # In a manager, one whose state is whole may be beside others that gather theirs.
+        has_parts = any(is_dtensor(param) for group in each.param_groups for param in group["params"])
+        if (each is optimizer or has_parts) and not gathers(each):
             raise TypeError(
                 f"{type(each).__name__} cannot gather its state; save what its state_dict() returns, or the run with "
                 f"bmt_zero.Checkpointer"
