@@ -8,6 +8,7 @@ from ._compat import not_compiled, runs_compiled_autograd, uses_compiler
 from ._version import __version__
 from .agreement import CallSequences, DisagreementError, agreement_time, check_agreement, note_step
 from .autocast import without_autocast
+from .callers import is_called_from
 from .collectives import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
 from .combine import REDUCE_OPS
 from .communicator import Communicator, Traffic
@@ -114,6 +115,7 @@ __all__ = [
     "in_place",
     "init_distributed",
     "is_called_by_optimizer",
+    "is_called_from",
     "is_dtensor",
     "is_initialized",
     "is_piece",

@@ -6,7 +6,6 @@ import copy
 import inspect
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from bmt_comm import (
     Slice,
     StateRecord,
     current_context,
+    is_called_from,
     is_dtensor,
     is_initialized,
     local_tensor,
@@ -356,7 +356,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 share parameters. Rank 0 (of each pipeline stage) gets them all; on the other ranks ``state`` is
                 empty.
         """
-        if not gather and _is_asked_by_torch() and any(_is_our_shard(param) for param in self._params()):
+        asks = "torch.distributed.checkpoint.state_dict"
+        if not gather and is_called_from(asks) and any(_is_our_shard(param) for param in self._params()):
             raise RuntimeError(
                 f"{type(self).__name__} has this rank's part of its state where bmt_zero shards parameters, and "
                 f"torch.distributed.checkpoint would take it for the whole: save with bmt_zero.Checkpointer, "
@@ -607,13 +608,3 @@ def _maintained(value: Tensor, part: Slice) -> Tensor:
 def _is_our_shard(param: Tensor) -> bool:
     """Whether bmt_zero has other rows of a parameter on other ranks."""
     return not is_dtensor(param) and slice_of(param).row_comm is not None
-
-
-def _is_asked_by_torch() -> bool:
-    """Whether ``torch.distributed.checkpoint.state_dict`` is among the callers."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-        frame = frame.f_back
-    return False

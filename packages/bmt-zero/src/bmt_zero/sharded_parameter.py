@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +41,7 @@ from bmt_comm import (
     gradient_of,
     in_place,
     is_called_by_optimizer,
+    is_called_from,
     logical_operands,
     select_rows,
     sharded_rows,
@@ -369,16 +369,6 @@ def _is_readable_transposed(name: str, param: ShardedParameter) -> bool:
     return True
 
 
-def _in_optimizer_step() -> bool:
-    """Whether a step of a ``torch.optim.Optimizer`` is among the callers."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.optim.optimizer":
-            return True
-        frame = frame.f_back
-    return False
-
-
 _aliases = WeakTensorKeyDictionary()  # tensors that scripts have on the memory of sharded parameters
 
 
@@ -441,7 +431,7 @@ def _means_logical(name: str, kind: Kind, args: tuple[Any, ...]) -> bool:
         if any(_may_mean_either(param, x) for x in others):
             if recorded and name not in _COMPARISONS:
                 return True
-            if not _in_optimizer_step():
+            if not is_called_from("torch.optim.optimizer"):  # in a step
                 raise RuntimeError(
                     f"{name} of a sharded parameter of shape {param.bmt_slice.shape}, which one rank holds, with a "
                     f"tensor that may be logical or one rank's rows: say full_tensor() or to_local()"

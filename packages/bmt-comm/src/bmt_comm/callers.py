@@ -1,0 +1,16 @@
+"""Who has called: some functions of torch tell nothing of themselves to what they call."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def is_called_from(module: str) -> bool:
+    """Whether a function of the module of this name is among the callers."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
