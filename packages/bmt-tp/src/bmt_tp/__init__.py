@@ -4,12 +4,13 @@ from ._version import __version__
 from .batch import check_same_batch
 from .embedding import VPEmbedding
 from .experts import expert_parallel
+from .head_counts import DIVIDED_ATTRIBUTES
 from .linear import Linear
 from .loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from .ops import OpLinear
 from .parallel_linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from .parallel_ops import OpParallelLinear, ReduceType, column_linear, row_linear
-from .parallelize import DIVIDED_ATTRIBUTES, parallelize
+from .parallelize import parallelize
 from .random import per_rank_random
 from .regions import copy_to_ranks, gather_along, reduce_from_ranks, reduce_scatter_along, split_along
 from .sequence import sequence_parallel

@@ -1,6 +1,6 @@
 """What a plan names in a model: modules, and parameters of packed experts, with the styles by which they are cut.
 
-The styles are listed in [Note: plans] of :mod:`bmt_tp.parallelize`.
+The styles are listed in [Note: plans] of ``parallelize.py``.
 """
 
 from __future__ import annotations

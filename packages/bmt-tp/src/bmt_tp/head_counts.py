@@ -1,0 +1,101 @@
+"""The numbers of heads that attention modules hold, divided over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from bmt_comm import Communicator
+
+from .matches import owner_of
+from .planned_cut import PlannedCut
+
+DIVIDED_ATTRIBUTES = (
+    "num_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head",
+    "n_heads",
+    "n_kv_heads",
+    "num_kv_head",
+    "split_size",
+    "all_head_size",
+)
+"""What an attention module counts its heads by: divided where its projections are cut."""
+
+_HEADS = tuple(name for name in DIVIDED_ATTRIBUTES if name not in ("split_size", "all_head_size"))
+
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_kv_head")
+
+
+def divided_heads(
+    model: nn.Module, cuts: list[PlannedCut], comm: Communicator, attributes: tuple[str, ...] | None
+) -> list[tuple[nn.Module, str, int]]:
+    """The attributes that are to be set, with their values."""
+    parents: dict[str, nn.Module] = {}
+    features: dict[str, list[int]] = {}  # of the layers that are cut by columns in each of them
+    for cut in cuts:
+        if cut.kind not in ("colwise", "packed_colwise") or cut.parameter is not None:
+            continue
+        parent_name = owner_of(cut.name)
+        parent = parents[parent_name] = model.get_submodule(parent_name)
+        counts = {v for name in _HEADS if isinstance(v := getattr(parent, name, None), int) and cut.parts == 3}
+        if len(counts) > 1:
+            raise ValueError(
+                f"{cut.name!r} holds queries, keys and values of different numbers of heads {sorted(counts)}, which "
+                f"'packed_colwise:3' would cut as equal parts; split it into layers of their own"
+            )
+        head = getattr(parent, "head_dim", None)
+        size = next(param.shape[dim] for param, dim in cut.dims())
+        features.setdefault(parent_name, []).append(size // cut.parts)
+        heads, rest = divmod(size, head * cut.parts) if isinstance(head, int) and head > 0 else (0, 0)
+        if rest == 0 and heads % comm.size:
+            raise ValueError(
+                f"{cut.name!r} has {heads} heads of {head} features, which cannot be divided over {comm.size} "
+                "tensor-parallel ranks"
+            )
+    found = []
+    shared: dict[nn.Module, int] = {}
+    for cut in cuts:
+        if cut.kind == "shared_heads":
+            shared[model.get_submodule(owner_of(cut.name))] = cut.shared_heads
+    for parent_name, parent in parents.items():
+        values = {**{name: getattr(parent, name, None) for name in ("heads", "nhead")}, **vars(parent)}
+        sizes = features[parent_name]
+        unclear = [name for name, value in values.items() if _may_count_heads(name, value, sizes)]
+        if unclear and attributes is None:
+            raise ValueError(
+                f"{parent_name!r} has the attribute {unclear[0]!r}: if it counts heads that the plan divides, pass "
+                f"divided_attributes=(*DIVIDED_ATTRIBUTES, {unclear[0]!r}), else divided_attributes=DIVIDED_ATTRIBUTES"
+            )
+        if parent in shared:  # one for each rank
+            groups: Any = parent.num_key_value_groups
+            found.append((parent, "num_key_value_groups", groups * shared[parent] // comm.size))
+            found += [(parent, name, 1) for name in _KEY_VALUE_HEADS if hasattr(parent, name)]
+        for attribute in DIVIDED_ATTRIBUTES if attributes is None else attributes:
+            if parent in shared and attribute in _KEY_VALUE_HEADS:
+                continue
+            value = getattr(parent, attribute, None)
+            if not isinstance(value, int) or isinstance(value, bool):
+                continue
+            if value % comm.size:
+                raise ValueError(
+                    f"{attribute}={value} of {parent_name!r} cannot be divided over {comm.size} tensor-parallel ranks"
+                )
+            found.append((parent, attribute, value // comm.size))
+    return found
+
+
+def _may_count_heads(name: str, value: Any, features: list[int]) -> bool:
+    """Whether an attribute of a module may count heads into which it divides some of ``features``."""
+    if name in DIVIDED_ATTRIBUTES or not isinstance(value, int) or isinstance(value, bool):
+        return False
+    if name in ("heads", "nhead"):
+        return True
+    if value < 2 or name.startswith("d_"):
+        return False
+    lengths = ("dim", "size", "index", "idx", "group", "per_head")
+    counts = name == "h" or ("head" in name and not any(each in name for each in lengths))
+    return counts and any(size % value == 0 for size in features)
