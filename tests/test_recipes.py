@@ -108,10 +108,11 @@ def test_ranks_whose_numbers_of_labels_differ(ctx: Any, tmp_path: Path, accumula
     for number, row in enumerate(labels):
         row[: 7 if number % 4 < 2 else 1] = -100
     data = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
-    settings = {"optim": "sgd", "gradient_accumulation_steps": accumulation, "max_steps": 4 // accumulation}
-    trainer_of(model, tmp_path, data, **settings).train()
+    rate = 0.5  # updates are far above the rounding of weights
+    settings = {"gradient_accumulation_steps": accumulation, "max_steps": 4 // accumulation, "learning_rate": rate}
+    trainer_of(model, tmp_path, data, optim="sgd", **settings).train()
     start = copy.deepcopy(plain.state_dict())
-    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=rate)
     for rows, wanted in zip(ids.split(4 * accumulation), labels.split(4 * accumulation), strict=True):
         optimizer.zero_grad()
         plain(input_ids=rows, labels=wanted).loss.backward()
@@ -119,7 +120,7 @@ def test_ranks_whose_numbers_of_labels_differ(ctx: Any, tmp_path: Path, accumula
     found = model.state_dict()
     for name, value in plain.state_dict().items():
         update = value - start[name]
-        assert (found[name] - start[name] - update).norm() <= 1e-4 * update.norm(), name
+        assert (found[name] - start[name] - update).norm() <= 2e-5 * update.norm(), name
 
 
 @pytest.mark.ranks(2)

@@ -629,6 +629,28 @@ def test_all_that_a_state_dict_may_have_is_saved(ctx: Any, tmp_path: Path) -> No
         assert archive.testzip() is None
 
 
+BYTE_FLOATS = ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("file", ["m.safetensors", "m.pt"])
+def test_floats_of_a_byte(ctx: Any, tmp_path: Path, file: str) -> None:
+    dtypes = [getattr(torch, name) for name in BYTE_FLOATS if hasattr(torch, name)]  # the last is of torch 2.7
+
+    def made(first: int) -> nn.Module:
+        model = nn.Linear(3, 2)
+        for number, dtype in enumerate(dtypes):
+            model.register_buffer(f"scale{number}", (torch.arange(7, dtype=torch.uint8) + first).view(dtype))
+        return bmt_zero.BMTrainModelWrapper(model)
+
+    model = made(1)
+    bmt_zero.save(model, tmp_path / file)
+    bmt_zero.load(other := made(20), tmp_path / file)
+    for found, wanted in zip(other.buffers(), model.buffers(), strict=True):
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
 class Unknown:
     """Something that only unpickling makes again."""
 

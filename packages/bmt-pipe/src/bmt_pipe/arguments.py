@@ -9,6 +9,7 @@ import copy
 import functools
 import hashlib
 import io
+import logging
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from bmt_comm import ParallelContext, agreement_time
 
 from .messages import Form, Forms, Message, StageFailedError, TensorForm, connected
 from .schedule import Schedule
+
+_log = logging.getLogger(__name__)
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -147,6 +150,9 @@ def sign(
             raise ValueError(f"an argument has layout {value.layout}; only dense tensors go through a pipeline")
         has_rows = value.dim() > 0 and len(value) == batch
         batched = has_rows if name is None or not batch_related else name in batch_related
+        is_inferred = batched and name is not None and not batch_related
+        if is_inferred and first.dim() > 2 and tuple(value.shape[:2]) == tuple(first.shape[:2]) == (batch, batch):
+            _tell_of_square(name, tuple(value.shape))
         if not has_rows and (is_hidden or batched):
             what = "a hidden state" if is_hidden else "an argument that batch_related names"
             raise ValueError(
@@ -160,6 +166,16 @@ def sign(
         form = TensorForm(tuple(value.shape), value.dtype)
         leaves.append(Leaf(form, batched, grad and value.requires_grad, value.device.type == "cpu"))
     return Signature(tree_unflatten(leaves, spec), batch, grad, trains, options), values
+
+
+@functools.cache
+def _tell_of_square(name: int | str, shape: tuple[int, ...]) -> None:
+    """Warn, once, where the batch is as long as its sequences: a causal mask looks like what each sample has."""
+    _log.warning(
+        "argument %r of shape %s is divided with the batch of %d samples, whose sequences are as long; if that is "
+        "wrong (a causal mask), name the arguments that are divided: batch_related=[...]",
+        *(name, shape, shape[0]),
+    )
 
 
 def _check_names(batch_related: Any, positions: range, kwargs: dict[str, Any]) -> None:

@@ -25,6 +25,8 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -35,6 +37,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "C64": torch.complex64,
+    **({"F8_E8M0": torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else {}),  # from torch 2.7 on
 }
 """Of the format, by its names."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
