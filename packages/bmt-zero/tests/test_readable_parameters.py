@@ -169,7 +169,7 @@ def test_one_rank_may_look_at_a_parameter(ctx):
             weight = model.head.weight
             assert hasattr(model.head, "weight")
             assert (weight.shape, weight.dtype, weight.requires_grad) == ((CLASSES, WIDTH), torch.float32, True)
-            assert uses_compiler() or "is_gathered=False" in repr(weight)  # compiled code reads plain tensors
+            assert uses_compiler() or "is_unsharded=False" in repr(weight)  # compiled code reads plain tensors
 
     model.norm.register_forward_hook(look)
     torch.testing.assert_close(model(ids(3)), plain(ids(3)))
