@@ -36,9 +36,9 @@ def rows_of(tensor: Tensor, param: Tensor) -> Tensor:
 def assert_same_gradients(model: nn.Module, plain: nn.Module, tolerance: float = 1e-5) -> None:
     """This rank's rows of every gradient are those of the plain model, whose loss was that of all ranks."""
     expected = dict(plain.named_parameters())
-    found = dict(model.named_parameters())
-    assert list(found) == list(expected)
-    for name, param in found.items():
+    params = dict(model.named_parameters())
+    assert list(params) == list(expected)
+    for name, param in params.items():
         grad = expected[name].grad
         if grad is None:
             assert param.grad is None, name
@@ -87,7 +87,7 @@ def of_any_size(least: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_memory() -> Iterator[None]:
-    """Within (or for a test that it decorates), each rank gathers parameters in memory of its own."""
+    """Within (or for a test that it decorates), each rank unshards parameters in separate memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Communicator, "shares_memory", False)
         yield

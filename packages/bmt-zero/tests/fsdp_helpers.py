@@ -126,13 +126,13 @@ def shard_layers(model: nn.Module, fully_shard: Any = bmt_zero.fully_shard, **op
     return fully_shard(model, **options)
 
 
-def assert_same_updates(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert list(found) == list(expected)
+def assert_same_updates(updates: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert list(updates) == list(expected)
     for name, update in expected.items():
         if not update.any():
-            assert not found[name].any(), name
+            assert not updates[name].any(), name
             continue
-        error = float((found[name] - update).norm() / update.norm())
+        error = float((updates[name] - update).norm() / update.norm())
         assert error <= tolerance, f"{name}: {error}"
 
 

@@ -88,8 +88,8 @@ def train(
     """Train on the whole batch, with the roundings of half precision in the order in which the ranks make them.
 
     Args:
-        parts: how many parts the batch is cut into, as if by ranks; gradients are summed in the order of the parts.
-        micro_steps: in how many pieces the gradients of a part are computed.
+        parts: how many parts the batch is split into, as if by ranks; gradients are summed in the order of the parts.
+        micro_steps: the number of micro-steps in which the gradients of a part are computed.
         reduce_once: whether each part sums its micro-steps before the parts are summed; otherwise the parts are summed
             in every micro-step, and the results are summed in the dtype of the parameters.
         compute: the dtype of computation; None: that of the parameters.
@@ -103,9 +103,9 @@ def train(
         optimizer.zero_grad()
         xs, ys = (t.to(device) for t in batch(step))
         loss = 0.0
-        pieces: list[list[dict[str, Tensor]]] = []  # gradients by micro-step, part and name
+        gradients: list[list[dict[str, Tensor]]] = []  # by micro-step, part and name
         for micro in range(micro_steps):
-            pieces.append([])
+            gradients.append([])
             for part in range(parts):
                 mine = torch.arange(part, len(xs), parts).tensor_split(micro_steps)[micro]
                 values = {n: p.detach().to(compute or p.dtype).requires_grad_() for n, p in named.items()}
@@ -114,13 +114,13 @@ def train(
                     own = {n.removeprefix(f"layers.{i}."): v for n, v in values.items() if n.startswith(f"layers.{i}.")}
                     hidden = torch.func.functional_call(layer, own, hidden)
                 own = {"weight": values["head.weight"], "bias": values["head.bias"]}
-                piece = loss_of(torch.func.functional_call(model["head"], own, hidden), ys[mine])
-                loss += piece.item()
-                grads = torch.autograd.grad(piece, list(values.values()))
-                pieces[micro].append(dict(zip(values, grads, strict=True)))
+                part_loss = loss_of(torch.func.functional_call(model["head"], own, hidden), ys[mine])
+                loss += part_loss.item()
+                grads = torch.autograd.grad(part_loss, list(values.values()))
+                gradients[micro].append(dict(zip(values, grads, strict=True)))
         if reduce_once:
-            pieces = [[total([rounded(own[0], reduce), *own[1:]]) for own in zip(*pieces, strict=True)]]
-        sums = [total([rounded(grads, reduce) for grads in by_part]) for by_part in pieces]
+            gradients = [[total([rounded(own[0], reduce), *own[1:]]) for own in zip(*gradients, strict=True)]]
+        sums = [total([rounded(grads, reduce) for grads in by_part]) for by_part in gradients]
         for name, grad in total([rounded(grads, dtype) for grads in sums]).items():
             named[name].grad = grad
         run.losses.append(loss)

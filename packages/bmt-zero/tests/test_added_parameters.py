@@ -84,11 +84,11 @@ def train(model: nn.Module, rank: int = 0, size: int = 1, optimizer: torch.optim
 
 
 def assert_trained_alike(model: nn.Module, plain: nn.Module, start: dict[str, Tensor]) -> None:
-    found = model.state_dict()
-    assert list(found) == list(plain.state_dict())
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
     for name, wanted in plain.state_dict().items():
         change = wanted - start[name]
-        assert (found[name] - wanted).norm() <= 1e-5 * change.norm() + 1e-7, name
+        assert (state[name] - wanted).norm() <= 1e-5 * change.norm() + 1e-7, name
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -184,11 +184,11 @@ def test_a_part_that_is_called_by_itself_sees_unsharded_parameters(ctx, gradient
     plain, model = make(), BMTrainModelWrapper(make())
     batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     with torch.set_grad_enabled(gradients):
-        wanted, found = plain.encoder(batch), model.encoder(batch)
-    torch.testing.assert_close(found, wanted)
+        wanted, output = plain.encoder(batch), model.encoder(batch)
+    torch.testing.assert_close(output, wanted)
     if gradients:
         wanted.square().sum().backward()
-        (found.square().sum() / 2).backward()
+        (output.square().sum() / 2).backward()
         wanted_gradient = plain.encoder.positions.grad
         torch.optim.SGD(plain.encoder.parameters(), lr=1.0).step()
         torch.optim.SGD(model.encoder.parameters(), lr=1.0).step()

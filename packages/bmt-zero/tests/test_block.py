@@ -196,12 +196,12 @@ def test_forward_runs_again_in_backward_only_under_checkpointing(ctx, level):
 @own_memory()
 def test_full_parameters_are_freed_when_they_should_be(ctx, level, checkpointing):
     blocks = TransformerBlockList([Block(nn.Linear(5, 5), checkpointing, level) for _ in range(3)])
-    whole = 4 * group_of(blocks[0]).flats[0].layout.numel
+    unsharded = 4 * group_of(blocks[0]).flats[0].layout.numel
     assert [space(b) for b in blocks] == [0, 0, 0]
     for _ in range(2):
         y = blocks(seeded(ctx.rank, 3, 5))
         # Level 3 frees after forward, but for the last, with which backward begins.
-        assert [space(b) for b in blocks] == ([whole] * 3 if level == 2 else [0, 0, whole])
+        assert [space(b) for b in blocks] == ([unsharded] * 3 if level == 2 else [0, 0, unsharded])
         y.sum().backward()
         assert [space(b) for b in blocks] == [0, 0, 0]
     with torch.no_grad():

@@ -41,9 +41,9 @@ def test_hidden_states_go_from_layer_to_layer_and_other_arguments_to_each(ctx, l
         a, b = layer(a, b, scale, shift=0.25)
     expected = (a, b, *(torch.stack(states) for states in zip(*before, strict=True)))
 
-    found = blocks(x, y, scale, shift=0.25, return_hidden_states=True)
-    assert [t.shape for t in found] == [(3, 5), (3, 5), (3, 3, 5), (3, 3, 5)]
-    for got, want in zip(found, expected, strict=True):
+    outputs = blocks(x, y, scale, shift=0.25, return_hidden_states=True)
+    assert [t.shape for t in outputs] == [(3, 5), (3, 5), (3, 3, 5), (3, 3, 5)]
+    for got, want in zip(outputs, expected, strict=True):
         torch.testing.assert_close(got, want)
     last = blocks(x, y, scale, shift=0.25)
     assert isinstance(last, tuple)
@@ -55,7 +55,7 @@ def test_hidden_states_go_from_layer_to_layer_and_other_arguments_to_each(ctx, l
     for layer in plain:
         for param in layer.parameters():
             param.grad *= ctx.world_size
-    sum((t * w).sum() for t, w in zip(found, weights, strict=True)).backward()
+    sum((t * w).sum() for t, w in zip(outputs, weights, strict=True)).backward()
     torch.testing.assert_close(scale.grad, scale_grad)
     assert_same_gradients(blocks, nn.ModuleList(plain))
 
@@ -134,15 +134,15 @@ def test_collectives_per_step(ctx, checkpointing):
                 blocks(seeded(ctx.rank, 3, 5)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            found = {name: n for name, n in counted.calls.items() if name in calls or n}
+            calls_seen = {name: n for name, n in counted.calls.items() if name in calls or n}
             if step:  # the first also checks that the ranks agree, and an all-reduce over one rank costs nothing
-                assert {n: found.get(n, 0) for n in calls} == calls, f"level {level}"
+                assert {n: calls_seen.get(n, 0) for n in calls} == calls, f"level {level}"
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @own_memory()
-def test_accumulation_at_level_1_gathers_once_and_reduces_once(ctx, checkpointing):
+def test_accumulation_at_level_1_unshards_once_and_reduces_once(ctx, checkpointing):
     blocks = TransformerBlockList([Block(nn.Linear(5, 5), checkpointing, 1) for _ in range(3)])
     optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
     for step in range(3):
@@ -160,7 +160,7 @@ def test_accumulation_at_level_1_gathers_once_and_reduces_once(ctx, checkpointin
 
 @pytest.mark.ranks(2)
 @own_memory()
-def test_the_next_layer_is_gathered_while_one_computes(ctx):
+def test_the_next_layer_is_unsharded_while_one_computes(ctx):
     blocks = TransformerBlockList([nn.Linear(5, 5) for _ in range(4)])
     held = []
     for block in blocks:

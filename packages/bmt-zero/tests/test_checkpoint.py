@@ -54,19 +54,19 @@ def sharded(seed: int = 1, dtype: torch.dtype = torch.float32) -> Model:
     return bmt_zero.BMTrainModelWrapper(plain(seed).to(dtype))
 
 
-def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert list(found) == list(wanted)
+def same(result: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert list(result) == list(wanted)
     for name in wanted:
-        assert found[name].dtype == wanted[name].dtype, name
-        assert torch.equal(found[name], wanted[name]), name
+        assert result[name].dtype == wanted[name].dtype, name
+        assert torch.equal(result[name], wanted[name]), name
 
 
 def read_plain(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
-        found = load_file(path)
-        return {name: found[name] for name in plain().state_dict()}
+        entries = load_file(path)
+        return {name: entries[name] for name in plain().state_dict()}
     return torch.load(path, weights_only=True)
 
 
@@ -80,12 +80,12 @@ def test_plain_pytorch_reads_what_is_saved(ctx: Any, tmp_path: Path, suffix: str
     assert done.done()
     assert done.result() is None
     wanted = plain().to(dtype)
-    found = read_plain(path)
-    same(found, wanted.state_dict())
-    plain(2).to(dtype).load_state_dict(found, strict=True)
+    saved = read_plain(path)
+    same(saved, wanted.state_dict())
+    plain(2).to(dtype).load_state_dict(saved, strict=True)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     if suffix == ".pt":
-        assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()  # once in the file
+        assert saved["head.weight"].data_ptr() == saved["embed.weight"].data_ptr()  # once in the file
     other = sharded(2, dtype)
     identities = [id(p) for p in other.parameters()]
     bmt_zero.load(other, str(path))
@@ -114,27 +114,27 @@ def test_any_number_of_ranks_reads_what_another_wrote(ctx: Any, tmp_path: Path, 
 
 
 @pytest.mark.ranks(4, tp_size=2)
-def test_tensor_parallel_pieces_are_joined(ctx: Any, tmp_path: Path) -> None:
+def test_tensor_parallel_shards_are_unsharded(ctx: Any, tmp_path: Path) -> None:
     class Split(bmt_zero.DistributedModule):
         def __init__(self, seed: int) -> None:
             super().__init__()
             gen = torch.Generator().manual_seed(seed)
             for dim in (0, 1):
-                whole = torch.randn(6, 10, generator=gen)
-                piece = whole.chunk(2, dim)[ctx.tp_rank]
-                self.register_parameter(f"w{dim}", bmt_zero.DistributedParameter(piece, tp_mode=True, tp_split_dim=dim))
-                setattr(self, f"_whole{dim}", whole)
+                full = torch.randn(6, 10, generator=gen)
+                shard = full.chunk(2, dim)[ctx.tp_rank]
+                self.register_parameter(f"w{dim}", bmt_zero.DistributedParameter(shard, tp_mode=True, tp_split_dim=dim))
+                setattr(self, f"_full{dim}", full)
 
     path = tmp_path / "m.pt"
     for kind in (lambda seed: Split(seed), lambda seed: bmt_zero.Block(Split(seed))):
         model = kind(1)
         bmt_zero.save(model, path)
-        found = torch.load(path, weights_only=True)
-        assert torch.equal(found["w0"], model._whole0)
-        assert torch.equal(found["w1"], model._whole1)
+        saved = torch.load(path, weights_only=True)
+        assert torch.equal(saved["w0"], model._full0)
+        assert torch.equal(saved["w1"], model._full1)
         other = kind(2)
         bmt_zero.load(other, path)
-        same(other.state_dict(), found)
+        same(other.state_dict(), saved)
         ctx.world.barrier()
 
 
@@ -148,15 +148,15 @@ def test_a_file_travels_in_chunks(ctx: Any, tmp_path: Path, suffix: str, chunk: 
         def __init__(self) -> None:
             super().__init__()
             for dim in (0, 1):
-                piece = torch.zeros(6, 10).chunk(2, dim)[ctx.tp_rank]
-                param = bmt_zero.DistributedParameter(piece, tp_mode=True, tp_split_dim=dim)
-                self.register_parameter(f"cut{dim}", param)
+                shard = torch.zeros(6, 10).chunk(2, dim)[ctx.tp_rank]
+                param = bmt_zero.DistributedParameter(shard, tp_mode=True, tp_split_dim=dim)
+                self.register_parameter(f"split{dim}", param)
             self.low = bmt_zero.DistributedParameter(torch.zeros(7, 5, dtype=torch.bfloat16))
             self.transposed = nn.Parameter(torch.zeros(5, 9).t())
             self.register_buffer("wide", torch.zeros(11, dtype=torch.float64))
 
     path, generator = tmp_path / f"m{suffix}", torch.Generator().manual_seed(0)
-    shapes = {"cut0": (6, 10), "cut1": (6, 10), "low": (7, 5), "transposed": (9, 5), "wide": (11,)}
+    shapes = {"split0": (6, 10), "split1": (6, 10), "low": (7, 5), "transposed": (9, 5), "wide": (11,)}
     state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     if ctx.rank == 0:
         from safetensors.torch import save_file
@@ -167,8 +167,8 @@ def test_a_file_travels_in_chunks(ctx: Any, tmp_path: Path, suffix: str, chunk: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank0_source, "CHUNK", chunk)
         bmt_zero.load(model, path)
-    found = model.state_dict()
-    same({name: found[name] for name in state}, {name: state[name].to(found[name].dtype) for name in state})
+    loaded = model.state_dict()
+    same({name: loaded[name] for name in state}, {name: state[name].to(loaded[name].dtype) for name in state})
 
 
 @pytest.mark.ranks(2)
@@ -535,7 +535,7 @@ class Held(TorchDispatchMode):
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_holds_one_whole_parameter(ctx: Any, tmp_path: Path) -> None:
+def test_a_rank_holds_one_unsharded_parameter(ctx: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = bmt_zero.TransformerBlockList([nn.Linear(64, 64, bias=False) for _ in range(6)])
     one = 64 * 64 * 4

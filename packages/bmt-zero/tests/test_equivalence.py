@@ -61,18 +61,18 @@ def assert_every_row_is_held(params: Mapping[str, Tensor]) -> None:
 def assert_close(
     what: str,
     params: Mapping[str, Tensor],
-    found: Mapping[str, Tensor],
+    actual: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     scales: Mapping[str, float],
     tolerance: float,
 ) -> None:
-    """Every parameter's error is at most ``tolerance`` of its scale. ``found`` are this rank's rows; all ranks judge
-    the rows of all ranks."""
+    """Every parameter's error is at most ``tolerance`` of its scale. ``actual`` are this rank's rows. All ranks
+    compare the rows of all ranks."""
     squares = []
     for name, param in params.items():
         rows = rows_of(expected[name], param)
-        assert found[name].dtype == rows.dtype, f"{what} of {name}: {found[name].dtype} instead of {rows.dtype}"
-        squares.append((found[name].double() - rows.double()).square().sum())
+        assert actual[name].dtype == rows.dtype, f"{what} of {name}: {actual[name].dtype} instead of {rows.dtype}"
+        squares.append((actual[name].double() - rows.double()).square().sum())
     total = torch.stack(squares).cpu()
     dist.all_reduce(total)
     errors = {name: float(square.sqrt() / scales[name]) for name, square in zip(params, total, strict=True)}
@@ -93,9 +93,9 @@ def train_sharded(ctx, model, make_optimizer, micro_steps, unsynced, tolerances,
             last = micro == micro_steps - 1
             with no_sync(model) if unsynced and not last else contextlib.nullcontext():
                 hidden = xs[mine].to(next(iter(params.values())).dtype)
-                piece = plain.loss_of(model["head"](model["layers"](hidden)), ys[mine])
-                piece.backward()
-            loss += piece.item()
+                part_loss = plain.loss_of(model["head"](model["layers"](hidden)), ys[mine])
+                part_loss.backward()
+            loss += part_loss.item()
         dist.all_reduce(loss)
         gradients = {name: param.grad for name, param in params.items()}
         assert_close(f"gradients of step {step}", params, gradients, expected, reference.gradient_norms, tolerances[0])

@@ -83,8 +83,8 @@ def test_the_context_follows_torch_s_process_group():
         shard_layers(model, mesh=world_mesh())
         assert is_initialized()
         assert not current_context().owns_process_group
-        found = train_sharded(model, dist.get_rank(), steps=2)
-        assert_same_updates(found, train_plain(plain, 2, steps=2))
+        updates = train_sharded(model, dist.get_rank(), steps=2)
+        assert_same_updates(updates, train_plain(plain, 2, steps=2))
         dist.destroy_process_group()
 
 
@@ -97,8 +97,8 @@ def test_a_mesh_of_two_dimensions_is_hybrid(ctx, micro_steps):
     param = model.first.weight
     assert param.device_mesh is mesh
     assert param.bmt_slice.row_comm.ranks == ((0, 1) if ctx.rank < 2 else (2, 3))
-    found = train_sharded(model, ctx.rank, micro_steps=micro_steps, sync_last_only=micro_steps > 1)
-    assert_same_updates(found, train_plain(plain, 4, micro_steps=micro_steps))
+    updates = train_sharded(model, ctx.rank, micro_steps=micro_steps, sync_last_only=micro_steps > 1)
+    assert_same_updates(updates, train_plain(plain, 4, micro_steps=micro_steps))
 
 
 @pytest.mark.ranks(2, 4)
@@ -106,8 +106,8 @@ def test_a_mesh_of_two_dimensions_is_hybrid(ctx, micro_steps):
 def test_meshes_with_a_dimension_of_one(ctx, dims):
     plain, model = twins()
     shard_layers(model, mesh=world_mesh(tuple(ctx.world_size if d == -1 else d for d in dims)))
-    found = train_sharded(model, ctx.rank, micro_steps=2, sync_last_only=True)
-    assert_same_updates(found, train_plain(plain, ctx.world_size, micro_steps=2))
+    updates = train_sharded(model, ctx.rank, micro_steps=2, sync_last_only=True)
+    assert_same_updates(updates, train_plain(plain, ctx.world_size, micro_steps=2))
 
 
 @pytest.mark.ranks(4)
@@ -127,9 +127,9 @@ def test_gradients_wait_for_the_all_reduce(ctx):
                     assert all(not p.grad.any() for p in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
-        found = {name: full(p) - start[name] for name, p in model.named_parameters()}
+        updates = {name: full(p) - start[name] for name, p in model.named_parameters()}
         expected = train_plain(plain, 4, functools.partial(torch.optim.SGD, lr=0.1), micro_steps=3)
-        assert_same_updates(found, expected)
+        assert_same_updates(updates, expected)
 
 
 class TwoDtypes(nn.Module):
@@ -182,8 +182,8 @@ def test_a_mesh_of_some_of_the_ranks(ctx):
 def test_gradient_accumulation(ctx, sync_last_only):
     plain, model = twins()
     shard_layers(model)
-    found = train_sharded(model, ctx.rank, micro_steps=3, sync_last_only=sync_last_only, clip=0.05)
-    assert_same_updates(found, train_plain(plain, ctx.world_size, micro_steps=3, clip=0.05))
+    updates = train_sharded(model, ctx.rank, micro_steps=3, sync_last_only=sync_last_only, clip=0.05)
+    assert_same_updates(updates, train_plain(plain, ctx.world_size, micro_steps=3, clip=0.05))
 
 
 @pytest.mark.ranks(2)
@@ -230,8 +230,8 @@ def test_parts_of_a_model_without_gradient_sync(ctx):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    found = {name: full(p) - start[name] for name, p in model.named_parameters()}
-    assert_same_updates(found, {name: p.detach() - start[name] for name, p in plain.named_parameters()})
+    updates = {name: full(p) - start[name] for name, p in model.named_parameters()}
+    assert_same_updates(updates, {name: p.detach() - start[name] for name, p in plain.named_parameters()})
 
 
 @pytest.mark.ranks(2)
@@ -350,9 +350,9 @@ def test_activation_checkpointing_of_torch(ctx, wrapped_first):
         else:
             model.layers[index] = checkpoint_wrapper(fully_shard(layer))
     fully_shard(model)
-    found = train_sharded(model, ctx.rank)
-    found = {name.replace("_checkpoint_wrapped_module.", ""): update for name, update in found.items()}
-    assert_same_updates(found, train_plain(plain, 2))
+    updates = train_sharded(model, ctx.rank)
+    updates = {name.replace("_checkpoint_wrapped_module.", ""): update for name, update in updates.items()}
+    assert_same_updates(updates, train_plain(plain, 2))
 
 
 @pytest.mark.ranks(2)
@@ -512,8 +512,8 @@ def test_mixed_precision(ctx, reduce_dtype, resharded):
         grad = p.grad.add(0)
         with torch.no_grad():
             p.copy_(grad)
-        for found in (full(p), q.grad.full_tensor()):
-            error = (found - expected).norm() / expected.norm()
+        for value in (full(p), q.grad.full_tensor()):
+            error = (value - expected).norm() / expected.norm()
             assert error < (1e-6 if reduce_dtype == torch.float32 else 1e-2), f"{name}: {error}"
 
 
@@ -592,8 +592,8 @@ def test_unused_outputs_and_modules(ctx):
             optimizer.step()
             optimizer.zero_grad()
     assert all(p.grad is None for p in model.never.parameters())
-    found = {name: full(p) - start[name] for name, p in model.named_parameters()}
-    assert_same_updates(found, {name: p.detach() - start[name] for name, p in plain.named_parameters()})
+    updates = {name: full(p) - start[name] for name, p in model.named_parameters()}
+    assert_same_updates(updates, {name: p.detach() - start[name] for name, p in plain.named_parameters()})
 
 
 @pytest.mark.ranks(2)
@@ -641,8 +641,8 @@ def test_optimizers_that_step_in_backward(ctx):
         x, y = data(number, 0, ctx.rank)
         loss_of(model(x), y).backward()
     assert len(calls) == 10 * len(optimizers)
-    found = {name: full(p) - start[name] for name, p in model.named_parameters()}
-    assert_same_updates(found, train_plain(plain, 2, functools.partial(torch.optim.SGD, lr=0.1)))
+    updates = {name: full(p) - start[name] for name, p in model.named_parameters()}
+    assert_same_updates(updates, train_plain(plain, 2, functools.partial(torch.optim.SGD, lr=0.1)))
 
 
 @pytest.mark.ranks(4)
@@ -722,9 +722,9 @@ def test_state_dicts(ctx, assign):
             for layer in target.layers:
                 layer.scale = torch.zeros(())
         target.load_state_dict(state, assign=assign)
-        found = target.state_dict()
-        assert list(found) == list(state)
-        for name, value in found.items():
+        loaded = target.state_dict()
+        assert list(loaded) == list(state)
+        for name, value in loaded.items():
             torch.testing.assert_close(value, state[name])
         assert all(isinstance(p, ShardedParameter) for p in target.parameters())
 
@@ -880,8 +880,8 @@ def test_grad_scaler(ctx):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         scaler.step(optimizer)
         scaler.update()
-    found = {name: full(p) - start[name] for name, p in model.named_parameters()}
-    assert_same_updates(found, train_plain(plain, 2, clip=0.05))
+    updates = {name: full(p) - start[name] for name, p in model.named_parameters()}
+    assert_same_updates(updates, train_plain(plain, 2, clip=0.05))
 
 
 @pytest.mark.ranks(2)

@@ -501,8 +501,8 @@ def test_gradient_norms_of_other_orders(ctx, order):
         (plain(torch.ones(2, 5) * (rank + 1)).square().sum() * 5).backward()
     (model(torch.ones(2, 5) * (ctx.rank + 1)).square().sum() * 10).backward()
     wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0, order)
-    found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, order, foreach=True)
-    torch.testing.assert_close(found.as_subclass(Tensor), wanted)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, order, foreach=True)
+    torch.testing.assert_close(norm.as_subclass(Tensor), wanted)
     for optimizer in [torch.optim.SGD(which.parameters(), lr=1.0) for which in (plain, model)]:
         optimizer.step()
     for name, param in plain.named_parameters():

@@ -53,15 +53,15 @@ def full(grad: Tensor) -> Tensor:
 
 
 def add_to_all(model: nn.Module) -> None:
-    """As adapters are merged: ``data`` of each weight gets a sum with a whole tensor."""
+    """As adapters are merged: ``data`` of each weight gets a sum with a logical tensor."""
     for number, param in enumerate(model.parameters()):
         param.data += seeded(number, *param.shape)
 
 
 def assert_equal(model: nn.Module, plain: nn.Module) -> None:
-    found = {name: value.full_tensor() for name, value in model.named_parameters()}
+    logical = {name: value.full_tensor() for name, value in model.named_parameters()}
     for name, param in plain.named_parameters():
-        assert found[name].equal(param), name
+        assert logical[name].equal(param), name
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -20,9 +20,9 @@ def test_parameters_by_group() -> None:
     model.plain = nn.Parameter(torch.zeros(1))
     block = bmt_zero.Block(model)
     own = dict(block.named_parameters())
-    found = list(bmt_zero.grouped_parameters(block))
-    assert [group for group, _ in found] == ["decay", None, "other"]
-    for (_, params), names in zip(found, ("ac", ["b", "plain"], "d"), strict=True):
+    groups = list(bmt_zero.grouped_parameters(block))
+    assert [group for group, _ in groups] == ["decay", None, "other"]
+    for (_, params), names in zip(groups, ("ac", ["b", "plain"], "d"), strict=True):
         assert [id(p) for p in params] == [id(own[n]) for n in names]
 
 
@@ -32,8 +32,8 @@ def test_flat_parameters_share_communicators_and_so_a_side_stream(ctx: Any, leve
     blocks = [bmt_zero.Block(nn.Linear(3, 5, dtype=dtype), zero_level=level) for dtype in (torch.half, torch.float)]
     reducers = [reducer for block in blocks for reducer in group_of(block).reducers]
     assert len(reducers) == 2
-    comms = {(reducer.flat.shard_comm, reducer.flat.replicate_comm) for reducer in reducers}
-    assert comms == {(ctx.alone, ctx.zero) if level == 0 else (ctx.zero, ctx.alone)}
+    communicators = {(reducer.flat.shard_comm, reducer.flat.replicate_comm) for reducer in reducers}
+    assert communicators == {(ctx.alone, ctx.zero) if level == 0 else (ctx.zero, ctx.alone)}
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -56,11 +56,11 @@ def test_accumulated_gradients_are_the_same_without_synchronising(ctx: Any, leve
     model(batches[2][ctx.rank]).square().sum().backward()
     plain(batches).square().sum().backward()
     for name, param in model.named_parameters():
-        whole = dict(plain.named_parameters())[name].grad
-        assert whole is not None
+        full_grad = dict(plain.named_parameters())[name].grad
+        assert full_grad is not None
         rows = slice(param.bmt_slice.row_start, param.bmt_slice.row_stop)  # type: ignore[attr-defined]
         assert param.grad is not None
-        torch.testing.assert_close(param.grad, whole[rows])
+        torch.testing.assert_close(param.grad, full_grad[rows])
 
 
 @pytest.mark.ranks(2)

@@ -17,7 +17,7 @@ NORMAL = ParameterInitializer(torch.nn.init.normal_, mean=0.5, std=2.0)
 
 
 class Layer(bmt_zero.DistributedModule):
-    """Ragged parameters; ``split_*`` are pieces under tensor parallelism."""
+    """Ragged parameters; ``split_*`` are shards under tensor parallelism."""
 
     def __init__(self, tp_size: int = 1) -> None:
         super().__init__()
@@ -190,19 +190,19 @@ def test_modules_built_on_meta_get_the_values_of_their_class(
     model = bmt_zero.Block(module) if block else bmt_zero.BMTrainModelWrapper(module)
     torch.manual_seed(6)
     bmt_zero.init_parameters(model)
-    found = {name if block else name[2:]: value for name, value in model.state_dict().items()}
+    state = {name if block else name[2:]: value for name, value in model.state_dict().items()}
     drawn = torch.rand(2)
     assert all(torch.equal(drawn, other) for other in ctx.world.all_gather_object(drawn))
     torch.manual_seed(6)
     wanted = make().state_dict()
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
+    assert state.keys() == wanted.keys()
+    for name, value in state.items():
         if make is Family:
             assert abs(value.mean() - {"weight": 100.0, "bias": 0.0, "scale": 2.0}[name.rpartition(".")[2]]) < 0.5
         else:  # with the same seed, the same values
             assert torch.equal(value.cpu(), wanted[name]), name
     if make is embedding:
-        assert not found["weight"][2].any()
+        assert not state["weight"][2].any()
 
 
 class NoReset(nn.Module):
@@ -382,15 +382,15 @@ def test_parameters_that_do_not_heed_the_meta_device_are_named() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_one_parameter_at_a_time_is_whole() -> None:
+def test_one_parameter_at_a_time_is_unsharded() -> None:
     sizes: list[int] = []
     alive: list[Any] = []
 
-    def fill(whole: Tensor) -> None:
-        sizes.append(whole.numel())
+    def fill(unsharded: Tensor) -> None:
+        sizes.append(unsharded.numel())
         assert all(ref.expired() for ref in alive)
-        alive.append(torch.multiprocessing.reductions.StorageWeakRef(whole.untyped_storage()))
-        whole.fill_(1)
+        alive.append(torch.multiprocessing.reductions.StorageWeakRef(unsharded.untyped_storage()))
+        unsharded.fill_(1)
 
     parts = nn.ModuleList()
     for _ in range(4):

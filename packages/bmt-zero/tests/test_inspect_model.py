@@ -48,9 +48,9 @@ def expected(name: str, value: torch.Tensor, grad: torch.Tensor | None) -> dict[
     return item
 
 
-def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    assert [item["name"] for item in found] == [item["name"] for item in wanted]
-    for mine, theirs in zip(found, wanted):
+def assert_same(summary: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    assert [item["name"] for item in summary] == [item["name"] for item in wanted]
+    for mine, theirs in zip(summary, wanted):
         assert set(mine) == set(theirs)
         for key, value in theirs.items():
             if not isinstance(value, float):
@@ -76,10 +76,10 @@ def test_parameters_and_gradients_are_those_of_one_process(ctx: Any, level: int)
     mark_scaled(loss, 8)
     loss.backward()
     wanted = [expected(n, p, p.grad) for n, p in plain.named_parameters(remove_duplicate=False)]
-    found = inspect_model(model, "*")
-    assert_same(found, wanted)
-    assert [line.split()[0] for line in format_summary(found).splitlines()] == ["name", *(w["name"] for w in wanted)]
-    assert ctx.world.all_gather_object(str(found)) == [str(found)] * ctx.world_size
+    summary = inspect_model(model, "*")
+    assert_same(summary, wanted)
+    assert [line.split()[0] for line in format_summary(summary).splitlines()] == ["name", *(w["name"] for w in wanted)]
+    assert ctx.world.all_gather_object(str(summary)) == [str(summary)] * ctx.world_size
 
 
 class Failing(torch.autograd.Function):
@@ -122,14 +122,14 @@ def test_patterns_and_prefixes_choose_names(ctx: Any) -> None:
 
 
 @pytest.mark.ranks(4, tp_size=2)
-def test_tensor_parallel_pieces_are_one_parameter(ctx: Any) -> None:
+def test_tensor_parallel_shards_are_one_parameter(ctx: Any) -> None:
     torch.manual_seed(2)
-    whole = torch.randn(6, 4)
+    full = torch.randn(6, 4)
     model = nn.Module()
-    piece = whole[:, 2 * ctx.tp_rank : 2 * ctx.tp_rank + 2].contiguous()
-    model.weight = DistributedParameter(piece, tp_mode=True, tp_split_dim=1)
-    model.common = DistributedParameter(whole)
-    assert_same(inspect_model(model, "*"), [expected("weight", whole, None), expected("common", whole, None)])
+    shard = full[:, 2 * ctx.tp_rank : 2 * ctx.tp_rank + 2].contiguous()
+    model.weight = DistributedParameter(shard, tp_mode=True, tp_split_dim=1)
+    model.common = DistributedParameter(full)
+    assert_same(inspect_model(model, "*"), [expected("weight", full, None), expected("common", full, None)])
 
 
 def test_plain_modules_are_inspected_without_a_start() -> None:

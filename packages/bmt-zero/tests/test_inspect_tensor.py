@@ -141,10 +141,10 @@ def test_tensors_that_tensor_parallel_ranks_hold_in_common_count_once(ctx: Any) 
     everyone = torch.cat([x.clone() for x in ctx.world.all_gather_object(common)[::2]])
     item, features = inspector.get_summary()
     assert (item["shape"], features["shape"]) == ((6, 4), (6, 2))
-    for found in (item, features):
-        assert found["mean"] == pytest.approx(everyone.double().mean().item())
-        assert found["std"] == pytest.approx(everyone.double().std().item())
-        assert found["grad_mean"] is None
+    for statistics in (item, features):
+        assert statistics["mean"] == pytest.approx(everyone.double().mean().item())
+        assert statistics["std"] == pytest.approx(everyone.double().std().item())
+        assert statistics["grad_mean"] is None
 
 
 @pytest.mark.ranks(2)

@@ -90,9 +90,9 @@ def run(module: nn.Module, x: Tensor, seed: int = 5) -> tuple[int, list[str], li
     return kept, backward.names, [x.grad, *[p.grad.clone() for p in module.parameters() if p.grad is not None]]
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-6) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
+def assert_close(tensors: list[Tensor], expected: list[Tensor], tolerance: float = 1e-6) -> None:
+    assert len(tensors) == len(expected)
+    for one, other in zip(tensors, expected, strict=True):
         assert (one - other).norm() <= tolerance * other.norm().clamp_min(1e-6)
 
 
@@ -108,9 +108,9 @@ def test_gradients_are_those_without_checkpointing(
     for step in range(3):
         x = seeded(10 * step + ctx.rank, 2 + step, 5, WIDTH)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            _, _, found = run(block, x, 7 + step)
+            _, _, tensors = run(block, x, 7 + step)
             _, _, expected = run(reference, x, 7 + step)
-        assert_close(found, expected)
+        assert_close(tensors, expected)
         with torch.no_grad():
             torch.manual_seed(0)
             y = block(x)

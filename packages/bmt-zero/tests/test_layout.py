@@ -39,12 +39,12 @@ def test_every_shape_is_placed_once_and_nothing_overlaps(shapes, world):
 
 @settings(max_examples=150, deadline=None)
 @given(shapes, worlds)
-def test_cuts_fall_between_rows_and_ranks_hold_all_rows_once(shapes, world):
+def test_borders_are_between_rows_and_ranks_hold_all_rows_once(shapes, world):
     for layout in plan_layouts(shapes, world):
         for placement in layout.placements:
-            for cut in range(0, layout.numel, layout.shard_numel or 1):
-                inside = placement.offset < cut < placement.offset + placement.numel
-                assert not inside or (cut - placement.offset) % placement.row_numel == 0
+            for border in range(0, layout.numel, layout.shard_numel or 1):
+                inside = placement.offset < border < placement.offset + placement.numel
+                assert not inside or (border - placement.offset) % placement.row_numel == 0
             ranges = [layout.rows_of(placement, rank) for rank in range(world)]
             held = [row for start, stop in ranges for row in range(start, stop)]
             assert held == list(range(placement.rows))
@@ -95,7 +95,7 @@ granular = st.lists(st.tuples(st.lists(sizes, max_size=3).map(tuple), st.sampled
 @settings(max_examples=150, deadline=None)
 @given(granular, st.one_of(st.integers(1, 9), st.integers(10, 64)))
 @example([((127,), 7)] * 3, 4)  # the last granule has one row
-def test_granules_are_never_cut_and_padding_is_at_most_the_largest_per_rank(items, world):
+def test_granules_are_never_divided_and_padding_is_at_most_the_largest_per_rank(items, world):
     shapes, granularity = [shape for shape, _ in items], [rows for _, rows in items]
     layouts = plan_layouts(shapes, world, granularity)
     assert sorted(p.index for layout in layouts for p in layout.placements) == list(range(len(shapes)))
@@ -189,7 +189,7 @@ def test_a_granularity_is_a_number_of_rows_for_each_shape():
             plan_layouts([(2, 2)], 2, wrong)
 
 
-def test_packed_experts_are_cut_inside_of_an_expert():
+def test_packed_experts_are_divided_inside_of_an_expert():
     [layout] = plan_layouts([(3, 4, 5)], 2)
     [placement] = layout.placements
     assert (placement.rows, placement.row_numel) == (12, 5)

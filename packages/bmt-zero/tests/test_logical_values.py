@@ -39,11 +39,11 @@ def test_a_penalty_in_the_loss(ctx, level, name):
     batch = seeded(0, 2 * ctx.world_size, 5)
     expected = 0.1 * PENALTIES[name](list(plain.parameters()))
     (plain(batch).square().sum() / len(batch) + expected).backward()
-    found = 0.1 * PENALTIES[name](list(block.parameters()))
-    torch.testing.assert_close(found, expected)
+    penalty = 0.1 * PENALTIES[name](list(block.parameters()))
+    torch.testing.assert_close(penalty, expected)
     mine = batch.chunk(ctx.world_size)[ctx.rank]
     # Each rank has its samples' part of the loss; the penalty, which all have, counts once.
-    (block(mine).square().sum() / len(batch) + found / ctx.world_size).backward()
+    (block(mine).square().sum() / len(batch) + penalty / ctx.world_size).backward()
     for name, param in block.named_parameters():
         wanted = rows_of(plain.get_parameter(name).grad, param)
         torch.testing.assert_close(param.grad.add(0), wanted, msg=name)

@@ -41,10 +41,10 @@ def test_a_plain_model_gets_memory_and_values(
     model = net("meta", kind)
     bmt_zero.load(model, tmp_path / name, key_map=str if mapped else None)
     wanted = net(kind=kind).state_dict()
-    found = model.state_dict()
-    assert found.keys() == wanted.keys()
+    state = model.state_dict()
+    assert state.keys() == wanted.keys()
     for key, value in wanted.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(state[key], value), key
     assert model.second.weight is model.tied.weight
     assert isinstance(model.first.weight, nn.Parameter)
     assert model.table.is_meta  # no file has it: whoever uses it hears of it

@@ -53,14 +53,14 @@ def test_a_parameter_in_use_is_not_gathered_again(ctx):
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("shape", [(9, 5), (3, 2, 2), (1,), (), (0, 4), (5, 0)])
-def test_gather_and_gather_all_give_the_whole_parameter(ctx, shape):
+def test_gather_and_gather_all_give_the_unsharded_parameter(ctx, shape):
     value = seeded(1, *shape)
     param = DistributedParameter(value)
-    found = slice_of(param)
-    assert found.shape == shape
-    assert param.shape == found.local_shape
-    for whole in (param.gather(), param.gather_all()):
-        assert torch.equal(whole, value)
+    where = slice_of(param)
+    assert where.shape == shape
+    assert param.shape == where.local_shape
+    for unsharded in (param.gather(), param.gather_all()):
+        assert torch.equal(unsharded, value)
     torch.testing.assert_close(param.tp_gather(), param.data)
     if value.numel():
         (param.gather() * seeded(2 + ctx.rank, *shape)).sum().backward()

@@ -83,8 +83,8 @@ def assert_same_updates(model: nn.Module, plain: nn.Module) -> None:
     start, end = dict(build().named_parameters()), dict(plain.named_parameters())
     for name, param in model.named_parameters():
         update = (end[name] - start[name]).detach()
-        found = param.detach() - rows_of(start[name].detach(), param)
-        assert (found - rows_of(update, param)).norm() <= 1e-5 * update.norm(), name
+        change = param.detach() - rows_of(start[name].detach(), param)
+        assert (change - rows_of(update, param)).norm() <= 1e-5 * update.norm(), name
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -146,8 +146,8 @@ def test_the_shard_is_apart_from_what_computes(ctx: ParallelContext, level: int)
 def test_hybrid_sharding(ctx: ParallelContext) -> None:
     pairs = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     node, replicas = pairs[ctx.rank // 2], pairs[2 + ctx.rank % 2]
-    comms = {"shard_comm": Communicator(node, ctx.device), "replicate_comm": Communicator(replicas, ctx.device)}
-    plain, model = build(), sharded(offload=True, **comms)
+    groups = {"shard_comm": Communicator(node, ctx.device), "replicate_comm": Communicator(replicas, ctx.device)}
+    plain, model = build(), sharded(offload=True, **groups)
     train_plain(plain, ctx)
     train(model, ctx)
     assert_same_updates(model, plain)

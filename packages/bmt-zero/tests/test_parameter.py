@@ -20,25 +20,25 @@ SHAPES = [(), (1,), (7,), (5, 3), (0, 3), (2, 3, 5)]
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_holds_rows_and_gathers_the_whole(ctx: Any, shape: tuple[int, ...]) -> None:
+def test_holds_rows_and_gathers_all_of_them(ctx: Any, shape: tuple[int, ...]) -> None:
     data = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 1
     param = DistributedParameter(data, group="decay")
     assert isinstance(param, nn.Parameter)
     assert param.requires_grad
     assert param.is_leaf
     assert param.group == "decay"
-    found = param.bmt_slice
-    assert tuple(param.shape) == found.local_shape
-    held = ctx.world.all_gather_object((found.row_start, found.row_stop, param.tolist()))
+    where = param.bmt_slice
+    assert tuple(param.shape) == where.local_shape
+    held = ctx.world.all_gather_object((where.row_start, where.row_stop, param.tolist()))
     assert held[0][0] == 0
-    assert held[-1][1] == found.tp_shard_rows
+    assert held[-1][1] == where.tp_shard_rows
     assert all(a[1] == b[0] for a, b in itertools.pairwise(held))
-    rows = data.reshape(found.tp_shard_rows, *found.row_shape)[found.row_start : found.row_stop]
+    rows = data.reshape(where.tp_shard_rows, *where.row_shape)[where.row_start : where.row_stop]
     assert torch.equal(param.to_local(), rows.reshape(param.shape))
-    whole = param.gather()
-    assert whole.shape == data.shape
-    assert torch.equal(whole, data)
-    (whole * data * (ctx.rank + 1)).sum().backward()
+    unsharded = param.gather()
+    assert unsharded.shape == data.shape
+    assert torch.equal(unsharded, data)
+    (unsharded * data * (ctx.rank + 1)).sum().backward()
     factor = sum(range(1, ctx.world_size + 1))
     assert torch.equal(param.grad, param.detach() * factor)  # type: ignore[arg-type]
     with torch.no_grad():
@@ -47,15 +47,15 @@ def test_holds_rows_and_gathers_the_whole(ctx: Any, shape: tuple[int, ...]) -> N
 
 @pytest.mark.ranks(4, tp_size=2)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_tensor_parallel_pieces(ctx: Any, dim: int) -> None:
-    whole = torch.arange(60.0).reshape(6, 10)
-    piece = whole.chunk(2, dim)[ctx.tp_rank]
-    param = DistributedParameter(piece, tp_mode=True, tp_split_dim=dim)
+def test_tensor_parallel_shards(ctx: Any, dim: int) -> None:
+    full = torch.arange(60.0).reshape(6, 10)
+    shard = full.chunk(2, dim)[ctx.tp_rank]
+    param = DistributedParameter(shard, tp_mode=True, tp_split_dim=dim)
     assert param.bmt_slice.shape == (6, 10)
-    assert torch.equal(param.gather(), piece)
-    assert torch.equal(param.gather_all(), whole)
+    assert torch.equal(param.gather(), shard)
+    assert torch.equal(param.gather_all(), full)
     rows = slice(param.bmt_slice.row_start, param.bmt_slice.row_stop)
-    wanted = torch.cat([p[rows] for p in whole.chunk(2, dim)], dim)
+    wanted = torch.cat([p[rows] for p in full.chunk(2, dim)], dim)
     assert torch.equal(param.tp_gather(), wanted)
 
 

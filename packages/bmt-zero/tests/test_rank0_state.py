@@ -33,9 +33,9 @@ def test_the_state_dict_is_on_rank_0_and_in_files(ctx: Any, level: int, tmp_path
     folder = Path(ctx.world.broadcast_object(str(tmp_path)))
     for layer in [*model.layers, model.head]:
         Block(layer, zero_level=level)
-    found = model.state_dict()
-    assert list(found) == (list(wanted) if ctx.rank == 0 else [])
-    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    state = model.state_dict()
+    assert list(state) == (list(wanted) if ctx.rank == 0 else [])
+    assert all(torch.equal(state[name], wanted[name]) for name in state)
     outer = nn.ModuleDict({"inner": model})
     assert list(outer.state_dict()) == ([f"inner.{name}" for name in wanted] if ctx.rank == 0 else [])
     save(model, folder / "model.pt")
@@ -48,6 +48,6 @@ def test_the_state_dict_is_on_rank_0_and_in_files(ctx: Any, level: int, tmp_path
     for layer in [*other.layers, other.head]:
         Block(layer, zero_level=level)
     load(other, folder / "model.pt")
-    found = other.state_dict()
-    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    state = other.state_dict()
+    assert all(torch.equal(state[name], wanted[name]) for name in state)
     assert not torch.equal(plain.head.weight, wanted["head.weight"])

@@ -122,7 +122,7 @@ def test_outside_of_a_forward_the_attribute_is_the_sharded_parameter(ctx):
 def test_writing_in_a_forward_reaches_the_parameter_or_raises(ctx):
     plain, model = wrapped()
     model.writes = plain.writes = True
-    if ctx.world_size == 1:  # the parameter is whole, and code that reads it has the parameter itself
+    if ctx.world_size == 1:  # one rank has all rows, and code that reads the parameter gets the parameter itself
         torch.testing.assert_close(model(ids(3)), plain(ids(3)))
         torch.testing.assert_close(model.head.weight.detach(), plain.head.weight.detach())
         return
@@ -169,7 +169,7 @@ def test_one_rank_may_look_at_a_parameter(ctx):
             weight = model.head.weight
             assert hasattr(model.head, "weight")
             assert (weight.shape, weight.dtype, weight.requires_grad) == ((CLASSES, WIDTH), torch.float32, True)
-            assert uses_compiler() or "is_gathered=False" in repr(weight)  # compiled code reads plain tensors
+            assert uses_compiler() or "is_unsharded=False" in repr(weight)  # compiled code reads plain tensors
 
     model.norm.register_forward_hook(look)
     torch.testing.assert_close(model(ids(3)), plain(ids(3)))

@@ -16,9 +16,9 @@ import bmt_comm
 @pytest.mark.ranks(1, 2, init=False)
 def test_example(tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert found is not None
-    code = found.group(1).replace('"model.pt"', repr(str(tmp_path / "model.pt")))
+    match = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert match is not None
+    code = match.group(1).replace('"model.pt"', repr(str(tmp_path / "model.pt")))
     names: dict[str, object] = {}
     exec(code, names)
     assert isinstance(names["loss"], torch.Tensor)

@@ -350,7 +350,7 @@ def test_inputs_are_cast_or_not_and_outputs_have_the_dtype_that_is_asked_for(ctx
 
 @pytest.mark.ranks(2)
 @every_level
-def test_distributed_parameters_go_into_a_block_without_being_gathered(ctx, level):
+def test_distributed_parameters_go_into_a_block_without_being_unsharded(ctx, level):
     module = DistributedModule()
     value = seeded(1, 7, 5)
     module.weight = DistributedParameter(value)
@@ -493,8 +493,8 @@ def test_values_that_are_put_aside_come_back(ctx, level, offload):
             p.data, q.data = q.data, p.data
         results[-1] += [each(x).detach(), other(x).detach()]
     assert results[0][0].abs().sum() == 0
-    for found, wanted in zip(*results[::-1], strict=True):
-        torch.testing.assert_close(found, wanted)
+    for output, wanted in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(output, wanted)
 
 
 @pytest.mark.ranks(2)
@@ -528,9 +528,9 @@ def test_buffers_of_any_layout_are_those_of_the_first_rank(ctx, kind):
     model.register_buffer("adjacency", buffer, persistent=False)
     block = Block(model)
     block(torch.ones(2, 3)).sum().backward()
-    found = block.adjacency.dequantize() if kind == "quantized" else block.adjacency.to_dense()
+    dense = block.adjacency.dequantize() if kind == "quantized" else block.adjacency.to_dense()
     assert block.adjacency.layout == buffer.layout
-    assert torch.equal(found, torch.eye(3)[0].expand(4, -1) if kind == "expanded" else torch.eye(3))
+    assert torch.equal(dense, torch.eye(3)[0].expand(4, -1) if kind == "expanded" else torch.eye(3))
 
 
 @pytest.mark.ranks(1, 2)

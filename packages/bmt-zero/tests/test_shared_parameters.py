@@ -144,11 +144,11 @@ def test_a_late_copy_of_the_unsharded_parameters(ctx):
         group.views = lambda: time.sleep(LATE) or views()
     with torch.no_grad():
         module.unshard()
-        found = module.weight.clone()
+        weight = module.weight.clone()
         module.reshard()
         for param in module.parameters():
             param.data.zero_()
-    assert torch.equal(found, before)
+    assert torch.equal(weight, before)
 
 
 @pytest.mark.ranks(2)

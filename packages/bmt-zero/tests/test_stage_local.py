@@ -112,27 +112,27 @@ def test_a_block_of_all_stages_moves_to_one(ctx: Any, level: int) -> None:
     assert_same_gradients(block, plain)
 
 
-class Cut(DistributedModule):
-    """A module with parameters that are sharded already, one of them cut over tensor-parallel ranks."""
+class Split(DistributedModule):
+    """A module with parameters that are sharded already, one of them also over tensor-parallel ranks."""
 
     def __init__(self, ctx: Any, seed: int, on_meta: bool = False) -> None:
         super().__init__()
-        self.whole = {"cut": seeded(seed, 3, 6), "common": seeded(seed + 1, 7)}
-        piece = self.whole["cut"].chunk(ctx.tp_size, 1)[ctx.tp_rank]
-        common = self.whole["common"]
+        self.full = {"split": seeded(seed, 3, 6), "common": seeded(seed + 1, 7)}
+        shard = self.full["split"].chunk(ctx.tp_size, 1)[ctx.tp_rank]
+        common = self.full["common"]
         if on_meta:
-            piece, common = piece.to("meta"), common.to("meta")
-        self.cut = DistributedParameter(piece, tp_mode=True, tp_split_dim=1, group="cut")
+            shard, common = shard.to("meta"), common.to("meta")
+        self.split = DistributedParameter(shard, tp_mode=True, tp_split_dim=1, group="split")
         self.common = DistributedParameter(common, init_method=nn.init.ones_)
 
 
 @pytest.mark.ranks(4, pipe_size=2, tp_size=2)
 @pytest.mark.parametrize("as_block", [True, False])
 def test_sharded_parameters_move_to_one_stage(ctx: Any, as_block: bool) -> None:
-    modules: list[nn.Module] = [Cut(ctx, 1), Cut(ctx, 5)]
+    modules: list[nn.Module] = [Split(ctx, 1), Split(ctx, 5)]
     identities = [[id(p) for p in m.parameters()] for m in modules]
     if not as_block:
-        with pytest.raises(ValueError, match=r"'cut' is sharded over ranks \(.*stage_block"):
+        with pytest.raises(ValueError, match=r"'split' is sharded over ranks \(.*stage_block"):
             Block(modules[0], stage_local=True)
     layers = [Block(m) if as_block else m for m in modules]
     kept = [stage_block(m, index == ctx.pipe_rank) for index, m in enumerate(layers)]
@@ -141,23 +141,23 @@ def test_sharded_parameters_move_to_one_stage(ctx: Any, as_block: bool) -> None:
     assert block is not None
     assert [id(p) for p in block.parameters()] == identities[ctx.pipe_rank]
     for name, param in block.named_parameters():
-        found = slice_of(param)
-        assert (found.row_comm or ctx.tp).ranks == ctx.zero.ranks
-        assert found.shape == block.whole[name].shape
-        assert torch.equal(param.gather_all(), block.whole[name])
-    assert dict(block.named_parameters())["cut"].group == "cut"
+        where = slice_of(param)
+        assert (where.row_comm or ctx.tp).ranks == ctx.zero.ranks
+        assert where.shape == block.full[name].shape
+        assert torch.equal(param.gather_all(), block.full[name])
+    assert dict(block.named_parameters())["split"].group == "split"
     assert dict(block.named_parameters())["common"].init_method is nn.init.ones_
 
 
 @pytest.mark.ranks(4, pipe_size=2, tp_size=2)
 @pytest.mark.parametrize("as_block", [True, False])
-def test_what_awaits_values_is_not_gathered(ctx: Any, as_block: bool) -> None:
-    module: nn.Module = Cut(ctx, 1, on_meta=True)
+def test_parameters_that_await_values_are_not_unsharded(ctx: Any, as_block: bool) -> None:
+    module: nn.Module = Split(ctx, 1, on_meta=True)
     layer = Block(module) if as_block else module
 
     def sent() -> int:
-        comms = (ctx.outer_zero, ctx.outer_tp_zero)
-        return sum(t.bytes for c in comms for op, t in c.traffic.items() if op == "send")
+        communicators = (ctx.outer_zero, ctx.outer_tp_zero)
+        return sum(t.bytes for c in communicators for op, t in c.traffic.items() if op == "send")
 
     before = sent()
     block = stage_block(layer, ctx.pipe_rank == 1)

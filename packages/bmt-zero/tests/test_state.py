@@ -1,4 +1,4 @@
-"""State dicts: plain names, whole tensors, and all or nothing on loading."""
+"""State dicts: plain names, unsharded tensors, and all or nothing on loading."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def sharded(kind: str) -> nn.Module:
 KINDS = pytest.mark.parametrize("kind", ["block", "list", "mixed", "wrapped"])
 
 
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert list(found) == list(wanted)
+def same(result: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert list(result) == list(wanted)
     for name in wanted:
-        assert found[name].dtype == wanted[name].dtype, name
-        assert torch.equal(found[name], wanted[name]), name
+        assert result[name].dtype == wanted[name].dtype, name
+        assert torch.equal(result[name], wanted[name]), name
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -96,14 +96,14 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def test_state_dict_is_that_of_the_plain_model(kind: str) -> None:
     wanted = made(kind).state_dict()
     model = sharded(kind)
-    found = model.state_dict()
-    same(found, wanted)
-    assert found._metadata.keys() == wanted._metadata.keys()
-    assert all(v.is_contiguous() and v.untyped_storage().nbytes() == v.nbytes for v in found.values())
-    made(kind).load_state_dict(found, strict=True)
+    state = model.state_dict()
+    same(state, wanted)
+    assert state._metadata.keys() == wanted._metadata.keys()
+    assert all(v.is_contiguous() and v.untyped_storage().nbytes() == v.nbytes for v in state.values())
+    made(kind).load_state_dict(state, strict=True)
     sharded_names = {n for n, p in model.named_parameters() if isinstance(p, bmt_zero.DistributedParameter)}
-    for name in sharded_names:  # what was given out are copies
-        found[name].zero_()
+    for name in sharded_names:  # the entries are copies
+        state[name].zero_()
     same(model.state_dict(), wanted)
 
 
@@ -323,7 +323,7 @@ def with_hooks() -> nn.Module:
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("make", [Custom, in_place, with_hooks])
 @pytest.mark.parametrize("how", ["block", "wrapped", "in a list"])
-def test_the_modules_own_code_sees_whole_parameters(make: Callable[[], nn.Module], how: str) -> None:
+def test_the_code_of_modules_sees_unsharded_parameters(make: Callable[[], nn.Module], how: str) -> None:
     torch.manual_seed(3)
     plain, other = make(), make()
     torch.manual_seed(3)
@@ -347,13 +347,13 @@ def test_the_modules_own_code_sees_whole_parameters(make: Callable[[], nn.Module
     same_entries(model.state_dict(), wanted)
 
 
-def same_entries(found: dict[str, object], wanted: dict[str, object]) -> None:
-    assert list(found) == list(wanted)
+def same_entries(entries: dict[str, object], wanted: dict[str, object]) -> None:
+    assert list(entries) == list(wanted)
     for name, value in wanted.items():
         if isinstance(value, Tensor):
-            assert torch.equal(found[name], value), name  # type: ignore[arg-type]
+            assert torch.equal(entries[name], value), name  # type: ignore[arg-type]
         else:
-            assert found[name] == value
+            assert entries[name] == value
 
 
 @pytest.mark.ranks(2)

@@ -99,22 +99,22 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: int, steps: r
         optimizer.step()
 
 
-def assert_equal(found: object, expected: object, path: str = "") -> None:
+def assert_equal(actual: object, expected: object, path: str = "") -> None:
     """Equal in structure, names and values."""
     if isinstance(expected, dict):
-        assert isinstance(found, dict), path
-        assert sorted(map(str, found)) == sorted(map(str, expected)), path
+        assert isinstance(actual, dict), path
+        assert sorted(map(str, actual)) == sorted(map(str, expected)), path
         for key, value in expected.items():
-            assert_equal(found[key], value, f"{path}.{key}")
+            assert_equal(actual[key], value, f"{path}.{key}")
     elif isinstance(expected, (list, tuple)):  # torch makes lists of tuples when it broadcasts
-        assert len(found) == len(expected), path
+        assert len(actual) == len(expected), path
         for index, value in enumerate(expected):
-            assert_equal(found[index], value, f"{path}[{index}]")
+            assert_equal(actual[index], value, f"{path}[{index}]")
     elif isinstance(expected, Tensor):
-        assert type(found) is Tensor, path
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4, msg=lambda text: f"{path}: {text}")
+        assert type(actual) is Tensor, path
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4, msg=lambda text: f"{path}: {text}")
     else:
-        assert found == expected, path
+        assert actual == expected, path
 
 
 @pytest.mark.ranks(2, 4)
@@ -124,8 +124,8 @@ def test_of_models(ctx, layout):
         layout = 3
     model, expected = sharded(layout), make().state_dict()
     assert_equal(get_model_state_dict(model), dict(expected))
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    assert_equal(whole, dict(expected) if ctx.rank == 0 else {})
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert_equal(full, dict(expected) if ctx.rank == 0 else {})
     for number, options in enumerate(
         [
             StateDictOptions(),
@@ -152,12 +152,12 @@ def test_of_optimizers(ctx, layout, flat):
     run(plain, plain_optimizer, 0, range(3))
     run(model, optimizer, ctx.world_size, range(3))
     expected = get_optimizer_state_dict(plain, plain_optimizer, options=options)
-    found = get_optimizer_state_dict(model, optimizer, options=options)
-    assert_equal(found, expected)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    assert_equal(state, expected)
     other = sharded(layout, seed=9)
     other_optimizer = adamw(other.parameters())
     set_model_state_dict(other, get_model_state_dict(model))
-    set_optimizer_state_dict(other, other_optimizer, found, options=options)
+    set_optimizer_state_dict(other, other_optimizer, state, options=options)
     run(plain, plain_optimizer, 0, range(3, 6))
     run(other, other_optimizer, ctx.world_size, range(3, 6))
     assert_equal(get_optimizer_state_dict(other, other_optimizer), get_optimizer_state_dict(plain, plain_optimizer))
@@ -172,15 +172,15 @@ def test_of_optimizers_from_rank_0(ctx, layout):
     run(plain, plain_optimizer, 0, range(3))
     run(model, optimizer, 4, range(3))
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = get_state_dict(model, optimizer, options=full)
+    state = get_state_dict(model, optimizer, options=full)
     expected = get_state_dict(plain, plain_optimizer, options=full)
-    assert_equal(list(found), list(expected) if ctx.rank == 0 else [{}, {}])
+    assert_equal(list(state), list(expected) if ctx.rank == 0 else [{}, {}])
     other = sharded(layout, seed=9)
     other_optimizer = adamw(other.parameters())
     rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(other, found[0], options=rank_0)
-    set_optimizer_state_dict(other, other_optimizer, found[1], options=rank_0)
-    assert_equal(list(get_state_dict(other, other_optimizer, options=full)), list(found))
+    set_model_state_dict(other, state[0], options=rank_0)
+    set_optimizer_state_dict(other, other_optimizer, state[1], options=rank_0)
+    assert_equal(list(get_state_dict(other, other_optimizer, options=full)), list(state))
 
 
 @pytest.mark.ranks(4)
@@ -236,9 +236,9 @@ def test_of_tensor_parallel_parameters(ctx, level, tmp_path):
             own.step()
     assert_equal(get_model_state_dict(model), get_model_state_dict(plain))
     expected = get_optimizer_state_dict(plain, plain_optimizer)
-    found = get_optimizer_state_dict(model, optimizer)
-    assert_equal(found, expected)
-    dcp.save({"optimizer": found}, checkpoint_id=tmp_path)
+    state = get_optimizer_state_dict(model, optimizer)
+    assert_equal(state, expected)
+    dcp.save({"optimizer": state}, checkpoint_id=tmp_path)
     other = Block(Pair(9, True), zero_level=level)
     other_optimizer = adamw(other.parameters())
     state = {"optimizer": get_optimizer_state_dict(other, other_optimizer)}

@@ -127,7 +127,7 @@ def test_an_optimizer_that_steps_in_backward(ctx):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
-def test_optimizers_of_whole_parameters_are_refused_where_parameters_are_sharded(ctx, level, name):
+def test_optimizers_of_logical_parameters_are_refused_where_parameters_are_sharded(ctx, level, name):
     if not hasattr(torch.optim, name):
         return  # this version of torch lacks it
     plain, block = pair(lambda: nn.Linear(5, 7, bias=False), zero_level=level)

@@ -50,8 +50,8 @@ def test_a_parameter_that_one_rank_uses_has_a_gradient_on_all(ctx, options):
             plain(seeded(rank, 3, 5), also=rank == step == 1).square().sum().backward()
         block(seeded(ctx.rank, 3, 5), also=ctx.rank == step == 1).square().sum().backward()
     for (name, param), wanted in zip(block.named_parameters(), plain.parameters(), strict=True):
-        found = param.bmt_slice
-        torch.testing.assert_close(param.grad, wanted.grad[found.row_start : found.row_stop], msg=name)
+        where = param.bmt_slice
+        torch.testing.assert_close(param.grad, wanted.grad[where.row_start : where.row_stop], msg=name)
 
 
 def step_alike(plain, block, optimizers):
@@ -129,7 +129,7 @@ def test_zeroed_between_micro_batches_on_a_rank_that_has_used_nothing(ctx, level
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_accumulations_that_are_given_up_one_after_the_other(ctx, level, set_to_none):
+def test_accumulations_that_are_dropped_one_after_the_other(ctx, level, set_to_none):
     plain, block = pair(PartlyUsed, zero_level=level)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
     for step in range(3):
@@ -204,7 +204,7 @@ def test_gradients_that_were_accumulated_are_given_back_when_they_are_none(ctx, 
 
 @pytest.mark.ranks(2, 3)
 @every_level
-def test_gradients_that_were_given_up_are_zeros_on_all_ranks(ctx, level):
+def test_gradients_that_were_dropped_are_zeros_on_all_ranks(ctx, level):
     """Ranks have used different layers under ``no_sync``, and then filled gradients with zeros."""
 
     class Branches(nn.Module):

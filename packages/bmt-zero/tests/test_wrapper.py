@@ -125,12 +125,12 @@ def train(model: nn.Module, batches: list[Tensor], replicas: int) -> None:
         optimizer.step()
 
 
-def update_error(found: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+def update_error(state: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[str, Tensor]) -> float:
     errors = [0.0]
     for name, value in wanted.items():
         if value.is_floating_point():
             change = value - start[name]
-            error = (found[name] - value).norm()
+            error = (state[name] - value).norm()
             errors.append(float(error / change.norm()) if change.any() else float(error))
     return float(torch.tensor(errors).max())  # nan, if one is
 
@@ -154,13 +154,13 @@ def test_trains_as_the_plain_model_does(ctx: Any, make: Callable[[], nn.Module],
     batches = [torch.randint(0, 11, (ctx.world_size * 2, 4), generator=generator) for _ in range(STEPS)]
     train(plain, batches, 1)
     train(model, [b.chunk(ctx.world_size)[ctx.rank] for b in batches], ctx.world_size)
-    found = model.state_dict()
-    assert list(found) == list(plain.state_dict())
-    assert update_error(found, plain.state_dict(), start) < 1e-5
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    assert update_error(state, plain.state_dict(), start) < 1e-5
     model.eval(), plain.eval()
     with torch.no_grad():
         torch.testing.assert_close(model(batches[0]), plain(batches[0]), rtol=1e-4, atol=1e-5)
-    plain.load_state_dict(found, strict=True)
+    plain.load_state_dict(state, strict=True)
 
 
 @pytest.mark.ranks(2)
@@ -288,9 +288,9 @@ def test_a_block_takes_over_what_is_wrapped(ctx, levels, around):
         for optimizer in optimizers:
             optimizer.step()
     wanted = plain.state_dict()
-    found = model.state_dict()
-    assert list(found) == list(wanted)
-    assert all(torch.allclose(found[name], wanted[name], rtol=1e-4, atol=1e-5) for name in wanted)
+    state = model.state_dict()
+    assert list(state) == list(wanted)
+    assert all(torch.allclose(state[name], wanted[name], rtol=1e-4, atol=1e-5) for name in wanted)
 
 
 @pytest.mark.ranks(2)

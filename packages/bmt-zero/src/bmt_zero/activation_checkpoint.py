@@ -1,14 +1,14 @@
-"""Activation checkpointing of a sharded module: keep its inputs and recompute the rest in backward.
+"""Activation checkpointing of a sharded module: keep its inputs and recompute everything else in backward.
 
 [Note: scripted functions]
     TorchScript's profiling executor replaces a scripted function by an optimized one after some calls. The two save
-    different tensors for backward, so a recomputation between them would not find the tensors of the first forward.
-    A call of the same function outside of the module replaces it, too. So the executor makes no optimized functions any
-    more in a process that has a checkpointed module: scripted functions run as they were written.
+    different tensors for backward, so the recomputation would save other tensors than the forward if the function is
+    replaced between them. A call of the same function outside of the module can also replace it. So the executor
+    makes no optimized functions in a process that has a checkpointed module: scripted functions run as written.
 
     Recomputation stops at the last tensor that backward needs, by an exception without a message. If a scripted
-    function has saved that tensor, TorchScript makes a RuntimeError of it. Torch compares the numbers of tensors after
-    each recomputation, so one that was cut short for another reason is noticed.
+    function has saved that tensor, TorchScript turns the exception into a RuntimeError. Torch compares the number of
+    tensors after each recomputation, so it notices a recomputation that has stopped for another reason.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .written_buffers import Copies, WrittenBuffers
 
 
 class CheckpointedForward:
-    """Takes the place of a module's ``forward``, which it calls twice: in forward and in backward.
+    """Replaces a module's ``forward``, which it calls twice: in forward and in backward.
 
     Args:
         module: the module.
         group: its parameters.
-        kept: the results of operations that are kept beside its inputs.
+        kept: the results of operations that are kept in addition to its inputs.
 
     Attributes:
-        enabled: whether it does; otherwise activations are kept.
+        enabled: whether to recompute; otherwise activations are kept.
         replaced: the forward that was set on the instance before; it is called instead of the class's.
     """
 
@@ -52,7 +52,7 @@ class CheckpointedForward:
         self.group = group
         self.kept = kept
         self.enabled = True
-        self._buffers: WrittenBuffers | None = None  # from the first call on: the module may be a copy to be filled
+        self._buffers: WrittenBuffers | None = None  # made in the first call: the module may be an unfinished copy
         self._compiled: Callable[..., Any] | None = None
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
         functools.update_wrapper(self, self._forward)
@@ -66,12 +66,12 @@ class CheckpointedForward:
         return forward
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the module's forward; takes the place of its ``compile``. The arguments are ``torch.compile``'s.
+        """Compile the module's forward. Replaces its ``compile``; the arguments are those of ``torch.compile``.
 
-        What a compiled forward keeps of a share is torch's choice (``activation_memory_budget``).
+        For a share, torch chooses what a compiled forward keeps (``activation_memory_budget``).
 
         Raises:
-            ValueError: results of some operators are to be kept: the operators of a compiled forward are others.
+            ValueError: results of some operators are kept: a compiled forward has other operators.
         """
         if isinstance(self.kept, KeptOperations) and self.kept.wanted:
             raise ValueError(
@@ -120,10 +120,10 @@ class CheckpointedForward:
                 with buffers.noting_writes(copies), keeping.forward():
                     return forward(*args, **kwargs)
             except BaseException as error:
-                failed.append(error)  # to be raised outside: torch 2.8 would leave the checkpoint's hooks in place
+                failed.append(error)  # raised outside: otherwise torch 2.8 would not remove the checkpoint's hooks
                 return None
 
-        # torch keeps the random state of the devices of the tensors that it is given, and looks at no named ones.
+        # torch keeps the random states of the devices of positional tensor arguments only.
         place = torch.empty(0, device=self.group.context.device)
         result = checkpoint(run, place, use_reentrant=False, determinism_check=keeping.determinism_check)
         if failed:
@@ -174,7 +174,7 @@ class CheckpointedForward:
 
 
 class _Keeping:
-    """What one forward of a checkpointed module keeps."""
+    """The results that one forward of a checkpointed module keeps."""
 
     def __init__(self, kept: KeptOperations | KeptShare) -> None:
         self.kept = kept
@@ -208,7 +208,7 @@ def _random_states() -> list[Tensor]:
 
 
 def _versions(value: Any) -> list[int]:
-    """How often the tensors in nested arguments were written to."""
+    """The versions of the tensors in nested arguments."""
     if isinstance(value, Tensor):
         return [] if value.is_inference() else [value._version]
     if isinstance(value, (list, tuple)):

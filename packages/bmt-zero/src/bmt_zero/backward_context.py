@@ -1,8 +1,8 @@
-"""What is under way in a step: calls in forward, backward passes, prefetches and reductions in flight.
+"""The state of a step: calls in forward, backward passes, prefetches and reductions in flight.
 
-Each parallel context has one :class:`StepContext`. The first parameter group that a backward pass reaches asks autograd
-for a callback at the end of the pass. The callback completes all reductions and reshards what was unsharded and not
-used. The next forward notices a forward or a pass that an exception has ended.
+Each parallel context has one :class:`StepContext`. The first parameter group that a backward pass reaches queues an
+autograd callback for the end of the pass. The callback completes all reductions and reshards the groups that were
+unsharded and not used. The next forward notices a forward or a backward pass that an exception has ended.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def current_backward() -> int | None:
 def outside_backward() -> Iterator[None]:
     """Within, modules do not see the backward pass that is running.
 
-    For an autograd node whose backward computes a forward again and starts a backward pass of its own.
+    For an autograd node whose backward computes a forward again and starts another backward pass.
     """
     task = torch._C._current_graph_task_id()
     before = _hidden.passes
@@ -70,21 +70,21 @@ class BackwardPart(enum.Enum):
 
     ALL = enum.auto()
     INPUTS = enum.auto()
-    """The gradients of a chunk's inputs; those of parameters follow."""
+    """The input-gradient pass of a chunk; the weight-gradient pass follows."""
     WEIGHTS = enum.auto()
-    """The gradients of parameters, by running single nodes of modules' graphs again."""
+    """The weight-gradient pass, which runs single nodes of modules' graphs again."""
 
 
 class StepContext:
-    """The forward calls and backward passes under way, of parameter groups.
+    """The forward calls and backward passes of parameter groups that are running.
 
     Attributes:
         calls: the hooked modules' calls whose forward is running (``hooks.ForwardCall``), the innermost last.
         sequences: the operations of this rank, to compare their order with other ranks.
-        forbidden: why nothing may be unsharded now; None: it may.
+        forbidden: why unsharding is forbidden now, as part of a message; None: it is allowed.
         use: lets ranks agree on which parameters they have used.
-        splits_backward: whether the forward that is running will be differentiated in two parts.
-        part: what the backward pass that is running computes.
+        splits_backward: whether backward of the forward that is running will be split into two passes.
+        part: what the running backward pass computes.
     """
 
     def __init__(self) -> None:
@@ -93,46 +93,46 @@ class StepContext:
         self.forbidden: str | None = None
         self._passes: dict[int, _Pass] = {}
         self._reducing: list[GradientReducer] = []
-        self._abandoned: dict[GradientReducer, None] = {}  # whose reductions an exception in a pipeline has ended
-        self._copying: dict[GradientReducer, None] = {}  # whose gradients the host may not have
-        self._adding: dict[GradientReducer, None] = {}  # whose sums over micro-batches have not ended
-        self._prefetched: dict[ParameterGroup, bool] = {}  # whether they are kept until they are used
+        self._abandoned: dict[GradientReducer, None] = {}  # an exception in a pipeline has ended their reductions
+        self._copying: dict[GradientReducer, None] = {}  # their gradients may still be on the way to the host
+        self._adding: dict[GradientReducer, None] = {}  # their sums over micro-batches have not ended
+        self._prefetched: dict[ParameterGroup, bool] = {}  # and whether to keep them until they are used
         self.use = UseAgreement()
-        self._read: dict[Communicator, None] = {}  # whose ranks' memory this one computes with
-        self._meetings: list[Work] = []  # at the ends of passes that an exception has ended on this rank
+        self._read: dict[Communicator, None] = {}  # this rank computes with memory that their ranks share
+        self._meetings: list[Work] = []  # barriers of passes that an exception has ended on this rank
         self._nested = self._deferred = 0
         self._built: dict[tuple[Communicator, ...], int] = {}
         self.splits_backward = False
         self.part = BackwardPart.ALL
 
     def next_number(self, communicators: Sequence[Communicator]) -> int:
-        """How many groups of modules these ranks have built together before: it tells apart those of one name."""
+        """How many groups these ranks have built together before. It distinguishes groups with the same name."""
         key = tuple(communicators)
         self._built[key] = number = self._built.get(key, -1) + 1
         return number
 
     def begin_unsharding(self, group: ParameterGroup) -> None:
-        """A collective of ``group`` is started; ranks compare the order of labels.
+        """Note that a collective of ``group`` starts, so that ranks can compare the order of labels.
 
         Raises:
-            RuntimeError: other ranks do not compute what this one does, and would not take part.
+            RuntimeError: unsharding is forbidden, or other ranks unshard another group.
         """
         if self.forbidden is not None:
             raise RuntimeError(f"{group.name} cannot be unsharded {self.forbidden}")
-        # In forward, ranks of replicas need not compute the same; their backward passes reduce together.
+        # In forward, replicas need not compute the same. Their backward passes reduce together.
         for comm in group.unsharding_communicators if current_backward() is None else group.communicators:
             self.sequences.add(comm, group.label)
 
     def begin_use(self, group: ParameterGroup) -> None:
-        """This rank computes with parameters of ``group`` from now on."""
+        """Note that this rank computes with parameters of ``group`` from now on."""
         for flat in group.flats:
             if flat.is_shared:
                 self._read[flat.shard_comm] = None
 
     def end_use(self, waits: bool = True) -> None:
-        """Nothing is computed any more: meet the ranks that share memory, so that all may write to parameters.
+        """If no computation is running, meet the ranks that share memory: then all may write to parameters.
 
-        ``waits``: otherwise the others may go on, and this rank waits for them when its next forward begins.
+        ``waits``: whether to wait for them now; otherwise this rank waits when its next forward begins.
         """
         if not self._read or self.calls or self._passes or self._nested or self._deferred:
             return
@@ -145,18 +145,18 @@ class StepContext:
     # --- forward ----------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A call begins: forget calls that ended with an exception without a hook."""
+        """Before a call: forget calls that an exception has ended without running their hooks."""
         while self.calls and not is_running(self.calls[-1].frame, self.calls[-1].thread):
             self.calls.pop().abandon()
         if (self._read or self._meetings) and not self.calls and current_backward() is None:
             self.recover()
-            self.end_use()  # of one that an exception has ended
+            self.end_use()  # of a forward that an exception has ended
             meetings, self._meetings = self._meetings, []
             for meeting in meetings:
                 meeting.wait()
 
     def end_forward(self, call: Any) -> None:
-        """A call ends, and all calls within it."""
+        """End a call, and all calls within it."""
         while self.calls:
             last = self.calls.pop()
             if last is call:
@@ -164,13 +164,21 @@ class StepContext:
             last.abandon()
 
     def prefetch(self, group: ParameterGroup, keep: bool = False) -> None:
-        """Start to unshard ``group``, whose forward is likely to come next (``keep``: later)."""
+        """Start to unshard ``group``, whose forward probably comes next.
+
+        ``keep``: keep it until it is used, because its forward may come later.
+        """
         self._prefetched[group] = keep
         group.invalidate()
         group.unshard()
 
     def cancel_prefetch(self, unless: ParameterGroup | None = None, kept: bool = True) -> None:
-        """Reshard the groups that were prefetched (``kept``: also those to be kept), unless one of them runs now."""
+        """Reshard prefetched groups that are not used: mispredicted prefetches.
+
+        Args:
+            unless: the group that computes now.
+            kept: whether to reshard also those that are kept until they are used.
+        """
         if unless is not None:
             self._prefetched.pop(unless, None)
         for group in [group for group, keep in self._prefetched.items() if kept or not keep]:
@@ -180,12 +188,12 @@ class StepContext:
     # --- backward ---------------------------------------------------------------------------------
 
     def enter(self, group: ParameterGroup) -> None:
-        """``group`` takes part in the backward pass that is running."""
+        """Note that ``group`` takes part in the running backward pass."""
         self.begin_pass()[group] = None
         self.begin_use(group)
 
     def begin_pass(self) -> dict[ParameterGroup, None]:
-        """The groups that take part in the backward pass that is running, which begins with the first call of this."""
+        """The groups that take part in the running backward pass. The first call in a pass begins it."""
         task = current_backward()
         assert task is not None
         if task not in self._passes:
@@ -228,7 +236,7 @@ class StepContext:
             caller.wait_stream(stream)
 
     def _end_sums(self) -> None:
-        """A backward pass has ended, and outside of ``no_sync`` the sums in a fixed order."""
+        """At the end of a backward pass, end the sums in a fixed order that are outside of ``no_sync``."""
         for reducer in self._adding:
             reducer.end_backward()
             self.use.note(reducer)
@@ -236,16 +244,16 @@ class StepContext:
 
     @contextmanager
     def nested(self) -> Iterator[None]:
-        """Within, backward passes belong to one pipeline stage: nothing is compared with ranks of other stages.
+        """Within, backward passes belong to one pipeline stage: operations are not compared with ranks of other stages.
 
-        :meth:`settle` follows inside. An exception drops the gradients that wait for it.
+        The caller must call :meth:`settle` inside. An exception drops the gradients that wait for it.
         """
         self._nested += 1
         try:
             yield
         except BaseException:
             self.use.drop()
-            # Other ranks may not have come to these reductions: nothing waits for them before this rank goes on.
+            # Other ranks may not take part in these reductions, so this rank does not wait for them here.
             self._abandoned.update(dict.fromkeys(self._reducing))
             self._reducing = []
             raise
@@ -255,7 +263,7 @@ class StepContext:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Within, other micro-batches follow a forward or backward pass; ranks meet at the end."""
+        """Within, forward and backward passes of several micro-batches run. Ranks meet once, at the end."""
         self._deferred += 1
         try:
             yield
@@ -274,7 +282,7 @@ class StepContext:
 
     @contextmanager
     def splitting(self) -> Iterator[None]:
-        """Within, forwards run that will be differentiated in two parts."""
+        """Within, forwards run whose backward will be split into two passes."""
         before, self.splits_backward = self.splits_backward, True
         try:
             yield
@@ -293,8 +301,10 @@ class StepContext:
             self._reducing.append(reducer)
 
     def finish_reductions(self) -> None:
-        """Complete the reductions in flight. This is done before others start, so that reductions hold the buffers of
-        one group at most."""
+        """Complete the reductions in flight.
+
+        This is done before others start, so that reductions keep the buffers of at most one group.
+        """
         reducers, self._reducing = self._reducing, []
         for reducer in reducers:
             reducer.finish()
@@ -309,7 +319,7 @@ class StepContext:
             self._copying.popitem()[0].wait_for_copy()
 
     def reduce_accumulated(self, reducers: Sequence[GradientReducer]) -> None:
-        """Reduce what was accumulated under ``no_sync`` if no backward will do so; all ranks must call it."""
+        """Reduce gradients that were accumulated under ``no_sync``, if no backward will; all ranks must call it."""
         for reducer in reducers:
             self.finish_reductions()
             reducer.reduce_accumulated()
@@ -318,7 +328,7 @@ class StepContext:
         self._wait_for_copies()
 
     def settle(self, reducers: Sequence[GradientReducer]) -> None:
-        """Decide which parameters of ``reducers`` have gradients. Their ranks call it after the same reductions."""
+        """Decide which parameters of ``reducers`` get gradients. Their ranks must call it after the same reductions."""
         self.finish_reductions()
         self._wait_for_copies()
         self.use.settle(reducers)
@@ -326,7 +336,7 @@ class StepContext:
     def recover(self) -> None:
         """Outside backward: forget backward passes that an exception has ended, and the loss scale of the last one."""
         if any(each.runs_in_another_thread() for each in self._passes.values()):
-            return  # which waits for this one
+            return  # that pass is not over: it waits for this thread
         if torch._C._current_graph_task_id() == -1:
             forget_scale()
         if current_backward() is not None:
@@ -347,25 +357,25 @@ class _Pass:
     """A backward pass that is running, or that an exception has ended.
 
     Attributes:
-        groups: that take part.
-        stream: that its nodes run on; its callback may run on another one.
+        groups: the groups that take part.
+        stream: the stream that its nodes run on; its callback may run on another one.
     """
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.groups: dict[ParameterGroup, None] = {}
         self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._thread = threading.get_ident()
-        self._callback = ref(callback)  # autograd lets go of it when the pass ends
+        self._callback = ref(callback)  # autograd drops it when the pass ends
 
     def runs_in_another_thread(self) -> bool:
-        """Whether this thread runs beside it: its modules have started one. On CUDA, autograd's thread outlives it."""
+        """Whether the pass runs in another thread than this one, which one of its modules has started."""
         if self._thread == threading.get_ident():
             return False
-        return self._callback() is not None and self._thread in sys._current_frames()
+        return self._callback() is not None and self._thread in sys._current_frames()  # on CUDA the thread stays alive
 
 
 def is_running(frame: FrameType, thread: int) -> bool:
-    """Whether a frame is one of those that a thread runs. On CUDA, backward has a thread of its own."""
+    """Whether a thread is running a frame. On CUDA, backward runs in its own thread."""
     current = sys._getframe(1) if thread == threading.get_ident() else sys._current_frames().get(thread)
     while current is not None:
         if current is frame:

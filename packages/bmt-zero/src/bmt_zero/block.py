@@ -17,7 +17,7 @@ from .wrapped import blocks_of_wrappers, unwrap
 
 
 def check_no_blocks(inner_module: nn.Module) -> None:
-    """Raise if a module is or contains a sharded one that no ``BMTrainModelWrapper`` of it has made."""
+    """Raise if a module is, or contains, a sharded module that its ``BMTrainModelWrapper`` has not made."""
     of_wrappers = blocks_of_wrappers(inner_module)
     for path, module in inner_module.named_modules():
         if sharding_of(module) is not None and module not in of_wrappers:
@@ -34,15 +34,15 @@ class _ShardedByBlock(type(nn.Module)):  # type: ignore[misc]
 
 
 class Block(nn.Module, metaclass=_ShardedByBlock):
-    """Shard a module in place, with activation checkpointing; returns the module itself.
+    """Shard a module in place, with activation checkpointing. Returns the module itself.
 
-    Modules in it may have been passed to :func:`bmt_zero.BMTrainModelWrapper` before: the Block takes over their
+    Its submodules may have been passed to :func:`bmt_zero.BMTrainModelWrapper` before: the Block takes over their
     parameters, without gradients.
 
     Args:
         inner_module: the module.
         use_checkpoint, zero_level, initialized: see :func:`shard`.
-        mode: "BLOCK" or "PIPE", which are the same here: a ``PipelineTransformerBlockList`` takes either.
+        mode: "BLOCK" or "PIPE", which mean the same: a ``PipelineTransformerBlockList`` takes either.
         options: further options of :func:`shard`: ``precision``, ``shard_comm``, ``replicate_comm``, ``stage_local``,
             ``offload``.
 
@@ -52,7 +52,7 @@ class Block(nn.Module, metaclass=_ShardedByBlock):
     Raises:
         RuntimeError: before ``init_distributed``; ranks have built different modules.
         TypeError: ``inner_module`` is not a module.
-        ValueError: the module contains or is a Block, or cannot be sharded (see :func:`shard`). It is then unchanged.
+        ValueError: the module contains or is a Block, or cannot be sharded (see :func:`shard`). It is not changed then.
     """
 
     def __new__(  # type: ignore[misc]

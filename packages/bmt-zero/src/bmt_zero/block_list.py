@@ -15,12 +15,12 @@ from .state import load_state_dict
 
 
 def link_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Let sharded modules prefetch each other in this order."""
+    """Let sharded modules prefetch each other, in this order in forward."""
     link([sharding.hooks for block in dict.fromkeys(blocks) if (sharding := sharding_of(block)) is not None])
 
 
 class TransformerBlockList(nn.Module):
-    """Blocks called one after the other; while one computes, the next is unsharded.
+    """Calls Blocks one after the other. While a Block computes, the next one is unsharded.
 
     The first ``num_hidden`` arguments are passed from Block to Block; each Block gets all others unchanged.
 
@@ -29,7 +29,7 @@ class TransformerBlockList(nn.Module):
         num_hidden: the number of hidden states that the Blocks take and return.
     """
 
-    handles_shards = True  # its saving and loading serve sharded parameters
+    handles_shards = True  # its saving and loading support sharded parameters
 
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class TransformerBlockList(nn.Module):
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
         """Run all Blocks.
 
-        Returns the last Block's output. With ``return_hidden_states`` a tuple: the hidden states of that output, then
-        for each hidden state the inputs of all layers, of shape (layers, *hidden).
+        Returns the hidden states of the last Block's output. With ``return_hidden_states`` a tuple: these hidden
+        states, and then for each of them the inputs of all layers, of shape (layers, *hidden).
         """
         hidden, others = args[: self.num_hidden], args[self.num_hidden :]
         inputs: list[tuple[Tensor, ...]] = []

@@ -1,8 +1,8 @@
-"""Caches of keys and values in Hugging Face models, which a checkpointed layer must not fill twice.
+"""Caches of keys and values in Hugging Face models. A checkpointed layer must not fill a cache twice.
 
-A checkpointed layer computes twice. The second time it would find in the cache what it has put there the first time.
-So models keep no cache of their own in training, as with transformers' own checkpointing. A layer that gets a cache
-nevertheless (a learned prefix; models that cannot do without) is recomputed with the cache as it was before.
+A checkpointed layer computes twice. In the recomputation, the cache would already have the layer's keys and values. So
+models make no caches in training, as with transformers' own checkpointing. If a layer gets a cache nevertheless (a
+learned prefix, or a model that needs one), its recomputation gets the cache as it was before the forward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bmt_comm import not_compiled
 
 
 def turn_off_caches(model: nn.Module) -> None:
-    """Let the modules of ``model`` that take ``use_cache`` get ``use_cache=False`` while they train."""
+    """Pass ``use_cache=False`` to the modules of ``model`` that take ``use_cache``, while they train."""
     for module in model.modules():
         if not hasattr(module, "config"):
             continue

@@ -45,7 +45,7 @@ from .state import (
     refuse_fsdp1,
     shape_of,
     versions_of,
-    with_pieces,
+    with_tp_parameters,
     with_versions,
     without_wrapper,
 )
@@ -57,15 +57,15 @@ _writer = ThreadPoolExecutor(1, "bmt-zero-save")  # one thread, so that files ar
 def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool = False) -> Future[None]:
     """Write the model's plain state dict to one file, which a plain PyTorch model loads.
 
-    All ranks must call it; rank 0 writes. Parameters are gathered and written one at a time. If a module has its own
-    saving code (hooks, ``_save_to_state_dict``), all are gathered at once. The file appears under its name only when it
-    is complete and on the disk. A name that ends in ``.safetensors`` is written in that format (tensors only), any
+    All ranks must call it; rank 0 writes. Parameters are unsharded and written one at a time. If a module has its own
+    saving code (hooks, ``_save_to_state_dict``), all are unsharded at once. The file appears under its name only when
+    it is complete and on the disk. A name that ends in ``.safetensors`` is written in that format (tensors only), any
     other as by ``torch.save``.
 
     Args:
         model: any module, sharded or not.
         file_name: the file; its folder must exist.
-        non_blocking: return when the values are copied to rank 0's host memory, and write in the background.
+        non_blocking: whether to return when the values are in rank 0's host memory, and write in the background.
 
     Returns:
         A future that is done when the file is written. It is done on return unless ``non_blocking``, and always on
@@ -82,7 +82,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
     has_code = _has_own_code(model, context, loading=False)
     note_place("save")
     check_agreement(context.world, "save", _facts(model, has_code))
-    entries = with_pieces(model.state_dict(), model) if has_code else local_entries(model)
+    entries = with_tp_parameters(model.state_dict(), model) if has_code else local_entries(model)
     names: dict[int, list[str]] = {}  # of each value, by its identity
     for name, value in entries.items():
         names.setdefault(id(value), []).append(name)
@@ -123,7 +123,7 @@ def save(model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool
 
 
 def _on_rank0(context: ParallelContext, path: Path, call: Callable[[], None], tensors: Iterable[Any] = ()) -> None:
-    """Call on rank 0, while the others take part in gathering; raise on every rank what goes wrong."""
+    """Call ``call`` on rank 0 while the others take part in unsharding. An error is raised on every rank."""
     problem: Exception | None = None
     if context.rank == 0:
         try:
@@ -133,7 +133,7 @@ def _on_rank0(context: ParallelContext, path: Path, call: Callable[[], None], te
         except Exception as error:
             problem = RuntimeError(f"rank 0 could not write {path}: {_one_line(error)}")
             problem.__cause__ = error
-    deque(tensors, maxlen=0)  # what rank 0 has not come to, if writing has failed
+    deque(tensors, maxlen=0)  # on other ranks all tensors; on rank 0 the rest, if writing has failed
     raise_on_all(context.world, problem)
 
 
@@ -152,32 +152,32 @@ def _by_name(tensors: Iterable[tuple[list[str], Tensor]], path: Path) -> Iterato
 def load(model: nn.Module, file_name: str | os.PathLike[str], strict: bool = True, *, key_map: KeyMap = None) -> None:
     """Fill a model from a file with a plain state dict (:func:`save`, ``torch.save`` or safetensors), or a directory.
 
-    All ranks must call it; rank 0 reads and broadcasts a few MiB at a time, of which each rank keeps what it holds. If
-    a module has its own loading code (hooks, ``_load_from_state_dict``), every rank gets all of it at once. Nothing in
-    the file is executed. Names, shapes and dtypes, the range of numbers that go into a narrower dtype (which are read
-    twice for it), and the checksums of a file of ``torch.save`` are checked before anything is changed.
+    All ranks must call it. Rank 0 reads and broadcasts a few MiB at a time, and each rank keeps its rows. If a module
+    has its own loading code (hooks, ``_load_from_state_dict``), every rank gets the full state dict at once. Nothing in
+    the file is executed. Before anything is changed, these are checked: names, shapes and dtypes; the range of numbers
+    that are converted to a narrower dtype (which are read twice for this); the checksums of a file of ``torch.save``.
 
-    From a directory (a checkpoint of a :class:`~bmt_zero.Checkpointer`, or what Hugging Face's ``save_pretrained``
-    writes), and with a ``key_map``, each rank reads what it holds; all ranks must see the files. Names of tied weights
-    may then be missing but for one. Experts that the files have one by one (``experts.0.up_proj.weight``) go into the
-    packed tensors of a model (``experts.gate_up_proj``), and names that transformers has changed are mapped.
+    From a directory (a checkpoint of a :class:`~bmt_zero.Checkpointer`, or the files that Hugging Face's
+    ``save_pretrained`` writes), and with a ``key_map``, each rank reads its own rows; all ranks must see the files. Of
+    tied weights, one name is enough then. Experts that the files have one by one (``experts.0.up_proj.weight``) go into
+    the packed tensors of a model (``experts.gate_up_proj``), and names that transformers has changed are mapped.
 
-    Parameters and buffers on the meta device get memory, but for those that the file does not have.
+    Parameters and buffers on the meta device get memory, except those that the file does not have.
 
     Args:
         model: any module, sharded or not.
         file_name: the file or directory.
         strict: whether the names must be those of the model, no more and no fewer.
         key_map: from names in the file to names in the model: a mapping, or a function that may return ``None`` for
-            what is not to be read.
+            entries that are not read.
 
     Raises:
         FileNotFoundError: on every rank.
         ValueError: on every rank: the file is damaged, holds other things than tensors and plain values, or
             has missing or surplus (under ``strict``) or misshapen entries; a number is too large for the model's dtype;
-            a parameter of FSDP2's is on the meta device. The model is then unchanged. Or a file that has checksums per
+            a parameter of FSDP2's is on the meta device. The model is not changed then. Or a file with one checksum per
             piece (a checkpoint of a ``Checkpointer``) is damaged where it is read: the model may be loaded in part.
-        OSError: on every rank: the machine cannot read for now. The model may be loaded in part.
+        OSError: on every rank: the machine cannot read now. The model may be loaded in part.
         RuntimeError: ranks have different models.
         TypeError: a module is FSDP1's.
     """
@@ -236,14 +236,14 @@ def _fill(model: nn.Module, reading: Rank0Source, strict: bool, has_code: bool, 
 
 
 def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, context: ParallelContext) -> None:
-    """Each rank reads what it holds."""
+    """Load from files that each rank reads: its own rows."""
     loaders: list[WeightLoader] = []
 
     def together(call: Callable[[], object]) -> None:
         problem: Exception | None = None
         try:
             call()
-        except Exception as error:  # the others wait to hear of it
+        except Exception as error:  # the other ranks wait for the outcome
             problem = error
             if not isinstance(error, (OSError, ValueError, TypeError, RuntimeError)):
                 problem = RuntimeError(_one_line(error))
@@ -268,7 +268,7 @@ def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, con
 
 
 def _check_target(path: Path) -> None:
-    """Raise if it is known before the model is gathered that a file cannot be written."""
+    """Raise if the file clearly cannot be written, before the model is unsharded."""
     problem = None
     if not path.parent.is_dir():
         problem = f"there is no folder {path.parent}"
@@ -297,7 +297,7 @@ def _has_own_code(model: nn.Module, context: ParallelContext, loading: bool) -> 
 
 
 def _facts(model: nn.Module, has_code: bool) -> list[str]:
-    """What ranks must agree on."""
+    """Descriptions of the entries, which must be the same on all ranks."""
     entries = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not is_stage_local(p)}
     if not has_code:  # which local_entries() needs
         entries = local_entries(model)

@@ -1,19 +1,19 @@
-"""Block-wise 8-bit numbers in which parameters and gradients travel between ranks.
+"""Communicate parameters and gradients as block-wise 8-bit numbers.
 
 [Note: compressed communication]
-    Numbers that follow one another share a scale (fp32): the largest of their absolute values over the largest 8-bit
-    number. That is one byte for each number, and four for each block.
+    Consecutive numbers form a block, which has one scale (fp32): the absmax divided by the largest 8-bit number. This
+    takes one byte for each number, and four for each block.
 
-    An all-gather sends packed shards. Every rank, also the owner, computes with what was unpacked, so all have the
-    same weights. Shards, which optimizers and checkpoints read, are never rounded.
+    An all-gather sends packed shards. Every rank, including the owner, computes with the unpacked numbers, so all have
+    the same weights. Shards, which optimizers and checkpoints read, are never rounded.
 
-    A reduce-scatter is an exchange of packed gradients, which are unpacked and summed in fp32, in the order of the
-    ranks. Each number is rounded at most once; what a rank has for its own shard is not rounded. On several hosts whose
-    ranks share memory, each host sums in fp32 first, and exchanges its sums, packed, with the other hosts; what a host
-    has for its own shards is not rounded. The sums are added up in the order of the hosts.
+    A reduce-scatter exchanges packed gradients, which are unpacked and summed in fp32, in the order of the ranks. Each
+    number is rounded at most once. The gradients that a rank has for its own shard are not rounded. On several hosts
+    whose ranks share memory, each host first sums in fp32, and then exchanges its packed sums with the other hosts. The
+    sums that a host has for its own shards are not rounded. The sums are added up in the order of the hosts.
 
-    In a block with an infinite number or NaN no number is finite after unpacking: checks for overflow see it. Blocks
-    whose scale would be below the smallest normal number of fp32 become zeros.
+    If a block has an infinite number or NaN, all of its numbers are infinite or NaN after unpacking, so checks for
+    overflow see it. Blocks whose scale would be below the smallest normal number of fp32 become zeros.
 
     This is the communication of ZeRO++ (https://arxiv.org/abs/2306.10209).
 """
@@ -35,12 +35,12 @@ Kind = Literal["int8", "float8"]
 
 @dataclass(frozen=True)
 class Compression:
-    """How parameters and gradients travel between ranks: as 8-bit numbers with a scale for each block.
+    """How parameters and gradients are communicated: as 8-bit numbers with a scale for each block.
 
     Attributes:
-        parameters: in all-gathers: "int8", "float8" (e4m3), or None, as they are.
+        parameters: in all-gathers: "int8", "float8" (e4m3), or None: not compressed.
         gradients: the same, in reduce-scatters.
-        block: how many numbers share a scale.
+        block: the number of elements that share a scale.
 
     Raises:
         ValueError: an unknown kind, or no block.
@@ -79,7 +79,7 @@ class Compression:
         return unpacking
 
     def reduce_scatter(self, comm: Communicator, out: Tensor, src: Tensor, async_op: bool, label: str) -> Work:
-        """Sum ``src``, rounded on its way, over the ranks, and keep this rank's part in ``out`` (fp32).
+        """Sum ``src``, rounded by packing, over the ranks, and keep this rank's part in ``out`` (fp32).
 
         ``src`` must stay unchanged until ``wait``.
         """
@@ -88,7 +88,7 @@ class Compression:
 
 
 class _Then:
-    """A collective after which ``finish`` runs, in the first ``wait``."""
+    """A collective, and a function ``finish`` that the first ``wait`` calls after it."""
 
     def __init__(self, work: Work, finish: Callable[[], None]) -> None:
         self._work = work

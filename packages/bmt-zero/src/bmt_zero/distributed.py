@@ -17,7 +17,7 @@ from .state import copy_instead, load_state_dict, shard_entry, unsharded_paramet
 
 
 class ParameterInitializer:
-    """A function that fills a tensor in place, with its further arguments.
+    """A function that fills a tensor in place, and its other arguments.
 
     ``ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=0.02)``
     """
@@ -47,12 +47,12 @@ class _AnySharded(type(nn.Parameter)):  # type: ignore[misc]
 class DistributedParameter(ShardedParameter, metaclass=_AnySharded):
     """Build a parameter whose rows are sharded over ranks. The result is a :class:`ShardedParameter`.
 
-    A ``DistributedModule`` gathers its own for its forward; anywhere else the operation that uses one gathers it. In a
-    module that becomes a Block, it becomes a part of the Block.
+    A ``DistributedModule`` unshards its parameters for its forward. Anywhere else, the operation that uses a parameter
+    unshards it. In a module that becomes a Block, it becomes a part of the Block.
 
     Args:
-        data: the logical parameter (under ``tp_mode``: this tensor-parallel rank's shard); this rank keeps its rows of
-            it. Nothing is communicated: ranks pass equal values, or initialise afterwards.
+        data: the logical parameter (under ``tp_mode``: this tensor-parallel rank's shard). This rank keeps its rows.
+            Nothing is communicated: all ranks must pass equal values, or initialise afterwards.
         requires_grad: whether it is trained.
         init_method: fills the logical parameter when ``init_parameters`` runs.
         group: a name by which ``grouped_parameters`` collects parameters.
@@ -105,21 +105,21 @@ class DistributedParameter(ShardedParameter, metaclass=_AnySharded):
 class DistributedModule(nn.Module):
     """A module that may own parameters of class :class:`DistributedParameter`.
 
-    Its call gathers those that belong to no Block: every rank that shares them must call the module. The gathered
-    tensor lives until backward has used it; a parameter that several modules share is gathered once. At other times
-    the attribute is the sharded parameter, and an operation that uses it gathers it.
+    Its call unshards those that belong to no Block: every rank that shares them must call the module. The unsharded
+    tensor is kept until backward has used it. A parameter that several modules share is unsharded once. At other times
+    the attribute is the sharded parameter, and an operation that uses it unshards it.
     """
 
-    handles_shards = True  # its saving and loading serve sharded parameters
+    handles_shards = True  # its saving and loading support sharded parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = self._standalone()
+        standalone = self._standalone()
         try:
-            for name, param in own.items():
+            for name, param in standalone.items():
                 self._parameters[name] = param.gather()  # type: ignore[assignment]
             return super().__call__(*args, **kwargs)
         finally:
-            self._parameters.update(own)
+            self._parameters.update(standalone)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         with unsharded_parameters(self, self._standalone()):

@@ -1,4 +1,4 @@
-"""Filling what all pipeline stages have in the order, and with the random numbers, of one process."""
+"""Fill the modules of all pipeline stages in the order, and with the random numbers, of one process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .stage_entry import natural_key
 from .state import raise_on_all
 
 _Position: TypeAlias = tuple[int, tuple[Any, ...], int]
-"""Where a fill is among those of all stages: how many modules come before it, not counting those in Blocks of a stage;
-a key of the Block that it is in; its number there."""
+"""The position of a fill among those of all stages: the number of modules before it, without those in Blocks of one
+stage; the key of the Block around it; its number there."""
 
 
 class Fill(NamedTuple):
-    """Something that a module has to be filled."""
+    """A function that fills a part of a module."""
 
     path: str  # of the module
     run: Callable[[], None]
@@ -31,11 +31,11 @@ class Fill(NamedTuple):
 def generators_of_rank_0(context: ParallelContext, seed: int | None) -> Iterator[None]:
     """Within, torch's generators have the states of rank 0's on all ranks. Every rank must call it.
 
-    After it, those that had these states before go on from where they are, and others are as before.
+    Afterwards, generators that had these states before continue from their last state. Others are restored.
 
     Args:
         context: the ranks.
-        seed: seed the generators by it instead, and restore them after.
+        seed: seed the generators with it instead, and restore all of them afterwards.
     """
     generators = _generators(context)
     before = after = [generator.get_state() for generator in generators]
@@ -55,7 +55,7 @@ def generators_of_rank_0(context: ParallelContext, seed: int | None) -> Iterator
 
 @contextmanager
 def without_drawing(context: ParallelContext) -> Iterator[None]:
-    """After it, torch's generators have the states that they had before."""
+    """Restore the states of torch's generators afterwards."""
     states = [generator.get_state() for generator in _generators(context)]
     try:
         yield
@@ -68,16 +68,17 @@ def run_in_order(
 ) -> None:
     """Run the fills of all stages, one after the other. Every rank must call it.
 
-    After a stage has run its own, the generators of all stages have the states that those of this one have.
+    After a stage has run a fill of a Block that only it has, the generators of all stages take the states of its
+    generators.
 
     Args:
-        fills: this rank's, in order.
-        modules: all, in order, with their paths.
+        fills: this rank's fills, in order.
+        modules: all paths and modules of this rank, in order.
         local: the paths of Blocks that only this stage has.
         context: the ranks.
 
     Raises:
-        Exception: what a fill raises; on all stages.
+        Exception: the error of a fill, on all stages.
     """
     if context.pipe_size == 1:
         for fill in fills:

@@ -1,4 +1,4 @@
-"""Flat gradients: where the gradients of a flat parameter lie, one after the other, before they are reduced."""
+"""Flat gradients: one buffer with the gradients of a flat parameter, from which they are reduced."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .flat_parameter import FlatParameter
 
 
 class Filled(NamedTuple):
-    """A flat gradient that was filled in part.
+    """A flat gradient that has some of its gradients.
 
     Attributes:
         total: the flat gradient.
         views: of all parameters.
-        written: indices of the parameters whose gradients lie there.
+        written: indices of the parameters whose gradients it has.
     """
 
     total: Tensor
@@ -25,22 +25,29 @@ class Filled(NamedTuple):
     written: set[int]
 
     def with_given(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """All gradients: those that lie here, to which what autograd has given of other uses is added, and the rest."""
-        found = list(grads)
+        """All gradients: the written views, and ``grads`` (autograd's) for the other parameters.
+
+        If a written parameter has a gradient in ``grads`` too, from other uses, it is added to the view.
+        """
+        result = list(grads)
         for index in self.written:
             given = grads[index]
             if given is not None:
                 self.views[index].add_(given)
-            found[index] = self.views[index]
-        return found
+            result[index] = self.views[index]
+        return result
 
 
 def new_flat_gradient(
     flat: FlatParameter, dtype: torch.dtype, is_kept: bool, give_back: Callable[[], object] | None
 ) -> Tensor:
-    """An uninitialised flat gradient: where other ranks can read it, unless it is kept and not reduced at once.
+    """An uninitialised flat gradient. If ranks share memory and it is not ``is_kept``, other ranks can read it.
 
-    ``give_back``: it may lie in the storage of the unsharded parameters, and this returns the storage.
+    Args:
+        flat: the flat parameter.
+        dtype: of the gradient.
+        is_kept: whether it is accumulated instead of reduced immediately.
+        give_back: returns the storage of the unsharded parameters, which may be borrowed; None: it may not.
     """
     comm = flat.shard_comm
     if not is_kept and flat.options.precision.packs_gradients is None and comm.shares_memory:
@@ -57,7 +64,7 @@ def is_flat_gradient(grad: Tensor | None, flat: FlatParameter, dtype: torch.dtyp
     return (
         len(flat.params) == 1
         and flat.shard_comm.size > 1
-        and not flat.shard_comm.shares_memory  # of which all ranks read flat gradients where they lie, or none
+        and not flat.shard_comm.shares_memory  # there, ranks read flat gradients in the memory they share
         and grad is not None
         and grad.is_contiguous()
         and grad.numel() == flat.layout.numel
@@ -68,15 +75,15 @@ def is_flat_gradient(grad: Tensor | None, flat: FlatParameter, dtype: torch.dtyp
 def write_gradients(
     grads: Sequence[Tensor | None], flat: FlatParameter, total: Tensor, add: bool, filled: Filled | None = None
 ) -> list[Tensor]:
-    """Write gradients into a flat one, or add them to it, but for those that lie there already (``filled``).
+    """Write gradients into the flat gradient ``total``, or add them to it. Those that ``filled`` has are skipped.
 
-    Returns the views of it.
+    Returns the views of ``total``, one for each parameter.
     """
     if filled is not None and filled.total is total:
         views, there = filled.views, filled.written
     else:
         views, there = flat.unsharded_views(total), set()
-    if not add:  # optimizers and norms may read the flat gradient as a whole
+    if not add:  # optimizers and norms may read all of the flat gradient
         for start, stop in flat.layout.gaps:
             total[start:stop].zero_()
         absent = [views[i] for i, grad in enumerate(grads) if grad is None]

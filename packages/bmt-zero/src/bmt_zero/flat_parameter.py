@@ -1,34 +1,34 @@
 """The storage of parameters of one dtype: this rank's shard of one flat buffer, and the unsharded buffer.
 
 [Note: storage]
-    ``shard``      this rank's part of the flat buffer, in the dtype the parameters are stored in. The parameters
+    ``shard``      this rank's shard of the flat buffer, in the dtype the parameters are stored in. The parameters
                    that ``model.parameters()`` yields are views of it and always stay the same objects.
     ``unsharded``  the full flat buffer, in the dtype of computation. While it is unsharded, modules compute with views
                    of it. Releasing and refilling resizes the same storage object, so tensors that autograd saved stay
-                   valid. Where one rank holds everything, it is ``shard``. At level 1 its storage is never released,
-                   and ``shard`` is a part of it, unless numbers are rounded on the way to it. Offloaded parameters
-                   always have both.
+                   valid. If the shard group has one rank, ``unsharded`` is ``shard``. At levels 0 and 1 its storage is
+                   never released, and ``shard`` is a view of it. Parameters that are cast, compressed or offloaded
+                   always have separate storage for both.
 
-    Gradients are reduced from a flat buffer, too. At levels 2 and 3 they borrow the storage of ``unsharded`` if it is
-    released: at that point of backward the parameters are not needed any more.
+    Gradients are also reduced from a flat buffer. At levels 2 and 3 it may borrow the storage of ``unsharded``, which
+    backward does not need any more at that point.
 
 [Note: memory that ranks share]
-    Where the ranks of the shard group share memory (CPU ranks of one host), ``unsharded`` is one buffer for all of
-    them, and ``shard`` this rank's part of it: nothing is gathered, released or held twice. To unshard is to wait until
-    all ranks have begun to, and so have written their parts. Nobody may write again before the others have computed:
-    ranks meet when a forward or a backward pass ends (``StepContext.end_use``). If an exception ends the forward of a
-    rank when as many modules have begun as in its last forward, this rank does not keep the others waiting: they go
-    on, and it waits for them when its next forward begins. It must not write before.
+    If the ranks of the shard group share memory (CPU ranks of one host), ``unsharded`` is one buffer for all of them,
+    and ``shard`` is this rank's part of it. Nothing is gathered, released or stored twice. Unsharding is a barrier:
+    when all ranks have begun it, all have written their shards. A rank must not write again before the other ranks
+    have computed. So ranks meet when a forward or a backward pass ends (``StepContext.end_use``). If an exception ends
+    the forward of a rank after as many modules have begun as in its last forward, the other ranks do not wait for this
+    rank. It waits for them when its next forward begins, and must not write before that.
 
-    With parameters that are rounded for computation, ``unsharded`` is shared at levels 1 and 2, and ``shard`` is apart;
-    at level 3 the rounded parameters of the whole model would take memory that level 3 is to save.
+    If parameters are cast for computation, ``unsharded`` is shared at levels 1 and 2, and ``shard`` is separate. At
+    level 3 it is not shared: the cast parameters of the full model would take the memory that level 3 saves.
 
 [Note: streams]
     On CUDA, the collectives of a flat parameter and the storage of ``unsharded`` belong to one side stream. Before that
-    stream writes, it waits for everything the compute stream has been given so far: the optimizer's writes, and the
-    readers of memory that is used again. (This does not delay a prefetch, which cannot start before the buffer of the
-    group before is released.) The compute stream waits for the event after the one collective it needs, not for the
-    side stream, where the next all-gather may be queued already. The host never waits, unless parameters are offloaded.
+    stream writes, it waits for all work in the compute stream so far: the optimizer's writes, and reads of memory that
+    is reused. (This does not delay a prefetch, which cannot start before the buffer of the previous group is released.)
+    The compute stream waits for the event after the one collective it needs, not for the side stream, where the next
+    all-gather may be queued already. The host never waits, unless parameters are offloaded.
 
 [Note: offloaded parameters]
     With ``offload=True`` a flat parameter has two devices. ``shard``, and so ``.grad`` and the optimizer's state, is in
@@ -36,9 +36,9 @@
     computation. The side stream copies the shard into this rank's part of ``unsharded`` before it gathers the others,
     and the reduced gradient to the host after it has reduced it. The host waits
 
-    - before a module computes, for the copy of its shard, which may have been prefetched: whoever writes to the shard
-      later writes after it was read;
-    - before it reads a gradient: once, at the end of a backward pass (``StepContext``), or at once where gradients are
+    - before a module computes, for the copy of its shard, which may have been prefetched. So later writes to the shard
+      come after it was read;
+    - before it reads a gradient: once, at the end of a backward pass (``StepContext``), or immediately if gradients are
       added to others or have hooks.
 
     On a context of the CPU both devices are the host, and the copies are the same.
@@ -66,7 +66,7 @@ _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offs
 
 
 class State(enum.Enum):
-    SHARDED = "the unsharded parameters cannot be used; their storage may be kept, released or lent"
+    SHARDED = "the unsharded parameters are not valid; their storage may be kept, released or lent"
     UNSHARDING = "the all-gather has been started"
     UNSHARDED = "the unsharded parameters can be used"
 
@@ -75,7 +75,7 @@ class FlatParameter:
     """Parameters of one dtype that are unsharded by one collective.
 
     Args:
-        layout: where they lie, over ``shard_comm.size`` ranks.
+        layout: of the parameters, over ``shard_comm.size`` ranks.
         params: in the order of ``layout``'s indices; they become views of ``shard``.
         shard: this rank's flat storage with its values, ``layout.shard_numel`` elements.
         communicators: the shard group and the replicate group.
@@ -132,7 +132,7 @@ class FlatParameter:
         self.label = ""  # names the collectives
         self.names: list[str] = []  # of the parameters
         self.is_shared = False  # whether ``unsharded`` is one buffer for all ranks
-        self._may_share = False  # whether it is to be found out
+        self._may_share = False  # whether sharing memory is possible and was not tried yet
         self.use_storage(shard)
 
     # --- storage ----------------------------------------------------------------------------------
@@ -166,21 +166,28 @@ class FlatParameter:
             with on_stream(self.stream if self.releases else None):
                 self.unsharded = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
             if is_kept and not self.casts and not self.offloads and self.compression is None:
-                self.shard = self._own_part(self.unsharded)
+                self.shard = self._shard_of(self.unsharded)
                 self.shard.copy_(shard)
-        self._follow_unsharded()
+        self._rebind_unsharded()
         if self.releases:
             self._storage.resize_(0)
         self._bind_parameters()
 
-    def _follow_unsharded(self) -> None:
-        """``unsharded`` has new storage."""
+    def _rebind_unsharded(self) -> None:
+        """Make the templates of :meth:`views` for new storage of ``unsharded``, which must not be released."""
         self._storage = self.unsharded.untyped_storage()
         self._bytes = self._storage.nbytes()
-        self._templates = self._make_templates()  # while the storage is there: set_ would grow it otherwise
+        # Not autograd views but separate tensors on the same storage, each with its own version counter: to autograd,
+        # refilling the storage does not modify the tensors that it saved.
+        self._templates = []
+        with torch.no_grad():
+            for shape, strides, offset in self._unsharded_geometry:
+                view = torch.empty(0, dtype=self.unsharded.dtype, device=self.unsharded.device)
+                start = int(self.unsharded.storage_offset()) + offset
+                self._templates.append(view.set_(self._storage, start, shape, strides))
 
     def _bind_parameters(self) -> None:
-        """Let the parameters be views of ``shard``."""
+        """Make the parameters views of ``shard``."""
         for param, view in zip(self.params, self.local_views(self.shard), strict=True):
             grad, param.grad = param.grad, None
             with torch._C.DisableTorchFunctionSubclass():
@@ -190,26 +197,28 @@ class FlatParameter:
         self._places = self._places_now()
 
     def _share_memory(self) -> None:
-        """Move ``unsharded`` to memory that the ranks share, if they do; a collective. See [Note: memory that ranks
-        share]."""
+        """Move ``unsharded`` to memory that the ranks share, if they share memory; a collective.
+
+        See [Note: memory that ranks share].
+        """
         self._may_share = False
-        with torch.inference_mode(False), torch.no_grad():  # training may follow
+        with torch.inference_mode(False), torch.no_grad():  # the tensors may be used in training later
             shared = self.shard_comm.shared_vector(self.layout.numel, self.unsharded.dtype)
             if shared is None:
                 return
             self.is_shared, self.releases = True, False
             self.unsharded = shared
-            self._follow_unsharded()
+            self._rebind_unsharded()
             if not self.casts:
-                own = self._own_part(shared)
-                own.copy_(self.shard.data)
-                self.shard = own
+                shard = self._shard_of(shared)
+                shard.copy_(self.shard.data)
+                self.shard = shard
                 self._bind_parameters()
 
     def drop_storage(self) -> None:
-        """Release all memory now, because reference cycles would keep it until Python's garbage collector runs.
+        """Release all memory of parameters that have moved elsewhere, or are not used on this rank any more.
 
-        The parameters have moved elsewhere, or are not used on this rank any more.
+        Reference cycles would keep it until Python's garbage collector runs.
         """
         self.wait()
         nothing = self.shard.new_empty(0)
@@ -265,14 +274,15 @@ class FlatParameter:
         for param, view in zip(self.params, self.local_views(shard), strict=True):
             view.copy_(param.to_local())
         if shard.dtype == self.shard.dtype and shard.device == self.shard.device:
-            # The storage stays, which other ranks may share: one that has no rows does not notice.
+            # Keep the storage, which other ranks may share: a rank without rows does not notice the move.
             self.state = State.SHARDED
             self.shard.copy_(shard)
             self._bind_parameters()
         else:
             self.use_storage(shard)
 
-    def _own_part(self, flat: Tensor) -> Tensor:
+    def _shard_of(self, flat: Tensor) -> Tensor:
+        """This rank's shard of a flat buffer, as a view."""
         size, rank = self.layout.shard_numel, self.shard_comm.rank
         return flat[rank * size : (rank + 1) * size]
 
@@ -284,17 +294,6 @@ class FlatParameter:
         """Every parameter as a view of a flat buffer of the size of ``unsharded``."""
         return _strided_views(flat, self._unsharded_geometry)
 
-    def _make_templates(self) -> list[Tensor]:
-        # Not autograd views but separate tensors on the same storage, each with its own version counter: to autograd,
-        # refilling the storage does not modify the tensors that it saved.
-        templates = []
-        with torch.no_grad():
-            for shape, strides, offset in self._unsharded_geometry:
-                view = torch.empty(0, dtype=self.unsharded.dtype, device=self.unsharded.device)
-                start = int(self.unsharded.storage_offset()) + offset
-                templates.append(view.set_(self._storage, start, shape, strides))
-        return templates
-
     def views(self) -> list[Tensor]:
         """The unsharded parameters as new tensors on the storage of ``unsharded``."""
         views = [template.data for template in self._templates]
@@ -302,11 +301,11 @@ class FlatParameter:
 
     @property
     def is_temporary(self) -> bool:
-        """Whether the values of ``unsharded`` are there only while parameters are unsharded."""
+        """Whether ``unsharded`` has values only while parameters are unsharded."""
         return self.releases or (self.is_shared and self.options.level > 1)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor has values that may go when the parameters are resharded."""
+        """Whether a tensor may lose its values when the parameters are resharded."""
         return self.is_temporary and tensor.untyped_storage()._cdata == self._storage._cdata
 
     # --- transitions ------------------------------------------------------------------------------
@@ -320,7 +319,7 @@ class FlatParameter:
         return shard
 
     def unshard(self) -> None:
-        """Start the all-gather, unless the present parameters are unsharded or about to be."""
+        """Start the all-gather, unless the current values are unsharded or their all-gather has started."""
         if self.is_shard:
             self.state = State.UNSHARDED
             return
@@ -328,7 +327,7 @@ class FlatParameter:
         if self.state is not State.SHARDED and self._version == version:
             return
         if self._may_share:
-            if self.was_moved():  # since the last forward, and a prefetch does not look
+            if self.was_moved():  # since the last forward: a prefetch does not check that
                 self.rebind_storage()
             if self._may_share:
                 self._share_memory()
@@ -345,19 +344,19 @@ class FlatParameter:
             if self.compression is not None:
                 self._work = self.compression.all_gather(comm, unsharded, self._values(), on_cpu, self.label)
             else:
-                own = self._own_part(unsharded)
+                shard = self._shard_of(unsharded)
                 if self.float8 is not None:
-                    rows, values = self.local_views(own), self.local_views(self._values())
+                    rows, values = self.local_views(shard), self.local_views(self._values())
                     self.float8.write(rows, values, comm, self.label)
-                    unsharded, own = unsharded.view(torch.uint8), own.view(torch.uint8)
+                    unsharded, shard = unsharded.view(torch.uint8), shard.view(torch.uint8)
                 elif self.casts or self.offloads:
-                    own.copy_(self._values())
+                    shard.copy_(self._values())
                 else:
-                    own = self.shard.data
+                    shard = self.shard.data
                 if self.is_shared:
                     self._work = comm.barrier(async_op=True, label=self.label)
                 else:
-                    self._work = comm.all_gather(unsharded, own, async_op=on_cpu, label=self.label)
+                    self._work = comm.all_gather(unsharded, shard, async_op=on_cpu, label=self.label)
             self._arrived = record_event(self.stream)
         self.state = State.UNSHARDING
         self._version = version
@@ -376,17 +375,17 @@ class FlatParameter:
         self.state = State.UNSHARDED
 
     def reshard(self) -> None:
-        """Release the unsharded parameters, or invalidate them where their storage is kept."""
+        """Release the storage of the unsharded parameters. If it is kept, invalidate them."""
         self.wait()
         if self.releases and self._borrower is None and self._storage.nbytes():
             with named_range("reshard", self.label):
                 self.let_side_stream_wait()  # for what the compute stream has yet to read
                 self._storage.resize_(0)
-        if self.state is State.UNSHARDED and not self.is_shared:  # until the next computation nobody writes
+        if self.state is State.UNSHARDED and not self.is_shared:  # shared values stay valid until the next computation
             self.state = State.SHARDED
 
     def lend_storage(self, give_back: Callable[[], object]) -> Tensor | None:
-        """The storage of the unsharded parameters, which are not needed any more; None where it cannot be lent.
+        """The storage of the unsharded parameters, which are not needed any more; None if it cannot be lent.
 
         ``give_back`` is called if the storage is needed again before :meth:`storage_returned`.
         """
@@ -421,30 +420,30 @@ class FlatParameter:
         if len(self.params) > 1 or self.float8 is not None:
             return self.unshard_stored(index).to(self.dtype)
         flat = torch.empty(self.layout.numel, dtype=self.unsharded.dtype, device=self.unsharded.device)
-        own = self._own_part(flat)
-        own.copy_(self.shard.data)
-        self.shard_comm.all_gather(flat, own, label=self.label)
-        # ``data``, because a view would be kept alive in graphs through its base: no weak reference to it would last.
+        shard = self._shard_of(flat)
+        shard.copy_(self.shard.data)
+        self.shard_comm.all_gather(flat, shard, label=self.label)
+        # ``data``, because graphs keep a view alive only through its base: weak references to a view would not last.
         return _strided_views(flat, self._unsharded_geometry[index : index + 1])[0].data
 
     def unshard_stored(self, index: int, like: Tensor | None = None) -> Tensor:
         """Parameter ``index`` alone, unsharded, in the dtype that it is stored in; not differentiable.
 
-        Ranks send each other its rows only; an all-gather would move the full flat buffer.
+        Ranks send each other only its rows. An all-gather would move the full flat buffer.
 
         Args:
-            like: a tensor of the shape of this rank's rows (an optimizer's state), to gather instead.
+            like: a tensor of the shape of this rank's rows (an optimizer's state), to unshard instead.
         """
         comm, placement = self.shard_comm, self.placements[index]
         source = self.params[index].to_local() if like is None else local_rows(like).detach()
         result = torch.empty(placement.shape, dtype=source.dtype, device=self.device)
         rows = result.view(placement.rows, placement.row_numel)
         parts = [rows[slice(*self.layout.rows_of(placement, rank))] for rank in range(comm.size)]
-        own = parts[comm.rank]
-        own.copy_(source.reshape(own.shape))
+        mine = parts[comm.rank]
+        mine.copy_(source.reshape(mine.shape))
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         comm.send_recv(
-            [(own, rank) for rank in others if own.numel()],
+            [(mine, rank) for rank in others if mine.numel()],
             [(parts[rank], rank) for rank in others if parts[rank].numel()],
             label=self.names[index] if self.names else self.label,
         )
@@ -465,7 +464,7 @@ def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextMan
 
 
 def record_event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """An event after the work that ``stream`` has been given."""
+    """An event after the work that ``stream`` has so far."""
     return None if stream is None else stream.record_event()
 
 

@@ -1,7 +1,7 @@
 """``fully_shard`` with the signature and the meaning of FSDP2's, on the machinery of :func:`bmt_zero.shard`.
 
 [Note: what differs from FSDP2]
-    A script that was written for ``torch.distributed.fsdp`` imports these names from here. What it trains is the same.
+    A script that was written for ``torch.distributed.fsdp`` imports these names from here, and trains the same model.
     Sharded parameters are :class:`bmt_zero.ShardedParameter`, not DTensors, and stay in their modules between forward
     and backward. docs/fsdp2.md lists the differences.
 """
@@ -70,7 +70,7 @@ class UnshardHandle:
         self._module: FSDPModule | None = module
 
     def wait(self) -> None:
-        """Wait until the parameters are unsharded; the module has the unsharded ones from now on."""
+        """Wait until the parameters are unsharded. The module has unsharded parameters from then on."""
         module, self._module = self._module, None
         if module is not None:
             hooks = module._hooks
@@ -84,13 +84,13 @@ class UnshardHandle:
 
 
 class FSDPModule:
-    """What a module that was passed to :func:`fully_shard` is beside its own class.
+    """The class that :func:`fully_shard` adds to the class of a module.
 
-    Methods with ``recurse`` reach the modules inside, too.
+    Methods with ``recurse`` also act on inner modules.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A part of a container, ``model[:2]``, is of the container's own class."""
+        """Part of a container, such as ``model[:2]``, has the container's original class."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -104,16 +104,15 @@ class FSDPModule:
         """Unshard the parameters of this module, not of sharded ones inside; all ranks must call it.
 
         The module has copies of the unsharded parameters, in the dtype of computation, until its forward,
-        :meth:`reshard` or a state dict. Gradients of what is computed with them are reduced as others are. Writes to
-        them are lost.
+        :meth:`reshard` or a state dict. Their gradients are reduced as usual. Writes to them are lost.
 
         Args:
-            async_op: whether to return a handle to wait for, instead of waiting. Forward waits by itself, and then
-                nothing is copied.
+            async_op: whether to return a handle to wait for, instead of waiting. Forward waits by itself; then nothing
+                is copied.
         """
         group = self._group
         with torch._C.DisableTorchFunctionSubclass():
-            group.unshard(look=True)
+            group.unshard(refresh=True)
         group.unsharded_by_script = True
         handle = UnshardHandle(self)
         if async_op:
@@ -134,37 +133,45 @@ class FSDPModule:
             group.options = replace(group.options, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are resharded after backward. If not, the next forward gathers them only if they were
-        written since (in place; writes to ``.data`` are not seen)."""
+        """Whether parameters are resharded after backward.
+
+        If not, the next forward unshards them only if they were written since (in place; writes to ``.data`` are not
+        seen).
+        """
         for group in self._groups(recurse):
             group.reshard_after_backward = bool(reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward unshards the parameters; that of an embedding does not read them."""
+        """Whether backward unshards the parameters. The backward of an embedding does not read them, for example."""
         self._hooks.needed_in_backward = bool(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Modules to unshard ahead when this module's forward begins, in place of the next one."""
+        """Set the modules to prefetch when this module's forward begins, instead of the next module."""
         self._hooks.prefetch_in_forward = _hooks_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Modules to unshard ahead when this module's backward begins, in place of the one before."""
+        """Set the modules to prefetch when this module's backward begins, instead of the previous module."""
         self._hooks.prefetch_in_backward = _hooks_of(modules)
 
     # --- gradients --------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not, they are accumulated unsharded, in the dtype of the reduction,
-        and a later backward reduces the sum. What is done to ``.grad`` in the meantime applies to them: see
-        :func:`bmt_zero.no_sync`."""
+        """Whether backward reduces gradients.
+
+        If not, they are accumulated unsharded, in the dtype of the reduction, and a later backward reduces the sum.
+        Changes of ``.grad`` in the meantime apply to them: see :func:`bmt_zero.no_sync`.
+        """
         for group in self._groups(recurse):
             for reducer in group.reducers:
                 reducer.no_sync = not requires_gradient_sync
                 reducer.settings.all_reduces = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward sums gradients over the replicate group. If not, it sums them over the shard group only,
-        and a later backward sums the sharded result over the replicate group."""
+        """Whether backward sums gradients over the replicate group.
+
+        If not, it sums them over the shard group only, and a later backward sums the sharded result over the replicate
+        group.
+        """
         for reducer in self._reducers(recurse):
             reducer.settings.all_reduces = bool(requires_all_reduce)
 
@@ -172,7 +179,7 @@ class FSDPModule:
         """Without effect: each backward completes its reductions."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What the gradients of this module's parameters, summed over the ranks, are divided by."""
+        """Set the number that the gradients of this module's parameters, summed over the ranks, are divided by."""
         if not factor > 0:
             raise ValueError(f"factor={factor!r} must be positive")
         for reducer in self._reducers(recurse=False):
@@ -183,8 +190,10 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], Any], *, stream: torch.cuda.Stream | None = None) -> None:
-        """Call ``hook(gradients)`` with each reduced, flat gradient of this rank's rows, to change it in place. There
-        is one for each dtype. On CUDA it runs in the stream of the reduction."""
+        """Call ``hook(gradient)`` with each reduced, flat gradient of this rank's rows, to change it in place.
+
+        There is one for each dtype. On CUDA the hook runs in the stream of the reduction.
+        """
         if stream is not None:
             raise ValueError("stream: the hook runs in the stream of the reduction; leave stream out")
         for reducer in self._reducers(recurse=False):
@@ -194,20 +203,20 @@ class FSDPModule:
         """Without effect: gradients are always summed, and divided afterwards."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Without effect: parameters that a rank has not used always count as zeros."""
+        """Without effect: gradients of parameters that a rank has not used always count as zeros."""
 
     # --- iterations and communication -------------------------------------------------------------
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next unsharding wait for ``event``, which was recorded after the optimizer's step."""
+        """Let the next unshard wait for ``event``, which was recorded after the optimizer's step."""
         device = self._group.context.device
         if device.type == "cuda":
             torch.cuda.current_stream(device).wait_event(event)
 
     def reset_iter_state(self) -> None:
-        """Forget a forward or backward that an exception has ended, with the gradients that wait to be reduced.
+        """Forget a forward or backward that an exception has ended, and the gradients that wait to be reduced.
 
-        The next forward does so by itself, except for gradients that wait.
+        The next forward does this by itself, except for waiting gradients.
         """
         for group in self._groups(recurse=True):
             group.step.begin_forward()
@@ -219,7 +228,7 @@ class FSDPModule:
                 reducer.drop()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Collectives work on the parameters' own flat buffers; there are no staging buffers.
+        """Without effect: collectives use the parameters' flat buffers, so there are no staging buffers.
 
         Raises:
             RuntimeError: ``enable`` is true.
@@ -240,7 +249,7 @@ class FSDPModule:
         _refuse("set_custom_reduce_scatter", "communicates through bmt_comm.Communicator")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """All collectives of a module use one process group.
+        """Without effect: all collectives of a module use one process group.
 
         Raises:
             RuntimeError: ``enable`` is true.
@@ -249,10 +258,10 @@ class FSDPModule:
             _refuse("set_separate_reduce_scatter_group", "uses one process group for all collectives of a module")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """One reduction is in flight at a time.
+        """Without effect: one reduction is in flight at a time.
 
         Raises:
-            TypeError: ``max_input_buffers`` is no integer.
+            TypeError: ``max_input_buffers`` is not an integer.
             ValueError: it is not 1.
         """
         if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
@@ -262,7 +271,7 @@ class FSDPModule:
                 f"max_input_buffers={max_input_buffers}: bmt_zero has one reduction in flight at a time; use 1"
             )
 
-    # --- inside -----------------------------------------------------------------------------------
+    # --- internal ---------------------------------------------------------------------------------
 
     @property
     def _hooks(self) -> ForwardHooks:
@@ -298,25 +307,25 @@ def fully_shard(
 ) -> T:
     """Shard a module's parameters in place, as ``torch.distributed.fsdp.fully_shard`` does.
 
-    Call it for inner modules first and for the model last. Parameters of modules inside that are sharded already stay
-    as they are. The module's class becomes a subclass of its own class and of :class:`FSDPModule`. ``.grad`` is the
+    Call it for inner modules first and for the model last. Parameters of inner modules that are already sharded are not
+    changed. The module's class becomes a subclass of its original class and of :class:`FSDPModule`. ``.grad`` is the
     mean over the ranks of the mesh. Parameters and buffers take the values of the mesh's first rank; those on the meta
-    device wait for ``reset_parameters`` or a state dict.
+    device get values from ``reset_parameters`` or a state dict.
 
     Without ``init_distributed``, the layout of ranks is made from ``torch.distributed``'s process group. All ranks must
-    then come to the first call.
+    then make the first call.
 
     Args:
         module: the module, or several modules whose parameters are unsharded and reduced together.
-        mesh: of one dimension: the ranks that share the parameters, by default all (all of the same tensor-parallel
-            index for tensor-parallel parameters of ``bmt_tp``); of two: (replicate, shard).
+        mesh: of one dimension: the ranks that share the parameters, by default all (for tensor-parallel parameters of
+            ``bmt_tp``: all of the same tensor-parallel index); of two dimensions: (replicate, shard).
         reshard_after_forward: whether parameters are resharded between forward and backward; None: they are, except
             those of the root, which is the outermost such module that is called. A number of ranks to which FSDP2
             would reshard counts as True, and 1 as False.
         shard_placement_fn: may return None or ``Shard(0)``.
         mp_policy: dtypes; a :class:`MixedPrecisionPolicy`, or that of torch.
         offload_policy: a :class:`CPUOffloadPolicy`, or that of torch, keeps shards in host memory.
-        ignored_params: parameters that are left alone.
+        ignored_params: parameters that are not sharded.
 
     Returns:
         ``module``.
@@ -325,8 +334,8 @@ def fully_shard(
         RuntimeError: ranks pass different modules.
         TypeError: ``module`` or a policy is of another type.
         ValueError: the module is sharded already, is a container without a forward, shares a parameter with another
-            sharded module, or cannot be sharded (see :func:`shard`); an argument is out of range. The modules are then
-            unchanged.
+            sharded module, or cannot be sharded (see :func:`shard`); an argument is out of range. The modules are not
+            changed then.
     """
     modules = _root_modules(module)
     context = _context_for(mesh)
@@ -370,9 +379,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if method is None:
         raise ValueError(f"method_name={method_name!r} is no method of {type(module).__name__}")
-    function = (
-        method.__func__ if getattr(method, "__self__", None) is module else None
-    )  # copies have modules of their own
+    # Not bound to this module, because copies of it have the method, too.
+    function = method.__func__ if getattr(method, "__self__", None) is module else None
 
     @functools.wraps(method)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -394,7 +402,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _root_modules(module: Any) -> list[nn.Module]:
-    """The modules to shard, without those that are inside of others of them, after checking them."""
+    """The modules to shard, checked, without those that are inside of others."""
     given = list(module) if isinstance(module, (list, tuple)) else [module]
     for each in given:
         if not isinstance(each, nn.Module):
@@ -410,9 +418,9 @@ def _root_modules(module: Any) -> list[nn.Module]:
 
 
 def _context_for(mesh: DeviceMesh | None) -> ParallelContext:
-    """The parallel context: of ``init_distributed``, or made from torch's process group."""
+    """The parallel context of ``init_distributed``, or one made from torch's process group."""
     if is_initialized() and dist.is_initialized() and current_context().world.group is not dist.group.WORLD:
-        shutdown()  # the script has left that process group and made another
+        shutdown()  # the script has destroyed that process group and made another
     if not is_initialized():
         init_distributed(device=None if mesh is None else mesh.device_type)
     context = current_context()
@@ -439,11 +447,11 @@ def _communicators_of(
         if group not in known:
             ranks = tuple(dist.get_process_group_ranks(group))
             alone = Communicator(None, context.device)
-            own = [comm for comm in (context.outer_zero, context.outer_tp_zero, alone) if comm.ranks == ranks]
-            known[group] = own[0] if own else Communicator(group, context.device)
+            same = [comm for comm in (context.outer_zero, context.outer_tp_zero, alone) if comm.ranks == ranks]
+            known[group] = same[0] if same else Communicator(group, context.device)
         communicators.append(known[group])
     if mesh.ndim == 1:
-        if communicators[0].ranks == context.outer_tp_zero.ranks:  # it knows of tensor-parallel parameters
+        if communicators[0].ranks == context.outer_tp_zero.ranks:  # the context also covers tensor-parallel parameters
             return None, float(context.replicas)
         communicators.insert(0, Communicator(None, context.device))
     return (communicators[1], communicators[0]), float(communicators[0].size * communicators[1].size)
@@ -458,7 +466,7 @@ def _precision(policy: Any) -> MixedPrecision:
 
 
 def _offload(policy: Any) -> tuple[bool, bool]:
-    """Whether shards are in host memory, and whether that is pinned."""
+    """Whether shards are in host memory, and whether that memory is pinned."""
     if not isinstance(policy, OffloadPolicy):
         from torch.distributed import fsdp  # takes long to import
 
@@ -512,16 +520,16 @@ def _hooks_of(modules: Sequence[FSDPModule]) -> list[ForwardHooks]:
 @serves_shards
 @not_compiled
 def _reshard_before(module: Any, *_: Any) -> None:
-    """A hook before a state dict is made or loaded: its entries are the sharded parameters."""
+    """A hook before a state dict is made or loaded, so that modules have the sharded parameters."""
     module.reshard()
 
 
-_PREPARED = "_bmt_fsdp_prepared"  # set on modules when the root they belong to is known
+_PREPARED = "_bmt_fsdp_prepared"  # set on modules whose root is known
 
 
 @not_compiled
 def _before_forward(module: Any, args: Any, kwargs: Any) -> Any:
-    """A hook before forward. The first one finds out whether the module is a root."""
+    """A hook before forward. In its first call outside of other calls, the module is a root: see :func:`_prepare`."""
     group: ParameterGroup = module._group
     group.step.begin_forward()
     if group.step.calls or current_backward() is not None:
@@ -534,24 +542,24 @@ def _before_forward(module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _prepare(root: FSDPModule) -> None:
-    """Settle what depends on which module is the root: resharding after forward, names and prefetching."""
-    before: list[ForwardHooks] = []  # in the order in which forward begins
-    after: list[ForwardHooks] = []  # in the order in which it ends
+    """Set what depends on which module is the root: resharding after forward, names and prefetching."""
+    before: list[ForwardHooks] = []  # in the order in which forwards begin
+    after: list[ForwardHooks] = []  # in the order in which forwards end
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, path: str) -> None:
         if module in seen:
             return
         seen.add(module)
-        own = sharding_of(module)
-        if own is not None:
-            own.group.name = f"{path} (a {type(module).__name__})" if path else f"a {type(module).__name__}"
-            before.append(own.hooks)
+        sharding = sharding_of(module)
+        if sharding is not None:
+            sharding.group.name = f"{path} (a {type(module).__name__})" if path else f"a {type(module).__name__}"
+            before.append(sharding.hooks)
         for name, child in module._modules.items():
             if child is not None:
                 visit(child, f"{path}.{name}" if path else name)
-        if own is not None:
-            after.append(own.hooks)
+        if sharding is not None:
+            after.append(sharding.hooks)
         if isinstance(module, FSDPModule):
             module.__dict__[_PREPARED] = True
             if module._group.options.reshard_after_forward is None:

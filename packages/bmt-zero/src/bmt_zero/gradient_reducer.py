@@ -1,10 +1,9 @@
 """Gradients of a flat parameter: accumulation, the reduction over ranks, and the parameters' ``.grad``.
 
 [Note: parameters without a gradient]
-    A backward pass gives a gradient to the parameters that some rank has used in it, and to no others, as in one
-    process. A rank knows only what it used itself. So ranks exchange at the end of a backward pass which parameters
-    they used, for all parameters at once (``use_agreement``). A rank that has used all of them needs no answer and
-    does not wait for it.
+    A backward pass gives gradients only to the parameters that some rank has used in it, as in one process. A rank
+    knows only which parameters it used itself. So at the end of a backward pass ranks exchange which parameters they
+    used, for all parameters at once (``use_agreement``). A rank that has used all of them does not wait for the answer.
 
 [Note: frozen parameters]
     Parameters are sorted into flat parameters by ``requires_grad`` once, when they are sharded. The layout never
@@ -14,9 +13,9 @@
 [Note: sums in a fixed order]
     With ``init_distributed(deterministic=True)`` every backward pass is reduced, also under ``no_sync``. The reduced
     gradients of this rank's shard are added up in a tree (``bmt_comm.fixed_order``). The first backward pass outside of
-    ``no_sync`` ends the sum and gives it to the parameters. If a group is reduced several times in each backward pass,
-    each time has a tree of its own: all leaves of a tree are micro-batches, on any number of ranks. Sums are made in
-    the dtype in which parameters are stored, over ranks as over micro-batches.
+    ``no_sync`` ends the sum and adds it to ``.grad``. If a group is reduced several times in each backward pass, each
+    of these reductions has its own tree, so that all leaves of a tree are micro-batches, on any number of ranks. Sums
+    over ranks and over micro-batches are computed in the dtype in which parameters are stored.
 """
 
 from __future__ import annotations
@@ -61,39 +60,39 @@ class GradientReducer:
         self.has_fixed_order = has_fixed_order
         self.settings = ReductionSettings(keeps_unsharded=flat.options.level <= 1)
         self.no_sync = False
-        self._unchecked: list[int] | None = None  # for whose gradients tensor-parallel ranks are still to be compared
+        self._unchecked: list[int] | None = None  # for :meth:`_check_replicas`; None: before the first reduction
         self._passes = 0  # reductions since the first one
         self.pending: Reduction | None = None
-        self._has_earlier = False  # what is pending includes gradients of earlier backward passes
-        self._copied: torch.cuda.Event | None = None  # after the copy of a gradient to the host, which has not waited
+        self._has_earlier = False  # ``pending`` includes gradients of earlier backward passes
+        self._copied: torch.cuda.Event | None = None  # after a copy to the host that the host has not waited for
         self._accumulated: Tensor | None = None  # unreduced gradients under no_sync
         self._partial: Tensor | None = None  # summed over the shard group and not over the replicate group
         self.gradients = ParameterGradients(flat)
         self._used_here = [False] * len(flat.params)  # by this rank, since the ranks agreed last
-        self.agrees = True  # the ranks know which parameters the reduced gradients are of
+        self.agrees = True  # no reduced gradients since the ranks agreed last
         self.has_calls_left = False  # other calls may have gradients for the same parameters in this backward pass
         self.undecided: list[Tensor | None] = []  # reduced gradients that wait for :meth:`decide`
         self._arrived: dict[GradientReducer, ReducedGradient] | None = None  # see :meth:`apart`
-        self._waited: set[int] = set()  # parameters that were trained when gradients began to wait, frozen since or not
+        self._waited: set[int] = set()  # parameters that were trainable when gradients began to wait
         self._trees: list[TreeSum] = []  # of the first, second, ... reductions of backward passes
         self._tree = 0  # which of them is next in this backward pass
-        self._written: tuple[Tensor | None, list[Tensor]] = (None, [])  # what one rank reduces
+        self._written: tuple[Tensor | None, list[Tensor]] = (None, [])  # total and views, for a shard group of one rank
         self.targets = GradientTargets(flat, self._accumulated_before, self._new_total)
 
     def writes(self, index: int) -> bool:
-        """Whether a call's backward may compute the gradient of a parameter in a flat gradient."""
+        """Whether a call's backward may compute the gradient of parameter ``index`` in a flat gradient."""
         scaled = self.grad_scale != 1.0 and self.flat.params[index].sequence_parallel
         return self._dtype == self.flat.dtype and self.flat.float8 is None and not scaled
 
     def reduce(self, grads: Sequence[Tensor | None], needed: bool, target: GradientTarget | None = None) -> None:
-        """Start to sum gradients of the unsharded parameters over the ranks; gradient mode is off.
+        """Start to sum gradients of the unsharded parameters over the ranks. Gradient mode must be off.
 
         Every rank must call this, even if its gradients are all None (they count as zeros).
 
         Args:
             grads: one for each parameter.
             needed: whether the unsharded parameters are still needed in this backward pass.
-            target: where some of them lie already.
+            target: the flat gradient that has some of them already; or None.
         """
         self.finish()
         self._drop_overwritten()
@@ -133,21 +132,20 @@ class GradientReducer:
             self._watch_gradients()
 
     def reduce_accumulated(self) -> None:
-        """Reduce what was accumulated under ``no_sync`` if no backward will do so; all ranks must call it."""
+        """Reduce gradients that were accumulated under ``no_sync``, if no backward will; all ranks must call it."""
         if self._accumulated is not None and not self.no_sync:
             self.reduce([None] * len(self.flat.params), needed=False)
 
-    def follow_parameters(self) -> None:
-        """Notice that the parameters were moved, by ``model.to(...)`` for example."""
+    def rebind_storage(self) -> None:
+        """Move the shard if the parameters were moved, by ``model.to(...)`` for example."""
         if self.flat.was_moved():
             self.finish()
             self.flat.rebind_storage()
 
     def finish(self) -> None:
-        """Complete a started reduction, if there is one.
+        """Complete the pending reduction, if there is one, and add it to the parameters' ``.grad``.
 
-        After this the parameters' ``.grad`` include it, except those that wait for :meth:`decide`; see
-        :meth:`_add_gradient`.
+        Some parameters wait for :meth:`decide`; see :meth:`_add_gradient`.
         """
         reduction, self.pending = self.pending, None
         if reduction is None:
@@ -171,14 +169,16 @@ class GradientReducer:
 
     @property
     def _reads_gradient(self) -> bool:
-        """Whether the host reads an offloaded gradient as soon as it arrives."""
+        """Whether the host reads an offloaded gradient immediately."""
         return (
             self.has_fixed_order or self._arrived is not None or bool(self.undecided) or self.gradients.are_read_at_once
         )
 
     def wait_for_copy(self) -> None:
-        """The host waits for gradients that are being copied to it; see [Note: offloaded parameters] in
-        flat_parameter."""
+        """Let the host wait for gradients that are being copied to it.
+
+        See [Note: offloaded parameters] in flat_parameter.
+        """
         copied, self._copied = self._copied, None
         if copied is not None:
             copied.synchronize()
@@ -189,24 +189,23 @@ class GradientReducer:
         return self.flat.options.level <= 1 and (self._accumulated is not None or bool(self._trees))
 
     def waiting(self) -> Iterator[Tensor]:
-        """Gradients that are not in ``.grad``: not reduced yet, on the way, or waiting for the other ranks."""
-        found = [self._accumulated, self._partial, *self.undecided]
-        found += self.targets.totals
+        """Gradients that are not in ``.grad``: not reduced yet, in flight, or waiting for the other ranks."""
+        tensors = [self._accumulated, self._partial, *self.undecided, *self.targets.totals]
         if self.pending is not None:
-            found += self.pending.held
+            tensors += self.pending.held
         for tree in self._trees:
-            found += tree.partials
-        return (tensor for tensor in found if tensor is not None)
+            tensors += tree.partials
+        return (tensor for tensor in tensors if tensor is not None)
 
     def drop_pass(self) -> None:
         """Forget what an interrupted backward has left.
 
-        Gradients of earlier backward passes that wait go on to do so, as in plain PyTorch together with what this one
+        Gradients of earlier backward passes keep waiting. As in plain PyTorch, they include what the interrupted one
         has added to them.
         """
         if self.pending is not None and self._has_earlier:
             self.finish()
-            self.decide(self._used_here)  # other ranks may not have failed, and cannot be asked
+            self.decide(self._used_here)  # other ranks may not have failed, so there is no agreement with them
         elif self.pending is not None:
             self.pending.finish()
         self.pending = None
@@ -219,7 +218,7 @@ class GradientReducer:
             self.gradients.remove_placeholders(range(len(self.flat.params)))
 
     def drop(self) -> None:
-        """Forget what an interrupted backward has left, and all gradients that wait."""
+        """Forget what an interrupted backward has left, and all waiting gradients."""
         self._accumulated = self._partial = None
         self._trees, self._has_earlier = [], False
         self.drop_pass()
@@ -248,7 +247,7 @@ class GradientReducer:
         self._tree += 1
 
     def end_backward(self) -> None:
-        """A backward pass has ended, and with it, outside of ``no_sync``, the sum over the micro-batches."""
+        """End a backward pass, and outside of ``no_sync`` the sum over the micro-batches."""
         self._tree = 0
         if self._trees and not self.no_sync:
             total, *others = [tree.total() for tree in self._trees]
@@ -260,23 +259,23 @@ class GradientReducer:
     # --- which parameters were used ---------------------------------------------------------------
 
     def take_used_here(self) -> list[bool]:
-        """Which parameters this rank has used since the last call of this."""
+        """Which parameters this rank has used since the last call of this method."""
         used, self._used_here, self.agrees = self._used_here, [False] * len(self.flat.params), True
         self.has_calls_left = False
         return used
 
     def drop_undecided(self) -> None:
-        """Drop the gradients that wait for :meth:`decide`: what computed them has failed."""
+        """Drop the gradients that wait for :meth:`decide`: the backward that computed them has failed."""
         self.undecided = []
         if not self._has_waiting:
             self.take_used_here()
 
     def awaits_others(self, used_here: Sequence[bool]) -> bool:
-        """Whether a gradient waits to know if other ranks have used the parameter."""
+        """Whether a gradient waits to learn if other ranks have used its parameter."""
         return any(grad is not None and not used for grad, used in zip(self.undecided, used_here))
 
     def decide(self, used: Sequence[bool]) -> None:
-        """Give parameters that some rank has used their gradients."""
+        """Add the waiting gradients of parameters that some rank has ``used``, and drop the others."""
         undecided, self.undecided = self.undecided, []
         self.gradients.remove_placeholders(index for index, used_now in enumerate(used) if not used_now)
         self.gradients.keep_placeholders()
@@ -286,16 +285,18 @@ class GradientReducer:
     # --- the parameters' gradients ----------------------------------------------------------------
 
     def add_gradient(self, gradient: ReducedGradient) -> None:
-        """Add what was reduced before."""
+        """Add a gradient that was reduced before."""
         self._used_here = [a or b for a, b in zip(self._used_here, gradient.used, strict=True)]
         self._add_gradient(gradient.total)
 
     def _add_gradient(self, reduced: Tensor) -> None:
         """Add a flat, reduced gradient of this rank's shard to the parameters' ``.grad``.
 
-        Hooks of ``register_hook`` may communicate, and all ranks must call them in one order. So parameters with such
-        hooks wait for the end of the backward pass, as do those that this rank has not used, and those with hooks for
-        accumulated gradients if other calls may have gradients for them.
+        These parameters wait for the end of the backward pass:
+
+        - those with hooks of ``register_hook``: hooks may communicate, so all ranks must call them in one order;
+        - those that this rank has not used;
+        - those with hooks for accumulated gradients, if other calls may have gradients for them.
         """
         params = self.flat.params
         if self._arrived is not None:
@@ -307,12 +308,12 @@ class GradientReducer:
         self.gradients.end_watch()
         self.agrees = False
         waited, self._waited = self._waited, set()
-        written, there = self._written
+        total, total_views = self._written
         self._written = None, []
-        views: Sequence[Tensor | None] = there if there and written is reduced else self.flat.local_views(reduced)
-        left = self.has_calls_left
+        views: Sequence[Tensor | None]
+        views = total_views if total_views and total is reduced else self.flat.local_views(reduced)
         now = [
-            used and not p._backward_hooks and not (left and p._post_accumulate_grad_hooks)
+            used and not p._backward_hooks and not (self.has_calls_left and p._post_accumulate_grad_hooks)
             for p, used in zip(params, self._used_here, strict=True)
         ]
         if not all(now):
@@ -329,7 +330,8 @@ class GradientReducer:
     def apart(self, arrived: dict[GradientReducer, ReducedGradient]) -> Iterator[None]:
         """Within, flat, reduced gradients of this rank's shard are summed in ``arrived`` and not in ``.grad``.
 
-        After an exception a reduction stays pending, for other ranks may not have come to it: ``StepContext.nested``.
+        After an exception a reduction stays pending, because other ranks may not take part in it; see
+        ``StepContext.nested``.
         """
         self.finish()
         before, self._accumulated, self._arrived = self._accumulated, None, arrived
@@ -343,16 +345,17 @@ class GradientReducer:
     # --- accumulation -----------------------------------------------------------------------------
 
     def _watch_gradients(self, of_others: bool = False) -> None:
-        """Gradients wait to be added to those of the parameters: notice if a script drops them."""
+        """Notice if a script drops gradients that wait to be added to ``.grad``."""
         if not self._waited:
             self._waited = {index for index, param in enumerate(self.flat.params) if param.requires_grad}
         if self._arrived is None:
             self.gradients.watch(self._used_here, of_others)
 
     def _drop_overwritten(self) -> None:
-        """Drop what waits for parameters whose gradients were overwritten, removed or replaced.
+        """Drop the gradients that wait for parameters whose ``.grad`` was overwritten, removed or replaced.
 
-        Zeros take its place: a rank that has used nothing, and has no gradients to notice it by, goes on to reduce.
+        They become zeros and are still reduced: a rank that has used nothing has no ``.grad`` to notice the drop by,
+        and reduces, too.
         """
         dropped = [] if self._arrived is not None else self.gradients.take_dropped()
         if not dropped:
@@ -364,7 +367,7 @@ class GradientReducer:
         views = [] if self._accumulated is None else [self.flat.unsharded_views(self._accumulated)]
         for rows in (*views, *map(self.flat.local_views, sharded)):
             torch._foreach_zero_([rows[index] for index in dropped])
-        for index in dropped:  # zeros that the script has left are a gradient, which all ranks are to have
+        for index in dropped:  # zeros that the script has written are a gradient, which all ranks must have
             self._used_here[index] = self.flat.params[index].grad is not None
 
     @property
@@ -375,9 +378,9 @@ class GradientReducer:
         return (reduce_dtype if computed.is_floating_point else None) or computed
 
     def _check_replicas(self, grads: Sequence[Tensor | None]) -> None:
-        """Compare gradients in the reductions number 1, 2, 4, 8, ... until each of them has had values.
+        """Compare gradients of tensor-parallel ranks in reductions number 1, 2, 4, 8, ... until each has had values.
 
-        The first ones may be zeros: before a layer that begins as zeros, as some adapters do.
+        The first gradients may be zeros: those before a layer whose weights are zeros at first, as in some adapters.
         """
         params = self.flat.params
         indices = [index for index, param in enumerate(params) if not param.sequence_parallel]
@@ -386,16 +389,16 @@ class GradientReducer:
         self._passes += 1
         if self._passes & (self._passes - 1) == 0 and self._unchecked:
             shapes = [params[index].bmt_slice.shape for index in indices]
-            found = [grads[index] for index in indices]
-            had_values = check_replicas(shapes, found, current_context().tp, self.flat.communicators)
-            having = {index for index, had in zip(indices, had_values, strict=True) if had}
-            self._unchecked = [index for index in self._unchecked if index not in having]
+            compared = [grads[index] for index in indices]
+            had_values = check_replicas(shapes, compared, current_context().tp, self.flat.communicators)
+            checked = {index for index, had in zip(indices, had_values, strict=True) if had}
+            self._unchecked = [index for index in self._unchecked if index not in checked]
 
     def _prepared(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Dense gradients, which the reduction multiplies by ``grad_scale``."""
+        """Dense gradients, scaled for a reduction that multiplies by ``grad_scale``."""
         dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
         if self.grad_scale != 1.0:
-            # The sum over tensor-parallel ranks is the gradient; see [Note: tensor-parallel ranks] in shard.
+            # Of these, the gradient is the sum over tensor-parallel ranks; see [Note: tensor-parallel ranks] in shard.
             for index, (param, grad) in enumerate(zip(self.flat.params, dense, strict=True)):
                 if grad is not None and param.sequence_parallel:
                     dense[index] = grad / self.grad_scale
@@ -407,7 +410,7 @@ class GradientReducer:
 
     def _accumulated_before(self) -> Tensor | None:
         """The flat gradient to which a backward pass adds, or None."""
-        if self.pending is not None:  # which is finished where all ranks do so
+        if self.pending is not None:  # all ranks finish it at the same place, which is not here
             return None
         self._drop_overwritten()
         return self._accumulated

@@ -1,8 +1,8 @@
-"""The flat gradient that the backward of one call fills, so that nothing has to be copied into it.
+"""The flat gradient that the backward of one call writes to, so that gradients of weights need no copy.
 
-The gradient of a weight is a matrix product. Operations of :mod:`unsharded_parameter` compute it where the reduction
-reads it, or add it there to that of earlier micro-batches. Autograd is given nothing for it. Other gradients are copied
-there when all have arrived.
+The gradient of a weight is a matrix product. Operations of :mod:`unsharded_parameter` compute it in the flat gradient,
+or add it there to the gradient of earlier micro-batches, and return None to autograd. Other gradients are copied into
+the flat gradient when all have arrived.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GradientTargets:
     Args:
         flat: the flat parameter.
         accumulated: the flat gradient to add to, or None.
-        new: makes another one.
+        new: makes a flat gradient.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class GradientTargets:
     ) -> None:
         self.flat = flat
         self._accumulated, self._new = accumulated, new
-        self._opened: dict[GradientTarget, Tensor] = {}  # flat gradients that are being filled
-        self._adding: dict[GradientTarget, None] = {}  # to the accumulated one
+        self._opened: dict[GradientTarget, Tensor] = {}  # the new flat gradients that targets write to
+        self._adding: dict[GradientTarget, None] = {}  # targets that add to the accumulated flat gradient
 
     def for_call(self, accumulates: Any) -> GradientTarget:
-        """For a call; ``accumulates`` is the node that runs only in backward passes whose gradients are reduced."""
+        """The target of a call. ``accumulates``: the node that runs only in backward passes that reduce gradients."""
         return GradientTarget(self, accumulates)
 
     def open(self, target: GradientTarget) -> tuple[Tensor, bool]:
@@ -61,22 +61,22 @@ class GradientTargets:
             return total, False
 
     def close(self, target: GradientTarget) -> None:
-        """The flat gradient of a target will not be reduced: the backward that has filled it has failed."""
+        """Discard the flat gradient of a target: the backward that has written to it has failed."""
         total = self._opened.get(target)
         self.take(target)
         if total is not None:
             self.flat.shard_comm.discard(total)
 
     def take(self, target: GradientTarget) -> Filled | None:
-        """What a call's backward has written, which the reduction has from now on; None: nothing."""
+        """Hand over what a call's backward has written; None: nothing."""
         self._opened.pop(target, None)
         self._adding.pop(target, None)
         return target.take()
 
     def take_accumulated(self) -> set[int]:
-        """The accumulated gradient is reduced from now on: calls that have added to it and go on do so in others.
+        """Hand over the accumulated gradient. Calls that added to it write to new flat gradients from now on.
 
-        Returns the indices of what they have written.
+        Returns the indices of the parameters whose gradients they have written.
         """
         written: set[int] = set()
         for target in list(self._adding):
@@ -85,22 +85,22 @@ class GradientTargets:
         return written
 
     def drop(self) -> None:
-        """Close all that were opened."""
+        """Close all open targets."""
         for target in [*self._opened, *self._adding]:
             self.close(target)
 
     @property
     def totals(self) -> list[Tensor]:
-        """The flat gradients that are being filled, but for accumulated ones."""
+        """The flat gradients that targets write to, without the accumulated one."""
         return list(self._opened.values())
 
 
 class GradientTarget:
-    """The flat gradient of one flat parameter that the backward of one call fills.
+    """The flat gradient of one flat parameter that the backward of one call writes to.
 
     Args:
-        targets: of the flat parameter, which opens and closes it.
-        accumulates: the node that runs only in backward passes whose gradients are reduced.
+        targets: of the flat parameter; opens and closes this one.
+        accumulates: the node that runs only in backward passes that reduce gradients.
     """
 
     def __init__(self, targets: GradientTargets, accumulates: Any) -> None:
@@ -114,33 +114,33 @@ class GradientTarget:
         self._task = -1  # the backward pass that writes
 
     def note_other_use(self, index: int) -> None:
-        """An operation uses parameter ``index`` that does not write here: autograd adds up its gradients."""
+        """An operation that does not write here uses parameter ``index``: autograd adds up its gradients."""
         self._others.add(index)
 
     def note_use(self, index: int) -> None:
-        """An operation of the forward uses parameter ``index`` that will ask for a place."""
-        if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint computes it again
+        """An operation of the forward that will ask for a place uses parameter ``index``."""
+        if torch._C._current_graph_task_id() == -1:  # otherwise it is the recomputation of a checkpoint
             self._uses[index] = self._uses.get(index, 0) + 1
 
     def place(self, index: int) -> Place | None:
-        """Where to compute a gradient of parameter ``index``, for autograd to be given nothing; None: as usual."""
+        """Where to compute a gradient of parameter ``index``; None: return it to autograd as usual."""
         if index in self._others or not torch._C._will_engine_execute_node(self._accumulates):
             return None
         task = torch._C._current_graph_task_id()
         if self._total is not None and task != self._task:
-            self._targets.close(self)  # a pass before has failed
+            self._targets.close(self)  # an earlier pass has failed
         if self._total is None:
             self._total, self._adds = self._targets.open(self)
             self._views = self._targets.flat.unsharded_views(self._total)
             self._task = task
         adds = self._adds or index in self._written
         if self._total.dtype.itemsize < 4 and (adds or self._uses.get(index, 0) > 1):
-            return None  # autograd rounds each gradient before it is added, in an order of its own
+            return None  # autograd rounds each gradient before it adds it, and adds them in another order
         self._written.add(index)
         return Place(self._views[index], adds)
 
     def take(self) -> Filled | None:
-        """What operations have written, which the reduction has from now on; None: nothing."""
+        """Hand over what operations have written; None: nothing."""
         if self._total is None:
             return None
         filled = Filled(self._total, self._views, self._written)

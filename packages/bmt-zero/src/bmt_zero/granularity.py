@@ -1,4 +1,4 @@
-"""Which rows of a parameter stay on one rank together: asked for before a module is sharded."""
+"""The granularity of sharding: rows of a parameter that stay on one rank together. Set before a module is sharded."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ def set_granularity(
 ) -> None:
     """Let parameters be divided among ranks only at multiples of some rows.
 
-    Call it right before the module is sharded, on all ranks alike: copies of a parameter, and ``to_empty``, forget it.
-    All ways of sharding heed it: :func:`shard`, ``Block``, ``BMTrainModelWrapper``, ``fully_shard``. Blocks of
-    quantisation, heads and the matrices of a fused weight then lie on one rank each. Checkpoints do not depend on it.
+    Call it directly before the module is sharded, with the same arguments on all ranks: copies of a parameter, and
+    ``to_empty``, forget it. All ways of sharding use it: :func:`shard`, ``Block``, ``BMTrainModelWrapper``,
+    ``fully_shard``. For example, each block of quantisation, each head or each matrix of a fused weight is then on one
+    rank. Checkpoints do not depend on it.
 
-    Shards are of equal size, so granules cost padding: with few of them for each rank, much. Sharding warns if it is
+    Shards have equal sizes, so granules need padding: much, if there are few of them per rank. Sharding warns if it is
     more than 1 %; ``plan_layouts(shapes, world_size, granularity)`` shows it beforehand.
 
     Args:
         module: not sharded yet.
         granularity: a number of rows, such as those of a head, for all parameters of two dimensions or more; "whole":
             each of these stays on one rank; or a function of name and parameter that returns one of these, or None
-            (any row), for parameters of any dimensions. Rows are those of the tensor-parallel shard, and those of
-            packed experts are counted along the first two dimensions: there "whole" is an expert.
+            (any row), for parameters of any dimensions. Rows are those of the tensor-parallel shard. Rows of packed
+            experts are counted along the first two dimensions, and "whole" means one expert.
 
     Raises:
         ValueError: a granularity is not "whole" or a whole number above 0; a parameter is sharded already.

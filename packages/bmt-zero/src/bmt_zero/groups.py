@@ -27,12 +27,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     The first backward outside of the context reduces the sum; until then ``.grad`` does not include it. Levels 2 and 3
     never hold unsharded gradients, so each backward reduces as always. The accumulated gradient is the same.
 
-    To set ``.grad`` to None, replace it, or overwrite it (``zero_``, ``fill_``, ``copy_``) drops what is accumulated
-    for this parameter, as in plain PyTorch. ``add_`` and ``sub_`` have their usual effect, too. After other writes
-    (scaling, clipping) the next backward raises a RuntimeError.
+    Setting ``.grad`` to None, replacing it, or overwriting it (``zero_``, ``fill_``, ``copy_``) drops the accumulated
+    gradients of this parameter, as in plain PyTorch. ``add_`` and ``sub_`` also have their usual effect. After other
+    writes (scaling, clipping) the next backward raises a RuntimeError.
 
     With ``init_distributed(deterministic=True)``, each backward reduces at all levels, and ``.grad`` includes the sum
-    only after the first backward outside of the context, which must be the last one of the step.
+    only after the first backward outside of the context. That backward must be the last one of the step.
     """
     handles: list[Any] = [param.handle for param in model.parameters() if isinstance(param, ShardedParameter)]
     before: dict[GradientReducer, bool] = {r: r.no_sync for handle in handles for r in handle.group.reducers}

@@ -1,4 +1,4 @@
-"""Histograms of recorded tensors, parameters and their gradients over a training; pictures need matplotlib."""
+"""Histograms of recorded tensors and their gradients over a training. Pictures need matplotlib."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FIRST, LAST, PER_DECADE = -12, 6, 4
-"""Bins go over decades of the magnitude, from 10¹⁻¹² to 10⁶, in so many steps each. Smaller and larger ones go into the
-first and the last bin; zeros, infinities and NaN into none."""
+"""Bins go from 10⁻¹² to 10⁶, ``PER_DECADE`` for each decade. Smaller and larger magnitudes go into the first and the
+last bin; zeros, infinities and NaN into no bin."""
 BINS = (LAST - FIRST) * PER_DECADE
 
 
@@ -35,8 +35,8 @@ class Histograms:
         histograms.plot("histograms.png")
 
     Attributes:
-        counts: for each name as in a summary, and with " gradient" after it, the steps, and for each of these how many
-            elements are in each bin (fp64, (BINS,)).
+        counts: by name (as in a summary; for gradients with " gradient" after it): pairs of a step and the number of
+            elements in each bin (fp64, (BINS,)).
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Histograms:
     def add(self, step: int, inspector: InspectTensor) -> None:
         """Count the tensors that a step has recorded, and their gradients. Every rank must call it.
 
-        Elements that tensor-parallel ranks hold copies of are counted on each.
+        Elements that several tensor-parallel ranks have are counted on each of them.
         """
         rows: dict[str, Tensor] = {}
         for name, value, grad in inspector.tensors():
@@ -64,14 +64,14 @@ class Histograms:
             steps.append((step, row))
 
     def figure(self, names: Sequence[str] | None = None) -> Figure:
-        """A picture with a panel for each tensor: steps to the right, magnitudes upwards, darker where there are more.
+        """A picture with a panel for each tensor: steps to the right, magnitudes upwards, darker for higher counts.
 
         Args:
-            names: which tensors, by default all.
+            names: of the tensors, by default all.
 
         Raises:
             ImportError: matplotlib is missing.
-            ValueError: nothing was added, or nothing of such a name.
+            ValueError: nothing was added, or no tensor with one of these names.
         """
         try:
             from matplotlib.figure import Figure
@@ -107,7 +107,7 @@ class Histograms:
 
 
 def magnitudes(x: Tensor) -> Tensor:
-    """(BINS,) fp64 on the CPU: how many elements of ``x`` are of each magnitude."""
+    """(BINS,) fp64 on the CPU: the number of elements of ``x`` in each bin."""
     values = x.detach().reshape(-1).float().abs()
     values = values[values.isfinite() & (values > 0)]
     bins = ((values.log10() - FIRST) * PER_DECADE).floor().long().clamp(0, BINS - 1)

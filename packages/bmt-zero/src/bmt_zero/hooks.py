@@ -2,12 +2,12 @@
 
 [Note: how a parameter group meets autograd]
     The unsharded parameters enter a computation as the outputs of one autograd node (:class:`Enter`) per call.
-    Autograd calls that node's backward once, when all gradients of the parameters have arrived: then they are reduced.
-    Frozen parameters get no gradient; if a group has some, the call ends when the gradients of its inputs have arrived,
-    too.
+    Autograd calls that node's backward once, when all gradients of the parameters have arrived. Then they are reduced.
+    Frozen parameters get no gradient. If a group has frozen parameters, a call ends only when the gradients of its
+    inputs have arrived, too.
 
     A hook on the nodes of the call's outputs unshards the parameters again when backward arrives. If an output is a
-    view, its base has a hook, too, because writing into a view replaces its node. Several calls of one group may be in
+    view, its base also has a hook, because writing into a view replaces its node. Several calls of one group may be in
     backward at the same time; the last one reshards.
 """
 
@@ -63,38 +63,40 @@ class Call:
         self.hooks = hooks
         self.group = hooks.group
         self.trainable = self.group.trains
-        self.inputs: list[Any] = []  # nodes of inputs whose gradients end the call, beside those of the parameters
+        self.inputs: list[Any] = []  # nodes of inputs: the call ends when their gradients have arrived, too
         self._awaits_params = False
         self._awaited_inputs: dict[Any, Any] = {}  # such nodes, and the handles of the hooks on them
         self._targets: dict[GradientReducer, GradientTarget] = {}
         self.has_reduced = False
         before = self.group.last_call()
-        self.has_others = before is not None and not before.has_reduced  # whose gradients one backward may add up
+        self.has_others = before is not None and not before.has_reduced  # one backward may reach both calls
         if self.has_others:
             before.has_others = True
         self.group.last_call = weakref.ref(self)
 
     def enter(self) -> list[Tensor]:
-        """The unsharded parameters, in the order of ``group.params``; their gradients come to this call."""
+        """The unsharded parameters, in the order of ``group.params``. This call receives their gradients."""
         views, self._targets = self.group.views_with_targets()
         trainable = list(itertools.compress(views, self.trainable))
         entered = Enter.apply(self, trainable, self.group.anchor) if trainable else ()
         if entered:
-            for outer in self.group.step.calls:  # whose backward may lead here only
+            for outer in self.group.step.calls:  # this may be the only input of theirs that gets a gradient
                 if outer.call is not None and not all(outer.call.trainable):
                     outer.call.inputs.append(entered[0].grad_fn)
         if self.group.step.splits_backward:
-            entered = tuple(x.view_as(x) for x in entered)  # a node for each, to compute its gradient alone
+            entered = tuple(x.view_as(x) for x in entered)  # a node for each, so that its gradient is computed alone
         if len(entered) == len(views):
             return list(entered)
         arriving = iter(entered)
         return [next(arriving) if trains else view for trains, view in zip(self.trainable, views, strict=True)]
 
     def follow_outputs(self, outputs: Sequence[Tensor], inputs: Mapping[int, tuple[Tensor, Any]]) -> bool:
-        """Begin backward when the gradients of ``outputs`` arrive; whether any will.
+        """Begin backward when the first gradient of ``outputs`` arrives. Returns whether one can arrive.
 
-        ``inputs`` (by identity, with their nodes) are tensors that came from elsewhere: if they are outputs, too, and
-        the call has not written to them, their gradients arrive at another time.
+        Args:
+            outputs: tensors that the call has computed.
+            inputs: tensors that the call was given and their nodes, by identity. If one of them is in ``outputs`` and
+                the call has not written to it, it is skipped: its gradient does not come from this call.
         """
         nodes: dict[Any, None] = {}
         for output in outputs:
@@ -110,10 +112,10 @@ class Call:
 
     @not_compiled
     def begin_backward(self, _grads: Any) -> None:
-        """The first gradient of an output has arrived: unshard, and start on the module before.
+        """The first gradient of an output has arrived: unshard, and start to unshard the previous module.
 
         Raises:
-            RuntimeError: this backward is to be differentiated (``create_graph=True``), which would use parameters
+            RuntimeError: this backward will be differentiated (``create_graph=True``), which would use parameters
                 after they are released.
         """
         group, part = self.group, self.group.step.part
@@ -135,9 +137,10 @@ class Call:
                 group.unshard_in_backward()
             previous = self.hooks.previous
             for hooks in self.hooks.prefetch_in_backward or ([] if previous is None else [previous]):
-                if hooks.group.reshard_after_forward and hooks.needed_in_backward and hooks.group.gathers:
-                    group.step.enter(hooks.group)
-                    hooks.group.unshard()
+                other = hooks.group
+                if other.reshard_after_forward and hooks.needed_in_backward and other.is_worth_prefetching:
+                    group.step.enter(other)
+                    other.unshard()
 
     def params_arrived(self, grads: Sequence[Tensor | None]) -> None:
         """All gradients of the parameters have arrived: reduce them."""
@@ -166,26 +169,26 @@ class Call:
 
 
 class ForwardHooks:
-    """The hooks before and after the forward of a module whose parameters, or a part of them, are a group.
+    """The hooks before and after the forward of a module whose parameters, or some of them, are a group.
 
     Attributes:
         group: the group.
         module: the module.
         needed_in_backward: whether its backward may read the parameters' values; that of an embedding does not.
-        previous, next: the hooks of the modules whose forward is before and after, for prefetching; see :func:`link`.
-        prefetch_in_forward, prefetch_in_backward: what is prefetched instead, and kept until it is used.
-        seen: how many registrations there were when the hooks last looked for new parameters.
+        previous, next: the hooks of the modules that compute before and after it, for prefetching; see :func:`link`.
+        prefetch_in_forward, prefetch_in_backward: hooks of modules to prefetch instead, which are kept until used.
+        seen: the number of registrations when :meth:`_check_added` ran last.
         ignored: parameters of the module that are not sharded.
-        calls_within: how many calls of hooked modules, this one's among them, were in its last call that no other one
-            was around; 0: there was none.
-        outermost_only: whether a call of the module counts only if no module around it has unsharded the group.
+        calls_within: the number of calls of hooked modules in the module's last outermost call, itself included; 0:
+            it was never the outermost.
+        outermost_only: whether calls of the module inside another call that has unsharded the group are ignored.
     """
 
     def __init__(self, group: ParameterGroup, module: nn.Module, outermost_only: bool = False) -> None:
         self.group = group
         self.module = module
         self.outermost_only = outermost_only
-        self.needed_in_backward = type(module) is not nn.Embedding  # others may do more with it
+        self.needed_in_backward = type(module) is not nn.Embedding  # subclasses may read the values
         self.previous: ForwardHooks | None = None
         self.next: ForwardHooks | None = None
         self.prefetch_in_forward: list[ForwardHooks] = []
@@ -209,7 +212,7 @@ class ForwardHooks:
         twin.module = copy.deepcopy(self.module, memo)
         twin._handles = copy.deepcopy(self._handles, memo)
         twin.needed_in_backward, twin.outermost_only = self.needed_in_backward, self.outermost_only
-        # Neighbours prefetch each other again if they are copied together: whichever is copied last links both.
+        # If neighbours are copied together, the copies prefetch each other: the one that is copied last links both.
         twin.previous, twin.next = memo.get(id(self.previous)), memo.get(id(self.next))
         twin.prefetch_in_forward, twin.prefetch_in_backward = [], []
         twin.seen, twin.ignored = self.seen, copy.deepcopy(self.ignored, memo)
@@ -235,7 +238,7 @@ class ForwardHooks:
             step.calls[0].calls_within += 1
             return None
         if self.seen != registrations.count:
-            self._look()
+            self._check_added()
         if group.unfilled:
             group.check_values()
         with torch._C.DisableTorchFunctionSubclass():
@@ -246,10 +249,10 @@ class ForwardHooks:
                 group.invalidate()
                 following = self.prefetch_in_forward or ([] if self.next is None else [self.next])
             try:
-                group.unshard(look=True)
+                group.unshard(refresh=True)
                 note_place(group.places[0])
                 for hooks in following:
-                    if hooks.group.gathers:
+                    if hooks.group.is_worth_prefetching:
                         step.prefetch(hooks.group, keep=bool(self.prefetch_in_forward))
                 group.wait()
                 group.hide()
@@ -281,13 +284,13 @@ class ForwardHooks:
         group, step = self.group, self.group.step
         call = next((c for c in reversed(step.calls) if c.hooks is self), None)
         if call is None:
-            return None  # the hook before has raised, or has left the call to one around it
+            return None  # the hook before has raised, or an outer call has unsharded the group
         step.end_forward(call)
         error = sys.exc_info()[1]
         if error is not None and error is not call.outer_error:
             call.abandon()
-            if not getattr(error, "bmt_on_all_stages", False):  # a pipeline has raised it
-                self._leave(call)
+            if not getattr(error, "bmt_on_all_stages", False):  # set where a pipeline raises on all of its ranks
+                self._end_use_alone(call)
             return None
         if not step.calls:
             self.calls_within = call.calls_within
@@ -297,7 +300,7 @@ class ForwardHooks:
                 call.reads.check(group.name)
             except RuntimeError:
                 call.abandon()
-                self._leave(call)
+                self._end_use_alone(call)
                 raise
         dtype = group.precision.output_dtype
         result = output if dtype is None else _cast(output, dtype)
@@ -310,13 +313,13 @@ class ForwardHooks:
             tensors = find_tensors(result)
             if any(self._is_parameter(tensor) for tensor in tensors):
                 call.abandon()
-                self._leave(call)
+                self._end_use_alone(call)
                 raise ValueError(
                     f"the output of {group.name}, a {type(output).__name__}, contains a parameter, which is released "
                     f"after the call; return a clone of it"
                 )
         differentiable = call.call is not None and call.call.follow_outputs(tensors, call.inputs)
-        # Backward is likely to begin with the last one of several modules.
+        # Backward probably begins with the last one of several linked modules.
         asked = group.options.reshard_after_forward
         begins_backward = asked is None and self.next is None and self.previous is not None
         if not differentiable or (group.reshard_after_forward and not begins_backward):
@@ -324,20 +327,22 @@ class ForwardHooks:
         step.end_use()
         return result if result is not output else None
 
-    def _leave(self, call: ForwardCall) -> None:
-        """An exception leaves a call on this rank; it may be the only one.
+    def _end_use_alone(self, call: ForwardCall) -> None:
+        """An exception has ended a call, perhaps on this rank only: meet the other ranks if they end their forward.
 
-        If all modules of the pass had begun, the other ranks end it: they need not wait until this rank computes again.
-        Otherwise they wait for this rank at the next module. They would take a meeting there for a wrong operation.
-        How many modules there are is known from the last forward.
+        They do if all modules of the forward had begun; how many modules there are is known from the last forward. Then
+        they need not wait until this rank computes again. Otherwise they wait for this rank to unshard the next module,
+        and meeting them would be a wrong operation.
         """
         if call.calls_within == self.calls_within:
-            with contextlib.suppress(RuntimeError):  # communication has failed, which later operations tell
+            with contextlib.suppress(RuntimeError):  # communication has failed; later operations raise
                 self.group.step.end_use(waits=False)
 
     def _unsharded(self) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-        """Path, module and value of each parameter that is not sharded, but for those in place of a sharded one and
-        those in modules with hooks of their own."""
+        """Path, module and value of each parameter that is not sharded.
+
+        Tensors in place of sharded parameters, and parameters of inner modules with hooks, are left out.
+        """
         places = {(slot.module, slot.name) for slot in self.group.slots}
 
         def visit(path: str, part: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
@@ -352,8 +357,8 @@ class ForwardHooks:
 
         return visit("", self.module)
 
-    def _look(self) -> None:
-        """Raise if the module has new parameters: ranks would train them apart, each on its own part of the batch."""
+    def _check_added(self) -> None:
+        """Raise if parameters were added to the module: each rank would train them on its part of the batch alone."""
         for path, part, param in self._unsharded():
             if all(param is not known for known in self.ignored):
                 raise RuntimeError(
@@ -363,7 +368,7 @@ class ForwardHooks:
         self.seen = registrations.count
 
     def _is_parameter(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in storage that is released after the call."""
+        """Whether a tensor is in storage that is released after the call."""
         return tensor.layout is torch.strided and any(flat.owns(tensor) for flat in self.group.flats)
 
 
@@ -371,15 +376,15 @@ class ForwardCall:
     """A call of a hooked module whose forward is running.
 
     Attributes:
-        frame: of the module's call, which lasts as long as its forward.
+        frame: the frame of the module's call, which runs as long as its forward.
         outer_error: the exception that was being handled when the call began.
-        call: for backward; None where nothing will be differentiated.
-        views: the unsharded parameters; none where the module has replacements for them.
-        inputs: the tensors in the arguments, and those that they are views of, with their nodes; by identity.
-        first: whether this call, and not one around it, has installed the unsharded parameters.
-        calls_within: of the outermost call: how many calls of hooked modules have begun, this one among them.
-        thread: that the forward runs in.
-        reads: of the outermost call: parameters that other code has read, if it has read some.
+        call: the call in backward; None if gradients are off.
+        views: the unsharded parameters; empty if the module has replacements for them.
+        inputs: the tensors in the arguments and their bases, with their nodes, by identity.
+        first: whether this call, and not an outer one, has installed the unsharded parameters.
+        calls_within: in the outermost call: the number of calls of hooked modules that have begun, itself included.
+        thread: the thread that the forward runs in.
+        reads: in the outermost call: the parameters that other code has read; None: it has read none.
     """
 
     __slots__ = (
@@ -422,7 +427,7 @@ class ForwardCall:
 
 
 def link(hooks: Sequence[ForwardHooks]) -> None:
-    """Let modules prefetch each other in this order."""
+    """Let modules prefetch each other, in this order in forward and in the reverse order in backward."""
     for each, previous, following in zip(hooks, [None, *hooks], [*hooks[1:], None], strict=False):
         each.previous, each.next = previous, following
 

@@ -1,4 +1,4 @@
-"""Filling parameters with initial values that do not depend on the layout."""
+"""Fill parameters with initial values that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def init_parameters(model: nn.Module, *, seed: int | None = None) -> None:
 
     Parameters with an ``init_method`` are filled by it. Parameters and buffers that were built on the meta device are
     filled by the ``reset_parameters`` (or ``_reset_parameters``; in a Hugging Face model by the model's
-    ``_init_weights``) of their module or of a module around it. All others are left alone, and so are Blocks that were
+    ``_init_weights``) of their module or of an outer module. All others are not changed, nor are Blocks that were
     built with ``initialized=True``.
 
-    Values are drawn from torch's generators, parameter after parameter in the order of ``model.parameters()``, and
-    after them module after module, inner ones first. So a model has the values that one process would draw for it from
-    the same seed, for every number of ranks, ZeRO level, tensor-parallel size and pipeline; modules that are
-    initialised one by one have different values. The logical parameter is filled, and a rank keeps its rows. One
-    parameter at a time is unsharded; for ``reset_parameters``, those that one module fills. Pipeline stages fill their
-    layers one after the other.
+    Values are drawn from torch's generators: first parameter by parameter in the order of ``model.parameters()``, then
+    module by module, inner modules first. So a model has the values that one process would draw for it from the same
+    seed, for every number of ranks, ZeRO level, tensor-parallel size and pipeline. Modules that are initialised one by
+    one have different values. The logical parameter is filled, and each rank keeps its rows. One parameter at a time is
+    unsharded; for ``reset_parameters``, the parameters that one module fills. Pipeline stages fill their layers one
+    after the other.
 
-    The states of rank 0's generators are used. The generators of a rank that had the same states go on from where the
-    values end, as in one process; those of other ranks keep their states.
+    The states of rank 0's generators are used. If the generators of a rank had the same states before, they continue
+    after the drawn values, as in one process. Otherwise they keep their states.
 
     Args:
         model: the module.
-        seed: begin with generators seeded by this, and restore them after.
+        seed: seed the generators with it, and restore them afterwards.
 
     Raises:
         TypeError: ``model`` is not a module.
         RuntimeError: ranks have different models.
-        ValueError: none of these fills a tensor that was built on the meta device, and the model is unchanged; or one
-            of them fills a tensor only in part.
+        ValueError: none of these fills a tensor that was built on the meta device (the model is not changed then), or
+            one of them fills a tensor only in part.
     """
     context = current_context()
     if not isinstance(model, nn.Module):
@@ -88,7 +88,7 @@ def init_parameters(model: nn.Module, *, seed: int | None = None) -> None:
 
 
 def _fill(param: ShardedParameter, context: ParallelContext) -> None:
-    """Let its initialiser fill the logical parameter."""
+    """Fill the logical parameter by its ``init_method``."""
     assert param.init_method is not None
     values = torch.empty(param.bmt_slice.shape, dtype=param.dtype, device=context.device)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def _fill(param: ShardedParameter, context: ParallelContext) -> None:
 
 
 def _inner_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules with their paths, in the order in which they are constructed."""
+    """The paths and modules, in the order in which they are constructed."""
     paths = {module: path for path, module in model.named_modules()}
     ordered: dict[nn.Module, str] = {}
 
@@ -112,28 +112,28 @@ def _inner_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _Reset(NamedTuple):
-    """What fills parameters and buffers: those of a module, or of modules inside it."""
+    """A function that fills parameters and buffers of a module or its submodules."""
 
     path: str  # of the module
-    name: str  # of the first of them
+    name: str  # of the first tensor that it fills
     function: Callable[[], Any]
-    places: list[_Place]  # what it writes to, and the parameters of its own module
-    fills: set[int]  # the identities of those tensors that it is called for; the others keep their values
+    places: list[_Place]  # the tensors that it writes to, and the parameters of the module itself
+    fills: set[int]  # identities of the tensors that it is called for; the others keep their values
 
 
 def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
-    """What to call for the parameters in ``waiting`` (identity to name) and for buffers on the meta device.
+    """The functions to call for the parameters in ``waiting`` (identity to name) and for buffers on the meta device.
 
-    Inner modules come before outer ones: as in construction, a module may overwrite what its parts have set. Which
-    tensors a module fills is seen by a trial on the meta device, which costs no memory.
+    Inner modules come before outer ones, as in construction, because a module may overwrite values of its submodules. A
+    trial on the meta device, which needs no memory, shows which tensors a function fills.
 
-    Warns where a module in ``waiting`` has parameters with values of their own as well, which its ``_init_weights``
-    would fill: some classes build them in ways that do not heed the meta device (``torch.FloatTensor(2, 3)``), and
-    then their values are arbitrary. Warns, too, where a constructor has written into parameters what no
-    ``reset_parameters`` writes, since the meta device does not keep it.
+    Warns if a module with waiting parameters also has parameters with values, which its ``_init_weights`` would fill.
+    Some classes build them in ways that ignore the meta device (``torch.FloatTensor(2, 3)``), and then their values are
+    arbitrary. Also warns if a constructor has written values into parameters that no ``reset_parameters`` writes: the
+    meta device does not keep them.
 
     Raises:
-        ValueError: nothing fills some of them.
+        ValueError: some of the tensors are filled by no function.
     """
     modules = list(model.modules())
     owners: dict[int, tuple[nn.Module, str]] = {}  # a tied parameter belongs to the first module that has it
@@ -156,7 +156,7 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
         and not getattr(p, "_is_hf_initialized", False)
     }
     left: dict[int, str] = {}
-    writes: dict[int, int] = {}  # by reset_parameters, of each parameter
+    writes: dict[int, int] = {}  # how often functions write to each tensor
     resets = []
     for path, module in _inner_first(model):
         function: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -180,7 +180,7 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
             writes[i] = writes.get(i, 0) + (count if _resets_first(family.get(module)) else 1 << 30)
         if family.get(module) is not None and not getattr(module, "_is_hf_initialized", False):
             left.update((i, others[i]) for tensors, name in written if (i := id(tensors[name])) in others)
-        # As in construction, where modules are tied last: what fills a head does not count for the embedding.
+        # A tied tensor is filled by its first module only: construction ties modules last.
         fills = [
             (tensors, name)
             for tensors, name in written
@@ -189,8 +189,8 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
         if fills:
             identities = [id(tensors[name]) for tensors, name in fills]
             names = [waiting.get(i) or unfilled.get(i) or name for i, (_, name) in zip(identities, fills, strict=True)]
-            own = [(tensors, name) for tensors, name in places if tensors is module._parameters]
-            needed = {(id(tensors), name): (tensors, name) for tensors, name in own + written}
+            params = [(tensors, name) for tensors, name in places if tensors is module._parameters]
+            needed = {(id(tensors), name): (tensors, name) for tensors, name in params + written}
             resets.append(_Reset(path, names[0], function, [*needed.values()], set(identities)))
             unfilled = {i: name for i, name in unfilled.items() if i not in identities}
     if unfilled:
@@ -222,9 +222,9 @@ def _find_resets(model: nn.Module, waiting: dict[int, str]) -> list[_Reset]:
 
 
 def _resets_first(family: nn.Module | None) -> bool:
-    """Whether what fills modules begins with their ``reset_parameters``, as their construction does.
+    """Whether modules are filled by ``reset_parameters`` first, as in their construction.
 
-    So does an ``_init_weights`` as timm has it. One as in transformers comes after it.
+    This is so without ``_init_weights`` and with timm's. transformers' ``_init_weights`` runs after construction.
     """
     return family is None or "needs_reset" in inspect.signature(cast(Any, family)._init_weights).parameters
 
@@ -234,9 +234,9 @@ def _module_of(model: nn.Module, name: str) -> nn.Module:
 
 
 class _Questions(TorchFunctionMode):
-    """Notes the storages of tensors that are asked whether they are on the meta device.
+    """Notes the storages of tensors whose ``is_meta`` is read.
 
-    Some functions of torch.nn.init leave a tensor there alone; the question is the only trace that they would write.
+    Some functions of torch.nn.init do not write to tensors on the meta device. Only this read shows that they would.
     """
 
     def __init__(self, storages: set[int]) -> None:
@@ -268,13 +268,13 @@ class _Writes(TorchDispatchMode):
 
 
 def _written_by(function: Callable[[], Any], places: list[_Place]) -> tuple[list[_Place], dict[int, int]]:
-    """The places that ``function`` writes to or puts other tensors into; how often it writes to each tensor."""
+    """The places that ``function`` writes to or replaces, and how often it writes to each tensor."""
     before = [(t, n, t[n], _like(t[n], torch.device("meta"))) for t, n in places]
     try:
         for tensors, name, _, trial in before:
             tensors[name] = trial
         with warnings.catch_warnings(), torch.no_grad(), _Writes() as writes, _Questions(writes.storages):
-            warnings.simplefilter("ignore")  # they come again where values are filled
+            warnings.simplefilter("ignore")  # they are repeated when values are filled
             function()
         written = [
             (tensors, name)
@@ -295,17 +295,17 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _marker_of(dtype: torch.dtype) -> float | None:
-    """A value that nothing fills a tensor with; None: there is none."""
+    """A value that no function fills a tensor with; None: there is none."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return torch.iinfo(dtype).min if dtype in (torch.int16, torch.int32, torch.int64) else None
 
 
 def _run_reset(reset: _Reset, context: ParallelContext) -> None:
-    """Let it fill unsharded tensors in the places of the parameters and buffers.
+    """Call it with unsharded tensors in place of the parameters and buffers, and keep this rank's rows.
 
     Raises:
-        ValueError: it leaves a part of one as it was.
+        ValueError: it fills only a part of a tensor.
     """
     before = [(tensors, name, tensors[name]) for tensors, name in reset.places]
     unsharded: dict[int, Tensor] = {}
@@ -322,7 +322,7 @@ def _run_reset(reset: _Reset, context: ParallelContext) -> None:
             tensors[name] = unsharded[id(tensor)]
         with torch.no_grad():
             reset.function()
-        results = [tensors[name] for tensors, name, _ in before]  # it may put others in their places
+        results = [tensors[name] for tensors, name, _ in before]  # it may replace tensors
     finally:
         for tensors, name, tensor in before:
             tensors[name] = tensor

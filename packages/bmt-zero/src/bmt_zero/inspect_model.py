@@ -36,9 +36,9 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[d
 
     Returns:
         The same on every rank: for each parameter a dictionary with ``name``, ``shape``, ``max``, ``min``, ``mean``,
-        ``std``, ``grad_max``, ``grad_min``, ``grad_mean`` and ``grad_std``. Gradients are divided by the loss scale
-        that they have: of the ``OptimManager`` that steps the parameter, or of the last backward. Those of a parameter
-        without a gradient are 0.
+        ``std``, ``grad_max``, ``grad_min``, ``grad_mean`` and ``grad_std``. Gradients are divided by their loss scale:
+        that of the ``OptimManager`` that steps the parameter, or of the last backward. The statistics of a missing
+        gradient are 0.
     """
     entries: list[tuple[str, nn.Parameter]] = []
     positions: list[tuple[int, tuple[Any, ...], int]] = []  # in the order of all stages
@@ -59,14 +59,14 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[d
     if not is_initialized() or current_context().pipe_size == 1:
         return summary
     pipe = current_context().pipe_host
-    own = list(zip(positions, summary, strict=True))
-    others = [theirs for stage, theirs in enumerate(pipe.all_gather_object(own)) if stage != pipe.rank]
-    own += [each for theirs in others for each in theirs if each[0][1]]
-    return [item for _, item in sorted(own, key=lambda each: each[0])]
+    items = list(zip(positions, summary, strict=True))
+    others = [theirs for stage, theirs in enumerate(pipe.all_gather_object(items)) if stage != pipe.rank]
+    items += [each for theirs in others for each in theirs if each[0][1]]
+    return [item for _, item in sorted(items, key=lambda each: each[0])]
 
 
 def _blocks(model: nn.Module) -> dict[str, str]:
-    """The names of parameters in sharded modules, and of these modules."""
+    """The names of parameters in sharded modules, each with the name of its module."""
     return {
         f"{path}.{name}" if path else name: path
         for path, module in model.named_modules(remove_duplicate=False)
@@ -76,7 +76,7 @@ def _blocks(model: nn.Module) -> dict[str, str]:
 
 
 def _statistics(params: Sequence[nn.Parameter]) -> list[tuple[Statistics | None, Statistics | None]]:
-    """Of each parameter and of its gradient; an all-gather for each communicator whose ranks hold different rows."""
+    """The statistics of each parameter and its gradient. Does one all-gather for each communicator over rows."""
     numbers: dict[nn.Parameter, Tensor] = {}
     shared: dict[tuple[Communicator, ...], list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):

@@ -1,4 +1,4 @@
-"""Statistics of tensors that a forward has recorded, and of their gradients."""
+"""Statistics of recorded tensors and their gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InspectTensorManager:
 def inspect_tensor() -> InspectTensorManager:
     """A context manager within which :func:`record_tensor` records; it yields an :class:`InspectTensor`.
 
-    Gradients are seen whether backward runs inside or later::
+    Backward may run inside or later::
 
         with inspect_tensor() as inspector:
             loss = model(inputs)
@@ -52,15 +52,15 @@ class InspectTensor:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._elsewhere: list[_Label] = []  # what all stages of a pipeline have recorded
+        self._elsewhere: list[_Label] = []  # the tensors that all stages of a pipeline have recorded
         self._parts: dict[_Label, tuple[int, Tensor]] | None = None
-        """What stages have recorded inside of pipelines: which one, and the part of it that is of this rank's samples;
-        None before the context was left."""
+        """The tensors that stages have recorded inside of pipelines: the stage, and the part with this rank's samples.
+        None: the context was not left yet."""
 
     def exchange_with_stages(self) -> None:
-        """Learn what other stages of a pipeline have recorded, and get the part of it that is of this rank's samples.
+        """Get the tensors that other stages of a pipeline have recorded: the part with this rank's samples.
 
-        Every rank must call it; leaving the context does.
+        Every rank must call it. Leaving the context calls it.
         """
         self._parts = {}
         context = current_context() if is_initialized() else None
@@ -98,8 +98,8 @@ class InspectTensor:
 
         ``name``, ``group``, ``index`` (of those with the same name and group), ``summary_name`` (as in
         :meth:`get_summary`), ``shape``, ``requires_grad``, ``tensor``. A loss may use the tensor, which has the values
-        of this rank's samples. If layers of a pipeline have recorded it, on whichever stage, each rank has those of its
-        samples, and its backward raises if the pipeline has a tail.
+        of this rank's samples. This also holds for a tensor that layers of a pipeline have recorded, on any stage; its
+        backward raises if the pipeline has a tail.
 
         Raises:
             RuntimeError: a pipeline has recorded tensors, and the context of :func:`inspect_tensor` was not left yet.
@@ -131,7 +131,7 @@ class InspectTensor:
 
     @property
     def _summary(self) -> list[dict[str, Any]]:
-        """``name``, ``group`` and ``tensor`` of what this rank has recorded, in order; of micro-batches one by one."""
+        """``name``, ``group`` and ``tensor`` of each tensor that this rank has recorded, one for each micro-batch."""
         return [{"name": each.name, "group": each.group, "tensor": each.tensor} for each in self._session.entries]
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> Tensor | None:
@@ -154,8 +154,8 @@ class InspectTensor:
             The same on every rank: for each tensor a dictionary with ``name`` (the group, a number for those with the
             same name and group, and the name, joined by dots), ``shape``, ``max``, ``min``, ``mean``, ``std``,
             ``grad_max``, ``grad_min``, ``grad_mean`` and ``grad_std``. The tensors of different samples are
-            joined along the first dimension; a tensor that is the same on all tensor-parallel ranks counts once.
-            Gradients are those of the loss without the loss scale of ``OptimManager``, None where there is none.
+            concatenated along the first dimension. A tensor that is the same on all tensor-parallel ranks counts once.
+            Gradients are those of the loss without the loss scale of ``OptimManager``; None if there is none.
 
         Raises:
             RuntimeError: ranks have recorded different tensors.
@@ -184,7 +184,7 @@ class InspectTensor:
         return [(_summary_name(each.label, indices), each.value, each.grad) for each in mine]
 
     def _tensors(self) -> list[_Tensor]:
-        """What was recorded, with the micro-batches of a pipeline together."""
+        """The tensors that this rank has recorded, with the micro-batches of a pipeline concatenated."""
         tensors: list[_Tensor] = []
         parts: dict[PipelinePlace, list[list[Entry]]] = {}
         counts: dict[PipelinePlace, int] = {}
@@ -203,9 +203,9 @@ class InspectTensor:
             same[number].append(entry)
         for place, numbered in parts.items():
             for number, entries in enumerate(numbered):
-                value = _joined([each.tensor.detach() for each in entries])
+                value = _concatenated([each.tensor.detach() for each in entries])
                 grads = [grad for each in entries if (grad := each.grad) is not None]
-                grad = _joined(grads) if len(grads) == len(entries) else None
+                grad = _concatenated(grads) if len(grads) == len(entries) else None
                 label = _Label((place.before, place.call, place.place, number), entries[0].name, entries[0].group)
                 tensors.append(_Tensor(label, place, value, grad, entries))
         return sorted(tensors, key=lambda each: each.label.key)
@@ -215,7 +215,7 @@ _ANCHOR = torch.empty(0, requires_grad=True, device="cpu")
 
 
 class _OfPipeline(torch.autograd.Function):
-    """(this rank's part, link) → the part, differentiable: its gradient waits for the backward of the pipeline."""
+    """(this rank's part, link) → the part, differentiable. Its gradient waits for the backward of the pipeline."""
 
     @staticmethod
     def forward(ctx: Any, shared: SharedTensor, part: Tensor, linked: bool, link: Tensor) -> Tensor:
@@ -235,10 +235,10 @@ class _OfPipeline(torch.autograd.Function):
 
 
 class _Label(NamedTuple):
-    """Which recorded tensor of all stages."""
+    """Identifies a recorded tensor on all stages."""
 
     key: tuple[int, int, int, int]
-    """By which they are in order; no two have the same."""
+    """The sort key, which is unique."""
     name: str
     group: str | None
 
@@ -256,13 +256,13 @@ class _Tensor:
 
     @property
     def fact(self) -> str:
-        """What ranks that compute the same layer have in common."""
+        """A description that is the same on ranks that compute the same layer."""
         where = "" if self.place is None else f" in {self.place}"
         return f"{self.label.group}.{self.label.name}{where}"
 
 
 def _indices(labels: Iterable[_Label]) -> dict[_Label, int]:
-    """How many tensors before each have the same name and group, in the order of the keys."""
+    """For each label, how many tensors before it (in the order of the keys) have the same name and group."""
     counts: Counter[Any] = Counter()
     indices = {}
     for label in sorted(set(labels), key=lambda label: label.key):
@@ -277,7 +277,7 @@ def _summary_name(label: _Label, indices: dict[_Label, int]) -> str:
 
 
 def _describe(tensors: Sequence[_Tensor], context: ParallelContext | None) -> dict[_Label, dict[str, Any]]:
-    """The shapes and statistics over all ranks of tensors that are all inside of a pipeline, or all outside."""
+    """The shapes and statistics over all ranks. ``tensors`` are all inside of a pipeline, or all outside."""
     if not tensors:
         return {}
     numbers = torch.stack([describe(x).cpu() for each in tensors for x in (each.value, each.grad)])
@@ -295,8 +295,8 @@ def _describe(tensors: Sequence[_Tensor], context: ParallelContext | None) -> di
     return described
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """The tensors of several micro-batches, along the first dimension."""
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """The tensors of several micro-batches, concatenated along the first dimension."""
     return torch.cat([part if part.dim() else part[None] for part in parts]) if len(parts) > 1 else parts[0]
 
 
@@ -311,6 +311,6 @@ def _of_stages(tensor: _Tensor, context: ParallelContext) -> list[list[Entry]]:
 
 
 def _in_order(entries: Sequence[Entry]) -> Tensor | None:
-    """The tensors of one stage's micro-batches, along the first dimension."""
+    """The tensors of one stage's micro-batches, concatenated along the first dimension; None: there are none."""
     parts = [entry.tensor.detach() for entry in entries]
     return torch.cat([part if part.dim() else part[None] for part in parts]).contiguous() if parts else None

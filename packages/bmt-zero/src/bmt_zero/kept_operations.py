@@ -1,4 +1,4 @@
-"""What ``use_checkpoint`` may be: which results of operations a checkpointed module keeps beside its inputs."""
+"""The values of ``use_checkpoint``: the results of operations that a checkpointed module keeps besides its inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 UseCheckpoint = bool | float | str | Collection[OpOverload | OpOverloadPacket]
-"""What ``use_checkpoint`` may be; see :func:`bmt_zero.shard`."""
+"""The values of ``use_checkpoint``; see :func:`bmt_zero.shard`."""
 
 MATMULS = (
     "mm",
@@ -32,14 +32,14 @@ MATMULS = (
     "_efficient_attention_forward",
     "_cudnn_attention_forward",
 )
-"""The operators of ``use_checkpoint="matmuls"``, as far as torch has them."""
+"""The operators of ``use_checkpoint="matmuls"``. Some versions of torch do not have all of them."""
 
 
 class KeptOperations:
     """Keeps the results of all calls of some operators."""
 
     def __init__(self, operators: Iterable[OpOverload]) -> None:
-        self.wanted: Mapping[OpOverload, frozenset[int] | None] = dict.fromkeys(operators)  # None: each call
+        self.wanted: Mapping[OpOverload, frozenset[int] | None] = dict.fromkeys(operators)  # None: all calls
 
     def __str__(self) -> str:
         return "recomputed in backward" + (", but for some operators" if self.wanted else "")
@@ -50,7 +50,7 @@ class KeptShare:
 
     Attributes:
         share: between 0 and 1, both exclusive.
-        wanted: which calls of which operators are kept; None: the first forward has not run yet.
+        wanted: the calls of operators whose results are kept; None: the first forward has not run yet.
     """
 
     def __init__(self, share: float) -> None:
@@ -62,7 +62,7 @@ class KeptShare:
 
 
 def kept_results(use_checkpoint: UseCheckpoint) -> KeptOperations | KeptShare | None:
-    """What a checkpointed module keeps; None: all activations, so it is not checkpointed.
+    """The results that a checkpointed module keeps; None: all activations, so it is not checkpointed.
 
     Raises:
         ValueError: ``use_checkpoint`` is none of the values that :func:`bmt_zero.shard` takes.
@@ -102,7 +102,7 @@ def kept_results(use_checkpoint: UseCheckpoint) -> KeptOperations | KeptShare | 
 
 
 def _overloads(packet: OpOverloadPacket) -> list[OpOverload]:
-    """Those that the dispatcher knows; others are TorchScript's, of numbers and lists."""
+    """The overloads that the dispatcher has. Others are TorchScript's, for numbers and lists."""
     overloads = [getattr(packet, name) for name in packet.overloads()]
     return [op for op in overloads if torch._C._dispatch_has_kernel(op.name())]
 

@@ -1,14 +1,15 @@
-"""Keeping results of operations of a forward, and returning them when it is computed again.
+"""Keep results of operations in a forward, and return them in its recomputation.
 
 [Note: kept results]
-    The first forward runs in a dispatch mode that keeps results; the recomputation runs in one that returns them in
-    place of the operations. Each result is known by its operator and by how many times that has run before. These are
-    the modes of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, but for what sharded modules need:
+    The first forward runs in a dispatch mode that keeps results. The recomputation runs in a mode that returns them
+    instead of running the operations. A result is identified by its operator and the number of earlier calls of that
+    operator. This is what ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` does, with these changes:
 
-    - What hooks of sharded modules do (unsharding a module inside) is not counted: it may differ the second time.
-    - A result that has been written to since (an activation in place, an all-reduce) is computed again.
-    - Random operations may be kept: the generator then continues after them as it did the first time.
-    - A second backward (``retain_graph=True``) computes again what the first one has used up.
+    - Operations in hooks of sharded modules (unsharding an inner module) are not counted, because they may differ in
+      the recomputation.
+    - A result that was written to later (by an in-place activation, or an all-reduce) is recomputed.
+    - Results of random operations may be kept. The generator then gets the state that it had after the operation.
+    - A second backward (``retain_graph=True``) recomputes the results that the first one has used.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 F = TypeVar("F", bound=Callable[..., Any])
 
 Operation = tuple[OpOverload, int]
-"""The n-th call of an operator in a forward."""
+"""An operator, and the number of the call in a forward."""
 
 
 # --- what is not counted --------------------------------------------------------------------------
@@ -42,7 +43,7 @@ _uncounted = _Uncounted()
 
 
 def uncounted(function: F) -> F:
-    """Let the operations in a function be invisible to the modes of this file; see [Note: kept results]."""
+    """Do not count the operations in a function; see [Note: kept results]."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -59,12 +60,12 @@ def uncounted(function: F) -> F:
 
 
 class Result:
-    """What an operation has returned.
+    """The result of an operation.
 
     Attributes:
-        output: its tensors, detached: autograd would keep itself alive through them.
-        versions: of these tensors; others say that something has written to them.
-        arguments: shapes and dtypes of the tensors that went in, to recognize the operation.
+        output: the output with detached tensors: otherwise the graph would keep itself alive through them.
+        versions: of these tensors when they were kept, to notice writes.
+        arguments: shapes and dtypes of the input tensors, to recognise the operation.
         random: the state of the generator after a random operation.
     """
 
@@ -86,7 +87,7 @@ class Result:
         return any(x.untyped_storage()._cdata in storages for x in self._tensors)
 
     def take(self) -> Any:
-        """The output, as if the operation had run."""
+        """The output. The generator gets its state after the operation."""
         if self.random is not None:
             _random(self._tensors[0].device).set_rng_state(self.random)
         return self.output
@@ -103,7 +104,7 @@ def _describe(args: Any, kwargs: Any) -> list[tuple[torch.Size, torch.dtype]]:
 class CountingMode(TorchDispatchMode):
     """Counts the calls of operators.
 
-    Operators of higher order (``flex_attention``) are run and not counted. What is compiled inside runs compiled.
+    Higher-order operators (``flex_attention``) run and are not counted. Compiled functions inside run compiled.
     """
 
     supports_higher_order_operators = True
@@ -131,8 +132,8 @@ class Forward(CountingMode):
     """The mode of a forward: keeps results.
 
     Args:
-        wanted: which calls of which operators to keep; None: each.
-        results: where to.
+        wanted: the calls of operators to keep; None: all calls.
+        results: gets the results.
     """
 
     def __init__(self, wanted: Mapping[OpOverload, frozenset[int] | None], results: dict[Operation, Result]) -> None:
@@ -143,7 +144,7 @@ class Forward(CountingMode):
     def run(self, operation: Operation, args: Any, kwargs: Any) -> Any:
         func, index = operation
         output = func(*args, **kwargs)
-        if func.namespace == "c10d":  # a collective may write to its arguments, and counts no versions
+        if func.namespace == "c10d":  # a collective may write to its arguments without counting a version
             written = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
             for other in [each for each, result in self.results.items() if result.lies_in(written)]:
                 del self.results[other]

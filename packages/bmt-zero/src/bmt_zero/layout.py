@@ -1,15 +1,15 @@
 """Where parameters lie in a flat buffer of equal shards: pure arithmetic, no tensors.
 
 The parameters of a flat parameter lie one after the other, each contiguous, in a buffer of ``world_size`` equal
-shards. Every border between two shards that falls inside a parameter falls **between two of its rows**, so that a
-rank holds a plain row range of it. Small gaps before parameters and one at the end make it so.
+shards. If a border between two shards is inside a parameter, it is **between two of its rows**, so each rank holds a
+row range. Small gaps before parameters and one at the end ensure this.
 
-A row is what follows dim 0. Of a 3-D weight it is what follows dims 0 and 1: packed experts, (experts, R, C), are
-divided between any two of their experts × R rows, since a rank that could only hold whole experts would hold many times
-its share where ranks are more than experts.
+A row is indexed by dim 0. A row of a 3-D weight is indexed by dims 0 and 1: packed experts, (experts, R, C), are
+divided between any two of their experts × R rows. If a rank could only hold full experts, and there were more ranks
+than experts, some ranks would hold many times their share.
 
 A parameter may have a *granularity*: it is then divided only at multiples of so many rows, its granules (heads,
-quantisation blocks, the whole matrix).
+quantisation blocks, all rows).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Placement:
     """One parameter in the flat buffer.
 
     Attributes:
-        index: which of the planned shapes this is.
+        index: of its shape among the planned shapes.
         shape: the parameter's shape; a 0-dim parameter is one row of one element.
         offset: of its first element in the flat buffer.
         row_dims: the number of leading dimensions that rows are counted along.
-        granularity: borders of shards fall on multiples of so many rows.
+        granularity: borders of shards are at multiples of so many rows.
     """
 
     index: int
@@ -53,7 +53,7 @@ class Placement:
 
     @property
     def granule(self) -> int:
-        """Elements that are on one rank together."""
+        """The number of elements that stay on one rank together."""
         return min(self.granularity, self.rows) * self.row_numel
 
     def local_shape(self, rows: int) -> tuple[int, ...]:
@@ -82,12 +82,12 @@ class FlatLayout:
 
     @property
     def padding(self) -> int:
-        """Elements of the buffer that belong to no parameter."""
+        """The number of elements of the buffer that belong to no parameter."""
         return sum(stop - start for start, stop in self.gaps)
 
     def rows_of(self, placement: Placement, rank: int) -> tuple[int, int]:
         """The half-open range of rows of a parameter that lie in shard ``rank``."""
-        if placement.row_numel == 0:  # rows without elements: one rank has them all
+        if placement.row_numel == 0:  # rows without elements: rank 0 has all of them
             return (0, placement.rows) if rank == 0 else (placement.rows, placement.rows)
         begin = (rank * self.shard_numel - placement.offset) // placement.row_numel
         end = ((rank + 1) * self.shard_numel - placement.offset) // placement.row_numel
@@ -106,17 +106,16 @@ def plan_layouts(
 ) -> list[FlatLayout]:
     """Lay out parameters of ``shapes`` over ``world_size`` ranks, in as few flat buffers as possible.
 
-    One buffer serves where the rows fit together, which is the rule.  Rows whose lengths do not divide each
-    other can each have to span many shards; a buffer in which all of them are divided between rows would then
-    be mostly padding, and they go into a few buffers instead.  In each, padding is at most
+    Usually one buffer is enough. If row lengths do not divide each other, a buffer in which every border is between
+    rows can be mostly padding. The parameters then go into several buffers. In each, padding is at most
     ``world_size`` × its longest row.
 
     Args:
         shapes: of the parameters.
         world_size: the number of ranks.
-        granularity: of each parameter, a number of rows: it is divided at multiples of that only. Parameters then go
-            into several buffers also where that saves 1 % of the bytes. In each, padding is at most ``world_size``
-            × its largest granule.
+        granularity: for each parameter a number of rows: it is divided only at multiples of that. Parameters then also
+            go into several buffers if that saves 1 % of the bytes. In each, padding is at most ``world_size`` × its
+            largest granule.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")
@@ -130,7 +129,7 @@ def plan_layouts(
         Placement(i, tuple(shape), 0, 2 if len(shape) == 3 and world_size > 1 else 1, granularity[i])
         for i, shape in enumerate(shapes)
     ]
-    # Largest granules first: smaller ones that divide them then start on whole ones without any gap.
+    # Largest granules first: smaller granules that divide them then follow without a gap.
     entries.sort(key=lambda entry: (-entry.granule, -entry.row_numel))
     single = _plan_one(entries, world_size)
     if single is not None and (max(granularity) == 1 or single.padding <= _LITTLE * sum(e.numel for e in entries)):
@@ -151,11 +150,11 @@ def plan_layouts(
 
 
 _LITTLE = 0.01
-"""A share of the bytes for which a flat buffer more is not worth while."""
+"""A share of the bytes: another flat buffer that saves less is not worthwhile."""
 
 
 def _chains(entries: Sequence[Placement]) -> list[list[Placement]]:
-    """The entries by granules that divide each other."""
+    """Divide entries into lists in which each granule divides the one before it."""
     chains: list[list[Placement]] = []
     for entry in entries:
         for chain in chains:
@@ -168,12 +167,12 @@ def _chains(entries: Sequence[Placement]) -> list[list[Placement]]:
 
 
 def _partitions(entries: Sequence[Placement]) -> Iterator[list[list[Placement]]]:
-    """Ways to divide entries among several buffers: by chains; those of one granule and the rest; by granules."""
+    """Ways to divide entries among buffers: by chains; entries of a few granules and the rest; by granules."""
     yield _chains(entries)
     by_granule: dict[int, list[Placement]] = {}
     for entry in entries:
         by_granule.setdefault(entry.granule, []).append(entry)
-    # The most elements first: of granules with few elements, what they waste does not matter.
+    # Granules with the most elements first: the padding of granules with few elements does not matter.
     largest = sorted(by_granule, key=lambda granule: -sum(e.numel for e in by_granule[granule]))[:3]
     for count in range(1, len(largest) + 1):
         for chosen in itertools.combinations(largest, count):
@@ -183,7 +182,7 @@ def _partitions(entries: Sequence[Placement]) -> Iterator[list[list[Placement]]]
 
 
 def _plan_some(entries: Sequence[Placement], world_size: int) -> list[FlatLayout]:
-    """One buffer for all entries, by more sizes than usual; or one for each, which always fits."""
+    """One buffer for all entries, if one of many sizes fits; otherwise one for each entry, which always fits."""
     together = _plan_one(entries, world_size, thorough=True)
     if together is not None:
         return [together]
@@ -198,7 +197,7 @@ def _plan_one(entries: Sequence[Placement], world_size: int, thorough: bool = Fa
     lower = max(-(-total // world_size), longest if any(e.granularity > 1 and e.numel for e in entries) else 0)
     multiples = {1, *lengths, *(math.lcm(a, longest) for a in lengths), math.lcm(*lengths)}
     candidates = {-(-lower // m) * m for m in multiples} | {lower + length for length in lengths}
-    if any(e.granularity > 1 for e in entries) and lower < 8 * longest:  # few large granules are packed as into bins
+    if any(e.granularity > 1 for e in entries) and lower < 8 * longest:  # packing a few large granules is bin packing
         candidates |= {lower + lower * part // 40 for part in range(1, 17)}
     if thorough:
         candidates |= {lower + longest * part // 64 for part in range(65)}
@@ -214,16 +213,16 @@ def _plan_one(entries: Sequence[Placement], world_size: int, thorough: bool = Fa
 
 
 _ALIGNMENT = 16
-"""Parameters begin at multiples of it if all rows are such: products in float8 need it, and others are faster."""
+"""Parameters begin at multiples of it if all row lengths are: products in float8 need it, and others are faster."""
 
 _MOST_FREE = 16
-"""Free ranges that are remembered; many thousand parameters would make many gaps."""
+"""How many free ranges are remembered: thousands of parameters would leave many gaps."""
 
 
 def _place(entries: Sequence[Placement], shard: int, world_size: int) -> list[int] | None:
-    """Offsets that put every entry into the first free range where all borders of shards fall between granules.
+    """Offsets that put every entry into the first free range where all borders of shards are between its granules.
 
-    None: they do not fit. Rows leave so small gaps that it is not worth while to remember them, but granules do not.
+    None: they do not fit. Without granularity, gaps are too small to be worth remembering.
     """
     most = _MOST_FREE if any(e.granularity > 1 for e in entries) else 1
     free, offsets = [(0, shard * world_size)], []
@@ -232,7 +231,7 @@ def _place(entries: Sequence[Placement], shard: int, world_size: int) -> list[in
         if not entry.numel:
             offsets.append(free[0][0] if free else 0)
             continue
-        if like != (entry.numel, entry.granule):  # what is before n is too small for a like one
+        if like != (entry.numel, entry.granule):  # otherwise ranges before n are too small for this entry, too
             like, n = (entry.numel, entry.granule), 0
         while n < len(free):
             offset = _first_fit(*free[n], entry, shard)

@@ -1,4 +1,4 @@
-"""Which storages belong to parameters, to their gradients (also unreduced ones), and to what is unsharded."""
+"""The storages of parameters, of their gradients (also unreduced ones), and of unsharded parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bmt_comm import local_tensor
 
 
 def owned_storages(params: Iterable[Tensor]) -> Iterator[tuple[str, torch.UntypedStorage]]:
-    """The storages of parameters, sharded or not, each with its owner; one may come several times.
+    """The storages of parameters, sharded or not, each with its owner. A storage may come several times.
 
     Owners are "parameters", "gradients" and "unsharded parameters". At ZeRO levels 0 to 2 parameters stay unsharded,
-    and that storage is the parameters' own. Nothing is communicated.
+    and the storage is that of the parameters. Nothing is communicated.
     """
     params = list(params)
     for param in params:
@@ -27,7 +27,7 @@ def owned_storages(params: Iterable[Tensor]) -> Iterator[tuple[str, torch.Untype
             yield "gradients", local_tensor(param.grad).untyped_storage()
         handle = getattr(param, "handle", None)
         for gradient in handle.reducer.waiting() if handle is not None else ():
-            yield "gradients", gradient.untyped_storage()  # at levels 2 and 3 that of unsharded parameters, lent
+            yield "gradients", gradient.untyped_storage()  # at levels 2 and 3 perhaps that of unsharded parameters
     for param in params:
         handle = getattr(param, "handle", None)
         if handle is not None:

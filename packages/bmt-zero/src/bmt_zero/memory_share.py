@@ -1,10 +1,11 @@
-"""Which results of operations are kept, where a module may keep a share of its activation memory.
+"""Choose the results of operations to keep, for modules that may keep a share of their activation memory.
 
 [Note: a share of memory]
-    The first forward of a module keeps nothing. It records each operation's cost and how many bytes it makes, and which
-    tensors autograd saves. Their bytes times the share are the budget. Results are chosen by cost per byte, as long as
-    the budget suffices. The cost is an estimate from shapes, and the choice is made without communication: ranks
-    choose the same if their batches have the same shapes. If they do not, each rank is right by itself.
+    The first forward of a module keeps nothing. It records the cost and the output bytes of each operation, and which
+    tensors autograd saves. The budget is the bytes of the saved tensors times the share. Results with the highest cost
+    per byte are chosen first, as long as they fit the budget. The cost is an estimate from shapes. Ranks do not
+    communicate: they choose the same results if their batches have the same shapes. Otherwise each rank's choice is
+    valid by itself.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from .kept_operations import MATMULS, why_not_kept
 from .kept_results import CountingMode, Operation
 
 FLOPS_PER_BYTE = 100
-"""How many floating-point operations take as long as moving one byte. It is 20 to 300 on processors and GPUs of today:
-between those, products of matrices are far from all other operations."""
+"""How many floating-point operations take as long as moving one byte: 20 to 300 on current CPUs and GPUs. Any value in
+this range separates matrix products from all other operations."""
 
 
 class _Made:
     """A storage that an operation has made.
 
     Attributes:
+        nbytes: its size.
         version: of the tensor that the operation returned.
-        written: whether something has written to it later.
+        written: whether a later operation has written to it.
         saved: whether autograd has saved it for backward.
     """
 
@@ -51,8 +53,8 @@ class Recording(CountingMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._operations: dict[Operation, tuple[float, list[_Made]]] = {}  # the cost, and what it has made
-        self._storages = WeakIdKeyDictionary()  # of each storage that is alive, what it is
+        self._operations: dict[Operation, tuple[float, list[_Made]]] = {}  # the cost, and the storages it has made
+        self._storages = WeakIdKeyDictionary()  # the _Made of each storage that is alive
         self._all: list[_Made] = []
 
     def run(self, operation: Operation, args: Any, kwargs: Any) -> Any:
@@ -68,7 +70,7 @@ class Recording(CountingMode):
                 self._storages[storage] = _Made(storage.nbytes(), tensor._version)
                 made.append(self._storages[storage])
         self._all += made
-        # What an operation like empty_like makes is filled later, maybe by a kernel that writes to a pointer.
+        # The result of an operation like empty_like is filled later, perhaps by a kernel that writes to a pointer.
         is_filled = bool(inputs) and "empty" not in func._schema.name
         if is_filled and made and why_not_kept(func) is None and kwargs.get("generator") is None:
             self._operations[operation] = _cost(func, args, kwargs, output, inputs, outputs), made
@@ -79,19 +81,19 @@ class Recording(CountingMode):
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written += tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
-        written += inputs if func.namespace == "c10d" else ()  # whose schemas do not say what they write to
+        written += inputs if func.namespace == "c10d" else ()  # schemas of collectives do not say what they write to
         for tensor in inputs:
             made = self._storages.get(tensor.untyped_storage())
             if made is not None and (tensor._version != made.version or any(tensor is each for each in written)):
                 made.written = True
 
     def note_saved(self, tensor: Tensor) -> None:
-        """Autograd saves a tensor for backward."""
+        """Note that autograd saves a tensor for backward."""
         if tensor.layout is torch.strided and (made := self._storages.get(tensor.untyped_storage())) is not None:
             made.saved = True
 
     def choose(self, share: float) -> dict[OpOverload, frozenset[int]]:
-        """The operations whose results take ``share`` of the memory that autograd would keep, at most."""
+        """The operations to keep. Their results take at most ``share`` of the memory that autograd would keep."""
         left = share * sum(made.nbytes for made in self._all if made.saved)
         sizes = {operation: sum(m.nbytes for m in made) for operation, (_, made) in self._operations.items()}
         able = [
@@ -108,7 +110,7 @@ class Recording(CountingMode):
 
 
 def _cost(func: OpOverload, args: Any, kwargs: Any, output: Any, inputs: list[Tensor], outputs: list[Tensor]) -> float:
-    """How long an operation takes, in bytes that could be moved meanwhile."""
+    """The time of an operation, as the number of bytes that could be moved meanwhile."""
     from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
     moved = sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
@@ -116,10 +118,10 @@ def _cost(func: OpOverload, args: Any, kwargs: Any, output: Any, inputs: list[Te
     if formula is not None:
         return moved + formula(*args, **kwargs, out_val=output) / FLOPS_PER_BYTE
     name = func._overloadpacket.__name__
-    if name.startswith("_scaled_dot_product_"):  # those that torch has no formula for
+    if name.startswith("_scaled_dot_product_"):  # operators without a formula in torch
         return moved + sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape) / FLOPS_PER_BYTE
     if name in MATMULS:
-        # Products of m × k and k × n numbers, n × m of them: k² = (m k) (k n) / (m n).
+        # (m, k) times (k, n) is m n products of length k, where k² = (m k) (k n) / (m n).
         first, second, result = inputs[0].numel(), inputs[1].numel(), max(outputs[0].numel(), 1)
         return moved + 2 * math.sqrt(first * second * result) / FLOPS_PER_BYTE
     return float(moved)
@@ -134,7 +136,7 @@ _recordings = _Recordings()
 
 @contextlib.contextmanager
 def recording(what: Recording) -> Iterator[None]:
-    """Within, ``what`` records operations, and which tensors a ``checkpoint(determinism_check=SAVES)`` around saves."""
+    """Within, ``what`` records operations, and the tensors that a checkpoint with :func:`noting_saves` saves."""
     before, _recordings.innermost = _recordings.innermost, what
     try:
         with what:
@@ -144,9 +146,9 @@ def recording(what: Recording) -> Iterator[None]:
 
 
 def noting_saves() -> str:
-    """A ``determinism_check`` of ``torch.utils.checkpoint.checkpoint``, which shows each saved tensor to the recording.
+    """A ``determinism_check`` for ``torch.utils.checkpoint.checkpoint`` that passes saved tensors to the recording.
 
-    It compares what torch's default compares.
+    It compares the same facts as torch's default.
     """
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     default = checks["default"]

@@ -26,11 +26,11 @@ class Options:
     Attributes:
         level: ZeRO level.
         precision: dtypes of computation and reduction.
-        communicators: the shard group and the replicate group; None: by level.
+        communicators: the shard group and the replicate group; None: chosen by level.
         stage_local: whether only the ranks of this pipeline stage have the parameters.
         reshard_after_forward: whether parameters are resharded between forward and backward; None: at level 3.
-        offload: whether shards lie in host memory, and so gradients and what optimizers make of them.
-        pin_memory: whether that memory is pinned, where the context's device is not the host.
+        offload: whether shards, and so gradients and optimizer states, are in host memory.
+        pin_memory: whether that memory is pinned, if the context's device is not the host.
         name: for messages.
     """
 
@@ -54,7 +54,7 @@ class Options:
         return torch.empty(numel, dtype=dtype, device="cpu" if self.offload else device)
 
     def pins(self, device: torch.device) -> bool:
-        """Whether what is offloaded from ``device`` lies in page-locked memory."""
+        """Whether tensors that are offloaded from ``device`` are in page-locked memory."""
         return self.pin_memory and device.type == "cuda"
 
     def groups(self, context: ParallelContext, tp_mode: bool) -> tuple[Communicator, Communicator]:

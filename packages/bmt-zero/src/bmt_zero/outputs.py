@@ -1,4 +1,4 @@
-"""Finding the tensors in a module's inputs and outputs."""
+"""Find the tensors in a module's inputs and outputs."""
 
 from __future__ import annotations
 

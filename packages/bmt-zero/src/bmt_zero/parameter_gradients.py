@@ -1,19 +1,19 @@
-"""The ``.grad`` of sharded parameters: what is added to it, and what a script does to it while gradients wait.
+"""The ``.grad`` of sharded parameters: adding to it, and noticing what a script does to it while gradients wait.
 
 [Note: gradients that wait]
-    Reduced gradients of a backward pass are added to ``.grad``, as in plain PyTorch. Some wait: under ``no_sync`` for
-    the reduction (levels 0 and 1), for the sum over replicas, or for the end of a sum in a fixed order. In plain
-    PyTorch they would be a part of ``.grad``. So what a script does to ``.grad`` in the meantime applies to them:
+    Reduced gradients of a backward pass are added to ``.grad``, as in plain PyTorch. Some gradients wait: under
+    ``no_sync`` for the reduction (levels 0 and 1), for the sum over replicas, or for the end of a sum in a fixed order.
+    In plain PyTorch they would be in ``.grad`` already. So what a script does to ``.grad`` meanwhile applies to them:
 
-    - ``p.grad = None``, another tensor as ``p.grad``, ``zero_``, ``fill_`` and ``copy_`` drop what waits for this
-      parameter. Later gradients are added to what ``.grad`` is then.
-    - ``add_`` and ``sub_`` have the same effect before and after what waits is added.
-    - Other writes would have to change what waits, too. The next backward raises. Writes through another tensor on the
-      same memory, which a script had before, are not noticed.
-    - Reading cannot communicate: it gives what was added before.
+    - ``p.grad = None``, another tensor as ``p.grad``, ``zero_``, ``fill_`` and ``copy_`` drop the gradients that wait
+      for this parameter. Later gradients are added to the new ``.grad``.
+    - ``add_`` and ``sub_`` have the same effect before and after the waiting gradients are added.
+    - Other writes would have to change the waiting gradients, too: the next backward raises. Writes through another
+      tensor on the same memory, which a script had before, are not noticed.
+    - Reading does not communicate: it gives what was added before.
 
-    Each parameter that gradients wait for has a ``.grad`` that notes writes: zeros, if it had none. That tensor remains
-    the parameter's ``.grad`` when they arrive.
+    While gradients wait for a parameter, its ``.grad`` is a tensor that notes writes; it is zeros if the parameter had
+    no gradient. The same tensor stays the parameter's ``.grad`` when the gradients arrive.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class ParameterGradients:
 
     def __init__(self, flat: FlatParameter) -> None:
         self._flat = flat
-        self._watched: dict[int, ShardedGradient] = {}  # those that others wait to be added to
-        self._zeros: dict[int, tuple[Tensor, int]] = {}  # zeros that have stood for others, and their versions
-        self._placeholders: dict[int, ShardedGradient] = {}  # zeros that stand for gradients of other ranks
+        self._watched: dict[int, ShardedGradient] = {}  # ``.grad`` of parameters that gradients wait for
+        self._zeros: dict[int, tuple[Tensor, int]] = {}  # zeros that :meth:`watch` has set, and their versions
+        self._placeholders: dict[int, ShardedGradient] = {}  # zeros of parameters that only other ranks may have used
 
     @property
     def are_read_at_once(self) -> bool:
-        """Whether the host reads what arrives, to add it to others or for hooks."""
+        """Whether the host reads a gradient when it arrives, to add it to ``.grad`` or to call hooks."""
         return any(p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks for p in self._flat.params)
 
     def add(self, rows: Sequence[Tensor | None]) -> None:
         """Add rows to the gradients of the parameters.
 
-        The parameters' hooks run here: autograd does not reach the parameters.
+        The parameters' hooks run here, because autograd does not reach the parameters.
         """
         grads, added, hooked = [], [], []
         for index, (param, new) in enumerate(zip(self._flat.params, rows, strict=True)):
@@ -67,7 +67,7 @@ class ParameterGradients:
             if before is None:
                 param.grad = sharded_gradient(new, param)
             elif self._is_zero(index, before):
-                before.data = local_rows(new)  # nothing is added up, and who has the tensor sees the values
+                before.data = local_rows(new)  # no addition, and references to the tensor see the values
             else:
                 grads.append(before)
                 added.append(new)
@@ -81,19 +81,19 @@ class ParameterGradients:
                         hook(param)
 
     def _is_zero(self, index: int, grad: Tensor) -> bool:
-        """Whether a gradient is zeros that have waited for this one, and that nothing was written to."""
+        """Whether ``grad`` is the zeros that :meth:`watch` has set, unwritten since."""
         zeros, version = self._zeros.get(index, (None, 0)) if self._zeros else (None, 0)
         return grad is zeros and grad._version == version
 
-    # --- while others wait ------------------------------------------------------------------------
+    # --- while gradients wait ---------------------------------------------------------------------
 
     def watch(self, used: Sequence[bool], of_others: bool = False) -> None:
-        """Gradients wait to be added from now on, until :meth:`end_watch`: notice what is done to those that are there.
+        """Notice what is done to ``.grad`` from now on, until :meth:`end_watch`: gradients wait to be added.
 
         Args:
             used: which parameters this rank has used.
-            of_others: whether what waits has gradients of other ranks in it. A rank that has used nothing must notice,
-                too, so all parameters have gradients until the ranks agree on which were used.
+            of_others: whether the waiting gradients include those of other ranks. Then a rank that has used nothing
+                must notice, too: all parameters get a ``.grad`` until the ranks agree on which were used.
         """
         params = self._flat.params
         if len(self._watched) == len(params):
@@ -117,14 +117,14 @@ class ParameterGradients:
 
     @property
     def are_watched(self) -> bool:
-        """Whether there are any that others wait to be added to."""
+        """Whether gradients wait for some parameter."""
         return bool(self._watched)
 
     def take_dropped(self) -> list[int]:
-        """The parameters whose gradients were overwritten, removed or replaced since :meth:`watch`; it ends for them.
+        """The parameters whose ``.grad`` was overwritten, removed or replaced since :meth:`watch`, which ends for them.
 
         Raises:
-            RuntimeError: one was changed otherwise.
+            RuntimeError: a ``.grad`` was changed in another way.
         """
         if not self._watched:
             return []
@@ -141,22 +141,22 @@ class ParameterGradients:
         for index in dropped:
             del self._watched[index]
             self._zeros.pop(index, None)
-        # What a script has written stays, on all ranks.
+        # A ``.grad`` that a script has written to stays, on all ranks.
         placeholders = self._placeholders.items()
         self._placeholders = {i: g for i, g in placeholders if params[i].grad is g and not g.was_overwritten}
         return dropped
 
     def end_watch(self) -> None:
-        """Nothing waits any more."""
+        """No gradients wait any more."""
         self._watched = {}
 
     def remove_placeholders(self, indices: Iterable[int]) -> None:
-        """Those of parameters that no rank has used."""
+        """Remove the placeholders of parameters that no rank has used."""
         for index in indices:
             param = self._flat.params[index]
             if param.grad is not None and param.grad is self._placeholders.pop(index, None):
                 param.grad = None
 
     def keep_placeholders(self) -> None:
-        """Some rank has used the parameters of the others."""
+        """Keep the remaining placeholders as gradients: some rank has used their parameters."""
         self._placeholders = {}

@@ -6,9 +6,9 @@
 
 [Note: backward in two parts]
     A pipeline schedule may compute the gradients of a chunk's inputs first and those of its parameters later
-    (``bmt_pipe.split_backward``). The first part does not reach :class:`Enter`: a call ends when the gradients of its
-    inputs have arrived. The second part begins behind the modules, at the parameters. ``StepContext.part`` tells which
-    part is running.
+    (``bmt_pipe.split_backward``). The input-gradient pass does not reach :class:`Enter`: a call ends when the gradients
+    of its inputs have arrived. The weight-gradient pass runs single nodes of the modules' graphs again; a call does
+    not begin backward in it. ``StepContext.part`` tells which pass is running.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .unsharded_parameter import LEAST_BYTES, UnshardedParameter
 
 
 class GroupHandle:
-    """How a sharded parameter reaches its group; ``param.handle``.
+    """Connects a sharded parameter to its group; ``param.handle``.
 
     Attributes:
         group: the parameter group.
-        reducer: of its gradients.
+        reducer: reduces its gradient.
         flat, index: the parameter is number ``index`` of this flat parameter.
         replacement: the unsharded tensor to use in its place; see :func:`replaced_parameters`.
         saved: the last unsharded copy that was made for a state dict.
@@ -61,10 +61,10 @@ class GroupHandle:
         return self.flat.is_on_one_rank(self.index)
 
     @not_compiled
-    def gather(self, stored: bool = False) -> Tensor:
+    def unshard(self, stored: bool = False) -> Tensor:
         """The unsharded parameter (this tensor-parallel rank's shard of it), differentiably.
 
-        ``stored``: in the dtype that it is stored in, which may differ from that of computation.
+        ``stored``: in the dtype that it is stored in instead of that of computation.
         """
         if self.replacement is not None:
             return self.replacement
@@ -73,36 +73,36 @@ class GroupHandle:
         if not (torch.is_grad_enabled() and param.requires_grad):
             return flat.unshard_stored(self.index) if flat.allocate else flat.unshard_one(self.index)
         casts = stored and flat.casts
-        version, cached = self.group.gathered.get(self, (-1, None))
+        version, cached = self.group.unsharded_alone.get(self, (-1, None))
         before = None if cached is None or casts or version != param._version else cached()
         if before is not None:
-            return before  # a tied weight is used twice and gathered once
-        gathered = flat.unshard_stored(self.index) if casts else flat.unshard_one(self.index)
+            return before  # a tied weight is used twice and unsharded once
+        values = flat.unshard_stored(self.index) if casts else flat.unshard_one(self.index)
         unsharded: Tensor
-        [unsharded] = Enter.apply(self, [gathered], self.group.anchor)
+        [unsharded] = Enter.apply(self, [values], self.group.anchor)
         if self.group.step.splits_backward:
-            unsharded = unsharded.view_as(unsharded)  # whose node keeps the other, of which torch 2.8 lets go
+            unsharded = unsharded.view_as(unsharded)  # the view's node keeps that of Enter, which torch 2.8 would drop
         if not casts:
-            self.group.gathered[self] = param._version, TensorWeakRef(unsharded)
+            self.group.unsharded_alone[self] = param._version, TensorWeakRef(unsharded)
         return unsharded
 
     def unshard_stored(self, like: Tensor | None = None) -> Tensor:
-        """The same in the dtype that it is stored in, in storage of its own; not differentiable.
+        """:meth:`unshard` in the dtype that it is stored in, in separate storage; not differentiable.
 
-        ``like``: a tensor of the shape of this rank's rows, to gather instead.
+        ``like``: a tensor of the shape of this rank's rows, to unshard instead.
         """
         self.begin_unsharding_one()
         return self.flat.unshard_stored(self.index, like)
 
     def begin_unsharding_one(self) -> None:
-        """This parameter alone will be gathered."""
+        """Prepare to unshard this parameter alone."""
         group = self.group
         group.step.recover()
-        group.look([self.reducer])
+        group.refresh([self.reducer])
         group.step.begin_unsharding(group)
 
     def fill(self, values: Tensor) -> None:
-        """Set this rank's rows from the unsharded parameter (this tensor-parallel rank's shard) on the first rank."""
+        """Set this rank's rows from ``values``: the first rank's unsharded parameter (its tensor-parallel shard)."""
         for comm in self.flat.communicators:
             comm.broadcast(values, 0)
         self.param.to_local().copy_(select_rows(values, self.param.bmt_slice))
@@ -115,8 +115,8 @@ class GroupHandle:
         self.group.reduce([(self.reducer, grads, None)])
 
     def params_arrived(self, grads: Sequence[Tensor | None]) -> None:
-        """The gradient of the tensor that :meth:`gather` returned has arrived: reduce it."""
-        self.group.gathered.pop(self, None)
+        """The gradient of the tensor that :meth:`unshard` returned has arrived: reduce it."""
+        self.group.unsharded_alone.pop(self, None)
         self.reduce(grads[0])
 
 
@@ -163,23 +163,23 @@ class ParameterGroup:
         reducers: one for each flat parameter; frozen and trainable parameters are in separate flat parameters.
         context: the ranks.
         options: how the parameters are sharded.
-        step: what is under way (a ``backward_context.StepContext``, which imports this module).
+        step: the calls and passes under way (a ``backward_context.StepContext``, whose module imports this one).
         slots: where modules have the parameters.
 
     Attributes:
         number: of the group among those that its ranks have built; -1: a parameter outside of Blocks.
-        label: stands for the name, the number and what is frozen, where ranks compare the order of what they unshard.
-        communicators: of the several ranks that reduce the gradients.
-        unsharding_communicators: those of them that unshard the parameters.
-        last_call: returns the last one (``hooks.Call``), or None if it is gone.
+        label: identifies name, number and frozen parameters, when ranks compare the order in which they unshard groups.
+        communicators: those of several ranks that reduce the gradients.
+        unsharding_communicators: those of them over which parameters are unsharded.
+        last_call: returns the last call (``hooks.Call``), or None if it is deleted.
         in_backward: the calls in backward, which need the parameters.
-        gathered: single parameters that were unsharded for a computation: their versions then, and what it uses.
-        trains: which parameters are trained, as last seen in forward.
-        replaced: how many parameters modules have replacements for; see :func:`replaced_parameters`.
+        unsharded_alone: single parameters that were unsharded for a computation: their version then, and the tensor.
+        trains: which parameters are trainable, as of the last :meth:`refresh`.
+        replaced: number of parameters that modules have replacements for; see :func:`replaced_parameters`.
         held: whether unsharded parameters are kept; see :meth:`hold`.
         unsharded_by_script: whether modules see unsharded parameters until they are resharded; see :meth:`show`.
         reshard_after_backward: whether parameters are resharded after backward.
-        mesh: of the ranks that share the parameters.
+        mesh: the ranks that share the parameters.
         unfilled: parameters that were built on the meta device and not seen with values yet.
     """
 
@@ -212,7 +212,7 @@ class ParameterGroup:
             self.accumulates: Any = self.anchor.view_as(self.anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.last_call: Callable[[], Any] = lambda: None
         self.in_backward: set[Any] = set()
-        self.gathered: dict[GroupHandle, tuple[int, TensorWeakRef]] = {}
+        self.unsharded_alone: dict[GroupHandle, tuple[int, TensorWeakRef]] = {}
         self.trains: list[bool] = []
         self.replaced = 0
         self.held = False
@@ -226,8 +226,9 @@ class ParameterGroup:
         self._recurrent = list({s.module: None for s in self.slots if isinstance(s.module, nn.RNNBase)})
         self.params: list[ShardedParameter] = []
         self.unfilled: list[ShardedParameter] = []
-        self._parts: list[tuple[GradientReducer, slice]] = []  # reducers, and which of ``params`` are theirs
-        self._matrices: list[tuple[int, GradientReducer, int]] = []  # places in ``params``, and in the reducers
+        self._parts: list[tuple[GradientReducer, slice]] = []  # each reducer, and its range in ``params``
+        # Of each parameter with two dimensions: its position in ``params``, its reducer, and its number there.
+        self._matrices: list[tuple[int, GradientReducer, int]] = []
         for reducer in self.reducers:
             start = len(self.params)
             self.params += reducer.flat.params
@@ -240,8 +241,8 @@ class ParameterGroup:
                     self.unfilled.append(param)
 
     @property
-    def gathers(self) -> bool:
-        """Whether to unshard the parameters takes time, so that it is worth to begin before they are needed."""
+    def is_worth_prefetching(self) -> bool:
+        """Whether unsharding takes time, so that it should begin before the parameters are needed."""
         return any(not flat.is_shard for flat in self.flats)
 
     def views(self) -> list[Tensor]:
@@ -249,10 +250,10 @@ class ParameterGroup:
         return [view for flat in self.flats for view in flat.views()]
 
     def views_with_targets(self) -> tuple[list[Tensor], dict[GradientReducer, GradientTarget]]:
-        """:meth:`views` for a call that may be differentiated, and where the gradients of large weights go.
+        """:meth:`views` for a call that may be differentiated, and targets for the gradients of large weights.
 
-        Autograd has to see how gradients are computed that a pipeline computes in two parts. Compiled code takes plain
-        tensors only: it raises an error for others.
+        There are no targets if a pipeline splits backward, because autograd must see how gradients are computed then;
+        nor in compiled code, which raises an error for tensors that are not plain.
         """
         views = self.views()
         targets: dict[GradientReducer, GradientTarget] = {}
@@ -270,21 +271,21 @@ class ParameterGroup:
     # --- unsharding -------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
-        """A computation begins; parameters may have been written before.
+        """Invalidate the unsharded parameters when a computation begins: the shards may have been written since.
 
         While gradients are accumulated at level 1, parameters stay unsharded from one micro-batch to the next.
         """
         if self.held or self.unsharded_by_script or not self.reshard_after_backward:
-            return  # their versions tell whether they were written
+            return  # versions of the parameters tell whether they were written
         for reducer in self.reducers:
             flat = reducer.flat
             if flat.state is State.UNSHARDED and (self.level > 1 or not reducer.accumulates):
                 flat.state = State.SHARDED  # not every write to a parameter can be seen
 
-    def unshard(self, look: bool = False) -> None:
-        """Start to unshard what is not unsharded.
+    def unshard(self, refresh: bool = False) -> None:
+        """Start to unshard the flat parameters that are not unsharded.
 
-        ``look``: whether parameters may have been moved, frozen or unfrozen since the last forward.
+        ``refresh``: whether parameters may have been moved, frozen or unfrozen since the last forward.
         """
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
@@ -292,13 +293,13 @@ class ParameterGroup:
                 f"to a plain model, or use torch.autograd.grad and torch.autograd.forward_ad"
             )
         try:
-            if look or self.label == -1:
-                self.look(self.reducers)
+            if refresh or self.label == -1:
+                self.refresh(self.reducers)
             self.step.begin_unsharding(self)
             for flat in self.flats:
                 flat.unshard()
             self.step.begin_use(self)
-        except torch.OutOfMemoryError:  # which scripts catch by its class
+        except torch.OutOfMemoryError:  # scripts catch this class
             raise
         except RuntimeError as error:
             raise RuntimeError(f"while {self.name} was unsharded: {error}") from error
@@ -314,13 +315,13 @@ class ParameterGroup:
             raise RuntimeError(f"while {self.name} was unsharded: {error}") from error
 
     def unshard_in_backward(self) -> None:
-        """The backward pass that is running computes with the parameters."""
+        """Unshard the parameters for the backward pass that is running."""
         self.step.enter(self)
         self.unshard()
         self.wait()
 
-    def look(self, reducers: Sequence[GradientReducer]) -> None:
-        """Notice a new name, parameters that were frozen or unfrozen, and those of ``reducers`` that were moved."""
+    def refresh(self, reducers: Sequence[GradientReducer]) -> None:
+        """Notice a new name, frozen or unfrozen parameters, and whether parameters of ``reducers`` were moved."""
         trains = [p.requires_grad for p in self.params]
         if trains != self.trains or self.name != self._labelled_name:
             frozen = [slot.path for slot in self.slots if not trains[slot.index]]
@@ -328,13 +329,14 @@ class ParameterGroup:
             text = f"{name}, {f'frozen: {frozen}' if frozen else 'all parameters trained'}"
             self.trains, self._labelled_name = trains, self.name
             self.label = self.step.sequences.label(text)
-            paths = {id(self.params[slot.index]): slot.path for slot in reversed(self.slots)}  # the first of tied ones
+            # Of tied parameters the first path.
+            paths = {id(self.params[slot.index]): slot.path for slot in reversed(self.slots)}
             for flat in self.flats:
                 flat.label = self.name
                 flat.names = [f"{paths.get(id(param), 'a parameter')} of {self.name}" for param in flat.params]
             self.places = f"the forward of {self.name}", f"the backward of {self.name}"
         for reducer in reducers:
-            reducer.follow_parameters()
+            reducer.rebind_storage()
 
     def check_values(self) -> None:
         """Raise if nothing has filled parameters that were built on the meta device."""
@@ -342,7 +344,7 @@ class ParameterGroup:
         self.unfilled = []
         if not unfilled:
             return
-        # Nor were they written through .data, on any rank; each rank has other rows.
+        # A write through .data does not count as one, but leaves values. Each rank has other rows, so ask all ranks.
         written = torch.tensor(any(bool(param.to_local().any()) for param in unfilled), device=self.context.device)
         written = written.to(torch.uint8)
         for comm in self.communicators:
@@ -356,7 +358,7 @@ class ParameterGroup:
             )
 
     def reshard(self) -> None:
-        """Reshard, unless a call in forward or backward needs the parameters."""
+        """Reshard, unless a call in forward or backward still needs the parameters."""
         if self.in_backward or self.held or any(call.hooks.group is self for call in self.step.calls):
             return
         self.hide()
@@ -364,11 +366,13 @@ class ParameterGroup:
             flat.reshard()
 
     def hold(self) -> None:
-        """Keep the unsharded parameters from one micro-batch to the next, until :meth:`release`; not where they are
-        resharded after forward."""
+        """Keep the unsharded parameters from one micro-batch to the next, until :meth:`release`.
+
+        Does nothing if they are resharded after forward.
+        """
         self.release()
         self.held = not self.reshard_after_forward
-        for flat in self.flats:  # all ranks meet once: those that hold no rows of it see no change of a version
+        for flat in self.flats:  # so that all ranks unshard it once: a rank without rows sees no change of a version
             if flat.is_shared and flat.state is State.UNSHARDED and not self.unsharded_by_script:
                 flat.state = State.SHARDED
 
@@ -391,7 +395,7 @@ class ParameterGroup:
             self.uninstall()
 
     def install(self, tensors: Sequence[Tensor]) -> bool:
-        """Let the modules see ``tensors`` in place of the parameters; whether they saw the parameters before."""
+        """Let the modules see ``tensors`` in place of the parameters. Returns whether they saw parameters before."""
         first = not self._installed
         if first:
             self._check_places()
@@ -403,7 +407,7 @@ class ParameterGroup:
         return first
 
     def _check_places(self) -> None:
-        """Raise if a module has another tensor in the place of a sharded parameter; it would be ignored."""
+        """Raise if a module has another tensor in place of a sharded parameter: it would be ignored."""
         for slot in self.slots:
             param, module = self.params[slot.index], slot.module
             if module._parameters.get(slot.name) is param:
@@ -421,7 +425,7 @@ class ParameterGroup:
         self._installed = False
         for slot in self.slots:
             parameters = slot.module._parameters
-            if slot.name not in parameters:  # a parametrization was registered and removed, and has set the name again
+            if slot.name not in parameters:  # a parametrization was registered and removed, which sets the name again
                 slot.module._buffers.pop(slot.name, None)
                 slot.module.__dict__.pop(slot.name, None)
             parameters[slot.name] = self.params[slot.index]
@@ -437,7 +441,7 @@ class ParameterGroup:
         targets: Mapping[GradientReducer, GradientTarget],
         has_others: bool,
     ) -> None:
-        """Reduce the gradients of the parameters that a call computed with, one for each ``trainable`` one.
+        """Reduce the gradients of the parameters of a call. ``grads`` has one for each ``trainable`` parameter.
 
         ``has_others``: whether other calls may have gradients for them in the same backward pass.
         """
@@ -450,7 +454,7 @@ class ParameterGroup:
         self.reduce([(reducer, grads[part], targets.get(reducer)) for reducer, part in parts])
 
     def reduce(self, work: Sequence[tuple[GradientReducer, Sequence[Tensor | None], GradientTarget | None]]) -> None:
-        """Start to reduce gradients, one for each parameter of a reducer."""
+        """Start to reduce gradients: for each reducer, one for each of its parameters, and a target or None."""
         self.step.enter(self)
         needed = bool(self.in_backward) or self.held or not self.reshard_after_backward
         with torch.no_grad():  # for create_graph=True
@@ -469,12 +473,12 @@ class ParameterGroup:
             self.reshard()
 
     def end_backward(self) -> None:
-        """Backward is over: clear what it has left."""
+        """Clear the state of a backward pass that is over."""
         self._forget_calls()
         self.reshard_in_backward()
 
     def abandon_backward(self) -> None:
-        """Backward was ended by an exception."""
+        """Clear the state of a backward pass that an exception has ended."""
         self._forget_calls()
         for reducer in self.reducers:
             reducer.drop_pass()
@@ -484,7 +488,7 @@ class ParameterGroup:
         for call in self.in_backward:
             call.forget()
         self.in_backward.clear()
-        self.gathered.clear()
+        self.unsharded_alone.clear()
 
     # --- copying ----------------------------------------------------------------------------------
 
@@ -492,7 +496,7 @@ class ParameterGroup:
         twin = ParameterGroup.__new__(ParameterGroup)
         memo[id(self)] = twin
         reducers = [_copy_reducer(reducer, memo) for reducer in self.reducers]
-        slots = copy.deepcopy(self.slots, memo)  # with the modules, which find their parameters in memo
+        slots = copy.deepcopy(self.slots, memo)  # with the modules, whose parameters are in memo
         twin.__init__(reducers, self.context, self.options, self.step, slots)  # type: ignore[misc]
         for name in ("name", "number", "mesh", "reshard_after_forward", "reshard_after_backward"):
             setattr(twin, name, getattr(self, name))
@@ -500,7 +504,7 @@ class ParameterGroup:
 
 
 def parameters_in_forward(module: nn.Module, step: Any) -> Iterator[nn.Parameter]:
-    """The parameters of a module and those in it; the sharded ones also while they are unsharded."""
+    """The parameters of a module and its submodules; sharded parameters also while modules see unsharded ones."""
     groups = [call.hooks.group for call in step.calls]
     sharded = {(slot.module, slot.name): group.params[slot.index] for group in groups for slot in group.slots}
     for part in module.modules():
@@ -511,7 +515,7 @@ def parameters_in_forward(module: nn.Module, step: Any) -> Iterator[nn.Parameter
 
 @contextmanager
 def replaced_parameters(values: Mapping[ShardedParameter, Tensor]) -> Iterator[None]:
-    """Within, modules compute with ``values`` in place of the parameters, and unshard nothing of their groups."""
+    """Within, modules compute with ``values`` in place of the parameters, and their groups are not unsharded."""
     before: list[tuple[nn.Module, str, Any]] = []
     for param, value in values.items():
         handle: GroupHandle = param.handle
@@ -537,15 +541,15 @@ def replaced_parameters(values: Mapping[ShardedParameter, Tensor]) -> Iterator[N
 
 
 def refresh_flat_weights(module: nn.Module) -> None:
-    """Update the list of weights that recurrent modules keep beside the attributes."""
+    """Update the list of weights that recurrent modules keep in addition to the attributes."""
     names: list[str] = module._flat_weights_names  # type: ignore[assignment]
     module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
 
 
 def _copy_reducer(reducer: GradientReducer, memo: dict[int, Any]) -> GradientReducer:
-    """A copy with parameters of its own; without gradients, as copies of parameters are."""
+    """A copy with copies of the parameters, without gradients (as copies of plain parameters)."""
     reducer.finish()
-    reducer.follow_parameters()
+    reducer.rebind_storage()
     flat = reducer.flat
     twins = []
     for param in flat.params:

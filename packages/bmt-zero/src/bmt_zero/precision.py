@@ -20,9 +20,9 @@ class MixedPrecision:
         reduce_dtype: in which gradients are summed over ranks; ``None``: as computed.
         output_dtype: to which floating-point outputs of the module are cast; ``None``: as computed.
         cast_forward_inputs: whether floating-point inputs of the module are cast to ``param_dtype``.
-        compression: how parameters and gradients travel between the ranks of a shard group; "int8" and "float8" stand
-            for ``Compression`` of both; ``None``: as they are. Gradients that travel compressed are summed in fp32.
-            It needs ZeRO level 1, 2 or 3.
+        compression: how parameters and gradients are compressed between the ranks of a shard group; "int8" and
+            "float8" mean a ``Compression`` of both; ``None``: not at all. Compressed gradients are summed in fp32. It
+            needs ZeRO level 1, 2 or 3.
     """
 
     param_dtype: torch.dtype | None = None
@@ -43,12 +43,12 @@ class MixedPrecision:
 
     @property
     def packs_parameters(self) -> Compression | None:
-        """What packs parameters for all-gathers."""
+        """The compression, if it packs parameters for all-gathers."""
         compression = self.compression
         return compression if isinstance(compression, Compression) and compression.parameters else None
 
     @property
     def packs_gradients(self) -> Compression | None:
-        """What packs gradients for reduce-scatters."""
+        """The compression, if it packs gradients for reduce-scatters."""
         compression = self.compression
         return compression if isinstance(compression, Compression) and compression.gradients else None

@@ -18,12 +18,12 @@ from .state import logical_tensor, sharded_entries, unshards_state
 def rank0_state_dict(model: nn.Module, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
     """The plain state dict in the host memory of rank 0; the other ranks get no entries. Every rank must call it.
 
-    A model whose ``state_dict`` returns this is saved and loaded as any other.
+    A model whose ``state_dict`` returns this is saved and loaded like any other.
 
     Args:
         model: any module, sharded or not.
         destination: gets the entries, and is returned.
-        prefix: what names begin with.
+        prefix: of all names.
     """
     state = OrderedDict() if destination is None else destination
     if not unshards_state():

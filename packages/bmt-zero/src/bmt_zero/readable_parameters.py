@@ -1,9 +1,9 @@
-"""Parameters that other modules read in forward: a fused loss takes the weight of a head that it does not call.
+"""Parameters that other modules read in forward: a fused loss reads the weight of a head without calling it.
 
-In a wrapped model each large module outside of the layers is unsharded while it computes. To other code that runs in
-the model's forward, ``head.weight`` is the unsharded parameter, with its whole shape, and gradients flow through it.
-Reading the attribute does not communicate: the values are gathered when something computes with them, once in each
-forward of the model. (In a process that uses ``torch.compile`` they are gathered at once.)
+In a wrapped model each large module outside of the layers is unsharded while it computes. For other code in the model's
+forward, ``head.weight`` is the unsharded parameter, and gradients flow through it. Reading the attribute does not
+communicate: the parameter is unsharded when something computes with it, once in each forward of the model. (In a
+process that uses ``torch.compile`` it is unsharded when it is read.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReadableParameters(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
         if not isinstance(param, ShardedParameter) or param.bmt_slice.tp_comm is not None:
-            return param  # a layer that is cut computes with its own shard
+            return param  # a tensor-parallel layer computes with this rank's shard
         return _read(param)
 
 
@@ -40,46 +40,47 @@ def _read(param: ShardedParameter) -> Tensor:
         if calls[0].reads is None:
             calls[0].reads = Reads()
         return calls[0].reads.of(param)
-    if current_backward() is not None and torch.is_grad_enabled():  # a checkpoint computes its forward again
+    if current_backward() is not None and torch.is_grad_enabled():  # the recomputation of a checkpoint
         return Reads().of(param)
     return param
 
 
 def let_others_read(module: nn.Module) -> None:
-    """From now on code outside of the module that reads its parameters in a forward sees them unsharded."""
+    """Let code outside of ``module`` that reads its parameters in a forward see them unsharded."""
     if not isinstance(module._parameters, ReadableParameters):
         module.__dict__["_parameters"] = ReadableParameters(module._parameters)
 
 
 class Reads:
-    """What code outside of their modules has read in a call."""
+    """The parameters that code outside of their modules has read in a call."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, bool], Tensor] = {}
+        self._tensors: dict[tuple[int, bool], Tensor] = {}  # by identity of the parameter, and whether autograd records
 
     def of(self, param: ShardedParameter) -> Tensor:
         """The unsharded parameter, as its module would see it; the same tensor until the call ends."""
         handle: GroupHandle = param.handle
         records = torch.is_grad_enabled() and param.requires_grad
-        is_whole = not is_row_sharded(param)
-        if handle.replacement is not None or (is_whole and records):
-            return handle.gather()
-        if is_whole and handle.flat.dtype == param.dtype:
+        has_all_rows = not is_row_sharded(param)
+        if handle.replacement is not None or (has_all_rows and records):
+            return handle.unshard()
+        if has_all_rows and handle.flat.dtype == param.dtype:
             return param
         key = id(param), records
-        if key not in self._found:
-            self._found[key] = self._gathered(handle, records) if uses_compiler() else self._deferred(handle, records)
-        return self._found[key]
+        if key not in self._tensors:
+            read = self._unsharded if uses_compiler() else self._deferred
+            self._tensors[key] = read(handle, records)
+        return self._tensors[key]
 
-    def _gathered(self, handle: GroupHandle, records: bool) -> Tensor:
-        """With its values, as a plain tensor: compiled code takes no others."""
+    def _unsharded(self, handle: GroupHandle, records: bool) -> Tensor:
+        """A plain tensor with values: compiled code takes no others."""
         if records:
-            return handle.gather()
+            return handle.unshard()
         handle.begin_unsharding_one()
         return handle.flat.unshard_one(handle.index)
 
     def _deferred(self, handle: GroupHandle, records: bool) -> Tensor:
-        """Without its values, until something computes with it."""
+        """A tensor that has no values until something computes with it."""
         read = ReadParameter.of(handle)
         if not records:
             return read
@@ -87,8 +88,8 @@ class Reads:
         return entered
 
     def check(self, name: str) -> None:
-        """Raise if code has written to what it has read, in a call of the module ``name``."""
-        for read in self._found.values():
+        """Raise if code has written to a parameter that it has read, in a call of the module ``name``."""
+        for read in self._tensors.values():
             if isinstance(read, ReadParameter) and read.was_written():
                 raise RuntimeError(
                     f"in the forward of {name}, code outside of the module that owns a parameter of shape "
@@ -98,30 +99,30 @@ class Reads:
 
 
 class ReadParameter(Tensor):
-    """An unsharded parameter whose values are gathered when something computes with it. All ranks must do so.
+    """A parameter that is unsharded when something computes with it. All ranks must compute with it.
 
     Attributes:
         handle: of the sharded parameter.
-        version: of the values when they were gathered; None: they are not there yet, or count no versions.
-        is_gathered: whether they are there.
+        version: of this tensor when it was unsharded; None: it is not unsharded, or has no version counter.
+        is_unsharded: whether it has values.
     """
 
     handle: GroupHandle
     version: int | None
-    is_gathered: bool
+    is_unsharded: bool
 
     @staticmethod
     def of(handle: GroupHandle) -> ReadParameter:
-        """A tensor of the parameter's shape, for which there are no values yet."""
+        """A tensor of the unsharded parameter's shape, without values yet."""
         flat, shape = handle.flat, handle.param.bmt_slice.tp_shard_shape
         nothing = torch.zeros((), dtype=flat.dtype, device=flat.unsharded.device).expand(shape)
         read: ReadParameter = Tensor._make_subclass(ReadParameter, nothing)
-        read.handle, read.version, read.is_gathered = handle, None, False
+        read.handle, read.version, read.is_unsharded = handle, None, False
         return read
 
-    def gather_values(self) -> None:
-        if not self.is_gathered:
-            self.is_gathered = True
+    def unshard(self) -> None:
+        if not self.is_unsharded:
+            self.is_unsharded = True
             self.handle.begin_unsharding_one()
             with torch.no_grad():
                 self.data = self.handle.flat.unshard_one(self.handle.index)
@@ -137,21 +138,21 @@ class ReadParameter(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _FACTS:
-                _gather_all(args)
-                _gather_all((kwargs or {}).values())
+                _unshard_all(args)
+                _unshard_all((kwargs or {}).values())
             return func(*args, **(kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"ReadParameter(shape={tuple(self.shape)}, dtype={self.dtype}, is_gathered={self.is_gathered})"
+            return f"ReadParameter(shape={tuple(self.shape)}, dtype={self.dtype}, is_unsharded={self.is_unsharded})"
 
 
-def _gather_all(values: Iterable[Any]) -> None:
+def _unshard_all(values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, ReadParameter):
-            value.gather_values()
+            value.unshard()
         elif isinstance(value, (list, tuple)):
-            _gather_all(value)
+            _unshard_all(value)
 
 
 _FACTS = {
@@ -163,4 +164,4 @@ _FACTS = {
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "ndimension", "__len__", "element_size")),
     *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "is_inference", "get_device", "__hash__")),
 }
-"""What tells something of a parameter, and does not need its values."""
+"""Functions that read facts of a parameter and do not need its values."""

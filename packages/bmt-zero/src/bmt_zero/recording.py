@@ -1,10 +1,10 @@
-"""Recording tensors of a forward, once each, however often the forward is computed.
+"""Record tensors of a forward, once each, also if the forward is recomputed.
 
 [Note: recomputation]
-    A checkpointed forward runs twice. What runs within a backward records nothing. A pipeline runs its layers without
-    gradients first and with them later, before their backward: the first run marks which entries it has made
-    (:func:`marked`), and the second one, which is given them (:func:`replayed`), puts its tensors in their places, so
-    that an entry has a gradient in the end.
+    A checkpointed forward runs twice. A forward inside a backward records nothing. A pipeline runs its layers first
+    without gradients and later, before their backward, with them. The first run returns the entries that it has made
+    (:func:`marked`). The second run gets these entries and replaces their tensors by its own (:func:`replayed`), so
+    that they have gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Entry:
         name, group: as given to :func:`record_tensor`.
         tensor: the tensor itself.
         place: None outside of pipelines.
-        grad_of_loss: what a loss has sent to the tensor of a pipeline, for the pipeline's backward.
+        grad_of_loss: the gradient of a loss that uses the tensor of a pipeline, for the pipeline's backward.
     """
 
     grad_of_loss: Tensor | None = None
@@ -63,13 +63,13 @@ class Entry:
         return grad if grad is None or scale is None else grad / scale
 
     def rescale(self, factor: Tensor) -> None:
-        """The gradient that has arrived is to be multiplied by ``factor`` (0-dim, fp64)."""
+        """Multiply the gradient that has arrived by ``factor`` (0-dim, fp64)."""
         self._arrived.loss_scale = scale_in_backward() / factor
 
     def set_tensor(self, tensor: Tensor) -> None:
-        """Take a tensor that the same call has computed, and ask autograd for its gradient.
+        """Replace the tensor by one that the same call has computed, and ask autograd for its gradient.
 
-        What has arrived at the tensor before it, in a backward that retained its graph, is a part of the gradient.
+        Gradients that have arrived at the previous tensor, in a backward with ``retain_graph=True``, are included.
         """
         before = self._arrived
         grad = self.tensor.grad if before.grad is None and before.loss_scale is not None else before.grad
@@ -82,15 +82,15 @@ class Entry:
 
 @dataclass
 class _Arrived:
-    """What a tensor's hook has seen."""
+    """The gradients that a tensor's hook has seen."""
 
-    tensor: weakref.ref[Tensor]  # which has a reference to this one
+    tensor: weakref.ref[Tensor]  # weak, because the tensor refers to this object
     keeps: bool = False
     """Whether to keep the gradient, because a pipeline clears that of the leaves of its micro-batches."""
     loss_scale: float | Tensor | None = None
     """The scale of ``grad``, or of the tensor's own gradient where ``grad`` is None; None before any has arrived."""
     grad: Tensor | None = None
-    """The sum of what has arrived, if it is kept or has come with several loss scales."""
+    """The sum of the gradients, if it is kept or they have different loss scales."""
 
     def note(self, grad: Tensor) -> None:
         scale = scale_in_backward()
@@ -107,12 +107,12 @@ class _Arrived:
 
 
 class SharedTensor:
-    """A tensor that a pipeline stage has recorded, of which each stage has the part that is of its own samples.
+    """A tensor that a pipeline stage has recorded. Each stage has the part with its samples.
 
     Attributes:
-        stage: has recorded it.
+        stage: the stage that has recorded it.
         forms: shape and dtype of each stage's part; None if it has none.
-        entries: on the stage that has recorded it: what each stage's part was joined from.
+        entries: on the stage that has recorded it: the entries that were concatenated to each stage's part.
     """
 
     def __init__(
@@ -124,30 +124,31 @@ class SharedTensor:
         self.stage = stage
         self.forms = forms
         self.entries = entries
-        self._grad: tuple[int, Tensor] | None = None  # of this rank's part, and the backward pass that it is from
+        self._grad: tuple[int, Tensor] | None = None  # the backward pass, and the gradient of this rank's part
 
     def add_grad(self, grad: Tensor) -> None:
-        """A loss has sent a gradient to this rank's part, which the pipeline's backward will need."""
+        """Add a gradient that a loss has for this rank's part, for the pipeline's backward."""
         task = torch._C._current_graph_task_id()
         before = self._grad
         self._grad = (task, grad if before is None or before[0] != task else before[1] + grad)
 
     def take_grad(self) -> Tensor | None:
-        """What the backward pass that is running has sent."""
-        found, self._grad = self._grad, None
-        return found[1] if found is not None and found[0] == torch._C._current_graph_task_id() else None
+        """The gradient that losses have added in the running backward pass, or None."""
+        task, grad = self._grad or (None, None)
+        self._grad = None
+        return grad if task == torch._C._current_graph_task_id() else None
 
 
 @dataclass
 class Session:
-    """What was recorded since recording began."""
+    """The tensors that were recorded since recording began."""
 
     entries: list[Entry] = field(default_factory=list)
     pipeline_calls: int = 0
     links: dict[int, Tensor] = field(default_factory=dict)
-    """Of calls of pipelines: an output, through which a loss that uses recorded tensors reaches the call's backward."""
+    """By pipeline call: an output, through which a loss that uses recorded tensors reaches the call's backward."""
     shared: dict[int, list[SharedTensor]] = field(default_factory=dict)
-    """What all stages have recorded in calls of pipelines."""
+    """By pipeline call: the tensors that all stages have recorded."""
 
 
 Mark = list[Entry]
@@ -160,10 +161,10 @@ _place: PipelinePlace | None = None
 
 
 def begin_recording() -> Session:
-    """Record from now on.
+    """Begin to record.
 
     Raises:
-        RuntimeError: that has begun already.
+        RuntimeError: recording has begun already.
     """
     global _session
     if _session is not None:
@@ -175,15 +176,15 @@ def begin_recording() -> Session:
 
 
 def end_recording() -> None:
-    """Record nothing any more."""
+    """Stop recording."""
     global _session
     _session = None
 
 
 def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
-    """Record a tensor, if this happens inside of :func:`bmt_zero.inspect_tensor`; otherwise do nothing.
+    """Record a tensor inside of :func:`bmt_zero.inspect_tensor`. Outside of it, do nothing.
 
-    The tensor itself is kept, and a loss may use it. In a Block, that counts as an output of the Block.
+    The tensor itself is kept, and a loss may use it. In a Block, it counts as an output of the Block then.
 
     Args:
         x: any tensor, not a parameter.
@@ -204,7 +205,7 @@ def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
         if entry is None or entry.tensor is x:
             return
         entry.set_tensor(x)
-    elif _session is None or torch._C._current_graph_task_id() != -1:  # computed again by checkpointing
+    elif _session is None or torch._C._current_graph_task_id() != -1:  # recomputed by checkpointing
         return
     else:
         entry = Entry(name, group, x, _place)
@@ -215,7 +216,7 @@ def record_tensor(x: Tensor, name: str, group: str | None = None) -> None:
 
 
 def _follow(x: Tensor) -> None:
-    """Let the Blocks that are computing begin backward when a gradient of ``x`` arrives, as for their outputs."""
+    """Let the running calls of Blocks begin backward when a gradient of ``x`` arrives, as for their outputs."""
     if x.grad_fn is None or not is_initialized():
         return
     for call in step_context(current_context()).calls:
@@ -225,7 +226,7 @@ def _follow(x: Tensor) -> None:
 
 @contextmanager
 def marked() -> Iterator[Mark]:
-    """Yields what is recorded within; a computation to be repeated under :func:`replayed`."""
+    """Yields the entries that are recorded within, for a computation that is repeated under :func:`replayed`."""
     mark: Mark = []
     _marks.append(mark)
     try:
@@ -236,7 +237,7 @@ def marked() -> Iterator[Mark]:
 
 @contextmanager
 def replayed(mark: Mark) -> Iterator[None]:
-    """Within, the computation that has made ``mark`` runs again."""
+    """Within, the computation that has made the entries in ``mark`` runs again."""
     _replays.append(iter(list(mark)))
     try:
         yield
@@ -252,12 +253,12 @@ class PipelineCall(NamedTuple):
     before: int
     """How many tensors had been recorded outside of pipelines."""
     shared: list[SharedTensor]
-    """What all stages have recorded in it, in the same order on each."""
+    """The tensors that all stages have recorded in it, in the same order on each stage."""
 
     def exchange_grads_of_losses(self, context: ParallelContext) -> None:
-        """Send what losses have sent to recorded tensors to the stages that have recorded them.
+        """Send the gradients that losses have for recorded tensors to the stages that have recorded them.
 
-        In a backward pass; every stage calls it.
+        Every stage must call it, in a backward pass.
         """
         if not self.shared:
             return
@@ -283,7 +284,7 @@ class PipelineCall(NamedTuple):
 
 
 def begin_pipeline_call() -> PipelineCall:
-    """A pipeline is called."""
+    """Begin a call of a pipeline."""
     if _session is None:
         return PipelineCall(0, 0, [])
     _session.pipeline_calls += 1
@@ -293,7 +294,7 @@ def begin_pipeline_call() -> PipelineCall:
 
 
 def link_pipeline_call(call: int, link: Tensor) -> None:
-    """Let a loss that uses recorded tensors of a pipeline's call reach its backward, through ``link``, its output."""
+    """Let a loss that uses recorded tensors of a pipeline's call reach its backward through ``link``, an output."""
     if _session is not None:
         _session.links[call] = link
 

@@ -41,20 +41,20 @@ class ReductionSettings:
 class Reduction:
     """The sum of flat gradients over the ranks, in flight.
 
-    ``total`` is held until the collective has read it. If it lies in borrowed storage of the unsharded parameters, the
-    storage is returned then. On CUDA everything is queued at once in the side stream.
+    ``total`` is kept until the collective has read it. If it is in borrowed storage of the unsharded parameters, the
+    storage is returned then. On CUDA everything is queued immediately in the side stream.
 
     Args:
         flat: the flat parameter.
-        total: the flat gradient, which is changed.
+        total: the flat gradient; it is overwritten.
         settings: how it is reduced.
         grad_scale: factor of the sum.
         has_fixed_order: see [Note: sums in a fixed order] in gradient_reducer.
-        partial: what was summed over the shard group before, to be added.
+        partial: an earlier sum over the shard group, to add; or None.
 
     Attributes:
-        is_partial: whether it is not to be summed over the replicate group.
-        copied: after the copy of the result to the host.
+        is_partial: whether it is summed over the shard group only, and not over the replicate group.
+        copied: an event after the copy of the result to the host.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Reduction:
                 self._work = flat.replicate_comm.all_reduce(total, self._op, on_cpu, flat.label)
             if not on_cpu:
                 self._complete()
-                if comm.size == 1:  # what is copied is ``total``
+                if comm.size == 1:  # ``_done`` must come after the copy, which reads ``total``
                     self._offload()
                 self._done = record_event(flat.stream)
                 if comm.size > 1:
@@ -139,7 +139,7 @@ class Reduction:
         """Copy the reduced gradient to where the shard is."""
         flat = self._flat
         if flat.offloads and not self.is_partial:
-            # In memory that torch keeps for the next gradients.
+            # In pinned memory that torch caches for the next gradients.
             stored = torch.empty_like(self._reduced, device="cpu", pin_memory=flat.options.pins(flat.device))
             stored.copy_(self._reduced, non_blocking=True)
             self._reduced = stored
@@ -152,5 +152,5 @@ class Reduction:
 
     @property
     def held(self) -> list[Tensor | None]:
-        """The gradients that it holds, or None."""
+        """The gradients that it keeps, or None."""
         return [self._total, self._reduced, self._partial]

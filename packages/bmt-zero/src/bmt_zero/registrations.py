@@ -1,4 +1,4 @@
-"""How often something was registered with a module of this process: only then has a model new parameters."""
+"""Count registrations of parameters and modules in this process. Without a new one, no model has new parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are its repeated layers."""
+"""Find the repeated layers of a model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def find_layers(model: nn.Module) -> dict[nn.Module, None]:
     """The outermost repeated layers with parameters, in the order of the model.
 
-    These are the elements of a ``ModuleList``, and the elements of a ``Sequential`` or ``ModuleDict`` that consist of
-    modules themselves and have a class of which there are several in such containers. Containers without a forward of
-    their own are searched instead. Recurrent modules, which keep lists of their weights, are layers, too.
+    Layers are the elements of a ``ModuleList``, and elements of a ``Sequential`` or ``ModuleDict`` that have submodules
+    and whose class occurs several times in such containers. Containers without their own forward are searched
+    instead. Recurrent modules, which keep lists of their weights, are layers, too.
     """
     classes = Counter(
         type(child) for module in model.modules() if isinstance(module, _CONTAINERS) for child in module.children()

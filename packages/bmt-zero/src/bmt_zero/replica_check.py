@@ -1,4 +1,4 @@
-"""Whether tensor-parallel ranks, which compute one replica together, find the same gradients of what they all hold."""
+"""Check that tensor-parallel ranks compute the same gradients of the parameters that all of them hold."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bmt_comm import Communicator
 
-_TOLERANCE = 0.05  # of the norm: rounding in half precision makes less of a difference, a part of the sequence more
-_FLOOR = 1e-3  # of the norm of all gradients together: smaller ones may be nothing but rounding
+_TOLERANCE = 0.05  # of the norm: rounding in half precision is less, a gradient of a part of the sequence is more
+_FLOOR = 1e-3  # of the norm of all gradients together: smaller gradients may be rounding errors
 _PROJECTIONS = 4
 
 
@@ -28,10 +28,10 @@ def check_replicas(
         shapes: of the parameters.
         grads: this rank's.
         tp_comm: the tensor-parallel ranks.
-        communicators: whose ranks all raise if some do.
+        communicators: all of their ranks raise if one does.
 
     Returns:
-        Which of the gradients had values to compare, on some rank.
+        Which gradients had values to compare on some rank.
 
     Raises:
         RuntimeError: they differ.

@@ -1,4 +1,4 @@
-"""Whether ranks that hold the same part of a parameter hold the same bits."""
+"""Check that ranks that hold the same part of a parameter hold the same bits."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bmt_comm import ParallelContext, allgather_objects, current_context, local_
 def verify_replicas(module: nn.Module, context: ParallelContext | None = None) -> None:
     """Raise unless ranks that hold the same part of a parameter hold the same values.
 
-    Replicas drift apart after a bit has flipped in memory, or if code changes a parameter on some ranks only. Each rank
-    adds up the bits of what it holds, and the ranks compare 16 bytes for each parameter. A single wrong element is
-    always found. At ZeRO levels 1 to 3 each rank holds other rows, so only replicate groups, tensor-parallel ranks and
+    Replicas differ after a bit has flipped in memory, or if code changes a parameter on some ranks only. Each rank adds
+    up the bits of its values, and the ranks compare 16 bytes for each parameter. A single wrong element is always
+    detected. At ZeRO levels 1 to 3 each rank holds other rows, so only replicate groups, tensor-parallel ranks and
     parameters that are not sharded have replicas.
 
     Every rank must call this, between two steps: once every few hundred steps, for example.
 
     Args:
-        module: whose parameters are compared, sharded or not. Buffers may differ, and are not looked at.
+        module: the module whose parameters are compared, sharded or not. Buffers may differ and are not compared.
         context: the ranks; by default those of the process-wide context.
 
     Raises:
@@ -36,14 +36,14 @@ def verify_replicas(module: nn.Module, context: ParallelContext | None = None) -
     for name, param in module.named_parameters():
         values = local_tensor(param).detach()
         if values.numel():
-            own = slice_of(param)
-            part = (name, own.shape, own.tp_offset, own.tp_extent, own.row_start, own.row_stop)
+            where = slice_of(param)
+            part = (name, where.shape, where.tp_offset, where.tp_extent, where.row_start, where.row_stop)
             key = int.from_bytes(hashlib.sha256(repr(part).encode()).digest()[:8], "little", signed=True)
             names[key] = name
             rows.append([key, int(_sum_of_bits(values))])
     count = torch.tensor([len(rows)], device=world.device)
     world.all_reduce(count, "max")
-    mine = torch.zeros(int(count), 2, dtype=torch.int64, device=world.device)  # rows of zeros are nobody's
+    mine = torch.zeros(int(count), 2, dtype=torch.int64, device=world.device)  # rows of zeros are padding
     if rows:
         mine[: len(rows)] = torch.tensor(rows, device=world.device)
     everyone = mine.new_empty(world.size, *mine.shape)
@@ -74,7 +74,7 @@ def _sum_of_bits(values: Tensor) -> Tensor:
 
 
 def _odd_ones(totals: dict[int, int]) -> list[int]:
-    """The ranks that differ from most others; all of them, if no value is more frequent than the others."""
+    """The ranks that differ from most others; all of them if no value is the most frequent."""
     (value, most), *others = Counter(totals.values()).most_common(2)
     if others and others[0][1] == most:
         return sorted(totals)

@@ -1,8 +1,8 @@
 """Sharding a module's parameters in place: validate, plan, build.
 
 [Note: tensor-parallel ranks]
-    Tensor-parallel ranks each compute the full gradient of a parameter that they all hold. The sum over all ranks that
-    share the parameter counts it ``tp_size`` times and is divided by that.
+    Each tensor-parallel rank computes the full gradient of a parameter that all of them hold. The sum over all ranks
+    that share the parameter counts it ``tp_size`` times, so it is divided by ``tp_size``.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Sharding:
 
     Attributes:
         hooks: before and after its forward.
-        initialized: whether ``init_parameters`` leaves its parameters alone.
+        initialized: whether ``init_parameters`` does not change its parameters.
         is_block: whether it was sharded by ``Block``.
-        checkpoint: computes its forward again in backward; None: activations are kept.
-        added: groups of parameters that came into it later.
+        checkpoint: recomputes its forward in backward; None: activations are kept.
+        added: groups of parameters that were added to the module later.
     """
 
     hooks: ForwardHooks
@@ -82,14 +82,14 @@ def group_of(module: nn.Module) -> ParameterGroup:
 
 
 def groups_of(module: nn.Module) -> list[ParameterGroup]:
-    """The parameter group of a sharded module, and those of parameters that came into it later.
+    """The parameter group of a sharded module, and the groups of parameters that were added to it later.
 
     Raises:
         ValueError: the module was not sharded.
     """
-    own, sharding = group_of(module), sharding_of(module)
+    group, sharding = group_of(module), sharding_of(module)
     assert sharding is not None
-    return [own, *sharding.added]
+    return [group, *sharding.added]
 
 
 def shard(
@@ -108,33 +108,34 @@ def shard(
     """Shard a module's parameters in place; unshard them while it computes.
 
     The module keeps its class, attributes, names and parameter objects; hooks run before and after its forward.
-    Parameters of modules inside that are sharded already stay as they are. Parameters on the meta device get storage
-    for the shards alone, to be filled by ``init_parameters`` or a checkpoint. Other parameters, and buffers, take
-    the values of rank 0 and the device of the context.
+    Parameters of inner modules that are already sharded are not changed. Parameters on the meta device get storage for
+    the shards only, to be filled by ``init_parameters`` or a checkpoint. Other parameters, and buffers, take the values
+    of rank 0 and the device of the context.
 
-    Inputs and outputs may be nested containers and objects. A tensor that reaches the loss other than through the
-    module's output (kept in an attribute, for example) is not seen; return it instead. A parameter that is part of the
-    output is returned as a copy. Parameters may be frozen and unfrozen at any time; those that are frozen before the
-    module is sharded cost no reduction.
+    Inputs and outputs may be nested containers and objects. A tensor that reaches the loss in another way than through
+    the module's output (in an attribute, for example) is not seen; return it instead. A parameter that is part of the
+    output is returned as a copy. Parameters may be frozen and unfrozen at any time. Parameters that are frozen before
+    the module is sharded are not reduced.
 
     Args:
         module: the module.
         zero_level: what is sharded. 0: nothing, gradients are all-reduced; 1: optimizer states; 2: also gradients,
             and parameters from backward to forward; 3: parameters at all times. By default the level of
             ``init_distributed(zero_level=)``, which is 3.
-        use_checkpoint: what is kept for backward; the rest is recomputed there. True: the inputs only. False:
-            everything. "matmuls": also the results of matrix products, convolutions and attention. A set of operators
-            (``{torch.ops.aten.mm.default}``): also their results. A float from 0.0 to 1.0: also results that take this
-            share of the memory that False takes, those that cost most time per byte; the module's first forward with
+        use_checkpoint: what is kept for backward, which recomputes the rest. True: the inputs only. False: everything.
+            "matmuls": also the results of matrix products, convolutions and attention. A set of operators
+            (``{torch.ops.aten.mm.default}``): also their results. A float from 0.0 to 1.0: also the results that take
+            the most time per byte, up to this share of the memory that False takes; the module's first forward with
             gradients decides which. Unless it is False or 1.0, the instance has attributes ``forward`` and ``compile``.
         precision: dtypes of computation and reduction, and compression of what is communicated.
         shard_comm, replicate_comm: hybrid sharding: the shard group (the ranks of a node, for example) and the
             replicate group. By default all ranks are one shard group.
-        stage_local: whether only the ranks of this pipeline stage have the module. They take the values of the first.
+        stage_local: whether only the ranks of this pipeline stage have the module. They take the values of the first
+            of these ranks.
         reshard_after_forward: whether parameters are resharded between forward and backward; by default at level 3.
-        offload: whether this rank's rows of parameters and gradients, and so optimizer states, are in host memory; they
-            are copied to the device while the module computes. Optimizers then step on the host.
-        initialized: whether ``init_parameters`` leaves the parameters alone.
+        offload: whether this rank's rows of parameters and gradients, and so optimizer states, are in host memory. They
+            are copied to the device while the module computes, and optimizers step on the host.
+        initialized: whether ``init_parameters`` does not change the parameters.
 
     Returns:
         ``module``.
@@ -143,9 +144,9 @@ def shard(
         RuntimeError: before ``init_distributed``; ranks pass different modules.
         TypeError: ``module`` is not a module.
         ValueError: ``use_checkpoint`` is none of these; the module is sharded already, shares a parameter with another
-            sharded module, or has a parameter or buffer that cannot be sharded (of a device, dtype or class); the
-            communicators do not make up the ranks that have the module; ``stage_local`` with parameters that are
-            sharded over other stages (pass them to :func:`stage_block`). The module is then unchanged.
+            sharded module, or has a parameter or buffer that cannot be sharded (because of its device, dtype or class);
+            the communicators are not the ranks that have the module; ``stage_local`` with parameters that are sharded
+            over other stages (pass them to :func:`stage_block`). The module is not changed then.
     """
     context = current_context()
     if not isinstance(module, nn.Module):
@@ -179,14 +180,14 @@ def shard(
 
 
 def add_sharding(module: nn.Module, group: ParameterGroup, initialized: bool = False) -> Sharding:
-    """Let a group be unsharded while a module computes."""
+    """Add the hooks that unshard ``group`` while ``module`` computes."""
     sharding = Sharding(ForwardHooks(group, module), initialized)
     module.__dict__[_ATTRIBUTE] = sharding
     return sharding
 
 
 def forget_sharding(module: nn.Module) -> None:
-    """Take the hooks off a module whose parameters will be sharded again."""
+    """Remove the hooks of a module whose parameters will be sharded again."""
     sharding: Sharding = module.__dict__.pop(_ATTRIBUTE)
     sharding.hooks.remove()
     checkpoint = sharding.checkpoint
@@ -217,14 +218,15 @@ def check_offload(offload: object) -> bool:
 
 
 def find_slots(module: nn.Module, context: ParallelContext, ignored: Iterable[nn.Parameter] = ()) -> list[Slot]:
-    """Where a module and those in it have parameters that are not sharded yet, after checking that all can be.
+    """The slots of a module and its submodules whose parameters are not sharded yet, except those in ``ignored``.
 
-    Those in ``ignored`` are left out.
+    Raises:
+        ValueError: one of these parameters, or a buffer, cannot be sharded.
     """
     slots = []
     inside = [sharding for m in module.modules() if m is not module and (sharding := sharding_of(m)) is not None]
     sharded = {id(p) for sharding in inside for p in sharding.group.params} | {id(p) for p in ignored}
-    for module_path, child in module.named_modules(remove_duplicate=False):  # a shared one has several names
+    for module_path, child in module.named_modules(remove_duplicate=False):  # a shared module has several names
         prefix = f"{module_path}." if module_path else ""
         if context.world_size > 1 and getattr(child, "max_norm", None) is not None:
             raise ValueError(
@@ -319,12 +321,12 @@ def check_groups(
     ranks = communicators[0].size * communicators[1].size
     for slot in slots:
         tp_mode = getattr(slot.param, "tp_mode", False)
-        wanted = ranks_of(context, tp_mode, stage_local).size
-        if ranks != wanted:
+        expected = ranks_of(context, tp_mode, stage_local).size
+        if ranks != expected:
             raise ValueError(
                 f"shard_comm and replicate_comm spread parameters over {ranks} ranks; parameter {slot.path!r}, which "
                 f"tensor-parallel ranks {'hold different shards of' if tp_mode else 'have in common'}, belongs to "
-                f"{wanted}. Put the two kinds into separate Blocks, each with its own communicators"
+                f"{expected}. Put the two kinds into separate Blocks, each with its own communicators"
             )
 
 
@@ -334,9 +336,9 @@ def check_groups(
 def _plan(
     params: Iterable[nn.Parameter], context: ParallelContext, options: Options
 ) -> list[tuple[FlatLayout, list[nn.Parameter]]]:
-    """Sort parameters into flat parameters, by what one collective can unshard, and lay these out.
+    """Divide parameters into flat parameters, each of which one collective can unshard, and plan their layouts.
 
-    Returns each one's layout and its parameters in the order of the layout's indices.
+    Returns the layout of each flat parameter, and its parameters in the order of the layout's indices.
     """
     kinds: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for param in params:
@@ -347,10 +349,10 @@ def _plan(
         shard_comm, _ = options.groups(context, tp_mode)
         shapes, granularity = [slice_of(p).tp_shard_shape for p in members], [granularity_of(p) for p in members]
         layouts = plan_layouts(shapes, shard_comm.size, granularity)
-        padding, held = sum(layout.padding for layout in layouts), sum(layout.numel for layout in layouts)
-        if max(granularity) > 1 and padding > 0.01 * held and context.rank == 0:
+        padding, numel = sum(layout.padding for layout in layouts), sum(layout.numel for layout in layouts)
+        if max(granularity) > 1 and padding > 0.01 * numel and context.rank == 0:
             warnings.warn(
-                f"{options.name}: granules of up to {max(granularity)} rows make {padding / (held - padding):.1%} of "
+                f"{options.name}: granules of up to {max(granularity)} rows make {padding / (numel - padding):.1%} of "
                 f"padding on {shard_comm.size} ranks; choose smaller ones, or fewer ranks to shard over",
                 stacklevel=2,
             )
@@ -363,10 +365,10 @@ def _plan(
 
 
 def build_group(slots: Sequence[Slot], context: ParallelContext, options: Options) -> ParameterGroup:
-    """Shard the parameters in ``slots``, the same objects."""
+    """Shard the parameters in ``slots`` in place: they stay the same objects."""
     check_compression(options, context, slots)
     by_param = {id(slot.param): slot for slot in reversed(slots)}
-    first = [slot for slot in slots if by_param[id(slot.param)] is slot]  # of each parameter
+    first = [slot for slot in slots if by_param[id(slot.param)] is slot]  # one for each parameter
     if options.communicators is not None and (context.tp_size > 1 or options.stage_local):
         check_groups(options.communicators, context, first, options.stage_local)
     if context.deterministic and options.communicators is not None:
@@ -398,7 +400,7 @@ def build_group(slots: Sequence[Slot], context: ParallelContext, options: Option
 
 
 def check_compression(options: Options, context: ParallelContext, slots: Sequence[Slot]) -> None:
-    """Raise where communication cannot be compressed."""
+    """Raise if communication is to be compressed and cannot be."""
     if options.precision.compression is None:
         return
     if options.level == 0:
@@ -420,7 +422,7 @@ def check_compression(options: Options, context: ParallelContext, slots: Sequenc
 
 
 def parameter_fact(name: str, param: Tensor) -> str:
-    """What ranks must agree on before a parameter is sharded."""
+    """A description of a parameter, which must be the same on all ranks before it is sharded."""
     meta = " on meta" if param.is_meta else ""
     granules = f" granularity={rows}" if (rows := granularity_of(param)) > 1 else ""
     travels = f" as {dtype}" if (dtype := float8_dtype(param)) else ""
@@ -429,7 +431,7 @@ def parameter_fact(name: str, param: Tensor) -> str:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-    """Within, groups are built of parameters that ranks have compared already, all at once."""
+    """Within, :func:`build_group` does not compare parameters between ranks: the caller has compared all of them."""
     token = _agreed.set(True)
     try:
         yield
@@ -443,7 +445,7 @@ _agreed: contextvars.ContextVar[bool] = contextvars.ContextVar("agreed", default
 def build_standalone(
     param: ShardedParameter, context: ParallelContext, values: Tensor | None, options: Options
 ) -> None:
-    """Shard a parameter, whose unsharded values are ``values`` (None: not known yet), as a group of its own."""
+    """Shard a parameter as a group by itself. ``values``: its unsharded values; None: it has none yet."""
     [(layout, params)] = _plan([param], context, options)
     reducer = _build(layout, params, context, options, standalone=True, value=values)
     name = f"a parameter of shape {param.bmt_slice.shape}"
@@ -458,12 +460,12 @@ def _build(
     standalone: bool = False,
     value: Tensor | None = None,
 ) -> GradientReducer:
-    """Make a flat parameter of ``params`` with their values, or of a standalone one with ``value``."""
+    """Make a flat parameter of ``params`` with their values, or of one ``standalone`` parameter with ``value``."""
     dtype, tp_mode = params[0].dtype, getattr(params[0], "tp_mode", False)
     communicators = options.groups(context, tp_mode)
     storage = options.new_storage(layout.shard_numel, dtype, context.device).zero_()
     for param, placement in zip(params, sorted(layout.placements, key=lambda p: p.index), strict=True):
-        if not standalone:  # gather one at a time: never more than one is unsharded beside the shards
+        if not standalone:  # one at a time, so that memory has one unsharded parameter beside the shards
             value = values_of(param, context.device, *communicators)
         if value is not None:
             write_rows(storage, layout, placement, communicators[0].rank, value)
@@ -472,7 +474,7 @@ def _build(
     watch_optimizers()
     flat = FlatParameter(layout, converted, storage, communicators, options, not standalone)
     for old in before:
-        old.params = []  # it has had one
+        old.params = []  # its parameter belongs to ``flat`` now
         old.drop_storage()
     grad_scale = 1.0 if tp_mode else 1.0 / context.tp_size  # see [Note: tensor-parallel ranks]
     return GradientReducer(flat, grad_scale, context.deterministic)
@@ -505,10 +507,10 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
     param.grad = None
     if isinstance(param, ShardedParameter):
         return param
-    own, awaits_values, writes = slice_of(param), param.is_meta, param._version
+    where, awaits_values, writes = slice_of(param), param.is_meta, param._version
     hooks = param._backward_hooks or {}
     for key in [key for key, hook in hooks.items() if getattr(hook, "is_part_of_reduction", False)]:
-        del hooks[key]  # bmt_tp's sum over ranks, which the reduction includes
+        del hooks[key]  # bmt_tp's sum over ranks; the reduction includes it
     if awaits_values:
         empty = torch.empty(0, dtype=param.dtype, device=context.device)
         twin = torch.Tensor._make_subclass(ShardedParameter, empty, param.requires_grad)
@@ -517,7 +519,7 @@ def convert(param: nn.Parameter, context: ParallelContext) -> ShardedParameter:
     else:
         param.__class__ = ShardedParameter
     assert isinstance(param, ShardedParameter)
-    param.bmt_slice, param.awaits_values = own, awaits_values
+    param.bmt_slice, param.awaits_values = where, awaits_values
     param.writes_on_meta = writes if awaits_values else 0
     return param
 

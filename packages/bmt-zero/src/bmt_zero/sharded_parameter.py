@@ -1,24 +1,24 @@
 """The tensor that an optimizer holds: this rank's rows of a logical parameter.
 
 [Note: operations on a sharded parameter]
-    The storage of a sharded parameter is this rank's rows. In-place operations (an optimizer's step) and operations
-    that ask for metadata or new tensors (``shape``, ``detach``, ``zeros_like``) act on these rows; what ``detach`` and
-    ``zeros_like`` give is a ``bmt_comm.ShardedRows``, on which operations mean the logical tensor. Operations that
-    compute with the values (``torch.nn.functional``, powers, products, norms, indexing) mean the logical parameter. The
-    modules of an unsharded group see unsharded tensors; everywhere else such an operation gathers the parameter first,
-    differentiably, and all ranks must take part. ``numel()`` is that of the logical parameter, too: models are counted
-    by it.
+    The storage of a sharded parameter has this rank's rows. In-place operations (an optimizer's step) and operations
+    that return metadata or new tensors (``shape``, ``detach``, ``zeros_like``) act on these rows. ``detach`` and
+    ``zeros_like`` return a ``bmt_comm.ShardedRows``, on which operations act as on the logical tensor. Operations that
+    compute with the values (``torch.nn.functional``, powers, products, norms, indexing) act on the logical parameter.
+    The modules of an unsharded group see unsharded tensors. Everywhere else such an operation unshards the parameter
+    first, differentiably, and all ranks must take part. ``numel()`` is that of the logical parameter, too, because
+    scripts count parameters with it.
 
     Without gradients, arithmetic with tensors of the shape of this rank's rows acts on rows, because optimizers combine
-    parameters with gradients and states; so do copies (``clone``, ``float``). The results are such rows, too, except
-    where ``torch.optim`` computes. What autograd records always means the
-    logical parameter: a penalty on weights in the loss has the value and the gradient that it has for the plain model.
+    parameters with gradients and states. Copies (``clone``, ``float``) act on rows, too. The results are
+    ``ShardedRows``, except in ``torch.optim``. Operations that autograd records always act on the logical parameter: a
+    penalty on weights in the loss has the value and the gradient that it has for the plain model.
 
-    If one rank holds all rows of a parameter (of most biases), a tensor of that shape may be meant either way there,
-    and not on the other ranks. Outside of optimizers' steps such arithmetic without gradients is refused on all ranks.
+    If one rank holds all rows of a parameter (as of most biases), a tensor of that shape is ambiguous on that rank, and
+    not on the others. Outside of optimizers' steps such arithmetic without gradients raises an error on all ranks.
 
-    Products (``linear``, ``matmul``) with a parameter that tensor-parallel ranks hold different shards of act on this
-    rank's shard, as tensor-parallel layers do. Everything else means the logical parameter.
+    Products (``linear``, ``matmul``) with a tensor-parallel parameter act on this rank's shard, as tensor-parallel
+    layers do. All other operations act on the logical parameter.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class ShardedParameter(nn.Parameter):
         tp_mode: whether tensor-parallel ranks hold different shards of it.
         sequence_parallel: whether a tensor-parallel rank's gradient covers only its part of the sequence.
         awaits_values: whether it was built on the meta device and not filled since.
-        writes_on_meta: how often its model has written into it there.
-        handle: how it reaches its group and storage (a ``parameter_group.GroupHandle``, which imports this module).
+        writes_on_meta: how often its model has written to it there.
+        handle: connects it to its group and storage (a ``parameter_group.GroupHandle``, whose module imports this one).
     """
 
     bmt_slice: Slice
@@ -85,7 +85,7 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def ds_shape(self) -> tuple[int, ...]:
-        """DeepSpeed's name of :attr:`logical_shape`. peft asks for it."""
+        """DeepSpeed's name of :attr:`logical_shape`. peft reads it."""
         return self.logical_shape
 
     @property
@@ -100,7 +100,7 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def block_parameters(self) -> list[nn.Parameter]:
-        """The parameters of the module that was sharded with this one, in their order; none if it was sharded alone."""
+        """The parameters of the sharded module that has this one, in order; empty if it was sharded alone."""
         return list({id(slot.param): slot.param for slot in self.handle.group.slots}.values())
 
     @property
@@ -118,15 +118,14 @@ class ShardedParameter(nn.Parameter):
 
         Every rank that holds a part of it must call this.
         """
-        unsharded: Tensor = self.handle.gather(stored=True)
-        return _joined(unsharded, self.bmt_slice)
+        return _unshard_tp(self.handle.unshard(stored=True), self.bmt_slice)
 
     def gather(self) -> Tensor:  # type: ignore[override]
         """The unsharded parameter (under ``tp_mode`` this tensor-parallel rank's shard of it), differentiably.
 
         Every rank that shares it must call this. Backward sums the gradient over the ranks into ``.grad``.
         """
-        unsharded: Tensor = self.handle.gather()
+        unsharded: Tensor = self.handle.unshard()
         return unsharded
 
     def gather_all(self) -> Tensor:
@@ -148,9 +147,9 @@ class ShardedParameter(nn.Parameter):
         return rows
 
     def _leave_memory(self) -> None:
-        """The parameter is given another tensor. Its memory will be filled from that: what scripts have of it is moved.
+        """Move the tensors that scripts have on this parameter's memory, because ``p.data = other`` will overwrite it.
 
-        So ``kept = p.data; p.data = other; p.data = kept`` brings the values back, as those of any parameter.
+        So ``kept = p.data; p.data = other; p.data = kept`` restores the values, as for a plain parameter.
         """
         for ref in self.__dict__.pop("_aliases", ()):
             rows = ref()
@@ -159,7 +158,7 @@ class ShardedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) not in memo:
-            copy.deepcopy(self.handle.group, memo)  # with all of its parameters
+            copy.deepcopy(self.handle.group, memo)  # copies all parameters of the group
         twin: ShardedParameter = memo[id(self)]
         return twin
 
@@ -171,9 +170,9 @@ class ShardedParameter(nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            own = self.bmt_slice
+            where = self.bmt_slice
             return (
-                f"ShardedParameter(shape={own.shape}, rows=[{own.row_start}, {own.row_stop}), "
+                f"ShardedParameter(shape={where.shape}, rows=[{where.row_start}, {where.row_stop}), "
                 f"dtype={self.dtype}, device={self.device}, requires_grad={self.requires_grad})"
             )
 
@@ -195,9 +194,9 @@ _NO_RESULT = object()
 def _result_or_operands(
     func: Any, name: str, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_optimizer: bool
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The result of a function, or ``_NO_RESULT`` and gathered operands, which it is to be called with.
+    """The result of a function, or ``_NO_RESULT`` and the unsharded operands to call it with.
 
-    It is apart from ``__torch_function__`` because torch.compile cannot trace a long block in a context manager.
+    It is not inlined in ``__torch_function__``, because torch.compile cannot trace a long block in a context manager.
     """
     if name in ("numel", "nelement"):
         return math.prod(args[0].bmt_slice.shape), args, kwargs
@@ -215,7 +214,7 @@ def _result_or_operands(
     if name == "__get__":
         if not _is_readable_transposed(getattr(func.__self__, "__name__", ""), args[0]):
             return func(*args, **kwargs), args, kwargs
-    elif kind is Kind.RANDOM:  # in place, of what one rank has all of
+    elif kind is Kind.RANDOM:  # in place; :func:`_special` has handled parameters that other ranks hold a part of
         return func(*args, **kwargs), args, kwargs
     elif is_in_place(name) and args:
         return in_place(func, args, kwargs), args, kwargs
@@ -235,7 +234,7 @@ def _result_or_operands(
 
 
 def _special(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of random functions, ``view_as``, ``detach``, ``data``, ``grad`` and indices that are written to.
+    """The result of random functions, ``view_as``, ``detach``, ``data``, ``grad`` and writes to an index.
 
     Raises:
         RuntimeError: ``torch.autograd.grad`` is asked for gradients of parameters.
@@ -269,20 +268,20 @@ def _special(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     if name == "__set__" and func.__self__ is Tensor.grad and args[1] is not None:
         param, value = args
-        is_own = isinstance(value, ShardedGradient) and value.bmt_slice is param.bmt_slice
-        return func(param, value if is_own else gradient_of(value, param))
+        is_of_param = isinstance(value, ShardedGradient) and value.bmt_slice is param.bmt_slice
+        return func(param, value if is_of_param else gradient_of(value, param))
     if name == "__set__" and func.__self__ is Tensor.data:
         param, value = args
-        if _is_same_memory(param, value):  # as of a move that changes nothing
+        if _is_same_memory(param, value):  # a move that changes nothing, for example
             return func(*args)
         param._leave_memory()
-        own = isinstance(value, ShardedParameter) or value in _aliases
-        return func(param, value.detach().clone() if own else value)
+        is_alias = isinstance(value, ShardedParameter) or value in _aliases
+        return func(param, value.detach().clone() if is_alias else value)
     return _NO_RESULT
 
 
-class _Join(torch.autograd.Function):
-    """This tensor-parallel rank's shard → the logical tensor, of which all ranks compute the same."""
+class _UnshardTP(torch.autograd.Function):
+    """This tensor-parallel rank's shard → the logical tensor. All ranks must compute the same with it."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, where: Slice) -> Tensor:
@@ -294,15 +293,16 @@ class _Join(torch.autograd.Function):
         return tp_shard_of(grad, ctx.where), None
 
 
-def _joined(shard: Tensor, where: Slice) -> Tensor:
+def _unshard_tp(shard: Tensor, where: Slice) -> Tensor:
+    """The logical tensor of this tensor-parallel rank's shard, differentiably."""
     if where.tp_comm is None or where.tp_comm.size == 1:
         return shard
-    joined: Tensor = _Join.apply(shard, where)
-    return joined
+    logical: Tensor = _UnshardTP.apply(shard, where)
+    return logical
 
 
 def _filled(param: ShardedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedParameter:
-    """A random function fills the logical parameter."""
+    """Fill the logical parameter by a random function."""
     where = param.bmt_slice
     if where.communicators:
         check_initializer(where)
@@ -317,7 +317,7 @@ def _filled(param: ShardedParameter, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _rows_of_vector(values: Tensor, param: ShardedParameter) -> Tensor:
-    """This rank's rows of a parameter from all of its values, for ``torch.nn.utils.vector_to_parameters``."""
+    """This rank's rows of the logical parameter ``values``, for ``torch.nn.utils.vector_to_parameters``."""
     where = param.bmt_slice
     if values.numel() == math.prod(param.shape):
         return values.view(param.shape)
@@ -330,10 +330,10 @@ def _rows_of_vector(values: Tensor, param: ShardedParameter) -> Tensor:
 
 
 def _as_rows(result: Tensor, args: tuple[Any, ...]) -> Tensor:
-    """What an operation has made of a parameter's rows, as rows of a logical tensor."""
+    """The result of an operation on a parameter's rows, as ``ShardedRows`` if it is new and of the same shape."""
     param = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, ShardedParameter)), None)
-    is_made = param is not None and result is not param and result.shape == param.shape
-    return sharded_rows(result, param) if is_made else result
+    is_new = param is not None and result is not param and result.shape == param.shape
+    return sharded_rows(result, param) if is_new else result
 
 
 def is_row_sharded(param: ShardedParameter) -> bool:
@@ -343,21 +343,21 @@ def is_row_sharded(param: ShardedParameter) -> bool:
 
 def _shard_or_logical(param: ShardedParameter) -> Tensor:
     """The logical parameter, or this tensor-parallel rank's shard of it."""
-    # A rank with all rows still needs the group for the gradient, which is reduced over the replicas.
+    # A rank with all rows still needs the parameter group, because the gradient is reduced over the replicas.
     if is_row_sharded(param) or (torch.is_grad_enabled() and param.requires_grad):
         return param.gather()
     return param.detach()
 
 
 def _logical(param: ShardedParameter) -> Tensor:
-    return _joined(_shard_or_logical(param), param.bmt_slice)
+    return _unshard_tp(_shard_or_logical(param), param.bmt_slice)
 
 
 def _is_readable_transposed(name: str, param: ShardedParameter) -> bool:
-    """Whether an attribute is ``T`` of the logical parameter; otherwise, it is that of this rank's rows.
+    """Whether attribute ``name`` is a transpose and means the logical parameter, instead of this rank's rows.
 
     Raises:
-        AttributeError: it would be that of the logical parameter where nothing computes. Reading does not communicate.
+        AttributeError: it would mean the logical parameter outside of a forward. Reading must not communicate there.
     """
     if name not in TRANSPOSED or (not is_row_sharded(param) and not (torch.is_grad_enabled() and param.requires_grad)):
         return False
@@ -384,7 +384,7 @@ def _names(text: str) -> frozenset[str]:
 # New tensors of a parameter's shape.
 _LIKE = _names("empty_like full_like ones_like rand_like randint_like randn_like zeros_like")
 
-# What tensor-parallel layers do with this rank's shard.
+# Operations that tensor-parallel layers do with this rank's shard.
 _PRODUCTS = _names(
     """
     __get__ __matmul__ __rmatmul__ addbmm addmm addmv baddbmm bilinear bmm conv1d conv2d conv3d conv_transpose1d
@@ -392,31 +392,31 @@ _PRODUCTS = _names(
     """
 )
 
-# Nothing that autograd records: with tensors of this rank's rows they compare these.
+# Autograd does not record these. With tensors of the shape of this rank's rows they compare rows.
 _COMPARISONS = _names("allclose eq equal ge gt isclose le lt ne __eq__ __ge__ __gt__ __le__ __lt__ __ne__")
 
-# Views, through which the parameter could be written to: not of a gathered copy.
+# Views, through which the parameter could be written to. A view of an unsharded copy would lose the writes.
 _VIEWS = _names("view reshape flatten ravel view_as reshape_as")
 
-# Operations on the logical parameter also where no gradients are recorded.
+# Operations that act on the logical parameter also without gradients.
 _OF_ALL_ELEMENTS = (Kind.GATHERED, Kind.INDEX, Kind.NORM, Kind.REDUCTION, Kind.REFUSED)
 
 
 def _may_mean_either(param: ShardedParameter, other: Tensor) -> bool:
-    """Whether the shape does not tell on every rank if ``other`` is logical or this rank's rows."""
+    """Whether ``other`` may be logical or this rank's rows: its shape does not tell which on every rank."""
     if isinstance(other, ShardedRows) or not is_row_sharded(param):
         return False
     return other.shape in (param.shape, param.bmt_slice.tp_shard_shape) and param.handle.is_on_one_rank
 
 
 def _is_recorded(values: Any) -> bool:
-    """Whether autograd records what is done with the parameters among nested arguments."""
+    """Whether autograd records operations with the parameters in nested arguments."""
     params = [leaf for leaf in tree_leaves(values) if isinstance(leaf, ShardedParameter)]
     return torch.is_grad_enabled() and any(param.requires_grad for param in params)
 
 
 def _means_logical(name: str, kind: Kind, args: tuple[Any, ...]) -> bool:
-    """Whether an operation that is not of a rank's rows in any case computes with the logical parameter."""
+    """Whether an operation acts on the logical parameter, where the name alone does not say that it acts on rows."""
     if kind in _OF_ALL_ELEMENTS:
         return True
     recorded = _is_recorded(args)

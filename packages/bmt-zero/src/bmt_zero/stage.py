@@ -1,4 +1,4 @@
-"""Sharded modules that belong to one pipeline stage."""
+"""Shard modules that belong to one pipeline stage."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from .sharded_parameter import ShardedParameter
 def stage_block(module: nn.Module, keep: bool) -> nn.Module | None:
     """The Block of a module that belongs to one pipeline stage. Every rank of every stage must call it.
 
-    A module becomes a Block. A Block, or parameters, that are sharded over all stages are gathered (so all ranks take
+    A module becomes a Block. A Block, or parameters, that are sharded over all stages are unsharded (so all ranks take
     part) and sharded over this stage: the same objects, with the same values, level, precision and other settings, but
-    without gradients. Parameters on the meta device that await their values are not gathered. A Block of this stage's
-    ranks (``stage_local=True``, or its own communicators) stays as it is.
+    without gradients. Parameters on the meta device that await their values are not unsharded. A Block of this stage's
+    ranks (``stage_local=True``, or with its own communicators) is not changed.
 
     Args:
         module: any module, or a Block.
-        keep: whether this rank's stage is the one.
+        keep: whether the module belongs to this rank's stage.
 
     Returns:
-        The Block; None where it is not kept. There, sharded parameters release their memory and must not be used any
-        more.
+        The Block, or None without ``keep``. In that case sharded parameters release their memory and must not be used
+        any more.
 
     Raises:
         TypeError: ``module`` is not a module.
         ValueError: on every rank: it cannot become a Block (see :class:`Block`), or it has communicators that include
-            ranks of other stages. It is then unchanged.
+            ranks of other stages. It is not changed then.
     """
     context = current_context()
     if not isinstance(module, nn.Module):
@@ -94,9 +94,9 @@ def _move_block(block: nn.Module, context: ParallelContext, keep: bool) -> None:
 def _move_parameters(
     params: Iterable[nn.Parameter], context: ParallelContext, keep: bool, level_zero: bool = False
 ) -> None:
-    """Gather what is sharded over several stages, one flat parameter at a time, and shard it over this one.
+    """Unshard parameters of several stages, one flat parameter at a time, and shard them over this stage.
 
-    ``level_zero``: also what is replicated on every rank.
+    ``level_zero``: also move parameters that are replicated on every rank.
     """
     for flat in _flats(params):
         if set(flat.shard_comm.ranks) <= set(context.zero.ranks) and not level_zero:

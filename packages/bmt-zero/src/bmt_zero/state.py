@@ -1,13 +1,13 @@
-"""State dicts with plain names and unsharded tensors, in and out of sharded modules.
+"""Saving and loading sharded modules by state dicts with plain names and unsharded tensors.
 
 [Note: placeholders]
-    A module's own code for saving and loading (hooks, ``_save_to_state_dict``, ``_load_from_state_dict``) is written
-    for unsharded parameters. So while it runs, other tensors take the places of the sharded parameters:
+    A module's code for saving and loading (hooks, ``_save_to_state_dict``, ``_load_from_state_dict``) is written for
+    unsharded parameters. So while it runs, modules have placeholders instead of the sharded parameters:
 
     saving   unsharded copies.
     loading  tensors without storage. torch's ``assign=True`` replaces them by the entries of the state dict, without a
-             copy. If no error is raised, the model's own tensors then take their rows from the entries. So a state dict
-             that does not fit changes nothing. Modules with their own loading code, which may write in place, get
+             copy. If no error is raised, the model's tensors then take their rows from the entries. So a state dict
+             that does not fit changes nothing. Modules with loading code of their own, which may write in place, get
              unsharded copies.
 """
 
@@ -35,9 +35,9 @@ _log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-HANDLES_SHARDS = "handles_shards"  # set on classes and hooks whose loading and saving serve sharded parameters
+HANDLES_SHARDS = "handles_shards"  # set on classes and hooks whose loading and saving support sharded parameters
 
-# Whether state_dict() of sharded modules gathers. Off while this module asks for the parameters themselves.
+# Whether state_dict() of sharded modules makes unsharded copies. Off inside sharded_entries().
 _unshards: ContextVar[bool] = ContextVar("bmt_zero_state_dict_unshards", default=True)
 
 # Whether state_dict() has the entries of this rank's pipeline stage only. Set by stage_entries().
@@ -45,7 +45,7 @@ _own_stage: ContextVar[bool] = ContextVar("bmt_zero_state_dict_own_stage", defau
 
 
 def without_wrapper(model: Any) -> Any:
-    """The module that ``torch.compile(module)`` has wrapped, whose entries have its plain names; others as they are."""
+    """The module that ``torch.compile(module)`` has wrapped, which has the plain names; other models unchanged."""
     while isinstance(model, nn.Module) and "_orig_mod" in model._modules:
         model = model._modules["_orig_mod"]
     return model
@@ -67,7 +67,7 @@ def unshards_state() -> bool:
 
 
 def local_entries(model: nn.Module) -> dict[str, Any]:
-    """The entries of ``model.state_dict()``, with sharded parameters themselves instead of unsharded copies."""
+    """The entries of ``model.state_dict()``, with the sharded parameters instead of unsharded copies."""
     with sharded_entries():
         entries: dict[str, Any] = model.state_dict(keep_vars=True)
         return entries
@@ -76,7 +76,7 @@ def local_entries(model: nn.Module) -> dict[str, Any]:
 def with_versions(entries: Mapping[str, Any], versions: Any) -> OrderedDict[str, Any]:
     """A state dict with the versions that modules have given their entries, as :func:`versions_of` returns them.
 
-    A module's own code finds them when it loads the entries, and brings older ones up to date.
+    Modules read them when they load the entries, and convert older entries.
     """
     state = OrderedDict(entries)
     if versions is not None:
@@ -84,13 +84,13 @@ def with_versions(entries: Mapping[str, Any], versions: Any) -> OrderedDict[str,
     return state
 
 
-def valid_versions(found: Any) -> dict[str, Any] | None:
-    """The versions that a file tells of; None: it tells of none."""
-    if not isinstance(found, dict):
+def valid_versions(versions: Any) -> dict[str, Any] | None:
+    """The valid ones of the versions in a file; None: the file has none."""
+    if not isinstance(versions, dict):
         return None
     return {
         name: {"version": of_module["version"]}
-        for name, of_module in found.items()
+        for name, of_module in versions.items()
         if isinstance(name, str) and isinstance(of_module, dict) and type(of_module.get("version")) is int
     }
 
@@ -118,8 +118,8 @@ def has_own_stage_only() -> bool:
     return _own_stage.get()
 
 
-def with_pieces(entries: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A state dict with the parameters themselves in the places of pieces that saving code has left as they are."""
+def with_tp_parameters(entries: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A state dict with the parameters instead of the tensor-parallel shards that saving code has put into it."""
     for name, param in model.named_parameters(remove_duplicate=False):
         value = entries.get(name)
         if is_piece(param) and isinstance(value, Tensor) and value.data_ptr() == param.data_ptr():
@@ -128,7 +128,7 @@ def with_pieces(entries: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def logical_tensor(value: Any) -> Any:
-    """The logical tensor of an entry; anything else as it is. Every rank must take part."""
+    """The logical tensor of an entry; an entry that is no tensor, unchanged. Every rank must call it."""
     if isinstance(value, StageEntry):
         return value.spread(logical_tensor(value.value) if value.is_here else None)
     if isinstance(value, ShardedParameter):
@@ -156,10 +156,10 @@ def dtype_of(value: Any) -> torch.dtype | None:
 
 
 def entries_of_stages(own: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
-    """The entries of all stages, one stage after the other, where ``own`` are those of this rank's stage.
+    """The entries of all stages, one stage after the other. ``own`` are the entries of this rank's stage.
 
-    The values are logical tensors, or :class:`StageEntry`s inside :func:`local_entries`. Names of one value stay names
-    of one value. Every rank of ``comm``, which goes over the stages, must call it.
+    The values are logical tensors, or :class:`StageEntry` objects inside :func:`local_entries`. Several names of one
+    value stay names of one value. Every rank of ``comm``, which connects the stages, must call it.
     """
     numbers: dict[Any, int] = {}
     facts = [(n, shape_of(v), dtype_of(v), numbers.setdefault(_identity(v), len(numbers))) for n, v in own.items()]
@@ -175,7 +175,7 @@ def entries_of_stages(own: Mapping[str, Any], comm: Communicator) -> dict[str, A
 
 
 def _identity(value: Any) -> Any:
-    """Equal for the names of one value: tensors in a state dict are detached, each by itself."""
+    """A key that is equal for all names of one value: a state dict has another detached tensor for each name."""
     if isinstance(value, ShardedParameter) or not isinstance(value, Tensor) or not value.numel():
         return id(value)
     if hasattr(value, "placements") or not value.data_ptr():  # its memory is in other tensors
@@ -201,12 +201,12 @@ def unsharded_parameters(module: nn.Module, names: Iterable[str]) -> Iterator[No
     if not _unshards.get():
         yield
         return
-    own = {name: module._parameters.get(name) for name in names}
-    module._parameters.update(_placeholders(own))
+    params = {name: module._parameters.get(name) for name in names}
+    module._parameters.update(_placeholders(params))
     try:
         yield
     finally:
-        module._parameters.update(own)
+        module._parameters.update(params)
 
 
 def _placeholders(params: Mapping[str, Any]) -> dict[str, nn.Parameter]:
@@ -216,29 +216,29 @@ def _placeholders(params: Mapping[str, Any]) -> dict[str, nn.Parameter]:
 
 
 def _unsharded_copy(param: Any) -> Tensor:
-    """Contiguous and in storage of its own, because a gathered tensor may be a view of a padded buffer or the shard."""
+    """A contiguous copy in separate storage: the logical tensor may be a view of a padded buffer, or the shard."""
     return logical_tensor(param).clone(memory_format=torch.contiguous_format)
 
 
 def serves_shards(hook: F) -> F:
-    """Mark a hook for saving or loading that serves sharded parameters."""
+    """Mark a hook for saving or loading that supports sharded parameters."""
     setattr(hook, HANDLES_SHARDS, True)
     return hook
 
 
 def add_state_hooks(slots: Iterable[Slot]) -> None:
     """Let the modules that have sharded parameters save unsharded tensors, and load their rows of these."""
-    names: dict[nn.Module, dict[str, None]] = {}
+    names_of: dict[nn.Module, dict[str, None]] = {}
     for slot in slots:
-        names.setdefault(slot.module, {})[slot.name] = None
-    for module, own in names.items():
+        names_of.setdefault(slot.module, {})[slot.name] = None
+    for module, names in names_of.items():
         for kind in (module._state_dict_pre_hooks, module._state_dict_hooks, module._load_state_dict_pre_hooks):
             for key, hook in list(kind.items()):
                 before = getattr(getattr(hook, "hook", hook), "__self__", None)
                 if isinstance(before, _StateHooks):  # the module was sharded before, or has parameters of two groups
-                    own.update(dict.fromkeys(name for name in before.names if name in module._parameters))
+                    names.update(dict.fromkeys(name for name in before.names if name in module._parameters))
                     del kind[key]
-        hooks = _StateHooks(list(own), has_own_code(module, loading=False))
+        hooks = _StateHooks(list(names), has_own_code(module, loading=False))
         if hooks.replaces_before:
             module.register_state_dict_pre_hook(hooks.before_saving)
         module._register_state_dict_hook(hooks.after_saving)
@@ -248,8 +248,8 @@ def add_state_hooks(slots: Iterable[Slot]) -> None:
 class _StateHooks:
     """The hooks for saving and loading of a module; see [Note: placeholders].
 
-    ``replaces_before``: the module has its own saving code, which sees unsharded copies; otherwise the entries are
-    replaced after saving.
+    ``replaces_before``: whether the module has saving code of its own, which sees unsharded copies; otherwise the
+    entries are replaced after saving.
     """
 
     def __init__(self, names: list[str], replaces_before: bool) -> None:
@@ -278,12 +278,12 @@ class _StateHooks:
     def before_loading(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *problems: Any
     ) -> None:
-        own = {name: module._parameters.get(name) for name in self.names}
+        params = {name: module._parameters.get(name) for name in self.names}
         if metadata.get("assign_to_params_buffers", False) and any(
-            isinstance(p, ShardedParameter) for p in own.values()
+            isinstance(p, ShardedParameter) for p in params.values()
         ):
             copy_instead(module, state_dict, prefix, metadata)
-        for name, param in own.items():
+        for name, param in params.items():
             shard_entry(param, state_dict, prefix + name, problems[-1])
 
 
@@ -311,19 +311,19 @@ def shard_entry(param: nn.Parameter | None, state_dict: dict[str, Any], name: st
     value = state_dict.get(name)
     if not isinstance(param, ShardedParameter) or not isinstance(value, Tensor):
         return
-    wanted = param.bmt_slice.shape
+    shape = param.bmt_slice.shape
     if isinstance(value, ShardedRows):
         value = value.full_tensor()
-    if tuple(value.shape) != wanted:
-        errors.append(f"size mismatch for {name}: the entry has shape {tuple(value.shape)}, the model {wanted}")
-        state_dict[name] = param.to_local()  # its present values
+    if tuple(value.shape) != shape:
+        errors.append(f"size mismatch for {name}: the entry has shape {tuple(value.shape)}, the model {shape}")
+        state_dict[name] = param.to_local()  # its current values
         return
     state_dict[name] = rows_of_logical(param, value.detach())
     param.awaits_values = False
 
 
 def has_own_code(module: nn.Module, loading: bool) -> bool:
-    """Whether a module has its own code for saving, or for loading, its entries."""
+    """Whether a module has code of its own for saving, or for loading, its entries."""
     methods = ("_load_from_state_dict", "load_state_dict") if loading else ("_save_to_state_dict", "state_dict")
     for cls in type(module).__mro__:
         if cls is nn.Module or HANDLES_SHARDS in vars(cls):
@@ -338,13 +338,13 @@ def has_own_code(module: nn.Module, loading: bool) -> bool:
 
 
 def dtypes_without_own_code(model: nn.Module) -> dict[str, torch.dtype]:
-    """Of the parameters and buffers that no code of a module, or of one around it, loads."""
+    """The dtypes of parameters and buffers that torch loads: neither their module nor an outer one has loading code."""
     dtypes: dict[str, torch.dtype] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
         if not has_own_code(module, loading=True):
-            own = {**module._parameters, **module._buffers}
-            dtypes.update({prefix + name: tensor.dtype for name, tensor in own.items() if tensor is not None})
+            tensors = {**module._parameters, **module._buffers}
+            dtypes.update({prefix + name: tensor.dtype for name, tensor in tensors.items() if tensor is not None})
             for name, child in module._modules.items():
                 if child is not None:
                     visit(child, f"{prefix}{name}.")
@@ -354,7 +354,7 @@ def dtypes_without_own_code(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _serves_shards(hook: Any) -> bool:
-    """Whether a hook is ours, or FSDP2's (not FSDP1's), whose parameters say themselves what they hold."""
+    """Whether a hook supports sharded parameters: this package's, and FSDP2's (not FSDP1's) for DTensors."""
     module = getattr(hook, "__module__", None) or ""
     return getattr(hook, HANDLES_SHARDS, False) or module.startswith("torch.distributed.fsdp._fully_shard.")
 
@@ -364,7 +364,16 @@ class StateDictError(ValueError):
 
 
 def check_entries(expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...] | None], strict: bool) -> None:
-    """Raise unless the entries (name to shape, None if it is no tensor) fit the model's."""
+    """Raise unless the entries of a state dict fit a model.
+
+    Args:
+        expected: the model's entries.
+        shapes: of the state dict's entries, by name; None: no tensor.
+        strict: whether the names must be the same.
+
+    Raises:
+        StateDictError: they do not fit.
+    """
     problems = []
     missing = [name for name in expected if name not in shapes]
     surplus = [name for name in shapes if name not in expected]
@@ -377,10 +386,10 @@ def check_entries(expected: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
             "nothing is loaded: of the entries, %s, the model has none; it has %s", _some(surplus), _some([*expected])
         )
     for name, shape in shapes.items():
-        wanted = shape_of(expected.get(name))
-        if wanted is not None and not is_extra_state(name) and shape != wanted:
+        expected_shape = shape_of(expected.get(name))
+        if expected_shape is not None and not is_extra_state(name) and shape != expected_shape:
             what = "no tensor" if shape is None else f"shape {tuple(shape)}"
-            problems.append(f"{name!r} has {what}, the model's has shape {wanted}")
+            problems.append(f"{name!r} has {what}, the model's has shape {expected_shape}")
     if problems:
         raise StateDictError("the state dict does not fit the model; nothing was loaded: " + "; ".join(problems))
 
@@ -394,12 +403,12 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     """Load a plain state dict (unsharded tensors) into a model with sharded parameters. Every rank must call it.
 
     Returns:
-        the missing and the surplus names, as ``torch.nn.Module.load_state_dict`` does.
+        The missing and the surplus names, as ``torch.nn.Module.load_state_dict`` does.
 
     Raises:
-        TypeError: ``state_dict`` is no mapping.
+        TypeError: ``state_dict`` is not a mapping.
         ValueError: entries are missing or surplus (under ``strict``) or have another shape, or ``assign`` is set.
-            The model is then unchanged.
+            The model is not changed then.
     """
     if assign:
         raise ValueError("assign=True would replace sharded parameters; load with assign=False")
@@ -411,7 +420,7 @@ def load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: boo
     entries = with_versions(detached, versions_of(state_dict))
     refuse_fsdp1(model)
     params = dict(model.named_parameters(remove_duplicate=False))
-    if any(hasattr(param, "placements") for param in params.values()):  # FSDP2's, whose hooks take no placeholders
+    if any(hasattr(param, "placements") for param in params.values()):  # FSDP2's hooks do not support placeholders
         check_entries(local_entries(model), {name: shape_of(value) for name, value in entries.items()}, strict)
         with torch.no_grad():
             for name, value in detached.items():
@@ -442,7 +451,7 @@ def _distributed(value: Any, param: Any) -> Any:
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise if a module is FSDP1's, whose entries are copies: what is written into them is lost."""
+    """Raise if a module is FSDP1's. Its entries are copies, so writes to them would be lost."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise TypeError(
@@ -451,7 +460,7 @@ def refuse_fsdp1(model: nn.Module) -> None:
 
 
 def _places(model: nn.Module) -> list[_Place]:
-    """The modules of a model, with the placeholders for loading, which are gathered in one order on every rank."""
+    """The modules of a model with placeholders for loading. Every rank unshards copies for them in the same order."""
     places: dict[nn.Module, _Place] = {}
     copies: dict[int, Tensor] = {}
 
@@ -476,8 +485,8 @@ class _Place:
 
     Args:
         module: the module.
-        has_code: whether its own code, or that of a module around it, loads it.
-        copies: unsharded copies that there are already, by identity of the parameter.
+        has_code: whether its own code, or that of an outer module, loads it.
+        copies: unsharded copies that were made already, by identity of the parameter.
     """
 
     def __init__(self, module: nn.Module, has_code: bool, copies: dict[int, Tensor]) -> None:
@@ -486,7 +495,7 @@ class _Place:
         self.params = dict(module._parameters)
         self.buffers = dict(module._buffers)
         self.loaded: list[tuple[Tensor, Tensor]] = []
-        self.unwritten: dict[Tensor, int] = {}  # the versions of copies that have no values yet
+        self.unwritten: dict[Tensor, int] = {}  # copies that have no values yet, and their versions
         self.extra_state: list[Any] = []
         self.placeholders: dict[str, nn.Parameter | None] = dict(self.params)
         for name, param in self.params.items():
@@ -505,7 +514,7 @@ class _Place:
         self.module.__dict__["set_extra_state"] = self.extra_state.append
 
     def close(self) -> None:
-        """Put the module's own tensors back."""
+        """Restore the module's tensors."""
         module = self.module
         del module.__dict__["set_extra_state"]
         kinds: list[Any] = [
@@ -523,7 +532,7 @@ class _Place:
             refresh_flat_weights(module)
 
     def commit(self) -> None:
-        """Copy what was loaded into the module's own tensors."""
+        """Copy the loaded values into the module's tensors."""
         for own, loaded in self.loaded:
             if not isinstance(own, ShardedParameter):
                 with torch.no_grad():

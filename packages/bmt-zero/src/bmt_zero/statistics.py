@@ -1,4 +1,4 @@
-"""Mean, standard deviation and extremes of tensors of which ranks hold different elements."""
+"""Mean, standard deviation and extremes of tensors whose elements are spread over ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHUNK = 1 << 22  # elements that are converted to fp64 at a time
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of all elements of a tensor. The standard deviation is that of a sample, as ``torch.std`` computes it."""
+    """Statistics of all elements of a tensor. The standard deviation is that of a sample, as in ``torch.std``."""
 
     count: int
     mean: float
@@ -28,7 +28,7 @@ class Statistics:
     min: float
 
     def divided_by(self, scale: float) -> Statistics:
-        """Those of the elements divided by ``scale`` > 0."""
+        """The statistics of the elements divided by ``scale`` > 0."""
         return Statistics(self.count, self.mean / scale, self.std / scale, self.max / scale, self.min / scale)
 
 
@@ -47,7 +47,7 @@ def describe(x: Tensor | None) -> Tensor:
 
 
 def combine(rows: Tensor) -> Tensor:
-    """(n, …, 5) → (…, 5): the numbers of the elements of all n rows together."""
+    """(n, …, 5) → (…, 5): combine the numbers of n tensors."""
     count = rows[..., 0].sum(0)
     weights = torch.where(count > 0, rows[..., 0] / count, 0)
     mean = (weights * rows[..., 1]).sum(0)
@@ -59,9 +59,9 @@ def over_ranks(numbers: Tensor, comm: Communicator, *, replicas: bool = False) -
     """(k, 5) of this rank → (k, 5) of all ranks of ``comm`` together. Every rank must call it.
 
     Args:
-        numbers: of k tensors, the same ones on every rank.
+        numbers: of k tensors, the same tensors on every rank.
         comm: the ranks.
-        replicas: tensors whose numbers are the same bits on all ranks are copies of one tensor.
+        replicas: whether tensors whose numbers have the same bits on all ranks are copies of one tensor.
     """
     if comm.size == 1 or not len(numbers):
         return numbers
@@ -75,7 +75,7 @@ def over_ranks(numbers: Tensor, comm: Communicator, *, replicas: bool = False) -
 
 
 def as_statistics(numbers: Tensor) -> list[Statistics | None]:
-    """The statistics of (k, 5) numbers; None where there are no elements."""
+    """The statistics of (k, 5) numbers; None for tensors without elements."""
     results: list[Statistics | None] = []
     for count, mean, squares, largest, smallest in numbers.tolist():
         std = math.sqrt(squares / (count - 1)) if count > 1 else math.nan
@@ -93,7 +93,7 @@ def summary_of(values: Statistics | None, grad: Statistics | None, absent: float
 
 
 def over_several(numbers: Tensor, communicators: Sequence[Communicator]) -> Tensor:
-    """:func:`over_ranks`, of one communicator after the other."""
+    """:func:`over_ranks` of one communicator after the other."""
     for comm in communicators:
         numbers = over_ranks(numbers, comm)
     return numbers

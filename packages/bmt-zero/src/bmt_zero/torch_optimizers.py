@@ -1,14 +1,15 @@
 """torch's optimizers on sharded parameters.
 
-Element-wise ones are right on this rank's rows. Those that compute with logical parameters are refused.
+Element-wise optimizers compute with this rank's rows. Optimizers that need logical parameters raise an error.
 
 [Note: states of torch's optimizers]
-    An optimizer's states have the shape of this rank's rows. ``state_dict()`` of an optimizer gives logical states, as
-    that of the model gives logical parameters, on every rank, and ``load_state_dict`` takes them. So both are right for
-    any number of ranks, and ``torch.distributed.checkpoint`` can save them. All ranks must call ``state_dict()``.
+    An optimizer's states have the shape of this rank's rows. ``state_dict()`` of an optimizer returns logical states on
+    every rank, as that of the model returns logical parameters, and ``load_state_dict`` takes logical states. So both
+    work for any number of ranks, and ``torch.distributed.checkpoint`` can save them. All ranks must call
+    ``state_dict()``.
 
-    The hooks for this are put on an optimizer before its first step, when it is first seen. States that were loaded
-    earlier are replaced by their rows then. Optimizers with a ``state_dict`` of their own (bmt_optim's) are left alone.
+    The hooks for this are registered with an optimizer before its first step. States that were loaded earlier are
+    replaced by their rows then. Optimizers with their own ``state_dict`` (bmt_optim's) get no hooks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .sharded_parameter import ShardedParameter
 from .state import rows_of_logical
 
 OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")
-"""States with one value for a parameter; only the names tell, where the parameter has no dimensions."""
+"""States with one value for each parameter. If the parameter has no dimensions, only their names tell this."""
 
 _SEEN = "_bmt_sharded_parameters"
 
@@ -37,12 +38,12 @@ _watching = False
 
 
 def watch_optimizers() -> None:
-    """Let optimizers of sharded parameters be seen before they step."""
+    """Call :func:`_before_step` before each step of any optimizer."""
     global _watching
     if not _watching:
         _watching = True
         refuse_whole_layer_optimizers()
-        # As DTensor does: on a GPU torch takes few kernels for tensors of these types, and one for each of others.
+        # As DTensor does: on a GPU torch uses multi-tensor kernels only for tensors of these types.
         types: tuple[Any, ...] = (ShardedParameter, ShardedGradient)
         torch_optimizer._foreach_supported_types.extend(types)
         _foreach_utils._foreach_supported_types.extend(types)
@@ -59,8 +60,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for _, param in _sharded(optimizer)]
     if not params:
         return
-    own = type(optimizer)
-    if own.state_dict is not Optimizer.state_dict or own.load_state_dict is not Optimizer.load_state_dict:
+    kind = type(optimizer)
+    if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
         return
     if seen is None:
         optimizer.register_state_dict_post_hook(_with_logical_states)
@@ -73,7 +74,7 @@ _before_step.bmt_for_others = True  # type: ignore[attr-defined]  # bmt_optim's 
 
 
 def _sharded(optimizer: Optimizer) -> Iterator[tuple[int, ShardedParameter]]:
-    """The sharded parameters that other ranks have other elements of, with their numbers in a state dict."""
+    """The parameters whose elements are spread over several ranks, with their numbers in a state dict."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, param in enumerate(params):
         if isinstance(param, ShardedParameter) and any(comm.size > 1 for comm in param.bmt_slice.communicators):
@@ -84,7 +85,7 @@ def _shard_states(optimizer: Optimizer, param: ShardedParameter, states: dict[st
     """Replace logical states by this rank's rows: plain tensors in torch's own optimizers, which are faster.
 
     Args:
-        were_loaded: whether all states of the logical shape are logical; on a rank with all rows others have it, too.
+        were_loaded: whether all states of the logical shape are logical. On a rank with all rows, rows have it, too.
     """
     bases = [base for base in type(optimizer).__mro__ if base is not Optimizer]
     where, is_torch = param.bmt_slice, any(base.__module__.startswith("torch.optim") for base in bases)
@@ -95,7 +96,7 @@ def _shard_states(optimizer: Optimizer, param: ShardedParameter, states: dict[st
 
 
 def _is_per_element(name: str, value: Any, where: Slice) -> bool:
-    """Whether a state has a value for each element of a parameter; the alternative is one for all of it."""
+    """Whether a state has a value for each element of a parameter, and not one for the parameter."""
     if not isinstance(value, Tensor):
         return False
     if tuple(value.shape) == (1,) and len(where.shape) != 1:  # a number

@@ -1,13 +1,13 @@
-"""Unsharded parameters, as modules see them in a forward, whose gradients are computed where they are reduced.
+"""Unsharded parameters as modules see them in a forward. Their gradients are computed in a flat gradient.
 
 [Note: operations that write gradients]
     ``F.linear``, ``torch.addmm`` and, on the CPU, ``F.embedding`` compute the gradient of a weight in the flat
-    gradient, whichever module calls them. Everything else is left to autograd: other operations, and these in
-    ``torch.compile``, autocast and transforms of ``torch.func``, and of inputs that are no plain tensors.
+    gradient, whichever module calls them. Autograd computes it for other operations, and for these operations under
+    ``torch.compile``, autocast and transforms of ``torch.func``, and with inputs that are not plain tensors.
 
-    If another operation is seen to use a parameter in the same call, all of the parameter's gradients are left to
-    autograd, which adds them up; hooks on the parameter then see them all. What autograd has of uses that are not seen
-    (by a ``torch.autograd.Function``, say) is added to what was written.
+    If another operation is seen to use a parameter in the same call, autograd computes and adds up all of the
+    parameter's gradients. Hooks on the parameter then see them all. If autograd has gradients of uses that were not
+    seen (by a ``torch.autograd.Function``, for example), they are added to the written gradient.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.autograd import forward_ad
 from .gradient_target import GradientTarget, Place
 
 LEAST_BYTES = 1 << 18
-"""Of a parameter whose gradient is written there: to copy less takes less time than the operations' Python code."""
+"""The least size of a parameter whose gradient is written there: smaller copies are faster than Python code."""
 
 
 class UnshardedParameter(Tensor):
     """A parameter of one call.
 
     Attributes:
-        target: where its gradient goes.
-        number: of the parameter in the flat parameter.
+        target: the flat gradient for its gradient.
+        number: its number in the flat parameter.
     """
 
     target: GradientTarget
@@ -75,7 +75,7 @@ _READS = {
         for name in ("is_contiguous", "is_floating_point", "element_size", "data_ptr", "get_device")
     ),
 }
-"""What tells something of a parameter, and does not compute with it."""
+"""Functions that read facts of a parameter and do not compute with it."""
 
 
 def _note_other_uses(values: Iterable[Any]) -> None:
@@ -149,9 +149,9 @@ _WRITING: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
 
 
 class _Product(torch.autograd.Function):
-    """a (M, K), b (K, N), a bias (N) or None → a b + bias (M, N); the gradient of b, or of bᵀ, has a place.
+    """a (M, K), b (K, N), a bias (N) or None → a b + bias (M, N). The gradient of b, or of bᵀ, may have a place.
 
-    It saves what autograd's own product saves, in the same order: a checkpoint may compute the forward again with that.
+    It saves the same tensors as autograd's product, in the same order: a checkpoint may recompute with that product.
     """
 
     @staticmethod
@@ -166,7 +166,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # which a checkpoint computes now, with operations that have places, too
+        saved = ctx.saved_tensors  # a checkpoint recomputes here, with operations that have places, too
         a, b = saved if ctx.has_bias else reversed(saved)
         with torch._C.DisableTorchFunctionSubclass():
             grad_a = grad.mm(b.t()) if ctx.needs_input_grad[0] else None
@@ -213,5 +213,5 @@ class _Embedding(torch.autograd.Function):
 
 
 def _place(ctx: Any) -> Place | None:
-    """Where to compute the gradient; with ``create_graph=True`` autograd has to see how."""
+    """Where to compute the gradient; None with ``create_graph=True``, because autograd must see the computation."""
     return None if torch.is_grad_enabled() else ctx.target.place(ctx.index)

@@ -13,7 +13,7 @@ from .gradient_reducer import GradientReducer
 
 
 class UseAgreement:
-    """Lets the ranks agree on which parameters the gradients that wait are of."""
+    """Lets ranks agree on which parameters were used, for reduced gradients that wait to be added."""
 
     def __init__(self) -> None:
         self._waiting: dict[GradientReducer, None] = {}
@@ -24,7 +24,7 @@ class UseAgreement:
             self._waiting[reducer] = None
 
     def settle(self, reducers: Iterable[GradientReducer] | None = None) -> None:
-        """Decide for all that wait, or those of ``reducers``: one all-reduce for each set of ranks."""
+        """Decide for all reducers that wait, or those in ``reducers``: one all-reduce for each set of ranks."""
         chosen = self._waiting if reducers is None else dict.fromkeys(reducers)
         waiting = [reducer for reducer in self._waiting if reducer in chosen]
         self.forget(waiting)
@@ -38,16 +38,16 @@ class UseAgreement:
                 used = _on_device([flag for each in flags.values() for flag in each], members[0].flat.device)
                 for comm in communicators:
                     comm.all_reduce(used, "max", label="the parameters that ranks have used")
-                # Where nothing is unknown, the host does not wait for the device.
+                # The host waits for the device only if some gradient waits for the answer.
                 if not used.is_meta and any(reducer.awaits_others(flags[reducer]) for reducer in members):
-                    told = iter(used.tolist())
-                    flags = {reducer: [bool(next(told)) for _ in each] for reducer, each in flags.items()}
+                    answer = iter(used.tolist())
+                    flags = {reducer: [bool(next(answer)) for _ in each] for reducer, each in flags.items()}
             answers.update(flags)
         for reducer, decided in answers.items():  # after all communication: hooks of parameters may raise
             reducer.decide(decided)
 
     def drop(self) -> None:
-        """Drop the gradients that wait: what computed them has failed."""
+        """Drop the gradients that wait: the backward that computed them has failed."""
         for reducer in self._waiting:
             reducer.drop_undecided()
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""Undoing ``BMTrainModelWrapper``, for modules that become parts of a Block."""
+"""Undo ``BMTrainModelWrapper`` for modules that become parts of a Block."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class WrapperHook:
     """A hook before the forward of a wrapped model.
 
     Attributes:
-        hooks: of the parts of the model; those of one module in the order in which they run.
-        key: the hook's own, among those of the model.
+        hooks: by module; those of one module in the order in which they run.
+        key: of this hook among the model's.
     """
 
     hooks: dict[nn.Module, list[ForwardHooks]]
@@ -31,12 +31,12 @@ class WrapperHook:
 
 
 def blocks_of_wrappers(module: nn.Module) -> set[nn.Module]:
-    """The Blocks that wrappers of a module, and of those in it, have made."""
+    """The Blocks that wrappers of a module and its submodules have made."""
     return {part for _, hook in _wrappers(module) for part in hook.hooks if sharding_of(part) is not None}
 
 
 def unwrap(module: nn.Module, context: ParallelContext) -> None:
-    """Undo the wrappers of a module and of those in it. Parameters stay sharded, as ``DistributedParameter``s are.
+    """Undo the wrappers of a module and its submodules. Parameters stay sharded, each as a group by itself.
 
     Every rank must call it. Gradients are dropped.
     """

@@ -1,4 +1,4 @@
-"""Sharding a model that was written for one device."""
+"""BMTrainModelWrapper: shard a model that was written for one device."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from .wrapped import WrapperHook
 M = TypeVar("M", bound=nn.Module)
 
 _LARGE = 1 << 20
-"""Bytes. A module outside of the layers that has more is unsharded while it computes; all smaller ones are unsharded
-together, from the beginning of the model's forward to its end in backward."""
+"""In bytes. A module outside of the layers with larger parameters is unsharded while it computes. All smaller ones are
+unsharded together, from the beginning of the model's forward to the end of its backward."""
 
 
 def BMTrainModelWrapper(
@@ -64,14 +64,14 @@ def BMTrainModelWrapper(
 
     The repeated layers (see :func:`find_layers`) become Blocks. Outside of them, each module with large parameters
     (embeddings, a head) is unsharded while it computes, and all small ones are unsharded together. All of these
-    prefetch each other in the order in which the model has them. Rank 0 prints to stderr what the Blocks are.
+    prefetch each other in the order of the model. Rank 0 prints to stderr which modules are Blocks.
 
     Parameters keep their identity (tied weights stay tied) and names. Parameters and buffers take the values of rank 0
     and the context's device. Hugging Face models whose layers are checkpointed keep no cache in training.
 
     Parameters that are added to the model later (adapters) are sharded when its forward begins, or when it is wrapped
-    again: the same objects, with the values of rank 0. All ranks must add the same ones. A forward raises RuntimeError
-    if parameters were replaced.
+    again. They stay the same objects, with the values of rank 0. All ranks must add the same parameters. A forward
+    raises RuntimeError if parameters were replaced.
 
     ``use_checkpoint`` says what each layer keeps for backward, and ``offload`` whether shards are in host memory; see
     :func:`shard`.
@@ -81,7 +81,7 @@ def BMTrainModelWrapper(
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: a parameter is shared by two layers, or by a layer and the rest of the model, or cannot be
-            sharded (see :func:`shard`); the model is then unchanged.
+            sharded (see :func:`shard`). The model is not changed then.
     """
     context = current_context()
     if not isinstance(model, nn.Module):
@@ -91,7 +91,7 @@ def BMTrainModelWrapper(
     hooks = [(module, hook) for module in model.modules() for hook in module._forward_pre_hooks.values()]
     wrapped = [(module, hook) for module, hook in hooks if isinstance(hook, _Wrapped)]
     for module, hook in wrapped:
-        hook.look(module)
+        hook.shard_added(module)
     if wrapped and all(isinstance(p, ShardedParameter) for p in model.parameters()):
         return model
     level, kept = check_level(zero_level, context), kept_results(use_checkpoint)
@@ -100,7 +100,7 @@ def BMTrainModelWrapper(
     if isinstance(model, nn.RNNBase):
         raise ValueError("a recurrent module by itself is sharded by Block(model)")
     rest = _slots_outside(model, layers, context)
-    # Other stages do not have what is local to a stage.
+    # Other stages do not have the parameters that are local to a stage.
     facts = [parameter_fact(name, p) for name, p in model.named_parameters() if not is_stage_local(p)]
     facts += [f"Block {path}" for path, module in model.named_modules() if module in layers] + [f"level {level}"]
     check_agreement(context.outer_zero, f"the parameters of {type(model).__name__}", facts)
@@ -126,18 +126,18 @@ def BMTrainModelWrapper(
 
 
 def _link(model: nn.Module, hooks: Mapping[nn.Module, list[ForwardHooks]]) -> None:
-    """Let the parts of a model prefetch each other. Other sharded modules keep the order of the list they are in."""
+    """Let modules in ``hooks`` prefetch each other in the order of the model. Others keep their order."""
     link([each for module in model.modules() for each in hooks.get(module, ())])
 
 
 class _Wrapped(WrapperHook):
-    """A hook before the forward of a wrapped model: shards parameters that were added since it looked last.
+    """A hook before the forward of a wrapped model: shards parameters that were added since its last call.
 
-    It looks only if something was registered somewhere since then.
+    It searches for them only if something was registered with any module since then.
 
     Args:
         params: all parameters of the model.
-        hooks: of the parts of the model; those of one module in the order in which they run.
+        hooks: by module; those of one module in the order in which they run.
         options, precision: how the model was wrapped.
     """
 
@@ -167,15 +167,15 @@ class _Wrapped(WrapperHook):
     @not_compiled
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = None
-        for hooks in self.look(model):  # for this call they come too late
+        for hooks in self.shard_added(model):  # new hooks do not run in this call
             changed = hooks.before(model, *(changed or (args, kwargs))) or changed
         return changed
 
-    def look(self, model: nn.Module) -> list[ForwardHooks]:
-        """Shard parameters that were added; the new hooks of ``model`` itself.
+    def shard_added(self, model: nn.Module) -> list[ForwardHooks]:
+        """Shard parameters that were added. Returns the new hooks of ``model`` itself.
 
         Raises:
-            RuntimeError: others were removed, so that new ones are in their places; ranks have added different ones.
+            RuntimeError: parameters were removed, so that the new ones replace them; ranks have added different ones.
         """
         if self.seen == registrations.count:
             return []
@@ -196,13 +196,13 @@ class _Wrapped(WrapperHook):
 
     def _shard(self, model: nn.Module, added: list[tuple[nn.Module | None, Slot]]) -> None:
         context = current_context()
-        paths: dict[bool, list[str]] = {False: [], True: []}  # a pipeline stage may be given some that others are not
+        paths: dict[bool, list[str]] = {False: [], True: []}  # by whether only this pipeline stage has them
         for owner, slot in added:
             sharding = None if owner is None else sharding_of(owner)
             paths[sharding is not None and sharding.group.options.stage_local].append(slot.path)
-        for comm, found in ((context.outer_zero, paths[False]), (context.zero, paths[True])):
-            if found:
-                check_agreement(comm, "the parameters that were added", found)
+        for comm, added_paths in ((context.outer_zero, paths[False]), (context.zero, paths[True])):
+            if added_paths:
+                check_agreement(comm, "the parameters that were added", added_paths)
         owners: dict[int, nn.Module | None] = {}
         for owner, slot in added:
             check_parameter(slot.path, slot.param, context)
@@ -237,7 +237,7 @@ class _Wrapped(WrapperHook):
 
 
 def _added(model: nn.Module) -> Iterator[tuple[nn.Module | None, Slot]]:
-    """Where parameters are that are not sharded, and the sharded modules around them (None: outside of these)."""
+    """The slots of parameters that are not sharded, each with the innermost sharded module around it, or None."""
 
     def visit(module: nn.Module, path: str, owner: nn.Module | None) -> Iterator[tuple[nn.Module | None, Slot]]:
         owner = owner if sharding_of(module) is None else module
@@ -252,7 +252,7 @@ def _added(model: nn.Module) -> Iterator[tuple[nn.Module | None, Slot]]:
 
 
 def _summary(model: nn.Module, layers: Container[nn.Module], large: Container[nn.Module], kept: object) -> str:
-    """What has become of the modules of a model, in a few words."""
+    """A line that says how the modules of a model were sharded."""
     paths: dict[tuple[str, str], list[str]] = {}  # of the layers, by container and class
     for path, module in model.named_modules():
         if module in layers:
@@ -270,7 +270,7 @@ def _summary(model: nn.Module, layers: Container[nn.Module], large: Container[nn
 
 
 def _slots_outside(model: nn.Module, layers: dict[nn.Module, None], context: ParallelContext) -> list[Slot]:
-    """Where parameters are that belong to no layer and are not sharded yet, after checking that all can be sharded."""
+    """The slots of parameters that belong to no layer and are not sharded yet, after checking that all can be."""
     inside_blocks = [p for p in model.parameters() if isinstance(p, ShardedParameter) and not is_standalone(p)]
     inside = {part for m in model.modules() if sharding_of(m) is not None for part in m.modules()}
     paths = {path: module for path, module in model.named_modules(remove_duplicate=False) if module in layers}
@@ -296,7 +296,7 @@ def _slots_outside(model: nn.Module, layers: dict[nn.Module, None], context: Par
 def _shard_rest(
     model: nn.Module, slots: list[Slot], options: Options, precision: MixedPrecision, context: ParallelContext
 ) -> dict[nn.Module, list[ForwardHooks]]:
-    """Shard what is outside of the layers; the hooks by module."""
+    """Shard the parameters outside of the layers. Returns the new hooks by module."""
     hooks: dict[nn.Module, list[ForwardHooks]] = {}
     small: list[Slot] = []
     for part in _connected(slots):
@@ -310,7 +310,7 @@ def _shard_rest(
         for module in modules:
             hooks.setdefault(module, []).append(ForwardHooks(group, module))
             let_others_read(module)
-    if small or (hooks and model not in hooks):  # a call of the model is under way while others read large parameters
+    if small or (hooks and model not in hooks):  # other modules read large parameters during a call of the model
         name = f"the small parameters of {type(model).__name__}"
         options = dataclasses.replace(options, precision=precision, reshard_after_forward=False, name=name)
         group = build_group(small, context, options)
@@ -324,10 +324,10 @@ def _shard_rest(
 
 
 def _connected(slots: list[Slot]) -> list[list[Slot]]:
-    """``slots`` by module; those of modules that share a parameter together."""
+    """``slots`` in parts: one part for each module, or for several modules that share a parameter."""
     parts: list[list[Slot]] = []
     for slot in slots:
-        joined = [part for part in parts if any(s.module is slot.module or s.param is slot.param for s in part)]
-        parts = [part for part in parts if part not in joined]
-        parts.append([s for part in joined for s in part] + [slot])
+        same = [part for part in parts if any(s.module is slot.module or s.param is slot.param for s in part)]
+        parts = [part for part in parts if part not in same]
+        parts.append([s for part in same for s in part] + [slot])
     return parts

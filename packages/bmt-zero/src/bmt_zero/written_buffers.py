@@ -1,8 +1,8 @@
-"""Buffers that a forward writes to (running averages, counters), for forwards that are computed again.
+"""Buffers that a forward writes to (running averages, counters), for forwards that are recomputed.
 
-Recomputation starts from the values that they had before, and its own writes are dropped. So buffers that forward
-writes to are copied before it. The first forward in training, and that in evaluation, copies all buffers to learn which
-ones these are. Small ones are always copied: some forwards may write to them and some not.
+Recomputation starts from the values before the forward, and its own writes are dropped. So buffers that forward writes
+to are copied before it. The first forward in training, and the first one in evaluation, copies all buffers to learn
+which ones it writes to. Small buffers are always copied, because only some forwards may write to them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class WrittenBuffers:
         return self._noting_writes(copies) if self._modules else contextlib.nullcontext()
 
     def restored(self, copies: Copies) -> contextlib.AbstractContextManager[None]:
-        """Within, buffers have the values from before the first forward; after it, those of now.
+        """Within, buffers have the values from before the forward. Afterwards they have their current values again.
 
         Raises:
-            RuntimeError: the forward was the first to write to a large buffer, so that there is no copy.
+            RuntimeError: the forward was the first to write to a large buffer, so there is no copy.
         """
         return self._restored(copies) if self._modules else contextlib.nullcontext()
 
@@ -54,7 +54,7 @@ class WrittenBuffers:
             or _version(buffer) != versions[index, name]
         }
         self._written[training] = written | (known or set())
-        # One that was replaced, as a cache that grows, has its values still.
+        # A buffer that was replaced (a cache that grows, for example) still has its values.
         kept = {
             key: buffer
             for key, buffer in buffers.items()
