@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from saving_helpers import Doubling
+from saving_helpers import Doubling, same
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,19 +54,12 @@ def sharded(seed: int = 1, dtype: torch.dtype = torch.float32) -> Model:
     return bmt_zero.BMTrainModelWrapper(plain(seed).to(dtype))
 
 
-def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert list(found) == list(wanted)
-    for name in wanted:
-        assert found[name].dtype == wanted[name].dtype, name
-        assert torch.equal(found[name], wanted[name]), name
-
-
 def read_plain(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
-        found = load_file(path)
-        return {name: found[name] for name in plain().state_dict()}
+        tensors = load_file(path)
+        return {name: tensors[name] for name in plain().state_dict()}
     return torch.load(path, weights_only=True)
 
 
@@ -80,12 +73,12 @@ def test_plain_pytorch_reads_what_is_saved(ctx: Any, tmp_path: Path, suffix: str
     assert done.done()
     assert done.result() is None
     wanted = plain().to(dtype)
-    found = read_plain(path)
-    same(found, wanted.state_dict())
-    plain(2).to(dtype).load_state_dict(found, strict=True)
+    saved = read_plain(path)
+    same(saved, wanted.state_dict())
+    plain(2).to(dtype).load_state_dict(saved, strict=True)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     if suffix == ".pt":
-        assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()  # once in the file
+        assert saved["head.weight"].data_ptr() == saved["embed.weight"].data_ptr()  # once in the file
     other = sharded(2, dtype)
     identities = [id(p) for p in other.parameters()]
     bmt_zero.load(other, str(path))
@@ -97,7 +90,7 @@ def test_plain_pytorch_reads_what_is_saved(ctx: Any, tmp_path: Path, suffix: str
 @pytest.mark.ranks(3)
 @SUFFIX
 def test_any_number_of_ranks_reads_what_another_wrote(ctx: Any, tmp_path: Path, suffix: str) -> None:
-    """The same file for every number of ranks is the plain one, so any pair may exchange it."""
+    """The file is the plain one for every number of ranks, so any two jobs can exchange it."""
     path = tmp_path / f"plain{suffix}"
     if ctx.rank == 0:
         state = {k: v.clone() for k, v in plain(4).state_dict().items()}
@@ -114,49 +107,49 @@ def test_any_number_of_ranks_reads_what_another_wrote(ctx: Any, tmp_path: Path, 
 
 
 @pytest.mark.ranks(4, tp_size=2)
-def test_tensor_parallel_pieces_are_joined(ctx: Any, tmp_path: Path) -> None:
+def test_tensor_parallel_shards_are_unsharded(ctx: Any, tmp_path: Path) -> None:
     class Split(bmt_zero.DistributedModule):
         def __init__(self, seed: int) -> None:
             super().__init__()
             gen = torch.Generator().manual_seed(seed)
             for dim in (0, 1):
-                whole = torch.randn(6, 10, generator=gen)
-                piece = whole.chunk(2, dim)[ctx.tp_rank]
-                self.register_parameter(f"w{dim}", bmt_zero.DistributedParameter(piece, tp_mode=True, tp_split_dim=dim))
-                setattr(self, f"_whole{dim}", whole)
+                logical = torch.randn(6, 10, generator=gen)
+                shard = logical.chunk(2, dim)[ctx.tp_rank]
+                self.register_parameter(f"w{dim}", bmt_zero.DistributedParameter(shard, tp_mode=True, tp_split_dim=dim))
+                setattr(self, f"_logical{dim}", logical)
 
     path = tmp_path / "m.pt"
     for kind in (lambda seed: Split(seed), lambda seed: bmt_zero.Block(Split(seed))):
         model = kind(1)
         bmt_zero.save(model, path)
-        found = torch.load(path, weights_only=True)
-        assert torch.equal(found["w0"], model._whole0)
-        assert torch.equal(found["w1"], model._whole1)
+        saved = torch.load(path, weights_only=True)
+        assert torch.equal(saved["w0"], model._logical0)
+        assert torch.equal(saved["w1"], model._logical1)
         other = kind(2)
         bmt_zero.load(other, path)
-        same(other.state_dict(), found)
+        same(other.state_dict(), saved)
         ctx.world.barrier()
 
 
 @pytest.mark.ranks(4, tp_size=2)
 @SUFFIX
 @pytest.mark.parametrize("chunk", [16, 48])
-def test_a_file_travels_in_chunks(ctx: Any, tmp_path: Path, suffix: str, chunk: int) -> None:
-    """Chunks end within rows, and within what a rank holds; numbers are converted on their way."""
+def test_a_file_is_broadcast_in_chunks(ctx: Any, tmp_path: Path, suffix: str, chunk: int) -> None:
+    """Chunks end within rows and within shards, and numbers are converted."""
 
     class Mixed(bmt_zero.DistributedModule):
         def __init__(self) -> None:
             super().__init__()
             for dim in (0, 1):
-                piece = torch.zeros(6, 10).chunk(2, dim)[ctx.tp_rank]
-                param = bmt_zero.DistributedParameter(piece, tp_mode=True, tp_split_dim=dim)
-                self.register_parameter(f"cut{dim}", param)
+                shard = torch.zeros(6, 10).chunk(2, dim)[ctx.tp_rank]
+                param = bmt_zero.DistributedParameter(shard, tp_mode=True, tp_split_dim=dim)
+                self.register_parameter(f"sharded{dim}", param)
             self.low = bmt_zero.DistributedParameter(torch.zeros(7, 5, dtype=torch.bfloat16))
             self.transposed = nn.Parameter(torch.zeros(5, 9).t())
             self.register_buffer("wide", torch.zeros(11, dtype=torch.float64))
 
     path, generator = tmp_path / f"m{suffix}", torch.Generator().manual_seed(0)
-    shapes = {"cut0": (6, 10), "cut1": (6, 10), "low": (7, 5), "transposed": (9, 5), "wide": (11,)}
+    shapes = {"sharded0": (6, 10), "sharded1": (6, 10), "low": (7, 5), "transposed": (9, 5), "wide": (11,)}
     state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     if ctx.rank == 0:
         from safetensors.torch import save_file
@@ -167,8 +160,8 @@ def test_a_file_travels_in_chunks(ctx: Any, tmp_path: Path, suffix: str, chunk: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank0_source, "CHUNK", chunk)
         bmt_zero.load(model, path)
-    found = model.state_dict()
-    same({name: found[name] for name in state}, {name: state[name].to(found[name].dtype) for name in state})
+    loaded = model.state_dict()
+    same({name: loaded[name] for name in state}, {name: state[name].to(loaded[name].dtype) for name in state})
 
 
 @pytest.mark.ranks(2)
@@ -192,7 +185,7 @@ def test_saving_in_the_background_keeps_the_values_of_the_call(ctx: Any, tmp_pat
     ctx.world.barrier()
     same(read_plain(path), wanted)
     assert not torch.equal(model.state_dict()["norm.weight"], wanted["norm.weight"])
-    # A file that is written at once comes after those that wait.
+    # A save without non_blocking writes after the pending saves.
     hold.clear()
     checkpoint._writer.submit(hold.wait)
     first = bmt_zero.save(sharded(7), path, non_blocking=True)
@@ -341,11 +334,11 @@ def bad_files(tmp_path: Path) -> dict[str, str]:
     from safetensors.torch import save
 
     state = {k: v.clone() for k, v in plain(2).state_dict().items()}
-    torch.save(state, tmp_path / "whole.pt")
-    for suffix, data in ((".pt", (tmp_path / "whole.pt").read_bytes()), (".safetensors", save(state))):
+    torch.save(state, tmp_path / "complete.pt")
+    for suffix, data in ((".pt", (tmp_path / "complete.pt").read_bytes()), (".safetensors", save(state))):
         damaged = "damaged|cannot be read" if suffix == ".pt" else "truncated|does not fit"
-        for cut in (1, 9, 100, len(data) // 2, len(data) - 100, len(data) - 1):
-            add(f"cut{cut}{suffix}", data[:cut], damaged)
+        for length in (1, 9, 100, len(data) // 2, len(data) - 100, len(data) - 1):
+            add(f"truncated{length}{suffix}", data[:length], damaged)
         add(f"empty{suffix}", b"", damaged)
         add(f"text{suffix}", b"these are no tensors" * 20, damaged)
         (tmp_path / f"folder{suffix}").mkdir()
