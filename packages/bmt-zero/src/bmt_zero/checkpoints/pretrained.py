@@ -318,6 +318,3 @@ def give_memory(model: nn.Module, device: torch.device, wanted: Iterable[Any] | 
             made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_param else memory
         places[name] = made[id(tensor)]
     return made
-
-
-__all__ = ["DamagedError", "KeyMap", "WeightLoader", "open_source"]

@@ -300,6 +300,3 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...] | None]:
         return source.shapes
     finally:
         source.close()
-
-
-__all__ = ["OtherTensor", "PtSource", "read_shapes", "read_state_dict"]

@@ -257,12 +257,6 @@ class SafetensorsSource:
         self._places.clear()
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def __enter__(self) -> SafetensorsSource:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def read_layout(file: OpenFile) -> FileLayout:
     """The layout of an open file, from its header."""
