@@ -30,7 +30,7 @@ from bmt_comm import Slice
 from bmt_optim import AdamOptimizer
 from bmt_zero import Checkpointer, plan_layouts
 from bmt_zero.checkpoints.headers import Entry, lay_out
-from bmt_zero.checkpoints.plan import AddressSpace, Holding, WritePlan, classes_of
+from bmt_zero.checkpoints.plan import AddressSpace, Holding, WritePlan, replicate_groups
 from bmt_zero.checkpoints.regions import regions_of
 
 try:
@@ -80,7 +80,7 @@ def planning(ranks: int) -> float:
     held = {rank: tuple(each) for rank, each in holdings.items()}
     start = time.perf_counter()
     space = AddressSpace(lay_out("model", entries))
-    tasks = list(WritePlan(space, classes_of(held), frozenset(), ranks // 3).tasks())
+    tasks = list(WritePlan(space, replicate_groups(held), frozenset(), ranks // 3).tasks())
     seconds = time.perf_counter() - start
     assert tasks
     return seconds

@@ -29,7 +29,7 @@ from bmt_comm.work import DONE
 from bmt_pipe import Kind, idle_share, make_schedule, simulate
 from bmt_zero import plan_layouts, shard
 from bmt_zero.checkpoints.headers import Entry, lay_out
-from bmt_zero.checkpoints.plan import PIECE, AddressSpace, Holding, WritePlan, classes_of
+from bmt_zero.checkpoints.plan import PIECE, AddressSpace, Holding, WritePlan, replicate_groups
 from bmt_zero.checkpoints.regions import regions_of
 from bmtrain.planning import DEVICES, Job, Settings, estimate, load_model
 
@@ -309,11 +309,11 @@ def checkpoint_files() -> Drawing:
             if regions:
                 yield Holding(space.number["model", list(shapes)[placement.index]], tuple(regions))
 
-    classes = classes_of({rank: tuple(holdings(rank)) for rank in range(ranks)})
+    groups = replicate_groups({rank: tuple(holdings(rank)) for rank in range(ranks)})
     owners = {
         task.piece: task.owner
         for rank in range(ranks)
-        for task in WritePlan(space, classes, frozenset(), rank).tasks()
+        for task in WritePlan(space, groups, frozenset(), rank).tasks()
         if task.owner == rank
     }
     about = {

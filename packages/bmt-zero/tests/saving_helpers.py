@@ -1,4 +1,4 @@
-"""Modules and objects that tests save, and the memory that a process takes."""
+"""Modules and objects that tests save, and helpers for the saved files."""
 
 import dataclasses
 from pathlib import Path
@@ -48,11 +48,12 @@ def sharded(seed: int = 1, width: int = 7, level: int = 3) -> Model:
     return bmt_zero.BMTrainModelWrapper(plain(seed, width), zero_level=level)
 
 
-def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert list(found) == list(wanted)
-    for name in wanted:
-        assert found[name].dtype == wanted[name].dtype, name
-        assert torch.equal(found[name], wanted[name]), name
+def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Assert that two state dicts have equal tensors in the same order."""
+    assert list(actual) == list(expected)
+    for name in expected:
+        assert actual[name].dtype == expected[name].dtype, name
+        assert torch.equal(actual[name], expected[name]), name
 
 
 def files_of_model(folder: Path) -> dict[str, bytes]:
@@ -60,7 +61,7 @@ def files_of_model(folder: Path) -> dict[str, bytes]:
 
 
 def sign(folder: Path, name: str) -> None:
-    """Let the manifest of a checkpoint say that a file is as it is now."""
+    """Replace the record of a file in the manifest of a checkpoint by that of its present content."""
     manifest = parse_manifest(folder / NAME, (folder / NAME).read_bytes())
     files = {**manifest.files, name: record_of((folder / name).read_bytes())}
     (folder / NAME).write_bytes(dataclasses.replace(manifest, files=files).to_json())

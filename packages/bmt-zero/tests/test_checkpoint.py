@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from saving_helpers import Doubling
+from saving_helpers import Doubling, same
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,19 +54,12 @@ def sharded(seed: int = 1, dtype: torch.dtype = torch.float32) -> Model:
     return bmt_zero.BMTrainModelWrapper(plain(seed).to(dtype))
 
 
-def same(result: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert list(result) == list(wanted)
-    for name in wanted:
-        assert result[name].dtype == wanted[name].dtype, name
-        assert torch.equal(result[name], wanted[name]), name
-
-
 def read_plain(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
-        entries = load_file(path)
-        return {name: entries[name] for name in plain().state_dict()}
+        tensors = load_file(path)
+        return {name: tensors[name] for name in plain().state_dict()}
     return torch.load(path, weights_only=True)
 
 
@@ -97,7 +90,7 @@ def test_plain_pytorch_reads_what_is_saved(ctx: Any, tmp_path: Path, suffix: str
 @pytest.mark.ranks(3)
 @SUFFIX
 def test_any_number_of_ranks_reads_what_another_wrote(ctx: Any, tmp_path: Path, suffix: str) -> None:
-    """The same file for every number of ranks is the plain one, so any pair may exchange it."""
+    """The file is the plain one for every number of ranks, so any two jobs can exchange it."""
     path = tmp_path / f"plain{suffix}"
     if ctx.rank == 0:
         state = {k: v.clone() for k, v in plain(4).state_dict().items()}
@@ -120,18 +113,18 @@ def test_tensor_parallel_shards_are_unsharded(ctx: Any, tmp_path: Path) -> None:
             super().__init__()
             gen = torch.Generator().manual_seed(seed)
             for dim in (0, 1):
-                full = torch.randn(6, 10, generator=gen)
-                shard = full.chunk(2, dim)[ctx.tp_rank]
+                logical = torch.randn(6, 10, generator=gen)
+                shard = logical.chunk(2, dim)[ctx.tp_rank]
                 self.register_parameter(f"w{dim}", bmt_zero.DistributedParameter(shard, tp_mode=True, tp_split_dim=dim))
-                setattr(self, f"_full{dim}", full)
+                setattr(self, f"_logical{dim}", logical)
 
     path = tmp_path / "m.pt"
     for kind in (lambda seed: Split(seed), lambda seed: bmt_zero.Block(Split(seed))):
         model = kind(1)
         bmt_zero.save(model, path)
         saved = torch.load(path, weights_only=True)
-        assert torch.equal(saved["w0"], model._full0)
-        assert torch.equal(saved["w1"], model._full1)
+        assert torch.equal(saved["w0"], model._logical0)
+        assert torch.equal(saved["w1"], model._logical1)
         other = kind(2)
         bmt_zero.load(other, path)
         same(other.state_dict(), saved)
@@ -141,8 +134,8 @@ def test_tensor_parallel_shards_are_unsharded(ctx: Any, tmp_path: Path) -> None:
 @pytest.mark.ranks(4, tp_size=2)
 @SUFFIX
 @pytest.mark.parametrize("chunk", [16, 48])
-def test_a_file_travels_in_chunks(ctx: Any, tmp_path: Path, suffix: str, chunk: int) -> None:
-    """Chunks end within rows, and within what a rank holds; numbers are converted on their way."""
+def test_a_file_is_broadcast_in_chunks(ctx: Any, tmp_path: Path, suffix: str, chunk: int) -> None:
+    """Chunks end within rows and within shards, and numbers are converted."""
 
     class Mixed(bmt_zero.DistributedModule):
         def __init__(self) -> None:
@@ -150,13 +143,13 @@ def test_a_file_travels_in_chunks(ctx: Any, tmp_path: Path, suffix: str, chunk: 
             for dim in (0, 1):
                 shard = torch.zeros(6, 10).chunk(2, dim)[ctx.tp_rank]
                 param = bmt_zero.DistributedParameter(shard, tp_mode=True, tp_split_dim=dim)
-                self.register_parameter(f"split{dim}", param)
+                self.register_parameter(f"sharded{dim}", param)
             self.low = bmt_zero.DistributedParameter(torch.zeros(7, 5, dtype=torch.bfloat16))
             self.transposed = nn.Parameter(torch.zeros(5, 9).t())
             self.register_buffer("wide", torch.zeros(11, dtype=torch.float64))
 
     path, generator = tmp_path / f"m{suffix}", torch.Generator().manual_seed(0)
-    shapes = {"split0": (6, 10), "split1": (6, 10), "low": (7, 5), "transposed": (9, 5), "wide": (11,)}
+    shapes = {"sharded0": (6, 10), "sharded1": (6, 10), "low": (7, 5), "transposed": (9, 5), "wide": (11,)}
     state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     if ctx.rank == 0:
         from safetensors.torch import save_file
@@ -192,7 +185,7 @@ def test_saving_in_the_background_keeps_the_values_of_the_call(ctx: Any, tmp_pat
     ctx.world.barrier()
     same(read_plain(path), wanted)
     assert not torch.equal(model.state_dict()["norm.weight"], wanted["norm.weight"])
-    # A file that is written at once comes after those that wait.
+    # A save without non_blocking writes after the pending saves.
     hold.clear()
     checkpoint._writer.submit(hold.wait)
     first = bmt_zero.save(sharded(7), path, non_blocking=True)
@@ -341,11 +334,11 @@ def bad_files(tmp_path: Path) -> dict[str, str]:
     from safetensors.torch import save
 
     state = {k: v.clone() for k, v in plain(2).state_dict().items()}
-    torch.save(state, tmp_path / "whole.pt")
-    for suffix, data in ((".pt", (tmp_path / "whole.pt").read_bytes()), (".safetensors", save(state))):
+    torch.save(state, tmp_path / "complete.pt")
+    for suffix, data in ((".pt", (tmp_path / "complete.pt").read_bytes()), (".safetensors", save(state))):
         damaged = "damaged|cannot be read" if suffix == ".pt" else "truncated|does not fit"
-        for cut in (1, 9, 100, len(data) // 2, len(data) - 100, len(data) - 1):
-            add(f"cut{cut}{suffix}", data[:cut], damaged)
+        for length in (1, 9, 100, len(data) // 2, len(data) - 100, len(data) - 1):
+            add(f"truncated{length}{suffix}", data[:length], damaged)
         add(f"empty{suffix}", b"", damaged)
         add(f"text{suffix}", b"these are no tensors" * 20, damaged)
         (tmp_path / f"folder{suffix}").mkdir()

@@ -73,7 +73,7 @@ def test_a_damaged_checkpoint_is_passed_over(ctx: Any, tmp_path: Path, how: str)
 
 @pytest.mark.ranks(1, 2)
 def test_a_flipped_byte_in_any_piece_is_noticed(ctx: Any, tmp_path: Path) -> None:
-    """Of tensors of several pieces, which are compared while more is read."""
+    """The tensors have several pieces, whose checksums are compared while more is read."""
     checkpointer = Checkpointer(tmp_path / "c")
     model = bmt_zero.BMTrainModelWrapper(nn.Sequential(*[nn.Linear(1100, 1100) for _ in range(2)]))
     checkpointer.save(1, model=model)
@@ -183,7 +183,7 @@ def test_leftovers_of_dead_runs_are_removed(ctx: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["open", "preadv", "stat"])
 def test_an_error_of_the_disk_is_no_damage(ctx: Any, tmp_path: Path, rank: int, name: str) -> None:
-    """The checkpoint may be read when the disk is back, so nobody goes back to the one before."""
+    """The checkpoint may be readable later, so no rank loads the previous one."""
     checkpointer = Checkpointer(tmp_path / "c")
     checkpointer.save(1, model=sharded(1))
     checkpointer.save(2, model=sharded(2))

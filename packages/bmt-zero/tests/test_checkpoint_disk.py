@@ -21,7 +21,7 @@ from bmt_zero.checkpoints.tools import verify
 def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a power failure at any instant depends on."""
+    """Recovery from a power failure at any instant depends on it."""
     events: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename
 
@@ -65,7 +65,7 @@ def test_every_directory_that_is_made_is_on_the_disk(tmp_path: Path, monkeypatch
 
 
 def test_no_free_descriptor_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that cannot be read for now is not passed over, and nothing is removed for it."""
+    """A checkpoint that currently cannot be read is not skipped, and does not cause removals."""
     checkpointer = Checkpointer(tmp_path / "c", keep=1)
     checkpointer.save(1, model=plain())
     checkpointer.wait()
@@ -224,7 +224,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_checkpoint(tmp_path: Path) -> N
 
 
 class Quota:
-    """The file system of this process, of which it may fill so many bytes; it says so late, as network ones do."""
+    """A file system of which this process may fill so many bytes. It reports errors late, as network ones do."""
 
     def __init__(self, patch: pytest.MonkeyPatch, limit: int, late: bool) -> None:
         self.left, self.late, self.full = limit, late, False
@@ -250,7 +250,7 @@ class Quota:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_quota_is_named_and_leaves_the_old_checkpoint(ctx: Any, tmp_path: Path, rank: int, late: bool) -> None:
-    """In the middle of a piece, after a part of what one call was to write."""
+    """Writing fails in the middle of a piece, after one call has written a part of its bytes."""
     checkpointer = Checkpointer(tmp_path / "c")
     checkpointer.save(1, model=sharded(width=700))
     checkpointer.wait()

@@ -1,4 +1,4 @@
-"""Calls that fail on one rank or on all: an error everywhere, nobody waits, and nothing is left half-made."""
+"""Calls that fail on one rank or on all: all ranks raise, no rank waits, and nothing incomplete remains."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from bmt_zero import Checkpointer, SaveError
 from bmt_zero.checkpoints import pretrained as pretrained_module
 from bmt_zero.checkpoints import writer as writer_module
 from bmt_zero.checkpoints.loading import Loading
-from bmt_zero.checkpoints.meeting import Meeting
 from bmt_zero.checkpoints.sources import OpenFile
+from bmt_zero.checkpoints.store_communicator import StoreCommunicator
 
 
 class Refused(Exception):
@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 class Picky(Position):
-    """Does not take its state on one rank."""
+    """Does not accept its state on one rank."""
 
     def __init__(self, value: Any, refuses: bool) -> None:
         super().__init__(value)
@@ -93,24 +93,24 @@ def test_a_rank_that_is_late_still_hears_every_answer(ctx: Any, tmp_path: Path) 
 
 
 @pytest.mark.ranks(3)
-def test_the_keys_of_a_meeting_do_not_pile_up(ctx: Any) -> None:
-    meeting = Meeting(5)
+def test_the_number_of_keys_in_the_store_is_bounded(ctx: Any) -> None:
+    comm = StoreCommunicator(5)
     keys = 0
     for number in range(40):
-        meeting.announce(bytes([number]) if ctx.rank == 0 else None)
-        assert meeting.exchange(b"%d" % (ctx.rank % 2)) == [b"0", b"1", b"0"]
+        comm.broadcast(bytes([number]) if ctx.rank == 0 else None)
+        assert comm.all_gather(b"%d" % (ctx.rank % 2)) == [b"0", b"1", b"0"]
         ctx.world.barrier()
         if number == 5:
-            keys = meeting._store.num_keys()
+            keys = comm._store.num_keys()
         ctx.world.barrier()
-    assert meeting._store.num_keys() <= keys + 2
+    assert comm._store.num_keys() <= keys + 2
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["pack", "unpack", "write_all"])
 def test_any_error_of_one_writer_is_raised_on_all(ctx: Any, tmp_path: Path, rank: int, name: str) -> None:
-    """One of the ranks packs parts of the pieces that they have in common, and the other one unpacks them."""
+    """For pieces of which both ranks have parts, one rank packs its parts and the other one unpacks them."""
     checkpointer = Checkpointer(tmp_path / "c", timeout=10)
     checkpointer.save(1, model=sharded())
     checkpointer.wait()
@@ -141,7 +141,7 @@ def test_any_error_of_one_writer_is_raised_on_all(ctx: Any, tmp_path: Path, rank
 
 @pytest.mark.ranks(2, timeout=40)
 def test_any_error_of_one_reader_is_raised_on_all(ctx: Any, tmp_path: Path) -> None:
-    """Of bmt_zero.load, where each rank reads."""
+    """In ``bmt_zero.load`` of a directory, where each rank reads."""
 
     def linear(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -167,7 +167,7 @@ def test_any_error_of_one_reader_is_raised_on_all(ctx: Any, tmp_path: Path) -> N
     same(model.state_dict(), linear(1).state_dict())
 
 
-# --- what a refused load leaves behind ------------------------------------------------------------
+# --- the memory that a failed load keeps ----------------------------------------------------------
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

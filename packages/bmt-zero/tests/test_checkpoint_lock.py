@@ -39,7 +39,7 @@ def test_two_processes_do_not_share_a_directory(tmp_path: Path) -> None:
                 Checkpointer(tmp_path / "c")
         finally:
             holder.kill()
-    Checkpointer(tmp_path / "c").close()  # the lock has died with its process
+    Checkpointer(tmp_path / "c").close()  # the end of the process has released the lock
 
 
 def test_a_file_system_without_locks_is_not_taken_for_another_run(
@@ -55,7 +55,7 @@ def test_a_file_system_without_locks_is_not_taken_for_another_run(
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_run_whose_lock_was_removed_writes_and_removes_nothing(tmp_path: Path, replaced: bool) -> None:
-    """Somebody has removed the directory, and another run has begun there."""
+    """The directory was removed, and another run has started there."""
     first = Checkpointer(tmp_path / "c", keep=1)
     first.save(1, model=plain())
     first.wait()

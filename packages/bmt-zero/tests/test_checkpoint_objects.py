@@ -1,4 +1,4 @@
-"""What is saved beside the model: objects with a state, random generators, states of replicas."""
+"""Saving other state than the model: objects with a state, random generators, states of replicas."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def numbers() -> tuple[list[float], float]:
 @pytest.mark.ranks(4, init=False)
 @pytest.mark.parametrize("alike", [True, False])
 def test_random_generators_at_another_number_of_ranks(tmp_path: Path, alike: bool) -> None:
-    """The states that all ranks had, or new ones: another for each replica, the same whenever it is loaded."""
+    """Ranks get the state that all ranks had, or a new state for each replica, the same one in every load."""
     import random
 
     import bmt_comm
 
     ctx = bmt_comm.init_distributed(tp_size=2, seed=0)
-    # As if by three ranks: files of states are all that says so.
+    # As if saved by three ranks: only the files of states tell the number of ranks.
     if ctx.rank == 0:
         writer = Alone(tmp_path / "c", 3)
         for rank in range(3):
@@ -110,27 +110,27 @@ def test_random_generators_at_another_layout_of_as_many_ranks(tmp_path: Path) ->
     """Tensor-parallel ranks, which were replicas, have one state; the same layout has its own states."""
     import bmt_comm
 
-    found = {}
+    drawn = {}
     for tp_size in (1, 2, 1):
         ctx = bmt_comm.init_distributed(tp_size=tp_size, seed=None)
-        if not found:
+        if not drawn:
             torch.manual_seed(ctx.rank)
             checkpointer = Checkpointer(tmp_path / "c")
             checkpointer.save(1, data=Position(0))
             checkpointer.close()
-            found[0] = ctx.world.all_gather_object(torch.rand(3).tolist())
+            drawn[0] = ctx.world.all_gather_object(torch.rand(3).tolist())
         torch.manual_seed(7)
         assert Checkpointer(tmp_path / "c", readonly=True).load_latest(data=Position(0)) == 1
-        found[tp_size] = ctx.world.all_gather_object(torch.rand(3).tolist())
+        drawn[tp_size] = ctx.world.all_gather_object(torch.rand(3).tolist())
         bmt_comm.shutdown()
-    assert found[1] == found[0]
-    a, b, c, d = found[2]
+    assert drawn[1] == drawn[0]
+    a, b, c, d = drawn[2]
     assert a == b != c == d
-    assert not any(each in found[0] for each in found[2])
+    assert not any(each in drawn[0] for each in drawn[2])
 
 
 class Alone:
-    """Writes a checkpoint of nothing but the states of random generators, as several ranks would."""
+    """Writes a checkpoint that has only the states of random generators, as several ranks would."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self.part, self.directory, self.ranks = directory / ".part", directory, ranks
@@ -197,18 +197,18 @@ def test_objects_come_back_as_they_were(ctx: Any, tmp_path: Path) -> None:
     checkpointer.wait()
     position = Position(None)
     checkpointer.load(1, position=position)
-    found = position.value
-    assert list(found) == list(value)
-    assert found["earlier"] == value["earlier"]
-    assert found["conjugated"].tolist() == [1 - 2j]
+    loaded = position.value
+    assert list(loaded) == list(value)
+    assert loaded["earlier"] == value["earlier"]
+    assert loaded["conjugated"].tolist() == [1 - 2j]
 
 
 @pytest.mark.ranks(2)
 def test_messages_and_states_of_any_length(ctx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than the store takes, and than a file is without a record of its length."""
-    from bmt_zero.checkpoints import manifest, meeting
+    """They are longer than one value of the store, and than the limit of a file without a record."""
+    from bmt_zero.checkpoints import manifest, store_communicator
 
-    monkeypatch.setattr(meeting, "_PART", 100)
+    monkeypatch.setattr(store_communicator, "_PART", 100)
     checkpointer = Checkpointer(tmp_path / "c")
     checkpointer.save(1, model=sharded(), position=Position("x" * 100_000))
     checkpointer.wait()
@@ -218,12 +218,12 @@ def test_messages_and_states_of_any_length(ctx: Any, tmp_path: Path, monkeypatch
     assert position.value == "x" * 100_000
     lengths = [0, 1, 99, 100, 101, 250]
     for length in lengths:
-        messages = checkpointer._meeting.exchange(bytes([ctx.rank]) * length)
+        messages = checkpointer._comm.all_gather(bytes([ctx.rank]) * length)
         assert messages == [bytes([rank]) * length for rank in range(2)]
 
 
 class Scaled(nn.Module):
-    """With a parameter of no dimensions, which is on one rank."""
+    """Has a parameter without dimensions, which one rank has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,11 +258,11 @@ def test_states_of_optimizers_of_torch_for_a_number(ctx: Any, tmp_path: Path, ki
     checkpointer.load(1, model=again, optimizer=its_optimizer)
     step(model, optimizer)
     step(again, its_optimizer)
-    wanted, found = model.state_dict(), again.state_dict()
+    wanted, actual = model.state_dict(), again.state_dict()
     other, its_optimizer = made(torch.bfloat16)
     with pytest.raises(ValueError, match=r"float32|F32"):
         checkpointer.load(1, model=other, optimizer=its_optimizer)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert all(torch.equal(actual[name], value) for name, value in wanted.items())
 
 
 @pytest.mark.ranks(2)
@@ -312,7 +312,7 @@ def test_the_end_of_the_job_waits_for_the_last_checkpoint(tmp_path: Path) -> Non
 
 @pytest.mark.ranks(1)
 def test_a_reader_beside_a_run_that_keeps_one(ctx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it has listed goes before it is read."""
+    """The listed checkpoints are removed before they are read."""
     writer = Checkpointer(tmp_path / "c", keep=1)
     writer.save(1, model=sharded())
     writer.wait()
@@ -330,10 +330,10 @@ def test_a_reader_beside_a_run_that_keeps_one(ctx: Any, tmp_path: Path, monkeypa
         load(*args)
 
     def early_list(directory: Path) -> list[int]:
-        found = listed(directory)
+        steps_before = listed(directory)
         monkeypatch.setattr(checkpointer_module, "listed_steps", listed)
         save_next()
-        return found
+        return steps_before
 
     monkeypatch.setattr(reader, "_load", late_load)
     monkeypatch.setattr(checkpointer_module, "listed_steps", early_list)

@@ -1,4 +1,4 @@
-"""Checkpoints of what other libraries have sharded, and checkpoints of something else than what is loaded."""
+"""Checkpoints of models that other libraries have sharded, and loads of checkpoints that do not fit."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def plain(norm: bool = False, seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5) if norm else nn.Tanh(), nn.Linear(5, 7))
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
+def unsharded(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
 
 
 def assert_equal(model: nn.Module, expected: nn.Module) -> None:
-    found = whole(model)
+    actual = unsharded(model)
     for name, value in expected.named_parameters():
-        assert found[name].equal(value), name
+        assert actual[name].equal(value), name
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
 def test_a_model_of_fsdp2(ctx: ParallelContext, tmp_path: Path, name: str, norm: bool) -> None:
-    """Also one with a module (a batch norm) whose own code loads it."""
+    """One of the models has a module (a batch norm) whose own code loads it."""
     model, other = (fsdp2.fully_shard(plain(norm, seed), mesh=init_device_mesh("cpu", (2,))) for seed in (0, 1))
     bmt_zero.save(model, tmp_path / name)
     with closing(Checkpointer(tmp_path / "steps")) as checkpointer:
@@ -92,7 +92,7 @@ class Pair(Tensor):
 
 @pytest.mark.ranks(1)
 def test_tensors_made_of_others(ctx: ParallelContext, tmp_path: Path) -> None:
-    """Each has its own values in the checkpoint, and none is taken for loaded."""
+    """Each has its own values in the checkpoint. Loading into them raises."""
     model = nn.ParameterList([nn.Parameter(Pair(torch.full((4,), float(n)), torch.ones(4))) for n in range(2)])
     with closing(Checkpointer(tmp_path)) as checkpointer:
         checkpointer.save(1, model=model)
@@ -169,7 +169,7 @@ class Holder:
 
 @pytest.mark.ranks(2, tp_size=2)
 def test_replicas_have_one_state(ctx: ParallelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the first rank of each is saved, with a warning where another rank has another one."""
+    """The state of the first rank of each replica is saved. If another rank has a different one, it is logged."""
     said: list[str] = []
     monkeypatch.setattr(bmt_zero.checkpoints.job._log, "warning", lambda text, *_: said.append(text))
     with closing(Checkpointer(tmp_path)) as checkpointer:
@@ -198,7 +198,7 @@ class Files:
 
 @pytest.mark.ranks(1)
 def test_files_of_other_objects(ctx: ParallelContext, tmp_path: Path) -> None:
-    """They may be given to a load, and have no names that a checkpoint needs."""
+    """They may be passed to a load, and must not have names that a checkpoint needs."""
     model = plain()
     with closing(Checkpointer(tmp_path)) as checkpointer:
         checkpointer.save(1, model=model, tokenizer=Files("vocab.json"))
@@ -250,7 +250,7 @@ def test_a_file_with_no_entry_of_the_model(
 
 @pytest.mark.ranks(2)
 def test_a_file_that_does_not_fit_a_model_of_fsdp2(ctx: ParallelContext, tmp_path: Path) -> None:
-    """It is then as it was, also with a module whose own code loads it."""
+    """The model is then unchanged, also if a module's own code loads it."""
     entries = plain(norm=True, seed=1).state_dict()
     del entries["2.bias"]
     if ctx.rank == 0:

@@ -1,4 +1,4 @@
-"""Planning of checkpoints, without processes: what lies where, who writes what, and what a header may say."""
+"""Planning of checkpoints, without processes: regions of slices, the write plan, and headers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bmt_zero.checkpoints.headers import (
     parse_head,
 )
 from bmt_zero.checkpoints.memory import view_of
-from bmt_zero.checkpoints.plan import PIECE, AddressSpace, Holding, Task, WritePlan, classes_of
+from bmt_zero.checkpoints.plan import PIECE, AddressSpace, Holding, Task, WritePlan, replicate_groups
 from bmt_zero.checkpoints.regions import (
     clip,
     flat_bytes,
@@ -40,14 +40,15 @@ from bmt_zero.checkpoints.regions import (
 # --- slices as bytes ------------------------------------------------------------------------------
 
 
-def cuts(length: int, parts: int, draw: Any) -> list[int]:
+def boundaries(length: int, parts: int, draw: Any) -> list[int]:
     inner = sorted(draw(st.integers(0, length)) for _ in range(parts - 1))
     return [0, *inner, length]
 
 
 @st.composite
 def slices(draw: Any) -> tuple[list[Slice], Tensor]:
-    """The parts that all ranks hold of a tensor: rows of pieces, rows along two dimensions, blocks of fused weights."""
+    """The slices of all ranks, and the logical tensor. They are rows of tensor-parallel shards, rows along two
+    dimensions, or blocks of fused weights."""
     dims = draw(st.integers(0, 3))
     shape = tuple(draw(st.integers(1, 7)) for _ in range(dims))
     tp = draw(st.integers(1, 3)) if dims else 1
@@ -58,9 +59,9 @@ def slices(draw: Any) -> tuple[list[Slice], Tensor]:
         shape = (*shape[:tp_dim], sum(blocks), *shape[tp_dim + 1 :])
     row_dims = draw(st.integers(1, 2)) if dims == 3 else 1
     dtype = draw(st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.float64]))
-    whole = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
-    found = []
-    edges = cuts(shape[tp_dim], tp, draw) if tp_dim is not None and not blocks else []
+    logical = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    result = []
+    edges = boundaries(shape[tp_dim], tp, draw) if tp_dim is not None and not blocks else []
     row_ranks = draw(st.integers(1, 3))
     for number in range(tp if tp_dim is not None else 1):
         kind: dict[str, Any] = {}
@@ -70,60 +71,60 @@ def slices(draw: Any) -> tuple[list[Slice], Tensor]:
             offset = sum(blocks) // tp * number if blocks else edges[number]
             kind = {"tp_dim": tp_dim, "tp_offset": offset, "tp_extent": extent, "tp_comm": comm, "tp_blocks": blocks}
         rows = Slice(shape, 0, 0, row_dims=row_dims, **kind).tp_shard_rows
-        stops = cuts(rows, row_ranks, draw)
-        found += [Slice(shape, a, b, row_dims=row_dims, **kind) for a, b in pairwise(stops)]
-    return found, whole
+        stops = boundaries(rows, row_ranks, draw)
+        result += [Slice(shape, a, b, row_dims=row_dims, **kind) for a, b in pairwise(stops)]
+    return result, logical
 
 
-def local(whole: Tensor, where: Slice) -> Tensor:
-    return select_rows(tp_shard_of(whole, where), where).contiguous()
+def local(logical: Tensor, where: Slice) -> Tensor:
+    return select_rows(tp_shard_of(logical, where), where).contiguous()
 
 
 @settings(max_examples=300, deadline=None)
 @given(slices())
 def test_regions_are_where_the_elements_lie(case: tuple[list[Slice], Tensor]) -> None:
-    parts, whole = case
-    found = torch.full_like(flat_bytes(whole), 255)
-    covered = torch.zeros_like(found)
+    parts, logical = case
+    copied = torch.full_like(flat_bytes(logical), 255)
+    covered = torch.zeros_like(copied)
     for where in parts:
-        mine = flat_bytes(local(whole, where))
+        mine = flat_bytes(local(logical, where))
         used = torch.zeros_like(mine)
-        for region in regions_of(where, whole.element_size()):
-            logical_view(found, region, 0).copy_(local_view(mine, region))
+        for region in regions_of(where, logical.element_size()):
+            logical_view(copied, region, 0).copy_(local_view(mine, region))
             logical_view(covered, region, 0).add_(1)
             local_view(used, region).add_(1)
         assert (used == 1).all()
     assert (covered == 1).all()
-    assert torch.equal(found, flat_bytes(whole))
+    assert torch.equal(copied, flat_bytes(logical))
 
 
 @settings(max_examples=300, deadline=None)
 @given(slices(), st.data())
 def test_clipped_regions_make_up_the_region(case: tuple[list[Slice], Tensor], data: Any) -> None:
-    parts, whole = case
-    edges = cuts(whole.numel() * whole.element_size(), data.draw(st.integers(1, 5)), data.draw)
-    found = torch.full_like(flat_bytes(whole), 255)
+    parts, logical = case
+    edges = boundaries(logical.numel() * logical.element_size(), data.draw(st.integers(1, 5)), data.draw)
+    copied = torch.full_like(flat_bytes(logical), 255)
     for where in parts:
-        mine = flat_bytes(local(whole, where))
+        mine = flat_bytes(local(logical, where))
         for low, high in pairwise(edges):
-            window = found[low:high]
-            for region in regions_of(where, whole.element_size()):
+            window = copied[low:high]
+            for region in regions_of(where, logical.element_size()):
                 clipped = clip(region, low, high)
                 assert len(clipped) <= 3
                 assert all(low <= part.start < part.stop <= high for part in clipped)
                 packed = torch.empty(sum(part.nbytes for part in clipped), dtype=torch.uint8)
                 pack(packed, mine, clipped)
                 unpack(window, low, packed, clipped)
-    assert torch.equal(found, flat_bytes(whole))
+    assert torch.equal(copied, flat_bytes(logical))
 
 
-# --- who writes what ------------------------------------------------------------------------------
+# --- the write plan -------------------------------------------------------------------------------
 
 
 def simulate(
     tensors: dict[str, Tensor], held: list[dict[str, Slice]], single: frozenset[str] = frozenset(), size: int = 10**12
 ) -> tuple[dict[str, bytes], list[list[Task]]]:
-    """The files that ranks write which hold these parts, and what each did; messages are looked up at the sender."""
+    """The files that ranks with these slices write, and the tasks of each rank. Messages are the senders' parts."""
     entries = [Entry(name, dtype_name(t.dtype, name), tuple(t.shape)) for name, t in tensors.items()]
     space = AddressSpace(lay_out("model", entries, size))
     numbers = {name: space.number["model", name] for name in tensors}
@@ -136,8 +137,8 @@ def simulate(
         for rank, parts in enumerate(held)
     }
     own = [{numbers[n]: flat_bytes(local(tensors[n], where)) for n, where in parts.items()} for parts in held]
-    classes = classes_of(holdings)
-    plans = [WritePlan(space, classes, frozenset(numbers[n] for n in single), rank) for rank in range(len(held))]
+    groups = replicate_groups(holdings)
+    plans = [WritePlan(space, groups, frozenset(numbers[n] for n in single), rank) for rank in range(len(held))]
     tasks = [list(plan.tasks()) for plan in plans]
     sent = {(task.piece, rank): task.parts[0] for rank, mine in enumerate(tasks) for task in mine if task.owner != rank}
     memory = bytearray(space.end)
@@ -173,7 +174,7 @@ def simulate(
 
 @st.composite
 def models(draw: Any) -> tuple[dict[str, Tensor], list[dict[str, Slice]]]:
-    """Tensors of some pieces or a few bytes, over ranks with rows, columns, replicas, stages."""
+    """Tensors of several pieces or a few bytes, and the slices of ranks: rows, columns and replicas."""
     tp, rows, copies = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     tensors: dict[str, Tensor] = {}
     held: list[dict[str, Slice]] = [{} for _ in range(tp * rows * copies)]
@@ -202,9 +203,7 @@ def models(draw: Any) -> tuple[dict[str, Tensor], list[dict[str, Slice]]]:
 
 @settings(max_examples=60, deadline=None)
 @given(models(), st.sampled_from([10**12, 1 << 20]))
-def test_files_are_the_same_whatever_ranks_hold(
-    case: tuple[dict[str, Tensor], list[dict[str, Slice]]], size: int
-) -> None:
+def test_files_do_not_depend_on_the_sharding(case: tuple[dict[str, Tensor], list[dict[str, Slice]]], size: int) -> None:
     tensors, held = case
     files, tasks = simulate(tensors, held, size=size)
     alone, _ = simulate(tensors, [{n: Slice(tuple(t.shape), 0, t.shape[0]) for n, t in tensors.items()}], size=size)
@@ -218,11 +217,11 @@ def test_what_is_planned_is_a_safetensors_file(case: tuple[dict[str, Tensor], li
     load = pytest.importorskip("safetensors.torch").load
     tensors, held = case
     ((_, content),) = simulate(tensors, held)[0].items()
-    found = load(content)
-    assert found.keys() == tensors.keys()
+    loaded = load(content)
+    assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
     layout = parse_head("x", content, len(content))
     for entry, offset in zip(layout.entries, layout.offsets):
         assert offset % entry.itemsize == 0  # so that it can be mapped into memory

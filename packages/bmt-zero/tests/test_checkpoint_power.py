@@ -1,4 +1,7 @@
-"""A loss of power at any instant leaves a checkpoint: what may be on the disk then is built from what was flushed."""
+"""After a loss of power at any instant, there is a valid checkpoint.
+
+The possible contents of the disk are built from the recorded writes and flushes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch import nn
 from bmt_zero import Checkpointer
 
 STEPS = [1, 2, 3, 3, 4]
-"""Of the saves, in their order. Parameters are filled with the number of the save, from 1 on."""
+"""The steps of the saves, in order. Parameters are filled with the number of the save, from 1 on."""
 
 RECORDED_RUN = """
 import os, pathlib, pickle, sys, time
@@ -96,27 +99,27 @@ with open(f"{record}-{context.rank}", "wb") as file:
 
 
 class Node:
-    """A file, or a directory: as a process sees it, and what of it is on the disk for certain."""
+    """A file or a directory: the content that processes see, and the content that is certainly on the disk."""
 
     def __init__(self, now: Any) -> None:
         self.now = now
         self.kept = type(now)()
         self.kept_since = 0
-        self.changes: list[dict[str, Node | None]] = []  # of a directory's entries, which may be on the disk or not
+        self.changes: list[dict[str, Node | None]] = []  # of a directory's entries, since the last flush
 
     def change(self, entries: dict[str, Node | None]) -> None:
         self.changes.append(entries)
         apply(self.now, entries)
 
-    def build(self, path: Path, survives: Callable[[], bool], cut: Callable[[bytes, bytes], bytes]) -> None:
-        """What a cut may leave.
+    def build(self, path: Path, survives: Callable[[], bool], remains: Callable[[bytes, bytes], bytes]) -> None:
+        """Write a possible content of the disk after a loss of power.
 
         Args:
-            survives: whether a change of entries does that was not flushed.
-            cut: what is left of a file, from what was flushed and what was written.
+            survives: whether a change of entries that was not flushed is on the disk.
+            remains: the content of a file on the disk, from the flushed and the written content.
         """
         if not isinstance(self.now, dict):
-            path.write_bytes(cut(bytes(self.kept), bytes(self.now)) if self.kept != self.now else self.now)
+            path.write_bytes(remains(bytes(self.kept), bytes(self.now)) if self.kept != self.now else self.now)
             return
         entries = dict(self.kept)
         for change in self.changes:
@@ -124,7 +127,7 @@ class Node:
                 apply(entries, change)
         path.mkdir()
         for name, node in entries.items():
-            node.build(path / name, survives, cut)
+            node.build(path / name, survives, remains)
 
 
 def apply(entries: dict[str, Node], changes: dict[str, Node | None]) -> None:
@@ -136,17 +139,17 @@ def apply(entries: dict[str, Node], changes: dict[str, Node | None]) -> None:
 
 
 class Disk:
-    """A directory and what lies in it, from the calls of all ranks."""
+    """A directory and its content, from the recorded calls of all ranks."""
 
     def __init__(self, root: tuple[int, int]) -> None:
         self.root = Node({})
-        self._nodes: dict[Any, Node] = {root: self.root}  # inodes of what was removed are used again
+        self._nodes: dict[Any, Node] = {root: self.root}  # by inode; inodes of removed files are reused
         self._syncs: dict[tuple[int, Any], tuple[int, Any, int]] = {}
         self._begun = 0
 
     def take(self, process: int, kind: str, *facts: Any) -> None:
         if facts[kind in ("create", "mkdir")] not in self._nodes:
-            return  # it is elsewhere
+            return  # outside this directory
         if kind == "create":
             inode, folder, name, empties = facts
             if self._nodes[folder].now.get(name) is None or self._nodes[folder].now[name] is not self._nodes.get(inode):
@@ -166,7 +169,7 @@ class Disk:
         elif kind == "sync ends":
             node = self._nodes[facts[0]]
             begun, now, count = self._syncs.pop((process, facts[0]))
-            if begun > node.kept_since:  # one of another process may have begun later and ended before
+            if begun > node.kept_since:  # another process's flush may have begun later and ended earlier
                 node.kept, node.kept_since = now, begun
                 del node.changes[:count]
         elif kind == "mkdir":
@@ -188,7 +191,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_of_power_at_any_instant_leaves_the_newest_checkpoint(tmp_path: Path, ranks: int) -> None:
-    """The file system keeps what was flushed, and of anything else any part."""
+    """The file system keeps what was flushed, and any part of everything else."""
     folder, state = tmp_path / "c", tmp_path / "state"
     folder.mkdir()
     (tmp_path / "run.py").write_text(RECORDED_RUN)
@@ -204,15 +207,15 @@ def test_a_loss_of_power_at_any_instant_leaves_the_newest_checkpoint(tmp_path: P
     def some(kept: bytes, now: bytes) -> bytes:
         return generator.choice([kept, now, b"", now[: generator.randrange(len(now) + 1)], bytes(len(now))])
 
-    cuts: list[tuple[Callable[[], bool], Callable[[bytes, bytes], bytes]]] = [
+    losses: list[tuple[Callable[[], bool], Callable[[bytes, bytes], bytes]]] = [
         (lambda: False, lambda kept, now: kept),
         (lambda: True, lambda kept, now: now),
         (lambda: True, lambda kept, now: kept),
         (lambda: generator.random() < 0.5, some),
     ]
-    named = flushed = 0  # saves that have their name, and those whose name is on the disk
+    named = flushed = 0  # saves that have their name, and saves whose name is on the disk
     syncs: dict[Any, int] = {}
-    found: set[int] = set()
+    loaded: set[int] = set()
     for _, process, kind, *facts in events:
         disk.take(process, kind, *facts)
         if kind == "rename" and facts[3].startswith("step-") and facts[1].endswith(".part"):
@@ -221,8 +224,8 @@ def test_a_loss_of_power_at_any_instant_leaves_the_newest_checkpoint(tmp_path: P
             syncs[facts[0]] = named
         elif kind == "sync ends" and facts[0] == inode:
             flushed = syncs[facts[0]]
-        for survives, cut in cuts:
-            disk.root.build(state, survives, cut)
+        for survives, remains in losses:
+            disk.root.build(state, survives, remains)
             model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(3)])
             checkpointer = Checkpointer(state)
             step = checkpointer.load_latest(model=model)
@@ -235,8 +238,8 @@ def test_a_loss_of_power_at_any_instant_leaves_the_newest_checkpoint(tmp_path: P
             assert all(bool((param == number).all()) for param in model.parameters())
             assert STEPS[number - 1] == step
             assert flushed <= number <= named
-            found.add(number)
+            loaded.add(number)
     assert flushed == named == len(STEPS)
-    assert found == {1, 2, 3, 4, 5}
+    assert loaded == {1, 2, 3, 4, 5}
     disk.root.build(state, lambda: True, lambda kept, now: now)
-    assert contents(state) == contents(folder)  # nothing has escaped the record
+    assert contents(state) == contents(folder)  # the record is complete

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and which one is the newest: by the order in which they were saved, not by their steps."""
+"""Which checkpoints are kept, and which one is the newest, by the order of the saves, not by their steps."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_an_old_checkpoint_that_cannot_be_read_is_in_nobodys_way(ctx: Any, tmp_p
     assert checkpointer.load_latest(model=model) == 120
 
 
-# --- publishing and removing are two things -------------------------------------------------------
+# --- failures to publish and to remove ------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)

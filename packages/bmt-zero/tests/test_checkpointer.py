@@ -1,4 +1,4 @@
-"""Checkpoints of models: written in place by all ranks, read by anybody, complete or not there."""
+"""Checkpoints of models: all ranks write them in place, they are complete or absent, and any layout loads them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from bmt_zero.checkpoints.tools import convert
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_any_layout_writes_the_bytes_of_the_plain_model(ctx: Any, tmp_path: Path, level: int) -> None:
-    """Of several pieces, so that ranks have pieces of their own and pieces in common."""
+    """Its tensors have several pieces, so that ranks have pieces of their own and pieces in common."""
     load = pytest.importorskip("safetensors.torch").load_file
     width = 700
     model = sharded(width=width, level=level)
@@ -38,9 +38,9 @@ def test_any_layout_writes_the_bytes_of_the_plain_model(ctx: Any, tmp_path: Path
     checkpointer.wait()
     folder = tmp_path / "c" / "step-00000005"
     wanted = plain(width=width).state_dict()
-    found = load(folder / "model-00001-of-00001.safetensors")
-    same({name: found[name] for name in wanted}, wanted)
-    assert found.keys() == wanted.keys()
+    saved = load(folder / "model-00001-of-00001.safetensors")
+    same({name: saved[name] for name in wanted}, wanted)
+    assert saved.keys() == wanted.keys()
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == dict.fromkeys(index["weight_map"], "model-00001-of-00001.safetensors")
     assert index["weight_map"].keys() == wanted.keys()
@@ -204,7 +204,7 @@ def test_little_memory_is_needed_beside_the_copy_and_the_shard(ctx: Any, tmp_pat
 
 @pytest.mark.ranks(2, timeout=120)
 def test_one_large_tensor_takes_little_memory_beside_the_shard(ctx: Any, tmp_path: Path) -> None:
-    """Loaded from a directory, and from files that rank 0 reads for a slower rank, into a model on the meta device."""
+    """A model on the meta device is loaded from a directory, and from files that rank 0 reads for a slower rank."""
 
     def make(device: str) -> nn.Module:
         with torch.device(device):
@@ -235,7 +235,7 @@ def test_one_large_tensor_takes_little_memory_beside_the_shard(ctx: Any, tmp_pat
     ctx.world.barrier()
     for path in (source, tmp_path / "m.safetensors", tmp_path / "m.pt"):
         model, count = None, 0
-        gc.collect()  # what goes meanwhile would hide as much
+        gc.collect()  # garbage that is freed during the measurement would hide as much memory
         with pytest.MonkeyPatch.context() as patch, MemoryGrowth() as memory:
             model = make("meta")
             patch.setattr(os, "preadv", counted)
@@ -243,7 +243,7 @@ def test_one_large_tensor_takes_little_memory_beside_the_shard(ctx: Any, tmp_pat
                 patch.setattr(Target, "take", slow)
             bmt_zero.load(model, path)
         assert memory.peak < shard + extra, path
-        if path == source:  # each rank reads what it holds
+        if path == source:  # each rank reads its own shards
             assert shard <= count < shard + (4 << 20)
         assert torch.equal(model.weight.to_local(), wanted)
         ctx.world.barrier()

@@ -48,11 +48,12 @@ def plain(seed: int = 1, width: int = 7) -> Model:
     return Model(width)
 
 
-def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert found[name].dtype == wanted[name].dtype, name
-        assert torch.equal(found[name], wanted[name]), name
+def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Assert that two state dicts have equal tensors, in any order."""
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert actual[name].dtype == expected[name].dtype, name
+        assert torch.equal(actual[name], expected[name]), name
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +167,10 @@ def test_experts_that_a_file_has_one_by_one(ctx: Any, tmp_path: Path, names: tup
 
     model = build()
     bmt_zero.load(model, path.parent) if place == "directory" else bmt_zero.load(model, path, key_map=lambda name: name)
-    found = model.state_dict()
+    loaded = model.state_dict()
     for name, param in wanted.named_parameters():
-        assert torch.equal(found[f"experts.{name}"], param.detach())
-    assert torch.equal(found["norm.bias"], bias)
+        assert torch.equal(loaded[f"experts.{name}"], param.detach())
+    assert torch.equal(loaded["norm.bias"], bias)
     with pytest.raises(ValueError, match=r"experts\.7\.w9\.weight"):
         bmt_zero.load(build(), tmp_path / "more.safetensors", key_map=lambda name: name)
     with pytest.raises(ValueError, match=r"does not fit the model.*experts\.(gate_up|down)_proj"):
@@ -219,7 +220,7 @@ def test_floating_point_numbers_are_converted_but_never_to_infinity(ctx: Any, tm
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("own_code", [False, True])
 def test_numbers_that_are_too_large_change_nothing(ctx: Any, tmp_path: Path, own_code: bool) -> None:
-    """Those of the last tensor, in a row of the last rank."""
+    """They are in the last tensor, in a row of the last rank."""
     save_file = pytest.importorskip("safetensors.torch").save_file
 
     def make(seed: int) -> nn.Module:
@@ -366,9 +367,9 @@ def test_extra_state_is_converted(ctx: Any, tmp_path: Path) -> None:
         bmt_zero.load(model, tmp_path / target)
         assert model[0].state == {"steps": 4}
         assert torch.equal(model[1].state, torch.arange(3.0))
-    found = torch.load(tmp_path / "y.pt", weights_only=True)
+    converted = torch.load(tmp_path / "y.pt", weights_only=True)
     model = make(None, None)
-    model.load_state_dict(found)
+    model.load_state_dict(converted)
     assert model[0].state == {"steps": 4}
     with pytest.raises(ValueError, match=r"'0._extra_state' is no tensor, and safetensors holds tensors only; use .pt"):
         convert(source, tmp_path / "x.safetensors")
@@ -376,11 +377,11 @@ def test_extra_state_is_converted(ctx: Any, tmp_path: Path) -> None:
 
 def open_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors at a path."""
-    from bmt_zero.checkpoints.reader import read_whole
+    from bmt_zero.checkpoints.reader import read_unsharded
 
     source = open_source(path)
     try:
-        return read_whole(source)
+        return read_unsharded(source)
     finally:
         source.close()
 
@@ -454,7 +455,7 @@ def test_a_file_that_was_written_without_checksums(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_in_a_torch_file_is_noticed(tmp_path: Path) -> None:
-    """torch.load of a mapped file reads most of these without a word."""
+    """torch.load of a mapped file reads most of these without an error."""
     path = tmp_path / "m.pt"
     torch.save(plain(width=40).state_dict(), path)
     content = path.read_bytes()
@@ -472,11 +473,11 @@ def test_a_flipped_bit_in_a_torch_file_is_noticed(tmp_path: Path) -> None:
         except Exception:
             pass
         try:
-            found = read_state_dict(path)
+            state = read_state_dict(path)
         except DamagedError:
             continue
-        # What is not covered by a checksum does not matter: padding, dates.
-        unnoticed += any(not torch.equal(found[n], wanted[n]) for n in wanted) or found.keys() != wanted.keys()
+        # Bytes that no checksum covers have no effect: padding, dates.
+        unnoticed += any(not torch.equal(state[n], wanted[n]) for n in wanted) or state.keys() != wanted.keys()
     assert silent > 20
     assert unnoticed == 0
 
@@ -558,7 +559,7 @@ def test_a_value_that_holds_itself_many_times_is_one_object(tmp_path: Path) -> N
 
 @pytest.mark.ranks(2)
 def test_a_file_of_very_many_tensors_loads(ctx: Any, tmp_path: Path) -> None:
-    """torch.load takes a time that grows with the square of their number."""
+    """The time of torch.load grows with the square of their number."""
     count = 80_000
     if ctx.rank == 0:
         torch.save({f"layers.{n}.weight": torch.tensor([n]) for n in range(count)}, tmp_path / "m.pt")
@@ -568,7 +569,7 @@ def test_a_file_of_very_many_tensors_loads(ctx: Any, tmp_path: Path) -> None:
 
 
 def odd_state() -> dict[str, Any]:
-    """What torch.save writes in other ways than an ordinary weight."""
+    """Values that torch.save writes in other ways than an ordinary weight."""
     return {
         "transposed": torch.randn(6, 5).t()[1:],
         "parameter": nn.Parameter(torch.randn(2)),
@@ -599,17 +600,17 @@ def test_all_that_torch_writes_is_read(tmp_path: Path, legacy: bool) -> None:
     check_odd(read_state_dict(tmp_path / "m.pt"), state)
 
 
-def check_odd(found: dict[str, Any], state: dict[str, Any]) -> None:
-    assert list(found) == list(state)
+def check_odd(actual: dict[str, Any], state: dict[str, Any]) -> None:
+    assert list(actual) == list(state)
     for name, value in state.items():
         if isinstance(value, Tensor):
-            assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
-            assert found[name].tolist() == value.tolist(), name
-    assert found["other"]["a"] == state["other"]["a"]
-    assert found["other"][3][0].tolist() == [0, 1]
-    assert found["other"]["big"] == 1 << 70
+            assert (actual[name].dtype, actual[name].shape) == (value.dtype, value.shape), name
+            assert actual[name].tolist() == value.tolist(), name
+    assert actual["other"]["a"] == state["other"]["a"]
+    assert actual["other"][3][0].tolist() == [0, 1]
+    assert actual["other"]["big"] == 1 << 70
     for name, value in COLLECTIONS.items():
-        assert (type(found["other"][name]), found["other"][name]) == (type(value), value)
+        assert (type(actual["other"][name]), actual["other"][name]) == (type(value), value)
 
 
 class Odd(nn.Module):
@@ -623,8 +624,8 @@ def test_all_that_a_state_dict_may_have_is_saved(ctx: Any, tmp_path: Path) -> No
     model = Odd()
     model.state = odd_state()
     bmt_zero.save(model, tmp_path / "m.pt")
-    for found in (torch.load(tmp_path / "m.pt", weights_only=True, mmap=True), read_state_dict(tmp_path / "m.pt")):
-        check_odd(found, model.state)
+    for state in (torch.load(tmp_path / "m.pt", weights_only=True, mmap=True), read_state_dict(tmp_path / "m.pt")):
+        check_odd(state, model.state)
     with zipfile.ZipFile(tmp_path / "m.pt") as archive:
         assert archive.testzip() is None
 
@@ -646,13 +647,13 @@ def test_floats_of_a_byte(ctx: Any, tmp_path: Path, file: str) -> None:
     model = made(1)
     bmt_zero.save(model, tmp_path / file)
     bmt_zero.load(other := made(20), tmp_path / file)
-    for found, wanted in zip(other.buffers(), model.buffers(), strict=True):
-        assert found.dtype == wanted.dtype
-        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    for loaded, wanted in zip(other.buffers(), model.buffers(), strict=True):
+        assert loaded.dtype == wanted.dtype
+        assert torch.equal(loaded.view(torch.uint8), wanted.view(torch.uint8))
 
 
 class Unknown:
-    """Something that only unpickling makes again."""
+    """An object that only unpickling can restore."""
 
 
 @pytest.mark.ranks(2)
@@ -665,14 +666,14 @@ def test_what_only_unpickling_reads_again_is_saved_with_a_warning(ctx: Any, tmp_
 
 @pytest.mark.ranks(1)
 def test_files_of_many_gigabytes_have_the_long_form(ctx: Any, tmp_path: Path) -> None:
-    """As if records were too long for the short form of a zip archive from 100 bytes on."""
+    """Records of more than 100 bytes are treated as too long for the short form of a zip archive."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zipfile, "ZIP64_LIMIT", 100)
         bmt_zero.save(plain(width=40), tmp_path / "m.pt")
     wanted = plain(width=40).state_dict()
-    found = torch.load(tmp_path / "m.pt", weights_only=True, mmap=True)
-    same(found, wanted)
-    addresses = {value.data_ptr() % 64 for value in found.values()}
+    saved = torch.load(tmp_path / "m.pt", weights_only=True, mmap=True)
+    same(saved, wanted)
+    addresses = {value.data_ptr() % 64 for value in saved.values()}
     assert len(addresses) == 1  # aligned alike in the file
     same(read_state_dict(tmp_path / "m.pt"), wanted)
     with zipfile.ZipFile(tmp_path / "m.pt") as archive:
@@ -706,10 +707,10 @@ def test_mutated_torch_files_are_refused_clearly(ctx: Any, tmp_path: Path, seed:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_mutated_pickles_are_refused_clearly(tmp_path: Path, seed: int) -> None:
-    """With checksums that are right, so that nothing but the reader of pickles keeps them out."""
-    torch.save({**odd_state(), **plain().state_dict()}, tmp_path / "whole.pt")
-    with zipfile.ZipFile(tmp_path / "whole.pt") as archive:
-        described = archive.read("whole/data.pkl")
+    """The checksums are right, so that only the reader of pickles can reject them."""
+    torch.save({**odd_state(), **plain().state_dict()}, tmp_path / "complete.pt")
+    with zipfile.ZipFile(tmp_path / "complete.pt") as archive:
+        described = archive.read("complete/data.pkl")
     generator = random.Random(seed)
     for _ in range(int(os.environ.get("BMT_MUTATIONS", "300"))):
         pack(tmp_path / "m.pt", mutated(described, generator))
@@ -718,7 +719,7 @@ def test_mutated_pickles_are_refused_clearly(tmp_path: Path, seed: int) -> None:
 
 
 def mutated(content: bytes, generator: random.Random) -> bytes:
-    """Content with a few changes, such as a broken disk or a hostile hand makes."""
+    """Content with a few changes, as by a faulty disk or by an attacker."""
     changed = bytearray(content)
     for _ in range(generator.choice([1, 1, 1, 3, 10])):
         kind, at = generator.randrange(7), generator.randrange(len(changed) + 1)
@@ -746,7 +747,7 @@ def mutated(content: bytes, generator: random.Random) -> bytes:
 
 @contextlib.contextmanager
 def little_memory(more: int) -> Iterator[None]:
-    """What asks for more memory gets an error, as on a machine that has none."""
+    """Allocations of more memory fail, as on a machine that has no more."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     status = Path("/proc/self/status").read_text()
     used = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmSize"))
@@ -758,7 +759,7 @@ def little_memory(more: int) -> Iterator[None]:
 
 
 def run_mutations(folder: Path, work: Path, rounds: int, seed: int) -> dict[str, int]:
-    """Change a file, and read the checkpoint by every reader; returns how often each outcome came.
+    """Change a file, and read the checkpoint with every reader. Returns how often each outcome occurred.
 
     Every second time the manifest has the checksums of the changed file, as if somebody had made it on purpose.
     """
@@ -785,7 +786,7 @@ def run_mutations(folder: Path, work: Path, rounds: int, seed: int) -> dict[str,
         try:
             checkpointer.load(3, model=model, manager=manager, data=data)
             outcome = "loaded"
-            if not signed:  # whatever loads is what was saved
+            if not signed:  # if a load succeeds, it loads what was saved
                 same(model.model.state_dict(), wanted)
                 assert (data.value, model.extra) == (3, {"seed": 1})
             if not signed or not name.startswith("optimizer"):
@@ -819,7 +820,7 @@ def run_mutations(folder: Path, work: Path, rounds: int, seed: int) -> dict[str,
 
 
 class Extended(nn.Module):
-    """A model with a state that is no tensor."""
+    """A model with a state that is not a tensor."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -834,7 +835,7 @@ class Extended(nn.Module):
 
 
 class Manager:
-    """What a checkpoint asks of an OptimManager."""
+    """The attributes of an OptimManager that a checkpoint uses."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers = [optimizer]
@@ -904,7 +905,7 @@ def test_mutated_files_are_refused_clearly(tmp_path: Path, seed: int) -> None:
     ],
 )
 def test_settings_that_do_not_belong_to_the_optimizer_are_refused(tmp_path: Path, change: Any, message: str) -> None:
-    """With checksums that are right."""
+    """The checksums are right."""
     checkpointer = Checkpointer(tmp_path / "c")
     model, manager = adam_of(plain())
     checkpointer.save(3, model=model, manager=manager, data=Data(3))
@@ -946,14 +947,14 @@ def test_states_survive_as_json() -> None:
         "empty": torch.empty(0, 3),
     }
     value |= {name: each for name, each in COLLECTIONS.items() if name not in ("device", "bytearray", "keys")}
-    found = decode(json.loads(json.dumps(encode(value, "x"))), "x")
-    assert {name: type(each) for name, each in found.items()} == {name: type(each) for name, each in value.items()}
+    decoded = decode(json.loads(json.dumps(encode(value, "x"))), "x")
+    assert {name: type(each) for name, each in decoded.items()} == {name: type(each) for name, each in value.items()}
     for name in ("tensor", "empty"):
-        a, b = found.pop(name), value.pop(name)
+        a, b = decoded.pop(name), value.pop(name)
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
         assert a.shape == b.shape
-    assert found == value
+    assert decoded == value
     with pytest.raises(TypeError, match=r"x\['a'\]\[1\] is a builtins.object"):
         encode({"a": [1, object()]}, "x")
     for bad in ({"tensor": {}}, {"what": 1}, {"a": 1, "b": 2}, {"bytes": "§"}, {"pairs": [[1]]}, {"float": "x"}):

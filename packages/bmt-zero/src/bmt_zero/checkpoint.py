@@ -258,7 +258,7 @@ def _load_parts(model: nn.Module, path: Path, strict: bool, key_map: KeyMap, con
         together(lambda: loaders[0].check(elsewhere, strict, by_code))
         if by_code:
             state: dict[str, Any] = {}
-            together(lambda: state.update(loaders[0].read_whole(context.device)))
+            together(lambda: state.update(loaders[0].read_unsharded(context.device)))
             load_state_dict(model, with_versions(state, loaders[0].versions), strict)
         else:
             together(lambda: loaders[0].read(context.device))

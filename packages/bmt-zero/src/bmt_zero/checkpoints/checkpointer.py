@@ -1,4 +1,4 @@
-"""The checkpoints of a training run: sharded, asynchronous, at any layout, and each complete or not there."""
+"""The checkpoints of a training run: sharded, asynchronous, atomic, and loadable at any layout."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from bmt_comm.durable import sync_to_disk
 
 from .directory import DirectoryLock, age_key, clean_up, complete_checkpoints, listed_steps, step_name
 from .headers import MAX_FILE_SIZE, DamagedError
-from .job import Job, SaveError, Target, run_job
+from .job import Job, SaveError, SaveTarget, run_job
 from .loading import Loading
-from .meeting import Meeting
 from .memory import Snapshot
 from .objects import Objects
 from .saving import prepare_job
-from .trainer_state import to_json
+from .store_communicator import StoreCommunicator
 
 _log = logging.getLogger("bmt_zero.checkpoints")
 
 
 class Checkpointer:
-    """The checkpoints of a run, in one directory.
+    """Saves and loads the checkpoints of a run, in one directory.
 
     ::
 
@@ -50,25 +49,26 @@ class Checkpointer:
     Each checkpoint is a directory ``step-00001000``. Its ``model-*.safetensors`` and their index hold the model's
     plain, unsharded state dict: ``transformers`` and ``safetensors`` read them as they are. ``optimizer-*.safetensors``
     holds every state tensor of the optimizers as ``<parameter>.<state>``, unsharded. The files do not depend on the
-    layout of the ranks (ZeRO level, tensor parallelism, pipeline stages), and any layout reads them. Nothing is
+    layout of the ranks (ZeRO level, tensor parallelism, pipeline stages). Any layout can load them. Nothing is
     pickled.
 
-    Every rank makes one, at the same time, and calls the same methods in the same order. Ranks meet over
-    ``torch.distributed``'s store, so that nothing interferes with training.
+    All ranks must construct it at the same time and call the same methods in the same order. Ranks communicate over
+    ``torch.distributed``'s store and a process group of their own, which does not interfere with training.
 
-    A directory belongs to one run at a time; this one locks it until :meth:`close` or the end of the process.
+    A directory belongs to one run at a time. It is locked until :meth:`close` or the end of the process.
 
     Args:
-        directory: it is made if need be. All ranks must see the same one.
-        keep: so many of the newest checkpoints are kept; ``None``: all. The newest is the one that was saved last,
-            whatever its step. It is always kept, and so is the newest one whose parameters are finite. Those that
-            were found damaged while they were loaded do not count.
+        directory: created if it does not exist. All ranks must see the same directory.
+        keep: how many of the newest checkpoints to keep; ``None``: all. The newest is the one that was saved last,
+            whatever its step. The newest is always kept, and so is the newest one whose parameters are finite.
+            Checkpoints that turned out to be damaged when they were loaded do not count.
         timeout: seconds that a rank waits for others.
         readonly: only load; other runs may write to the directory.
-        max_file_size: of a file, in bytes; a tensor is never divided.
+        max_file_size: the largest size of a file, in bytes. A tensor is never divided, so a larger tensor makes a
+            larger file.
 
     Raises:
-        TypeError: ``keep`` is no whole number.
+        TypeError: ``keep`` is not an integer.
         ValueError: ``keep``, ``timeout`` or ``max_file_size`` is out of range.
         RuntimeError: on every rank: the directory cannot be used, or another run has locked it.
     """
@@ -90,18 +90,18 @@ class Checkpointer:
         self.keep = keep
         self.readonly = readonly
         self.max_file_size = max_file_size
-        self._meeting = Meeting(timeout)
+        self._comm = StoreCommunicator(timeout)
         self._lock: DirectoryLock | None = None
         self._snapshot = Snapshot()
-        # One thread, which waits between saves: to start one would take longer than to hand it a job.
+        # One thread for all saves: starting a thread takes longer than submitting a job.
         self._writer = ThreadPoolExecutor(1, "bmt-checkpoint")
         self._written: Future[None] | None = None
         self._writing = 0  # the step that the thread writes
-        self._failure: Exception | None = None
-        self._broken: Exception | None = None
+        self._failure: Exception | None = None  # of the last save; raised once
+        self._unusable: Exception | None = None  # why no further call is possible
         self._damaged: set[int] = set()  # steps that could not be loaded
         problem = ""
-        if self._meeting.rank == 0 and not readonly:
+        if self._comm.rank == 0 and not readonly:
             try:
                 missing = [path for path in self.directory.parents if not path.exists()]
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class Checkpointer:
                 clean_up(self.directory)
             except (OSError, RuntimeError) as error:
                 problem = f"{self.directory} cannot be used for checkpoints: {error}"
-        problem = self._meeting.announce(problem.encode()).decode()
+        problem = self._comm.broadcast(problem.encode()).decode()
         if problem:
             raise RuntimeError(problem)
         for register in (atexit.register, before_shutdown):
@@ -122,21 +122,21 @@ class Checkpointer:
     def save(self, step: int, *, per_replica: Sequence[str] = (), **objects: Any) -> None:
         """Write a checkpoint. Every rank must call it.
 
-        It returns when everything is copied to host memory; a thread writes. What is written is what the call saw. If
-        the checkpoint before is still being written, the call waits for it, and says so in the log.
+        It returns when everything is copied to host memory. A thread writes the copies to disk. If the previous
+        checkpoint is still being written, the call waits for it and logs this.
 
         Args:
             step: the number of the checkpoint.
             per_replica: names of objects whose state differs between data-parallel replicas. All others must have the
                 same state on every rank.
-            objects: ``model=``, a module, sharded or not; ``manager=``, an ``OptimManager``, or ``optimizer=``; and
-                under any other name anything with ``state_dict()`` and ``load_state_dict()``, or, like a tokenizer,
-                with ``save_pretrained(directory)``, whose files lie in the checkpoint.
+            objects: ``model=``, a module, sharded or not; ``manager=``, an ``OptimManager``, or ``optimizer=``. Other
+                names take any object with ``state_dict()`` and ``load_state_dict()``, or, such as a tokenizer, with
+                ``save_pretrained(directory)``, whose files go into the checkpoint.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or something cannot be saved. The next call of the checkpointer
-                raises a SaveError on every rank; so no rank may leave it out.
-            SaveError: the checkpoint before could not be written (on every rank). This one is not begun.
+                then raises a SaveError on every rank, so every rank must make that call.
+            SaveError: on every rank: the previous checkpoint could not be written. This one is not started.
             RuntimeError: the checkpointer is read-only or closed.
         """
         if self.readonly:
@@ -147,38 +147,37 @@ class Checkpointer:
         problem: Exception | None = None
         try:
             job.step = checked_step(step)
-            meeting = self._meeting
-            prepare_job(job, Objects(objects), per_replica, meeting.rank, meeting.size, self._snapshot)
-        except Exception as error:  # the others must hear of it
+            prepare_job(job, Objects(objects), per_replica, self._comm.rank, self._comm.size, self._snapshot)
+        except Exception as error:  # run_job raises it on the other ranks
             problem = error
             job = Job(job.step, problem=f"{type(error).__name__}: {error}")
         self._writing = job.step
         damaged = self._damaged - {job.step}
-        target = Target(self.directory, self._lock, self.keep, self.max_file_size, damaged)
+        target = SaveTarget(self.directory, self._lock, self.keep, self.max_file_size, damaged)
         self._written = self._writer.submit(self._run, job, target)
         if problem is not None:
             raise problem
 
-    def _run(self, job: Job, target: Target) -> None:
+    def _run(self, job: Job, target: SaveTarget) -> None:
         try:
-            run_job(job, target, self._meeting)
+            run_job(job, target, self._comm)
             self._damaged.discard(job.step)
         except SaveError as error:
             self._failure = error
         except Exception as error:
-            self._failure = self._broken = error
-            if self._meeting.size > 1 and not dist.is_initialized():
+            self._failure = self._unusable = error
+            if self._comm.size > 1 and not dist.is_initialized():
                 self._failure = SaveError(
                     f"the checkpoint of step {job.step} was not written: the process group was destroyed meanwhile; "
                     "call wait() or close() before that"
                 )
 
     def wait(self) -> None:
-        """Return when nothing is being written any more.
+        """Wait until the last checkpoint is written.
 
         Raises:
-            SaveError: the last checkpoint could not be written (on every rank).
-            RuntimeError: ranks could not meet.
+            SaveError: on every rank: the last checkpoint could not be written.
+            RuntimeError: a rank did not respond, or the store is lost.
         """
         if self._written is not None:
             self._written.result()
@@ -188,9 +187,9 @@ class Checkpointer:
             raise failure
 
     def _settle(self, call: str) -> None:
-        """Wait for the writer, and raise what it has met with."""
-        if self._broken is not None and self._failure is None:
-            raise RuntimeError(f"this checkpointer cannot be used any more: {self._broken}") from self._broken
+        """Wait for the writer, and raise its error."""
+        if self._unusable is not None and self._failure is None:
+            raise RuntimeError(f"this checkpointer cannot be used any more: {self._unusable}") from self._unusable
         if self._written is not None and not self._written.done():
             _log.warning("%s waits for the checkpoint of step %d, which is still being written", call, self._writing)
             start = time.monotonic()
@@ -199,7 +198,7 @@ class Checkpointer:
         self.wait()
 
     def close(self) -> None:
-        """Wait, and let other runs use the directory.
+        """Wait for the last save, and unlock the directory.
 
         Raises:
             What :meth:`wait` raises.
@@ -210,41 +209,41 @@ class Checkpointer:
             if self._lock is not None:
                 self._lock.release()
             self._writer.shutdown()
-            self._meeting.leave()
-            self._broken = RuntimeError("it is closed; make a new one")
+            self._comm.close()
+            self._unusable = RuntimeError("it is closed; make a new one")
 
     # --- loading ----------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints in the order in which they were saved, the newest last.
 
-        Those that the machine cannot read for now are left out with a warning.
+        Checkpoints that currently cannot be read are left out with a warning.
         """
         return [step for step, _ in reversed(complete_checkpoints(self.directory).checkpoints)]
 
     def load_latest(self, **objects: Any) -> int:
-        """Go back to the newest checkpoint that is complete and undamaged. Every rank must call it.
+        """Load the newest checkpoint that is complete and undamaged. Every rank must call it.
 
-        The newest is the one that was saved last. After ``load(500)`` and ``save(600)`` that is 600, although there may
-        be one of step 2000 that was saved before.
+        The newest is the one that was saved last. After ``load(500)`` and ``save(600)`` that is 600, even if an earlier
+        save has step 2000.
 
-        A checkpoint that is damaged is passed over with a warning, and so is one with parameters that are not finite
-        if there is one with finite parameters before it. One that the machine cannot read for now is passed over with a
+        A damaged checkpoint is skipped with a warning. A checkpoint with parameters that are not finite is skipped with
+        a warning if an older one has finite parameters. A checkpoint that currently cannot be read is skipped with a
         warning if there is a newer one to load.
 
         Args:
-            objects: as for :meth:`save`; those that are given are loaded, in place.
+            objects: as for :meth:`save`. The given objects are loaded in place.
 
         Returns:
-            the step; 0 where there is no checkpoint.
+            the step; 0 if there is no checkpoint.
 
         Raises:
-            What :meth:`load` raises; a RuntimeError if there are checkpoints and all of them are damaged.
+            What :meth:`load` raises; RuntimeError: there are checkpoints, and all of them are damaged.
         """
         self._settle("load_latest()")
         damaged: list[str] = []
         tried: set[int] = set()
-        # Listed again after each that fails: a run may write there that keeps few.
+        # List again after each failure: another run may have replaced the checkpoints.
         while candidates := [step for step in self._from_rank_0(self._candidates) if step not in tried]:
             step = candidates[0]
             tried.add(step)
@@ -255,7 +254,7 @@ class Checkpointer:
                     raise
             except DamagedError as error:
                 damaged.append(str(error))
-                if self._meeting.rank == 0:
+                if self._comm.rank == 0:
                     _log.warning("the checkpoint of step %d is damaged, and the one before is used: %s", step, error)
             else:
                 return step
@@ -267,31 +266,32 @@ class Checkpointer:
         return 0
 
     def load(self, step: int, **objects: Any) -> None:
-        """Go back to the checkpoint of a step. Every rank must call it.
+        """Load the checkpoint of a step. Every rank must call it.
 
-        Each rank reads what it holds. All is compared with its checksums. Names, shapes and dtypes are checked before
-        anything is changed.
+        Each rank reads its own shards and compares them with their checksums. Names, shapes and dtypes are checked
+        before anything is changed.
 
         Args:
-            objects: as for :meth:`save`; those that are given are loaded, in place. What was saved by another number
-                of ranks, or of stages, or by another ZeRO level, loads as well. Random generators go back to their
-                states. At another number of ranks they get the state that all ranks had; if ranks had different ones,
-                each replica gets a seed that depends on the saved state and its number.
+            objects: as for :meth:`save`. The given objects are loaded in place. The number of ranks, the number of
+                stages and the ZeRO level may differ from those of the save. The states of the random generators are
+                restored. At another number of ranks, they get the state that all ranks had. If ranks had different
+                states, each replica gets a seed that depends on the saved state and the replica's number.
 
         Raises:
             FileNotFoundError: there is no checkpoint of this step.
-            DamagedError: a file is missing or damaged (on every rank). If it is not known before it is read, the model
-                may be loaded in part.
-            OSError: the machine cannot read for now (on every rank): an input/output error, say, or too many open
-                files. The model may be loaded in part.
-            ValueError: ranks give different steps; the checkpoint is of another model or other optimizers, or has the
-                states of an object of another number of replicas; or a number is too large for the model's dtype.
+            DamagedError: on every rank: a file is missing or damaged. If the damage shows only while tensors are
+                read, the model may be partly loaded.
+            OSError: on every rank: files currently cannot be read, because of an input/output error or too many open
+                files, for example. The model may be partly loaded.
+            ValueError: ranks pass different steps; the checkpoint is of another model or other optimizers, or has the
+                states of an object for another number of replicas; or a number is too large for the model's dtype.
                 Nothing was changed.
-            Exception: what ``load_state_dict`` of an object or the model's own code raises, where it raises. On the
-                other ranks it is a RuntimeError, or has its type if it is a TypeError, a ValueError or an OSError.
+            Exception: on the rank where it is raised: what ``load_state_dict`` of an object or the model's own code
+                raises. Other ranks raise a RuntimeError, or the same type if it is a TypeError, a ValueError or an
+                OSError.
         """
         self._settle(f"load({step})")
-        steps = [each.decode() for each in self._meeting.exchange(repr(step).encode())]
+        steps = [each.decode() for each in self._comm.all_gather(repr(step).encode())]
         if len(set(steps)) > 1:
             raise ValueError(f"ranks load different steps, in the order of the ranks: {', '.join(steps[:20])}")
         step = checked_step(step)
@@ -306,7 +306,7 @@ class Checkpointer:
             complete, unread = complete_checkpoints(self.directory)
             if complete or unread or not steps:
                 break
-            if steps == listed_steps(self.directory):  # else a run that keeps few has changed them meanwhile
+            if steps == listed_steps(self.directory):  # else another run has replaced them since
                 raise DamagedError(f"none of the checkpoints {steps[-5:]} is complete; remove them to begin anew")
         finite = [step for step, manifest in complete if manifest.is_finite]
         for step, manifest in complete:
@@ -314,7 +314,8 @@ class Checkpointer:
                 break
             _log.warning("the checkpoint of step %d is passed over: its parameters are not finite", step)
         candidates = finite or [step for step, _ in complete]
-        # An older one must not take the place of one that cannot be read for now: to load that one raises.
+        # An unreadable checkpoint keeps its place among the candidates, so that loading it raises instead of silently
+        # falling back to an older one.
         for step in sorted(unread):
             key = age_key(self.directory, step)
             older = (n for n, other in enumerate(candidates) if age_key(self.directory, other) < key)
@@ -322,28 +323,28 @@ class Checkpointer:
         return candidates
 
     def _from_rank_0(self, call: Callable[[], Any]) -> Any:
-        """What a call gives on rank 0, or an OSError or RuntimeError with what it raises there, on every rank."""
+        """Rank 0's result of a call, on every rank. If it raises, every rank raises an OSError or a RuntimeError."""
         answer: Any = None
-        if self._meeting.rank == 0:
+        if self._comm.rank == 0:
             try:
                 answer = {"value": call()}
-            except Exception as error:  # the others wait to hear of it
-                expected = isinstance(error, (OSError, DamagedError))
-                text = str(error) if expected else f"{type(error).__name__}: {error}"
+            except Exception as error:  # the other ranks wait for the answer
+                is_plain = isinstance(error, (OSError, DamagedError))
+                text = str(error) if is_plain else f"{type(error).__name__}: {error}"
                 answer = {"problem": text, "of_system": isinstance(error, OSError)}
-        answer = json.loads(self._meeting.announce(json.dumps(answer).encode()))
+        answer = json.loads(self._comm.broadcast(json.dumps(answer).encode()))
         if "problem" in answer:
             raise (OSError if answer["of_system"] else RuntimeError)(f"{self.directory}: {answer['problem']}")
         return answer["value"]
 
     def _load(self, step: int, objects: Mapping[str, Any]) -> None:
         path = self.directory / step_name(step)
-        loading = Loading(path, step, self._meeting.rank, self._meeting.size)
+        loading = Loading(path, step, self._comm.rank, self._comm.size)
         try:
             self._together(lambda: loading.prepare(Objects(objects, loading=True)))
             self._together(loading.prepare_optimizers)
-            everyone = self._meeting.exchange(to_json(loading.names()))
-            self._together(lambda: loading.check([json.loads(each) for each in everyone]))
+            everyone = self._comm.all_gather_json(loading.names())
+            self._together(lambda: loading.check(everyone))
             self._together(loading.read)
             self._together(loading.commit)
         except DamagedError:
@@ -354,26 +355,25 @@ class Checkpointer:
         self._damaged.discard(step)
 
     def _together(self, call: Callable[[], None]) -> None:
-        """Call on every rank, and raise on all of them what one has raised.
+        """Call on every rank. If the call raises on any rank, raise on every rank.
 
-        A rank raises its own error. If all ranks find the checkpoint damaged, or some do and nothing else is wrong, all
-        raise DamagedError, so that all go on to the checkpoint before.
+        A rank raises its own error. If DamagedError is the only kind of error on all ranks, every rank raises
+        DamagedError, so that all of them continue with the previous checkpoint.
         """
         problem: Exception | None = None
         try:
             call()
         except Exception as error:
             problem = error
-        mine = None if problem is None else [_kind(problem), str(problem)]
-        everyone = [json.loads(each) for each in self._meeting.exchange(json.dumps(mine).encode())]
+        everyone = self._comm.all_gather_json(None if problem is None else [_kind(problem), str(problem)])
         kinds = {kind.__name__: kind for kind in (DamagedError, TypeError, FileNotFoundError, OSError)}
         problems = [(rank, each) for rank, each in enumerate(everyone) if each is not None]
-        # A checkpoint that does not fit is an error of the call; one that is damaged leads to the one before.
+        # Other errors first: after a DamagedError, load_latest would try the previous checkpoint.
         problems.sort(key=lambda item: item[1][0] == "DamagedError")
         if not problems:
             return
         rank, (kind, text) = problems[0]
-        where = "" if self._meeting.size == 1 or rank == self._meeting.rank else f"rank {rank}: "
+        where = "" if self._comm.size == 1 or rank == self._comm.rank else f"rank {rank}: "
         try:
             if problem is not None and not isinstance(problem, DamagedError):
                 raise problem
@@ -381,17 +381,21 @@ class Checkpointer:
                 raise RuntimeError(f"{where}{kind}: {text}") from problem
             raise kinds.get(kind, ValueError)(f"{where}{text}") from problem
         finally:
-            problem = None  # its traceback refers to this frame, and so to all that is being loaded
+            problem = None  # its traceback refers to this frame, which keeps everything that is loaded alive
 
 
 def _kind(error: Exception) -> str:
-    """The name of an error's class; of one of the system, ``OSError``, but for a missing file."""
+    """The name of an error's class. It is ``OSError`` for all subclasses but FileNotFoundError."""
     is_of_system = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
     return "OSError" if is_of_system else type(error).__name__
 
 
 def checked_step(step: Any) -> int:
-    """The number of a step, also one of numpy or torch."""
+    """A step as an int. Integers of numpy and torch are accepted.
+
+    Raises:
+        ValueError: it is not an integer, or is out of range.
+    """
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:

@@ -1,10 +1,10 @@
-"""CRC-32, as zlib has it, four times as fast where zlib-ng is installed: a disk may be faster than zlib's."""
+"""CRC-32. zlib-ng computes it four times as fast as zlib, which may be slower than a disk."""
 
 from __future__ import annotations
 
 try:
     from zlib_ng.zlib_ng import crc32
-except ImportError:  # there are no wheels of it for some platforms
+except ImportError:  # some platforms have no wheels of it
     from zlib import crc32
 
 __all__ = ["crc32"]

@@ -1,4 +1,4 @@
-"""What a model and its optimizers consist of: logical tensors by name, and this rank's part of each."""
+"""The logical tensors of a model and its optimizers, by name, and this rank's part of each."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Content:
         entry: its name, dtype and logical shape.
         where: this rank's part.
         tensor: the part, of shape ``where.local_shape``, on any device.
-        is_current: whether this rank's values count.
-        is_single: whether only the lowest rank's values count, as those of a buffer do.
+        is_current: whether this rank's values are up to date and may be saved.
+        is_single: whether only the lowest rank's values are saved, as for a buffer.
         owner: the parameter or buffer itself.
     """
 
@@ -41,14 +41,14 @@ class Content:
 
 
 def contents_of_model(model: nn.Module, entries: Mapping[str, Any] | None = None) -> list[Content]:
-    """The tensors in a model's state dict, of this rank's pipeline stage, but for :func:`extra_states`.
+    """The tensors in a model's state dict, of this rank's pipeline stage, without :func:`extra_states`.
 
     Args:
         model: the model.
-        entries: its :func:`~bmt_zero.state.stage_entries`, where they are known.
+        entries: its :func:`~bmt_zero.state.stage_entries`, if the caller has them.
 
     Raises:
-        TypeError: ``model`` is no module, or its state dict holds something else than tensors.
+        TypeError: ``model`` is not a module, or its state dict holds something other than tensors.
         ValueError: a tensor has no values, is sparse, or has a dtype or a placement that cannot be saved.
     """
     if not isinstance(model, nn.Module):
@@ -67,7 +67,7 @@ def contents_of_model(model: nn.Module, entries: Mapping[str, Any] | None = None
 
 
 def require_memory(contents: Iterable[Content]) -> None:
-    """Raise ValueError if values would be written to the meta device, which does not keep them."""
+    """Raise ValueError if a tensor cannot be written: it is on the meta device, or is made of other tensors."""
     for content in contents:
         if content.tensor.is_meta:
             raise without_memory(content.entry.name)
@@ -79,6 +79,7 @@ def require_memory(contents: Iterable[Content]) -> None:
 
 
 def without_memory(name: str) -> ValueError:
+    """The error for a tensor on the meta device."""
     return ValueError(
         f"{name!r} is on the meta device and has no memory; build the model on a device, or call bmt_zero.load(model, "
         "checkpoint) first, which makes memory (FSDP2's: model.to_empty(device=...)). Nothing was loaded"
@@ -86,7 +87,7 @@ def without_memory(name: str) -> ValueError:
 
 
 def mark_loaded(contents: Iterable[Content]) -> None:
-    """Parameters have got their values."""
+    """Note that parameters have received their values."""
     for content in contents:
         if isinstance(content.owner, ShardedParameter):
             content.owner.awaits_values = False
@@ -109,7 +110,7 @@ def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
 
 
 def has_own_code(model: nn.Module) -> bool:
-    """Whether a module of the model has its own code for saving or loading, which must see whole tensors."""
+    """Whether a module of the model has its own code for saving or loading, which needs unsharded tensors."""
     return any(module_has_own_code(m, loading) for m in model.modules() for loading in (False, True))
 
 
@@ -126,7 +127,7 @@ def _content(name: str, value: Tensor) -> Content:
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """The name of each parameter; of one with several names the first."""
+    """The name of each parameter. A parameter with several names gets the first one."""
     return {param: name for name, param in model.named_parameters()}
 
 
@@ -138,7 +139,7 @@ def contents_of_optimizer(records: Iterable[StateRecord], names: Mapping[Tensor,
         what: names the optimizer in messages.
 
     Raises:
-        ValueError: the optimizer has a parameter that the model has not.
+        ValueError: the optimizer has a parameter that is not in the model.
     """
     contents = []
     for record in records:
@@ -154,14 +155,17 @@ def contents_of_optimizer(records: Iterable[StateRecord], names: Mapping[Tensor,
 
 
 State = dict[Tensor, dict[str, Any]]
-"""The state of an optimizer of torch, by parameter."""
+"""The state of one of torch's optimizers, by parameter."""
 
 
 def records_of(optimizer: Any, made: State | None = None) -> list[StateRecord]:
-    """The state of an optimizer: of ours, or of any whose state tensors have the shapes of their parameters.
+    """The state of an optimizer.
+
+    It has ``state_records()``, as this project's optimizers do, or each of its states is a number or has the shape of
+    its parameter.
 
     Args:
-        made: what :func:`make_state` has made for the optimizer.
+        made: the result of :func:`make_state` for the optimizer.
 
     Raises:
         TypeError: a state is something else.
@@ -179,7 +183,7 @@ def records_of(optimizer: Any, made: State | None = None) -> list[StateRecord]:
 
 
 def adopt_records(optimizer: Any, records: Iterable[StateRecord], made: State) -> None:
-    """Let an optimizer go on from what was written into its records, and into what was made for it."""
+    """Let an optimizer use the values that were written into its records and into the state that was made for it."""
     for param, state in made.items():
         optimizer.state[param].update(state)
     if hasattr(optimizer, "adopt_state_records"):
@@ -192,9 +196,9 @@ def adopt_records(optimizer: Any, records: Iterable[StateRecord], made: State) -
 
 
 def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, Entry]) -> State:
-    """Room for what was saved, for an optimizer of torch, which makes its state in its first step.
+    """Allocate the saved state for one of torch's optimizers, which would allocate it in its first step.
 
-    The optimizer is not changed: :func:`adopt_records` gives it the state when it has been read.
+    The optimizer is not changed. :func:`adopt_records` gives it the state after the values were read.
 
     Raises:
         ValueError: a saved state is neither a number nor like its parameter.
@@ -214,7 +218,7 @@ def make_state(optimizer: Any, names: Mapping[Tensor, str], saved: Mapping[str, 
                 if entry.shape == shape and (shape or key not in OF_A_PARAMETER):
                     like = local_tensor(param)
                     if dtype.is_floating_point and param.is_floating_point():
-                        dtype = param.dtype  # which those of torch have; another one in the file does not fit
+                        dtype = param.dtype  # as torch's optimizers do; check_fit reports another one in the file
                     state[key] = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
                 elif not entry.shape:
                     state[key] = torch.zeros((), dtype=dtype, device="cpu")
@@ -248,14 +252,18 @@ def _described(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def distinct_tensors(contents: Iterable[Content]) -> list[tuple[Content, int]]:
-    """Each content with the place of its tensor in a list without repetitions: tied weights are one tensor."""
-    places: dict[tuple[Any, ...], int] = {}
-    numbered = []
+def distinct_tensors(contents: Iterable[Content]) -> tuple[list[Tensor], list[int]]:
+    """The tensors without repetitions (tied weights are one tensor), and the index of each content's tensor in them."""
+    tensors: list[Tensor] = []
+    indices: list[int] = []
+    known: dict[tuple[Any, ...], int] = {}
     for content in contents:
         tensor = content.tensor
         key: tuple[Any, ...] = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if tensor.is_meta or not tensor.numel() or not tensor.data_ptr():
             key = (id(tensor if content.owner is None else content.owner),)
-        numbered.append((content, places.setdefault(key, len(places))))
-    return numbered
+        if key not in known:
+            known[key] = len(tensors)
+            tensors.append(tensor)
+        indices.append(known[key])
+    return tensors, indices

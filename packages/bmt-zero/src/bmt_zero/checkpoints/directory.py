@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: names, the lock, what is complete, what may go.
+"""The directory of a run's checkpoints: names, the lock, the complete checkpoints, and the removal of old ones.
 
 ``step-00001000``             a complete checkpoint
 ``.step-00001000.part``       one that is being written, or the leftover of a run that died
@@ -36,7 +36,7 @@ except ImportError:  # Windows
 _log = logging.getLogger("bmt_zero.checkpoints")
 _STEP = re.compile(r"step-([0-9]{8,18})")
 _LEFTOVER = re.compile(r"\.step-([0-9]{8,18})\.(part|old)")
-_held: set[tuple[int, int]] = set()  # (device, inode) of the locks of this process, which does not exclude itself
+_held: set[tuple[int, int]] = set()  # (device, inode) of the locks of this process; fcntl does not exclude it from them
 
 
 def step_name(step: int) -> str:
@@ -62,12 +62,12 @@ def _may_be_directory(path: Path) -> bool:
 
 
 class Complete(NamedTuple):
-    """The checkpoints whose manifests are valid and whose files are there in their sizes.
+    """The checkpoints whose manifests are valid and whose files exist with the recorded sizes.
 
     Attributes:
         checkpoints: newest first. The newest is the one that was saved last. Its step may be lower than others, if a
-            run has gone back.
-        unread: the steps of those that the machine cannot read for now. They may be complete.
+            run has loaded an earlier checkpoint.
+        unread: the steps of checkpoints that currently cannot be read. They may be complete.
     """
 
     checkpoints: list[tuple[int, Manifest]]
@@ -78,7 +78,7 @@ def complete_checkpoints(directory: Path, log: bool = True) -> Complete:
     """Look for complete checkpoints.
 
     Args:
-        log: whether damaged ones that are passed over are said in the log; those that cannot be read always are.
+        log: whether skipped damaged checkpoints are logged. Checkpoints that cannot be read are always logged.
     """
     checkpoints, unread = [], []
     for step in reversed(listed_steps(directory)):
@@ -99,7 +99,8 @@ def complete_checkpoints(directory: Path, log: bool = True) -> Complete:
 
 
 def age_key(directory: Path, step: int) -> tuple[float, int]:
-    """Larger for a checkpoint that was written later, by its time: the manifest may not be readable."""
+    """A key that is larger for a checkpoint that was written later. It uses the modification time of the directory,
+    because the manifest may not be readable."""
     try:
         return os.stat(directory / step_name(step)).st_mtime, step
     except OSError:
@@ -107,11 +108,11 @@ def age_key(directory: Path, step: int) -> tuple[float, int]:
 
 
 class DirectoryLock:
-    """Keeps a second run out of a directory for as long as this process lives, or until :meth:`release`.
+    """Excludes other runs from a directory until :meth:`release` or the end of this process.
 
     Args:
         directory: it must exist.
-        patience: seconds to wait for a run that is ending.
+        patience: seconds to wait for another run to release the lock.
 
     Raises:
         RuntimeError: another run holds the lock.
@@ -122,20 +123,20 @@ class DirectoryLock:
         if fcntl is None:
             raise RuntimeError("checkpoints need a POSIX system, whose locks and positioned writes they use")
         path = self._path = directory / ".lock"
-        # To open and close a file again would release a lock that this process has on it.
+        # Opening and closing the file again would release a lock that this process has on it.
         if path.exists() and _identity(os.stat(path)) in _held:
             raise _taken(directory, "this process")
-        # Not through a symbolic link: what it leads to would be overwritten.
+        # Do not follow a symbolic link: its target would be overwritten.
         self._file = open(path, "a+", opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
         self._key = _identity(os.fstat(self._file.fileno()))
         deadline = time.monotonic() + patience
-        # A lock of fcntl, unlike one of flock, is not inherited by the processes that load data.
+        # Data-loading processes do not inherit a lock of fcntl, unlike one of flock.
         while True:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):  # which say that it is taken
+                if error.errno not in (errno.EACCES, errno.EAGAIN):  # these mean that another process has it
                     self._file.close()
                     raise
                 if time.monotonic() > deadline:
@@ -150,20 +151,20 @@ class DirectoryLock:
         self._file.flush()
 
     def check(self) -> None:
-        """Raise RuntimeError if somebody has removed or taken the lock, so that another run may write there."""
+        """Raise RuntimeError if the lock file was removed or replaced, or another run has taken the lock."""
         try:
             held = _identity(os.stat(self._path)) == self._key
         except FileNotFoundError:
-            held = not self._path.parent.exists()  # what writes to the directory says that it is gone
+            held = not self._path.parent.exists()  # if the directory is gone, writing to it raises a clearer error
         if not held:
             raise RuntimeError(f"its lock was removed or replaced: {self._path}; another run may write there")
-        try:  # again: this process may have lost it by reading the file, as a copy of the directory does
+        try:  # lock again: closing any handle of the file in this process, as copying the directory does, unlocks it
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RuntimeError(f"another run has taken its lock: {self._path}: {error}") from None
 
     def release(self) -> None:
-        """Let other runs in."""
+        """Unlock the directory."""
         if not self._file.closed:
             _held.discard(self._key)
             self._file.close()
@@ -185,7 +186,7 @@ def _taken(directory: Path, owner: str) -> RuntimeError:
 
 
 def clean_up(directory: Path) -> None:
-    """Remove what dead runs have left, and take back what one of them was replacing. The lock must be held."""
+    """Remove leftovers of dead runs, and restore a checkpoint that one of them was replacing. The lock must be held."""
     for name in sorted(os.listdir(directory)):
         match = _LEFTOVER.fullmatch(name)
         if match is None:
@@ -201,7 +202,7 @@ def clean_up(directory: Path) -> None:
 
 
 def publish(directory: Path, part: Path, step: int) -> None:
-    """Give a complete checkpoint its name, in the place of one of the same step."""
+    """Rename a complete checkpoint to its final name. It replaces one of the same step."""
     target, old = directory / step_name(step), directory / f".{step_name(step)}.old"
     shutil.rmtree(old, ignore_errors=True)
     replaces = target.exists()
@@ -221,14 +222,14 @@ def publish(directory: Path, part: Path, step: int) -> None:
 
 
 def retire(directory: Path, keep: int, saved: int, damaged: Collection[int] = ()) -> None:
-    """Remove all but the newest ``keep`` complete checkpoints, and the newest one whose parameters are finite.
+    """Remove all complete checkpoints but the newest ``keep`` and the newest one whose parameters are finite.
 
-    Checkpoints that are not complete, or damaged, do not count. They are removed if their steps are below all that is
-    kept. Those that cannot be read for now do not count either, and stay.
+    Incomplete and damaged checkpoints do not count. They are removed if their steps are below all kept steps.
+    Checkpoints that currently cannot be read do not count and are not removed.
 
     Args:
-        saved: the step that was saved last; it is always kept.
-        damaged: steps whose files have turned out not to have their checksums.
+        saved: the step that was saved last. It is always kept.
+        damaged: steps with files that do not match their checksums.
     """
     checkpoints, unread = complete_checkpoints(directory, log=False)
     complete = [each for each in checkpoints if each[0] not in damaged]

@@ -1,4 +1,4 @@
-"""The safetensors format: what a file holds, from names, dtypes and shapes alone, and what a header may say.
+"""The safetensors format: layouts of files from names, dtypes and shapes, and the parsing of headers.
 
 A file is 8 bytes with the length of the header (little-endian), the header (JSON, padded with spaces) and the tensors'
 bytes, one tensor after the other, each in row-major order.
@@ -39,25 +39,25 @@ DTYPES = {
     "C64": torch.complex64,
     **({"F8_E8M0": torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else {}),  # from torch 2.7 on
 }
-"""Of the format, by its names."""
+"""The dtypes of the format, by the format's names."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
-"""Bytes of a header at most: the limit of the safetensors package."""
+"""The most bytes of a header: the limit of the safetensors package."""
 MAX_FILE_SIZE = 5 * 10**9
-"""Bytes of tensors in a file, unless one tensor alone has more."""
+"""The most bytes of tensors in a file, unless one tensor alone has more."""
 
 
 class DamagedError(ValueError):
-    """A file is not what was written: truncated, changed, missing, or of no known format."""
+    """A file is truncated, changed, missing, or of an unknown format."""
 
 
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
 
 def unreadable(path: object, error: OSError) -> Exception:
-    """What to raise for a file that cannot be read: DamagedError if it is not there, else an OSError that names it.
+    """The error to raise for a file that cannot be read: DamagedError if it is missing, else an OSError that names it.
 
-    An input/output error, say, tells of the disk or of the connection to it, and not of what was written.
+    An input/output error, for example, is a fault of the disk or of the connection to it. The file may be undamaged.
     """
     if error.errno in _ABSENT:
         return DamagedError(f"{path} cannot be read: {error.strerror}")
@@ -88,7 +88,7 @@ def dtype_name(dtype: torch.dtype, name: str) -> str:
     """The format's name of a dtype.
 
     Raises:
-        ValueError: the format has no such dtype; ``name`` is that of the tensor, for the message.
+        ValueError: the format has no such dtype. The message has ``name``, the name of the tensor.
     """
     if dtype not in NAMES:
         raise ValueError(
@@ -99,15 +99,15 @@ def dtype_name(dtype: torch.dtype, name: str) -> str:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What one file holds, and where.
+    """The tensors of one file and their offsets.
 
     Attributes:
         name: of the file.
         head: the bytes before the tensors: the length, and the padded header.
         entries: the tensors, in the order of the file.
-        offsets: the first byte of each, from the start of the file.
-        size: of the file.
-        section: what the file is a part of: "model", say.
+        offsets: the first byte of each tensor, from the start of the file.
+        size: of the file, in bytes.
+        section: the section that the file belongs to: "model", for example.
     """
 
     name: str
@@ -119,14 +119,13 @@ class FileLayout:
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sorts ``layers.2`` before ``layers.10``. Different names have different keys."""
+    """A sort key that puts ``layers.2`` before ``layers.10``. Different names have different keys."""
     parts = re.split(r"([0-9]+)", name)
-    key = [(1, int(part), part) if number % 2 else (0, 0, part) for number, part in enumerate(parts)]
-    return key
+    return [(1, int(part), part) if number % 2 else (0, 0, part) for number, part in enumerate(parts)]
 
 
 def lay_out_file(name: str, entries: Iterable[Entry], section: str = "") -> FileLayout:
-    """The layout of one file. Tensors of larger elements come first, so that each is aligned to its elements."""
+    """The layout of one file. Tensors with larger elements come first, so that each is aligned to its element size."""
     ordered = sorted(entries, key=lambda entry: (-entry.itemsize, natural_key(entry.name)))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = [], 0
@@ -142,10 +141,10 @@ def lay_out_file(name: str, entries: Iterable[Entry], section: str = "") -> File
 
 
 def lay_out(section: str, entries: Iterable[Entry], max_file_size: int = MAX_FILE_SIZE) -> list[FileLayout]:
-    """Files ``<section>-00001-of-0000n.safetensors`` for all entries, in the order of their names.
+    """The layouts of files ``<section>-00001-of-0000n.safetensors`` for all entries, in the order of their names.
 
     Raises:
-        ValueError: a name comes twice.
+        ValueError: a name occurs twice.
     """
     ordered = sorted(entries, key=lambda entry: natural_key(entry.name))
     for before, after in itertools.pairwise(ordered):
@@ -164,7 +163,7 @@ def lay_out(section: str, entries: Iterable[Entry], max_file_size: int = MAX_FIL
 
 
 def index_of(files: Sequence[FileLayout]) -> bytes:
-    """The text of ``<section>.safetensors.index.json``, as Hugging Face has it: which file holds what."""
+    """The text of Hugging Face's ``<section>.safetensors.index.json``, which maps tensors to files."""
     weights = {entry.name: file.name for file in files for entry in file.entries}
     total = sum(entry.nbytes for file in files for entry in file.entries)
     ordered = {name: weights[name] for name in sorted(weights, key=natural_key)}
@@ -172,13 +171,13 @@ def index_of(files: Sequence[FileLayout]) -> bytes:
 
 
 def parse_head(path: object, head: bytes, file_size: int) -> FileLayout:
-    """The layout that a file's first bytes, header included, give.
+    """The layout of a file, from its first bytes, which must include the header.
 
     Args:
         path: of the file, for messages.
 
     Raises:
-        DamagedError: they are no header, or one that does not fit a file of ``file_size`` bytes.
+        DamagedError: the header is invalid or does not fit a file of ``file_size`` bytes.
     """
     length = header_length(path, head[:8], file_size)
     header = parse_json(path, head[8 : 8 + length])
@@ -203,10 +202,10 @@ def parse_head(path: object, head: bytes, file_size: int) -> FileLayout:
 
 
 def header_length(path: object, first: bytes, file_size: int) -> int:
-    """The length of the header that the first 8 bytes of a file tell.
+    """The length of the header, from the first 8 bytes of a file.
 
     Raises:
-        DamagedError: the file cannot have such a header.
+        DamagedError: a header of this length does not fit into the file.
     """
     if len(first) < 8:
         raise DamagedError(f"{path} has {file_size} bytes, too few for a safetensors file; it may be truncated")
@@ -238,10 +237,10 @@ def _are_sizes(value: Any) -> bool:
 
 
 def parse_json(path: object, text: bytes) -> Any:
-    """A JSON document in which no name comes twice.
+    """A JSON document in which no name occurs twice in an object.
 
     Raises:
-        DamagedError: it is none.
+        DamagedError: the text is not such a document.
     """
     try:
         return json.loads(text.decode(), object_pairs_hook=_without_duplicates)

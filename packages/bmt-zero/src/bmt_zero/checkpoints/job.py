@@ -1,4 +1,4 @@
-"""One save, from what the ranks have copied to the published directory. It runs beside training, on every rank."""
+"""One save, from the copies of the ranks to the published directory. It runs on every rank, in a thread."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from bmt_comm.durable import sync_to_disk
 from .directory import DirectoryLock, complete_checkpoints, publish, retire, step_name
 from .headers import DTYPES, Entry, FileLayout, index_of, lay_out
 from .manifest import NAME, FileRecord, Manifest
-from .meeting import Meeting
-from .plan import PIECE, AddressSpace, Holding, WritePlan, classes_of
+from .plan import PIECE, AddressSpace, Holding, WritePlan, replicate_groups
 from .reader import is_finite
 from .regions import Region, regions_of
+from .store_communicator import StoreCommunicator
 from .writer import PieceWriter, write_small_file
 
 _log = logging.getLogger("bmt_zero.checkpoints")
 SECTIONS = ("model", "optimizer")
 EXTRA_STATE = "extra-state.json"
-"""What modules returned from ``get_extra_state``."""
+"""The file of what modules returned from ``get_extra_state``."""
 Key = tuple[str, str]
 """The section and the name of a tensor."""
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written. The earlier ones are as they were."""
+    """A checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
 @dataclass
 class HeldTensor:
-    """A tensor that this rank takes part in.
+    """This rank's part of a tensor.
 
     Attributes:
         section: one of :data:`SECTIONS`.
         entry: the logical tensor.
-        where: what this rank has of it; ``None``: nothing that counts.
-        content: the bytes: uint8, 1-D.
-        is_single: whether only the lowest rank's values count.
+        where: this rank's part of it; ``None``: this rank has no current values.
+        content: the bytes of the part: uint8, 1-D.
+        is_single: whether only the lowest rank's values are saved.
     """
 
     section: str
@@ -62,17 +62,17 @@ class HeldTensor:
 
 @dataclass
 class Job:
-    """What one rank brings to a save.
+    """One rank's part of a save.
 
     Attributes:
         step: the step.
         tensors: of the model and the optimizers.
         own_files: small files that this rank writes, by name.
-        common_files: small files that rank 0 writes.
-        extra: of modules with ``get_extra_state``, as JSON, by name; those of the lowest rank count.
+        common_files: small files that rank 0 writes, by name.
+        extra: the states of modules with ``get_extra_state``, as JSON, by name. Those of the lowest rank are saved.
         states: digests of the states that must be the same on all ranks, by name.
-        replica_states: of those that must be the same on the ranks of a replica, its number and the digest, by name.
-        problem: why this rank could not prepare the save; all ranks are told.
+        replica_states: for states that must be the same on the ranks of a replica: its number and the digest, by name.
+        problem: why this rank could not prepare the save. Every rank then raises it.
     """
 
     step: int
@@ -86,15 +86,15 @@ class Job:
 
 
 @dataclass
-class Target:
+class SaveTarget:
     """Where checkpoints are written.
 
     Attributes:
-        directory: that of the run.
+        directory: of the run's checkpoints.
         lock: of the directory, on rank 0.
-        keep: so many of the newest checkpoints stay; ``None``: all.
+        keep: how many of the newest checkpoints to keep; ``None``: all.
         max_file_size: of a file, in bytes.
-        damaged: steps of checkpoints that do not count among them.
+        damaged: steps of checkpoints that do not count among the kept ones.
     """
 
     directory: Path
@@ -104,41 +104,41 @@ class Target:
     damaged: Collection[int] = ()
 
 
-def run_job(job: Job, target: Target, meeting: Meeting) -> None:
-    """Write a checkpoint together with the other ranks, each of which runs its own job of this step.
+def run_job(job: Job, target: SaveTarget, comm: StoreCommunicator) -> None:
+    """Write a checkpoint. All ranks must call it, each with its own job of this step.
 
     Raises:
         SaveError: on every rank, naming the rank that failed.
-        MeetingError: a rank has not come.
+        RendezvousError: a rank did not respond in time.
     """
-    _agree(job, meeting)
-    holders = _Holders(meeting.exchange(_holdings(job)))
+    _agree(job, comm)
+    holdings = _Holdings(comm.all_gather(_described_tensors(job)))
     files = [
-        layout for section in SECTIONS for layout in lay_out(section, holders.entries(section), target.max_file_size)
+        layout for section in SECTIONS for layout in lay_out(section, holdings.entries(section), target.max_file_size)
     ]
     space = AddressSpace(files)
     try:
-        plan = holders.plan(space, meeting.rank)
+        plan = holdings.plan(space, comm.rank)
     except ValueError as error:  # the same on every rank
         raise SaveError(f"the checkpoint of step {job.step} was not written: {error}") from None
     part = target.directory / f".{step_name(job.step)}.part"
-    problem = _problem_of(lambda: _make_empty(part, target.lock)) if meeting.rank == 0 else None
-    _raise_announced(job, meeting, problem)
+    problem = _problem_of(lambda: _make_empty(part, target.lock)) if comm.rank == 0 else None
+    _raise_problem_of_rank_0(job, comm, problem)
 
     own = {space.number[tensor.section, tensor.entry.name]: tensor.content for tensor in job.tensors}
-    writer = PieceWriter(part, plan, own, meeting)
+    writer = PieceWriter(part, plan, own, comm)
     problem = _problem_of(writer.run)
     if problem is None and writer.problem is not None:
         problem = _text(writer.problem)
     records: dict[str, FileRecord] = {}
     finite: list[bool] = []
     if problem is None:
-        # Buffers such as causal masks may have infinite numbers.
+        # Parameters only: buffers such as causal masks may have infinite numbers.
         weights = [tensor for tensor in job.tensors if tensor.section == "model" and not tensor.is_single]
         problem = _problem_of(lambda: finite.extend(is_finite(t.content, DTYPES[t.entry.dtype]) for t in weights))
     if problem is None:
         problem = _problem_of(lambda: _write_files(part, job.own_files, records))
-    reports = meeting.report(_report(problem, all(finite), writer.checksums, records, job.extra))
+    reports = comm.gather(_report(problem, all(finite), writer.checksums, records, job.extra))
     problem = None
     if reports is not None:
         problem = _problem_of(lambda: _conclude(job, target, reports, space))
@@ -146,20 +146,20 @@ def run_job(job: Job, target: Target, meeting: Meeting) -> None:
             shutil.rmtree(part, ignore_errors=True)
         else:
             _retire(job, target)
-    _raise_announced(job, meeting, problem)
+    _raise_problem_of_rank_0(job, comm, problem)
 
 
-def _agree(job: Job, meeting: Meeting) -> None:
-    """Raise unless all ranks have prepared the same save."""
-    reports = meeting.report(json.dumps([job.step, job.problem, job.states, job.replica_states]).encode())
+def _agree(job: Job, comm: StoreCommunicator) -> None:
+    """Raise SaveError on every rank unless all ranks have prepared the same save."""
+    reports = comm.gather(json.dumps([job.step, job.problem, job.states, job.replica_states]).encode())
     everyone = [json.loads(each) for each in reports or ()]
     problem = None if reports is None else _disagreement(everyone)
-    _tell_of_replicas(everyone)
-    _raise_announced(job, meeting, problem)
+    _warn_of_replica_differences(everyone)
+    _raise_problem_of_rank_0(job, comm, problem)
 
 
 def _disagreement(everyone: Sequence[tuple[int, str | None, dict[str, str], dict[str, list[Any]]]]) -> str | None:
-    """Why ranks that bring these steps, problems and states cannot save together."""
+    """Why ranks with these steps, problems, states and replica states cannot save together; ``None`` if they can."""
     for rank, (_, problem, _, _) in enumerate(everyone):
         if problem is not None:
             return f"rank {rank}: {problem}"
@@ -177,7 +177,8 @@ def _disagreement(everyone: Sequence[tuple[int, str | None, dict[str, str], dict
     return None
 
 
-def _tell_of_replicas(everyone: Sequence[Any]) -> None:
+def _warn_of_replica_differences(everyone: Sequence[Any]) -> None:
+    """Log a warning if tensor-parallel ranks of one replica have different states of an object."""
     digests: dict[tuple[str, int], tuple[int, str]] = {}
     for rank, (_, _, _, of_replica) in enumerate(everyone):
         for name, (replica, digest) in of_replica.items():
@@ -193,10 +194,11 @@ def _tell_of_replicas(everyone: Sequence[Any]) -> None:
                 return
 
 
-# --- what the ranks hold --------------------------------------------------------------------------
+# --- which tensors the ranks have -----------------------------------------------------------------
 
 
-def _holdings(job: Job) -> bytes:
+def _described_tensors(job: Job) -> bytes:
+    """The message that tells other ranks which parts of which tensors this rank has."""
     facts = [[t.section, t.entry.name, t.entry.dtype, t.entry.shape, t.is_single, _regions(t)] for t in job.tensors]
     return zlib.compress(json.dumps(facts).encode(), 1)
 
@@ -205,8 +207,11 @@ def _regions(tensor: HeldTensor) -> list[Region]:
     return [] if tensor.where is None else regions_of(tensor.where, tensor.entry.itemsize)
 
 
-class _Holders:
-    """What all ranks hold, from their messages.
+class _Holdings:
+    """The parts of tensors that all ranks have.
+
+    Args:
+        messages: the results of :func:`_described_tensors` of all ranks.
 
     Raises:
         SaveError: two ranks have different tensors of the same name.
@@ -243,13 +248,15 @@ class _Holders:
             id(held): tuple(Holding(space.number[key], regions) for key, regions in held) for held in self._held
         }
         holdings = {rank: numbered[id(held)] for rank, held in enumerate(self._held)}
-        return WritePlan(space, classes_of(holdings), frozenset(space.number[key] for key in self._single), rank)
+        single = frozenset(space.number[key] for key in self._single)
+        return WritePlan(space, replicate_groups(holdings), single, rank)
 
 
-# --- what the ranks have written ------------------------------------------------------------------
+# --- the results of the ranks' writes -------------------------------------------------------------
 
 
 def _make_empty(part: Path, lock: DirectoryLock | None) -> None:
+    """Create an empty directory. The lock must still be held."""
     if lock is not None:
         lock.check()
     shutil.rmtree(part, ignore_errors=True)
@@ -280,8 +287,8 @@ def _report(
     }).encode()  # fmt: skip
 
 
-def _conclude(job: Job, target: Target, reports: Sequence[bytes], space: AddressSpace) -> None:
-    """Rank 0's part: the small files, the manifest, and the name."""
+def _conclude(job: Job, target: SaveTarget, reports: Sequence[bytes], space: AddressSpace) -> None:
+    """On rank 0: write the small files and the manifest, and publish the checkpoint."""
     directory = target.directory
     part = directory / f".{step_name(job.step)}.part"
     checksums: dict[int, int] = {}
@@ -309,7 +316,7 @@ def _conclude(job: Job, target: Target, reports: Sequence[bytes], space: Address
         records[file.name] = FileRecord(size, tuple(checksums[piece] for piece in range(first, first + count)))
     checkpoints, unread = complete_checkpoints(directory, log=False)
     order = 1 + max((manifest.order for _, manifest in checkpoints), default=0)
-    if unread:  # whose orders are not known, and must be lower when they can be read again
+    if unread:  # their orders are unknown, and must be lower when they can be read again
         order = max(order, time.time_ns())
     write_small_file(part / NAME, Manifest(job.step, is_finite, records, order).to_json())
     sync_to_disk(part)
@@ -318,8 +325,8 @@ def _conclude(job: Job, target: Target, reports: Sequence[bytes], space: Address
     publish(directory, part, job.step)
 
 
-def _retire(job: Job, target: Target) -> None:
-    """Remove older checkpoints. The new one is there, whether that succeeds or not."""
+def _retire(job: Job, target: SaveTarget) -> None:
+    """Remove older checkpoints. A failure is logged only, because the new checkpoint is complete."""
     if (keep := target.keep) is None:
         return
     problem = _problem_of(lambda: retire(target.directory, keep, job.step, target.damaged))
@@ -340,7 +347,7 @@ def _indices(files: Sequence[FileLayout]) -> dict[str, bytes]:
 
 
 def _problem_of(call: Callable[[], object]) -> str | None:
-    """Why a call has failed. Other ranks wait for this one to say so, so nothing is raised here."""
+    """Why a call has failed; ``None`` if it has not. It raises nothing, because other ranks wait for this rank."""
     try:
         call()
     except Exception as error:
@@ -355,10 +362,10 @@ def _text(error: BaseException) -> str:
     return str(error) if type(error) in (SaveError, RuntimeError) else f"{type(error).__name__}: {error}"
 
 
-def _raise_announced(job: Job, meeting: Meeting, problem: str | None) -> None:
-    """Raise rank 0's problem on every rank."""
-    announced = meeting.announce((problem or "").encode()).decode()
-    if announced:
+def _raise_problem_of_rank_0(job: Job, comm: StoreCommunicator, problem: str | None) -> None:
+    """If rank 0 has a problem, raise SaveError on every rank."""
+    of_rank_0 = comm.broadcast((problem or "").encode()).decode()
+    if of_rank_0:
         raise SaveError(
-            f"the checkpoint of step {job.step} was not written: {announced}. Earlier checkpoints are as they were"
+            f"the checkpoint of step {job.step} was not written: {of_rank_0}. Earlier checkpoints are as they were"
         )

@@ -1,4 +1,4 @@
-"""The loading of one checkpoint."""
+"""Loading one checkpoint of a :class:`Checkpointer`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,36 @@ from . import trainer_state
 from .contents import Content, extra_states, has_own_code, mark_loaded, require_memory, set_extra_states
 from .headers import DamagedError, parse_json
 from .job import EXTRA_STATE
-from .manifest import read_manifest, read_small_file
+from .manifest import FileRecord, read_manifest, read_small_file
 from .objects import Objects
-from .reader import check_fit, check_range, fill, read_whole
+from .reader import check_fit, check_range, fill, read_unsharded
 from .sources import checkpoint_source
 from .trainer_state import replica_file, replica_of, rng_file
 from .trees import decode
 
 
+def read_extra_states(path: Path, record: FileRecord | None) -> dict[str, Any]:
+    """The encoded states in a file :data:`EXTRA_STATE`, by their names in the state dict.
+
+    Raises:
+        DamagedError: the file is damaged or has another structure.
+    """
+    states = parse_json(path, read_small_file(path, record))
+    if not isinstance(states, dict):
+        raise DamagedError(f"{path} has something else than states by name")
+    return states
+
+
 class Loading:
-    """The loading of one checkpoint on one rank, in phases that all ranks go through together."""
+    """Loads one checkpoint on one rank, in phases. All ranks complete a phase before any rank starts the next."""
 
     def __init__(self, path: Path, step: int, rank: int, size: int) -> None:
         self._path, self._step, self._rank, self._size = path, step, rank, size
         self._sources: dict[str, Any] = {}
-        self._aside: list[tuple[Any, Tensor, dict[str, Any]]] = []  # states that the checkpoint does not have
+        self._removed: list[tuple[Any, Tensor, dict[str, Any]]] = []  # states that the checkpoint does not have
 
     def prepare(self, given: Objects) -> None:
-        """Open the files, and find what this rank needs of them."""
+        """Open the files, and list the tensors of the model that this rank needs."""
         self._given = given
         if not self._path.is_dir():
             raise FileNotFoundError(
@@ -50,22 +62,27 @@ class Loading:
             self._sources["optimizer"] = checkpoint_source(self._path, self._manifest, "optimizer")
 
     def prepare_optimizers(self) -> None:
-        """Find what this rank needs of the optimizers' state, once no rank has a problem: some communicate."""
+        """List the tensors of the optimizers that this rank needs. Some optimizers communicate here, so this is a phase
+        of its own."""
         given = self._given
         if given.optimizers:
             source = self._sources["optimizer"]
-            self._aside = given.set_aside({name.rpartition(".")[0] for name in source.entries})
+            self._removed = given.remove_states_except({name.rpartition(".")[0] for name in source.entries})
             self._contents["optimizer"] = given.optimizer_contents(source.entries)
 
     def names(self) -> dict[str, Any]:
-        """What this rank needs, for the others to know what is needed at all."""
+        """The names of the tensors that this rank needs, by section, for :meth:`check` on the other ranks."""
         needs: dict[str, Any] = {
             s: [content.entry.name for content in contents] for s, contents in self._contents.items()
         }
         return {**needs, "has_code": self._given.model is not None and has_own_code(self._given.model)}
 
     def check(self, everyone: Sequence[Mapping[str, Any]]) -> None:
-        """Raise unless the checkpoint fits; nothing is changed yet."""
+        """Read all but tensors, and raise unless the checkpoint fits. Nothing is changed yet.
+
+        Args:
+            everyone: the results of :meth:`names` of all ranks.
+        """
         self._has_code = any(names["has_code"] for names in everyone)
         problems: list[str] = []
         for section, source in self._sources.items():
@@ -91,25 +108,25 @@ class Loading:
         self._extra = self._read_extra()
 
     def read(self) -> None:
-        """Read all tensors into their places."""
-        self._whole: dict[str, Tensor] = {}
+        """Read all tensors: into the model and the optimizers, or into a state dict for a model with its own code."""
+        self._state_dict: dict[str, Tensor] = {}
         for section, contents in self._contents.items():
             if section == "model" and self._has_code:
-                self._whole = read_whole(self._sources[section])
-                continue
-            fill(contents, self._sources[section])
+                self._state_dict = read_unsharded(self._sources[section])
+            else:
+                fill(contents, self._sources[section])
 
     def commit(self) -> None:
-        """Set what is no tensor, and what the model's own code loads."""
-        if self._whole:
+        """Set the state that is not tensors, and let the model's own code load its state dict."""
+        if self._state_dict:
             assert self._given.model is not None
             versions = valid_versions(self._trainer.get("module_versions"))
-            load_state_dict(self._given.model, with_versions({**self._whole, **self._extra}, versions))
-            self._whole = {}
+            load_state_dict(self._given.model, with_versions({**self._state_dict, **self._extra}, versions))
+            self._state_dict = {}
         elif self._extra:
             assert self._given.model is not None
             set_extra_states(self._given.model, self._extra)
-        self._aside = []
+        self._removed = []
         mark_loaded(self._contents.get("model", ()))
         self._given.adopt_records()
         if self._settings is not None:
@@ -120,7 +137,7 @@ class Loading:
             trainer_state.set_random_state(self._random)
 
     def close(self) -> None:
-        for optimizer, param, state in self._aside:  # nothing was loaded
+        for optimizer, param, state in self._removed:  # empty after commit()
             optimizer.state[param] = state
         for source in self._sources.values():
             source.close()
@@ -138,7 +155,7 @@ class Loading:
         return settings
 
     def _settings_of_stage(self) -> Any:
-        """What was saved of the optimizers and the schedulers of this rank's pipeline stage."""
+        """The saved settings of the optimizers and the schedulers of this rank's pipeline stage."""
         files = {n: r for n, r in self._manifest.files.items() if n.startswith(trainer_state.STAGE_FILES)}
         if len(set(files.values())) <= 1:  # all stages had the same
             return self._trainer
@@ -167,13 +184,11 @@ class Loading:
         return decode(parse_json(self._path / file, self._small(file)), f"{self._path / file}")
 
     def _read_extra(self) -> dict[str, Any]:
-        """What this rank's modules need (all of it, if the model's own code loads it)."""
+        """The extra states that this rank's modules need (all of them, if the model's own code loads them)."""
         if self._given.model is None:
             return {}
-        mine, path = extra_states(self._given.model), self._path / EXTRA_STATE
-        states = parse_json(path, self._small(EXTRA_STATE)) if EXTRA_STATE in self._manifest.files else {}
-        if not isinstance(states, dict):
-            raise DamagedError(f"{path} has something else than states by name")
+        mine, files = extra_states(self._given.model), self._manifest.files
+        states = read_extra_states(self._path / EXTRA_STATE, files[EXTRA_STATE]) if EXTRA_STATE in files else {}
         missing = [name for name in mine if name not in states]
         if missing:
             raise ValueError(f"{self._path} lacks {missing[:5]}, which the model has; nothing was loaded")

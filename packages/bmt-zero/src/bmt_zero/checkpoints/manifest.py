@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: which files it has, their sizes and their checksums. It is written last.
+"""The manifest of a checkpoint: its files, their sizes and their checksums. It is written last.
 
-``manifest.json`` is ``{"body": {...}, "crc32": "..."}``, where the second is the checksum of the first. A file's
-``crc32`` has eight hexadecimal digits for each piece of 1 MiB.
+``manifest.json`` is ``{"body": {...}, "crc32": "..."}``. ``crc32`` is the checksum of ``body``. In the body, the
+``crc32`` of a file has eight hexadecimal digits for each piece of 1 MiB.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint consists of.
+    """The files of a complete checkpoint.
 
     Attributes:
         step: the step.
         is_finite: whether all parameters are finite numbers.
         files: by name.
-        order: the place of this save among all of the directory; the newest has the highest.
+        order: the position of this save among all saves to the directory. The newest has the highest.
     """
 
     step: int
@@ -59,7 +59,7 @@ class Manifest:
 
 
 def record_of(content: bytes) -> FileRecord:
-    """That of a small file."""
+    """The record of a file with this content."""
     return FileRecord(len(content), tuple(checksums_of(memoryview(content))))
 
 
@@ -69,16 +69,16 @@ def checksums_of(content: memoryview) -> Iterable[int]:
 
 
 def is_file_name(name: Any) -> bool:
-    """Whether a file of a checkpoint may be called so: it lies in the directory itself."""
+    """Whether a file of a checkpoint may have this name. It cannot have a path separator."""
     return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint, whose files are there in their sizes.
+    """The manifest of a checkpoint, after a check that all files exist with the recorded sizes.
 
     Raises:
-        DamagedError: there is none, it is damaged, or a file is missing or has another size.
-        OSError: the machine cannot read for now.
+        DamagedError: there is no manifest, it is damaged, or a file is missing or has another size.
+        OSError: a file currently cannot be read.
     """
     path = directory / NAME
     manifest = parse_manifest(path, read_small_file(path))
@@ -93,10 +93,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(path: Path, text: bytes) -> Manifest:
-    """A manifest from the bytes of the file.
+    """A manifest from the bytes of its file.
 
     Raises:
-        DamagedError: they are none.
+        DamagedError: they are not a valid manifest.
     """
     value = parse_json(path, text)
     if not isinstance(value, dict) or value.keys() != {"body", "crc32"} or not isinstance(value["body"], dict):
@@ -128,16 +128,17 @@ def _parse_record(path: Path, name: str, record: Any) -> FileRecord:
 
 
 def read_small_file(path: Path, record: FileRecord | None = None) -> bytes:
-    """A file as a whole, compared with its checksums where these are given.
+    """The content of a file, compared with its record if there is one.
 
     Raises:
-        DamagedError: it is missing, has changed, or is too long for a file that has no record.
+        DamagedError: the file is missing, has changed, or is longer than its record or the limit for files without one.
+        OSError: the file currently cannot be read.
     """
     limit = _LONGEST if record is None else record.size
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            content = file.read(size) if size <= limit else None  # allocates what it is asked for
+            content = file.read(size) if size <= limit else None  # read() allocates `size` bytes
     except OSError as error:
         raise unreadable(path, error) from None
     if content is None:

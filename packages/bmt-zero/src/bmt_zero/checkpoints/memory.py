@@ -1,4 +1,4 @@
-"""Host memory as bytes, and the copy of all tensors that a checkpoint is written from."""
+"""Host memory as bytes, and copies of tensors in host memory, from which checkpoints are written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALIGNMENT = 64
 
 
 def view_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor on the CPU. The tensor must outlive it."""
+    """The memory of a contiguous uint8 tensor on the CPU. The tensor must outlive the view."""
     assert tensor.is_contiguous()
     assert tensor.dtype is torch.uint8
     assert tensor.device.type == "cpu"
@@ -28,19 +28,19 @@ def view_of(tensor: Tensor) -> memoryview:
 
 
 class Snapshot:
-    """Copies of tensors in host memory that is used again by the next copies.
+    """Copies of tensors in host memory, which the next copies reuse.
 
-    The memory is page-locked where a tensor is on a CUDA device, else in huge pages where the system has them. It grows
-    to the largest set of tensors so far.
+    The memory is page-locked if a tensor is on a CUDA device. Otherwise it is in huge pages if the system has them. It
+    grows to the largest set of tensors so far.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of contiguous tensors, as bytes: uint8, 1-D. They hold until the next call.
+        """Copies of contiguous tensors, as bytes: uint8, 1-D. They are valid until the next call.
 
-        The host waits until devices have copied.
+        The host waits for D2H copies.
         """
         _, size = places_of(tensor.nbytes for tensor in tensors)
         return copy_into(self.room(size, any(tensor.is_cuda for tensor in tensors)), tensors)
@@ -48,13 +48,13 @@ class Snapshot:
     def room(self, size: int, is_locked: bool) -> Tensor:
         """Memory of ``size`` bytes or more."""
         if self._memory.numel() < size or (is_locked and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the larger one comes after it is released
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # release before the larger allocation
             self._memory = page_locked(size, torch.uint8) if is_locked else _huge_pages(size)
         return self._memory
 
 
 def places_of(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where copies of so many bytes begin, one after the other, and where the last one ends."""
+    """The first byte of each of several consecutive, aligned copies of these sizes, and the end of the last one."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
@@ -64,11 +64,11 @@ def places_of(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 @torch.no_grad()
 def copy_into(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of contiguous tensors in ``memory`` (uint8, 1-D), as bytes. The host waits until devices have copied."""
+    """Copies of contiguous tensors in ``memory`` (uint8, 1-D), as bytes. The host waits for D2H copies."""
     starts, _ = places_of(tensor.nbytes for tensor in tensors)
     copies = [memory[start : start + tensor.nbytes] for tensor, start in zip(tensors, starts)]
     for tensor, copied in zip(tensors, copies):
-        if copied.numel():  # as bytes, a copy on the CPU would take longer
+        if copied.numel():  # in the tensor's dtype: copying bytes on the CPU takes longer
             copied.view(tensor.dtype).copy_(tensor.view(-1), non_blocking=True)
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
@@ -76,11 +76,11 @@ def copy_into(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _huge_pages(size: int) -> Tensor:
-    """Memory that takes the processor few translations of addresses to write to, if the system allows it."""
+    """Memory in huge pages, if the system has them: writing to it needs fewer address translations."""
     if not size:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system without them
+        with suppress(OSError):  # the system has none
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

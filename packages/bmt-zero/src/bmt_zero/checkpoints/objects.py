@@ -1,4 +1,4 @@
-"""The objects that a call of the checkpointer is given: a model, optimizers, and anything else with a state."""
+"""The objects that are passed to a call of the checkpointer: a model, optimizers, and others with a state."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Objects:
 
     Args:
         objects: by keyword.
-        loading: objects that cannot be loaded are then an error.
+        loading: whether the objects are to be loaded, not saved.
 
     Raises:
-        TypeError: one is of a kind that cannot be saved.
+        TypeError: an object is of a kind that cannot be saved, or loaded.
         ValueError: a name cannot be used.
     """
 
@@ -72,13 +72,12 @@ class Objects:
         for name, each in self.others.items():
             if name in _RESERVED or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name):
                 raise ValueError(f"{name!r} cannot be the name of an object in a checkpoint; choose another one")
-            needed = ("load_state_dict",) if loading else ("state_dict",)
-            if not all(hasattr(each, method) for method in needed) and not _is_pretrained(each):
+            if not hasattr(each, "load_state_dict" if loading else "state_dict") and not _is_pretrained(each):
                 raise TypeError(
                     f"{name} is a {type(each).__name__}; a checkpoint takes objects with state_dict() and "
                     "load_state_dict()"
                 )
-        if loading:  # not those that only have files of a model
+        if loading:  # objects with save_pretrained() alone have no state
             self.others = {name: each for name, each in self.others.items() if hasattr(each, "load_state_dict")}
 
     def model_contents(self) -> list[Content]:
@@ -92,7 +91,7 @@ class Objects:
         return {} if self.model is None else parameter_names(self.model)
 
     def optimizer_contents(self, saved: Mapping[str, Entry] | None = None) -> list[Content]:
-        """The state of all optimizers; where it is not there yet, room for what was ``saved``.
+        """The state of all optimizers. If torch's optimizers have no state yet, it is allocated for the ``saved`` one.
 
         Raises:
             ValueError: two optimizers have state of the same name.
@@ -111,27 +110,30 @@ class Objects:
                 contents[content.entry.name] = content
         return list(contents.values())
 
-    def set_aside(self, saved: Collection[str]) -> list[tuple[Any, Tensor, dict[str, Any]]]:
-        """Take the states of parameters but those of these names from torch's optimizers, which make them anew."""
+    def remove_states_except(self, saved: Collection[str]) -> list[tuple[Any, Tensor, dict[str, Any]]]:
+        """Remove and return the states of parameters whose names are not in ``saved`` from torch's optimizers.
+
+        These optimizers make new states in their next step.
+        """
         names = self.parameter_names()
-        aside = [
+        removed = [
             (optimizer, param, state)
             for optimizer in self.optimizers
             if not hasattr(optimizer, "state_records")
             for param, state in optimizer.state.items()
             if param in names and names[param] not in saved
         ]
-        for optimizer, param, _ in aside:
+        for optimizer, param, _ in removed:
             del optimizer.state[param]
-        return aside
+        return removed
 
     def adopt_records(self) -> None:
-        """Let the optimizers go on from what was written into their state."""
+        """Let the optimizers use the values that were written into their state."""
         for optimizer, records, made in self.records:
             adopt_records(optimizer, records, made)
 
     def pretrained_files(self) -> dict[str, bytes]:
-        """Configuration and tokenizer files, where the model carries them or such objects are given."""
+        """The files that ``save_pretrained`` of the model's configurations and of the other objects writes, by name."""
         files: dict[str, bytes] = {}
         carried = [getattr(self.model, name, None) for name in ("config", "generation_config")]
         for each in [*carried, *self.others.values()]:

@@ -1,4 +1,5 @@
-"""Experts that a file has one by one, and the model in one tensor: as on Hugging Face's hub and in transformers 5."""
+"""Experts that are separate tensors in a file, as on Hugging Face's hub, and one tensor in the model, as in
+transformers 5."""
 
 from __future__ import annotations
 
@@ -17,24 +18,24 @@ _PARTS = {
     "up_proj": (("up_proj",), ("w3",)),
     "down_proj": (("down_proj",), ("w2",)),
 }
-"""What lies one after the other in each expert of a packed parameter, by the names that a layer has alone."""
+"""The parts of each expert of a packed parameter, in order, by the names of the separate layers."""
 
 
 def names_in_model(model: nn.Module, names: Iterable[str], known: Container[str]) -> Mapping[str, str]:
-    """Names of a file by those in a model of transformers, which has renamed some since files were written.
+    """For each name in a file, the name in a model of transformers, which has renamed some layers since.
 
-    Those that are ``known`` to be the model's stay.
+    Names that are ``known`` to be the model's stay.
     """
     mapping, kinds = (sys.modules.get(f"transformers.{each}") for each in ("conversion_mapping", "core_model_loading"))
     if mapping is None or kinds is None or not isinstance(model, sys.modules["transformers"].PreTrainedModel):
         return {name: name for name in names}
-    found = [each for each in mapping.get_model_conversion_mapping(model) if isinstance(each, kinds.WeightRenaming)]
+    renamings = [each for each in mapping.get_model_conversion_mapping(model) if isinstance(each, kinds.WeightRenaming)]
     renamed = {}
     for name in names:
-        after = name
-        for renaming in found if name not in known else ():
-            after, _ = renaming.rename_source_key(after)
-        renamed[name] = after
+        new_name = name
+        for renaming in renamings if name not in known else ():
+            new_name, _ = renaming.rename_source_key(new_name)
+        renamed[name] = new_name
     return renamed
 
 
@@ -42,8 +43,8 @@ class PackedExperts:
     """A source in which the experts ``prefix.0.up_proj.weight``, ``prefix.1.up_proj.weight``, ... are one tensor.
 
     Args:
-        source: what has them one by one.
-        names: of the tensors that are wanted. Those that the source has, and those of which it has no parts, stay away.
+        source: the source with the separate tensors.
+        names: of the tensors that are needed. A name is ignored if the source has it, or has no parts of it.
     """
 
     def __init__(self, source: Source, names: Iterable[str]) -> None:
@@ -70,19 +71,22 @@ class PackedExperts:
         if name not in self._parts:
             return self._source.read(name, low, high)
         out = torch.empty(high - low, dtype=torch.uint8, device="cpu")
-        for part, begin, stop, place in self._pieces(name, low, high):
-            out[place : place + stop - begin].copy_(self._source.read(part, begin, stop))
+        for part, begin, stop, offset in self._parts_in(name, low, high):
+            out[offset : offset + stop - begin].copy_(self._source.read(part, begin, stop))
         return out
 
     def read_into(self, name: str, low: int, out: Tensor) -> None:
         if name not in self._parts:
             self._source.read_into(name, low, out)
             return
-        for part, begin, stop, place in self._pieces(name, low, low + len(out)):
-            self._source.read_into(part, begin, out[place : place + stop - begin])
+        for part, begin, stop, offset in self._parts_in(name, low, low + len(out)):
+            self._source.read_into(part, begin, out[offset : offset + stop - begin])
 
-    def _pieces(self, name: str, low: int, high: int) -> Iterable[tuple[str, int, int, int]]:
-        """Which bytes of which parts are the bytes [low, high), and where among these they begin."""
+    def _parts_in(self, name: str, low: int, high: int) -> Iterable[tuple[str, int, int, int]]:
+        """The parts that the bytes [low, high) consist of: (name, begin, stop, offset).
+
+        Bytes [begin, stop) of the part are those from ``low + offset`` on.
+        """
         start = 0
         for part in self._parts[name]:
             begin, stop = max(low, start), min(high, start + part.nbytes)
@@ -95,7 +99,7 @@ class PackedExperts:
 
 
 def _parts_of(name: str, entries: Mapping[str, Entry]) -> list[list[Entry]]:
-    """The parts of each expert of a packed parameter; none if the source has no such matrices of equal shapes."""
+    """The parts of each expert of a packed parameter; empty if the source has no such 2-D tensors of equal shapes."""
     prefix, _, leaf = name.rpartition(".")
     for layers in _PARTS.get(leaf, ()):
         experts: list[list[Entry]] = []

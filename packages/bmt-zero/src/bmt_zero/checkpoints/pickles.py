@@ -1,8 +1,8 @@
-"""The pickles in files of ``torch.save``: what they describe, without building or calling anything of it.
+"""A reader of the pickles in ``torch.save`` files that calls nothing from the file and makes no tensors.
 
-``torch.load(weights_only=True)`` hashes whatever is a key, which takes for ever for a tuple of tuples that are one
-object, and makes each tensor while it reads. This reader takes the operations that torch writes (protocol 2), refuses
-keys that are no plain values, and leaves tensors as :class:`TensorRecord`.
+``torch.load(weights_only=True)`` makes each tensor while it reads, and hashes every key, which practically never ends
+for a tuple of tuples that are one object. This reader accepts the operations that torch writes (protocol 2), rejects
+keys that are not plain values, and returns tensors as :class:`TensorRecord`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STORAGES = {
 
 
 class PickleError(ValueError):
-    """A pickle is damaged, or describes what is not taken."""
+    """A pickle is damaged, or describes something that is not accepted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,25 +68,25 @@ class TensorRecord:
 
 @dataclass(frozen=True, eq=False)
 class OtherTensor:
-    """A tensor that is not strided memory: sparse, quantized, without values."""
+    """A tensor that is not strided memory: a sparse or quantized one, or one without values."""
 
     kind: str
 
 
 class Pickled(NamedTuple):
-    """What a pickle describes."""
+    """The content of a pickle."""
 
     value: Any
-    end: int  # where the pickle ends
+    end: int  # the first byte after the pickle
     storages: dict[str, StorageRecord]
-    versions: Any  # of modules, where the value is a state dict that has them, else None
+    versions: Any  # of modules, if the value is a state dict with versions, else None
 
 
 def read_pickle(data: bytes, at: int = 0) -> Pickled:
-    """What a pickle in ``data`` describes.
+    """Read the pickle in ``data`` that begins at byte ``at``.
 
     Raises:
-        PickleError: it is damaged, or has other things than plain values and tensors in it.
+        PickleError: it is damaged, or contains something other than plain values and tensors.
     """
     reader = _Reader(data, at)
     memo = reader.memo
@@ -94,7 +94,7 @@ def read_pickle(data: bytes, at: int = 0) -> Pickled:
         while True:
             operation = data[reader.at]
             reader.at += 1
-            # Those that come most often are written out: a pickle has 30 operations for a tensor.
+            # The most frequent operations are inlined: a pickle has 30 operations per tensor.
             if operation == _LONG_PUT:
                 memo[_U32.unpack_from(data, reader.at)[0]] = reader.stack[-1]
                 reader.at += 4
@@ -195,7 +195,7 @@ class _Reader:
         self.push(function.call(*arguments))
 
     def build(self) -> None:
-        """What is set on an object: the metadata of a state dict, the attributes of a parameter."""
+        """Accept attributes that are set on an object: the metadata of a state dict, the attributes of a parameter."""
         attributes = self.stack.pop()
         if type(attributes) is dict and type(self.stack[-1]) in _DICTS:
             self.versions[id(self.stack[-1])] = attributes.get("_metadata")
@@ -212,7 +212,7 @@ class _Reader:
 
 
 def _plain_key(key: Any) -> Any:
-    """A key whose hash is quick to compute: a plain value, or a short tuple of these."""
+    """The key, if its hash is quick to compute: a plain value, or a short tuple of these. Else raise PickleError."""
     parts = key if type(key) in (tuple, torch.Size) and len(key) <= 8 else (key,)
     if not all(part is None or type(part) in (str, int, float, bool, bytes, torch.device) for part in parts):
         raise PickleError("it has a key that is no plain value")
@@ -293,7 +293,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _encoded,
     "__builtin__.set": _set,
     "__builtin__.complex": complex,
-    "__builtin__.bytearray": lambda content=b"": bytearray(memoryview(content)),  # no number, which would be a length
+    "__builtin__.bytearray": lambda content=b"": bytearray(memoryview(content)),  # rejects a number, a length
 }
 
 _STEPS: dict[int, Callable[[_Reader], None]] = {

@@ -1,4 +1,4 @@
-"""Weights from anywhere: a checkpoint, a Hugging Face directory, a safetensors file, a file of ``torch.save``."""
+"""Loading weights from a checkpoint, a Hugging Face directory, a safetensors file or a ``torch.save`` file."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ from .contents import (
 )
 from .headers import DamagedError, Entry, parse_json
 from .job import EXTRA_STATE
+from .loading import read_extra_states
 from .manifest import NAME, FileRecord, read_manifest, read_small_file
 from .packed_experts import PackedExperts, names_in_model
 from .pt_files import PtSource
-from .reader import check_fit, check_range, fill, read_tensor, read_whole
+from .reader import check_fit, check_range, fill, read_tensor, read_unsharded
 from .sources import SafetensorsSource, Source, checkpoint_source, hugging_face_files
 from .trees import decode
 
 _log = logging.getLogger("bmt_zero.checkpoints")
 
 KeyMap = Mapping[str, str] | Callable[[str], "str | None"] | None
-"""From names in the files to names in the model. What it leaves out, or gives ``None`` for, is not read."""
+"""A map from names in the files to names in the model. Names that it lacks or maps to ``None`` are not read."""
 
 
 def open_source(path: Path) -> Any:
-    """The tensors at a path: a :class:`Source` with a method ``close``.
+    """Open the tensors at a path: a :class:`Source` with a method ``close``.
 
-    A directory is a checkpoint of a :class:`Checkpointer`, or has what Hugging Face's ``save_pretrained`` writes.
+    A directory is a checkpoint of a :class:`Checkpointer`, or contains what Hugging Face's ``save_pretrained`` writes.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        DamagedError: it is damaged, or of no known format.
+        FileNotFoundError: the path does not exist.
+        DamagedError: the file or directory is damaged, or has an unknown format.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint file or directory {path}")
@@ -82,21 +83,20 @@ def _open_directory(path: Path) -> Any:
 
 def _extra_states(path: Path, record: FileRecord | None) -> dict[str, Any]:
     """What modules returned from ``get_extra_state``, by the names in the state dict."""
-    states = parse_json(path, read_small_file(path, record))
-    if not isinstance(states, dict):
-        raise DamagedError(f"{path} has something else than states by name")
-    return {name: decode(state, f"{path}: {name!r}") for name, state in states.items()}
+    return {name: decode(state, f"{path}: {name!r}") for name, state in read_extra_states(path, record).items()}
 
 
 def _mapped(name: str, key_map: KeyMap) -> str | None:
-    return key_map(name) if callable(key_map) else name if key_map is None else key_map.get(name)
+    if key_map is None:
+        return name
+    return key_map(name) if callable(key_map) else key_map.get(name)
 
 
 class JoinedSource:
-    """Several files of ``torch.save``, each with a part of one state dict.
+    """Several ``torch.save`` files, each with some entries of one state dict.
 
     Raises:
-        DamagedError: one is damaged, or two have the same name in them.
+        DamagedError: a file is damaged, or two files have an entry of the same name.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -128,15 +128,19 @@ class JoinedSource:
         self._places[name].read_into(name, low, out)
 
     def finish(self) -> None:
-        """Nothing is left to compare."""
+        """Files of ``torch.save`` are checked when they are opened."""
 
     def close(self) -> None:
         for source in self._sources:
             source.close()
 
 
-class Renamed:
-    """A source by other names."""
+class RenamedSource:
+    """A source whose tensors have other names. Tensors that ``key_map`` leaves out are not part of it.
+
+    Raises:
+        ValueError: ``key_map`` maps two names to one.
+    """
 
     def __init__(self, source: Source, key_map: KeyMap) -> None:
         self._source = source
@@ -152,7 +156,7 @@ class Renamed:
             self._names[mapped] = name
             self.entries[mapped] = Entry(mapped, entry.dtype, entry.shape)
         names = {name: mapped for mapped, name in self._names.items()}
-        firsts: dict[str, str] = {}  # those that are read
+        firsts: dict[str, str] = {}  # the first mapped name of each tied tensor
         self.tied: dict[str, str] = {}
         for name, mapped in names.items():
             first = firsts.setdefault(source.tied.get(name, name), mapped)
@@ -174,10 +178,10 @@ class Renamed:
 
 
 class WeightLoader:
-    """The loading of weights on one rank: nothing is changed before :meth:`read`.
+    """Loads weights on one rank. Nothing is changed before :meth:`read` or :meth:`read_unsharded`.
 
     Args:
-        model: the model; parameters and buffers of plain modules may be on the meta device.
+        model: the model. Parameters and buffers of plain modules may be on the meta device.
         path: see :func:`open_source`.
         key_map: see :data:`KeyMap`.
     """
@@ -186,7 +190,7 @@ class WeightLoader:
         self._model, self._path = model, path
         self._opened = open_source(path)
         self._key_map = key_map
-        self._source: Source = Renamed(self._opened, key_map)
+        self._source: Source = RenamedSource(self._opened, key_map)
         self._contents = contents_of_model(model)
         self._extra = self._read_extra(key_map)
         self.versions = self._opened.versions if key_map is None else None
@@ -201,16 +205,17 @@ class WeightLoader:
         return {name: state for name, state in mapped.items() if name is not None}
 
     def names(self) -> list[str]:
-        """What this rank needs."""
+        """The names of the tensors that this rank needs."""
         return [content.entry.name for content in self._contents]
 
     def has_code(self) -> bool:
-        """Whether the model's own code loads it, on this rank."""
+        """Whether this rank's part of the model has its own code for saving or loading."""
         return has_own_code(self._model)
 
-    def read_whole(self, device: torch.device) -> dict[str, Any]:
-        """All of it, for such a model: a state dict. What is on the meta device gets memory on ``device``."""
-        values: dict[str, Any] = {**read_whole(self._source), **(self._extra or {})}
+    def read_unsharded(self, device: torch.device) -> dict[str, Any]:
+        """The unsharded state dict, for a model with its own code. Tensors of the model on the meta device get memory
+        on ``device``."""
+        values: dict[str, Any] = {**read_unsharded(self._source), **(self._extra or {})}
         for group in self._tied():
             has = [content.entry.name for content in group if content.entry.name in values]
             values.update(
@@ -220,10 +225,10 @@ class WeightLoader:
         return values
 
     def _tied(self) -> Iterable[list[Content]]:
-        """What this rank needs; tied weights, of whose names one is enough in a source, are together."""
+        """The contents that this rank needs, grouped by tensor. A source needs only one name of tied weights."""
         groups: dict[int, list[Content]] = {}
-        for content, place in distinct_tensors(self._contents):
-            groups.setdefault(place, []).append(content)
+        for content, index in zip(self._contents, distinct_tensors(self._contents)[1]):
+            groups.setdefault(index, []).append(content)
         return groups.values()
 
     def check(self, elsewhere: set[str], strict: bool, by_code: bool) -> None:
@@ -231,12 +236,12 @@ class WeightLoader:
 
         Args:
             elsewhere: the names that other ranks need.
-            by_code: whether the model's own code loads it: it may rename and convert what it loads.
+            by_code: whether the model's own code loads the entries. It may rename and convert them.
         """
         own = {content.entry.name for content in self._contents}
-        if self._key_map is None and not (self._path / NAME).exists():  # no checkpoint, which has the model's names
+        if self._key_map is None and not (self._path / NAME).exists():  # a checkpoint has the model's names
             names = names_in_model(self._model, self._opened.entries, own | elsewhere)
-            self._source = Renamed(self._opened, names)
+            self._source = RenamedSource(self._opened, names)
         self._source = PackedExperts(self._source, own | elsewhere)
         if by_code:
             plain, entries = dtypes_without_own_code(self._model), self._source.entries
@@ -266,7 +271,7 @@ class WeightLoader:
         check_range(self._wanted, self._source)
 
     def read(self, device: torch.device) -> None:
-        """Fill the model. What is on the meta device gets memory on ``device``."""
+        """Fill the model. Tensors on the meta device get memory on ``device``."""
         if any(content.tensor.is_meta for content in self._wanted):
             give_memory(self._model, device, [content.owner for content in self._wanted])
             names = {content.entry.name for content in self._wanted}
@@ -281,16 +286,16 @@ class WeightLoader:
 
 
 def give_memory(model: nn.Module, device: torch.device, wanted: Iterable[Any] | None = None) -> dict[int, Tensor]:
-    """Put tensors with memory in the places of parameters and saved buffers on the meta device; tied ones stay tied.
+    """Replace parameters and saved buffers on the meta device by tensors with memory. Tied ones stay tied.
 
     Args:
-        wanted: those that will be filled; ``None``: all that a state dict has.
+        wanted: the tensors that will be filled; ``None``: all that a state dict has.
 
     Returns:
-        what they have become, by the identity of what they were.
+        the new tensors, by the identity of the replaced ones.
 
     Raises:
-        ValueError: the device of one is for somebody else to change; nothing was changed.
+        ValueError: a tensor is a DTensor, which cannot be replaced here. Nothing was changed.
     """
     ids = None if wanted is None else {id(each) for each in wanted}
     meta: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -302,7 +307,7 @@ def give_memory(model: nn.Module, device: torch.device, wanted: Iterable[Any] | 
                     continue
                 if ids is not None and id(tensor) not in ids:
                     continue
-                if hasattr(tensor, "placements"):  # its group has more references to it
+                if hasattr(tensor, "placements"):  # its FSDP2 group has more references to it
                     raise without_memory(f"{path}.{name}" if path else name)
                 meta.append((places, name, tensor))
     made: dict[int, Tensor] = {}
@@ -313,6 +318,3 @@ def give_memory(model: nn.Module, device: torch.device, wanted: Iterable[Any] | 
             made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_param else memory
         places[name] = made[id(tensor)]
     return made
-
-
-__all__ = ["DamagedError", "KeyMap", "WeightLoader", "open_source"]

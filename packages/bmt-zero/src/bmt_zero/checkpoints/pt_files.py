@@ -1,8 +1,8 @@
-"""Files of ``torch.save`` as sources of tensors: only tensors and plain values, and only if the checksums hold.
+"""Files of ``torch.save`` as sources of tensors. They may hold only tensors and plain values, with valid checksums.
 
-A file is a zip archive of records that are not compressed: ``data.pkl``, and the memory of each tensor under
-``data/<key>``. Under ``torch.serialization.set_crc32_options(False)`` all checksums are 0. Before torch 1.6 it was a
-sequence of pickles with the memory behind them, without checksums.
+A file is a zip archive of uncompressed records: ``data.pkl``, and the storages under ``data/<key>``. Under
+``torch.serialization.set_crc32_options(False)`` all checksums are 0. Before torch 1.6, a file was a sequence of pickles
+followed by the storages, without checksums.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .sources import BUFFER, CHUNK, OpenFile
 
 _LONGEST_PICKLE = 1 << 26
 _SMALL = 1 << 12
-_MAGIC = 0x1950A86A20F9469CFC6C  # what files begin with that torch wrote before 1.6
+_MAGIC = 0x1950A86A20F9469CFC6C  # the beginning of files before torch 1.6
 
 
 class PtSource:
@@ -37,7 +37,7 @@ class PtSource:
 
     Attributes:
         entries: the tensors, by name.
-        tied: of a tensor that is another one of the file, by another name, the first name.
+        tied: for each further name of a tensor that has several names, the first name.
         nbytes: of the file.
         versions: of the modules; see :func:`~bmt_zero.state.with_versions`.
 
@@ -48,8 +48,8 @@ class PtSource:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = OpenFile(path, None, torch.empty(BUFFER, dtype=torch.uint8, device="cpu"))
-        self._places: dict[str, tuple[int, int]] = {}  # where the memory of a storage is, and its length
-        self._packed: dict[str, Tensor] = {}  # the tensor, not contiguous in the file, that was read last
+        self._places: dict[str, tuple[int, int]] = {}  # the offset and the length of each storage in the file
+        self._packed: dict[str, Tensor] = {}  # a contiguous copy of the last tensor that is not contiguous in the file
         self.nbytes = self._file.size
         try:
             self._state = self._open()
@@ -109,14 +109,14 @@ class PtSource:
             out.copy_(self.read(name, low, low + len(out)))
 
     def _begin(self, record: TensorRecord) -> int:
-        """Where a contiguous tensor begins in the file."""
+        """The offset of the first element of a tensor in the file."""
         return self._places[record.storage.key][0] + record.offset * record.dtype.itemsize
 
     def finish(self) -> None:
-        """Nothing is left to compare."""
+        """The checksums were compared when the file was opened."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, in memory."""
+        """The state dict, in memory."""
         return self._values(self._state)
 
     def _values(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class PtSource:
         try:
             pickled = self._open_archive() if zipfile.is_zipfile(self._path) else self._open_legacy()
         except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, UnicodeError, struct.error) as error:
-            # zipfile seeks to where a damaged archive points, which may be nowhere.
+            # A damaged archive may make zipfile seek to an invalid offset.
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
                 raise unreadable(self._path, error) from None
             raise DamagedError(f"{self._path} cannot be read; it may be truncated or damaged: {error}") from None
@@ -167,7 +167,7 @@ class PtSource:
         return read_pickle(self._file.bytes_at(at, length))
 
     def _checked_record(self, info: zipfile.ZipInfo, has_checksum: bool) -> tuple[int, int]:
-        """Where a record is, and its length; it has the checksum that the archive has for it."""
+        """The offset and the length of a record. Raises DamagedError if its checksum is not the archive's."""
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise DamagedError(
                 f"{self._path} cannot be read: its record {info.filename[:100]!r} is compressed, which torch.save "
@@ -211,7 +211,7 @@ class PtSource:
         return pickled
 
     def _check(self, name: str, record: TensorRecord) -> None:
-        """Raise unless a tensor has memory for every element that it tells of."""
+        """Raise DamagedError unless the file has memory for every element of a tensor."""
         _, held = self._places.get(record.storage.key, (0, -1))
         size, numel = record.dtype.itemsize, math.prod(record.shape)
         if held < record.storage.nbytes:
@@ -226,7 +226,7 @@ class PtSource:
             )
 
     def _spanned(self, record: TensorRecord) -> Tensor:
-        """A tensor in memory of its own, from its first to its last element."""
+        """A tensor in new memory that spans its first to its last element."""
         size = record.dtype.itemsize
         span = 1 + sum((n - 1) * stride for n, stride in zip(record.shape, record.stride))
         memory = self._memory(self._begin(record), span * size if math.prod(record.shape) else 0)
@@ -249,11 +249,11 @@ class PtSource:
         return memory
 
     def _value(self, value: Any, known: dict[int, Any], memory: dict[str, Tensor]) -> Any:
-        """A value with tensors in the places of their records.
+        """A value with tensors instead of tensor records.
 
         Args:
-            known: what values have become, by identity.
-            memory: what storages have become, by their keys.
+            known: the results for values that were converted already, by identity of the value.
+            memory: the storages that were read already, by their keys.
         """
         if id(value) in known:
             return known[id(value)]
@@ -293,13 +293,10 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...] | None]:
     """The names in a ``torch.save`` file, and the shapes of those that are tensors. The values are not kept.
 
     Raises:
-        DamagedError: as of :func:`read_state_dict`.
+        DamagedError: as for :func:`read_state_dict`.
     """
     source = PtSource(path)
     try:
         return source.shapes
     finally:
         source.close()
-
-
-__all__ = ["OtherTensor", "PtSource", "read_shapes", "read_state_dict"]

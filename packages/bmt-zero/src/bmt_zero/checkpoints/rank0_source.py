@@ -1,4 +1,4 @@
-"""A file that rank 0 reads for all ranks, a few MiB at a time."""
+"""A file that rank 0 reads and broadcasts, a few MiB at a time."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from .sources import CHUNK, IN_PLACE
 
 
 class Rank0Source:
-    """A file that rank 0 reads, for all ranks.
+    """A file that rank 0 reads for all ranks.
+
+    After an error on rank 0, methods continue with arbitrary values, so that other ranks do not wait. :meth:`check`
+    then raises the error on every rank.
 
     Args:
-        at_once: whether all of it will be in memory.
+        at_once: whether all tensors will be in memory at the same time.
 
     Attributes:
-        facts: name, shape (``None`` if it is no tensor) and dtype of all that is in it.
+        facts: the name, the shape (``None`` if it is not a tensor) and the dtype of all entries.
         tied: the first name of each tensor that has several.
         versions: of the modules; see :func:`~bmt_zero.state.with_versions`.
     """
@@ -47,24 +50,24 @@ class Rank0Source:
                 tied, versions = dict(self._source.tied), self._source.versions
                 facts = [(name, each.shape, DTYPES[each.dtype]) for name, each in self._source.entries.items()]
                 facts += [(name, shape_of(value), dtype_of(value)) for name, value in self._source.others.items()]
-            except Exception as error:  # the others wait to hear of it
+            except Exception as error:
                 self._problem = error
         self.check()
         self.facts, self.tied, self.versions = context.world.broadcast_object((facts, tied, versions))
 
     def _read(self, name: str, low: int, high: int) -> Tensor | None:
-        """Bytes of a tensor, on rank 0, if they can be read; what cannot be is kept for :meth:`check`."""
+        """Bytes of a tensor, on rank 0; ``None`` on other ranks and after an error, which :meth:`check` raises."""
         if self._source is None:
             return None
         try:
             window: Tensor = self._source.read(name, low, high)
             return window.to(self.context.world.device)
-        except Exception as error:  # the others wait for the bytes
+        except Exception as error:
             self._problem = self._problem or error
             return None
 
     def receive(self, name: str, shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Any:
-        """A value, on every rank; after an error on rank 0, which :meth:`check` raises, something else."""
+        """The value of an entry, on every rank."""
         value: Any = None
         if self._source is not None:
             value = self._source.others.get(name)
@@ -72,12 +75,15 @@ class Rank0Source:
                 value = torch.zeros(shape or (), dtype=dtype, device="cpu")
                 try:
                     value = read_tensor(self._source, name)
-                except Exception as error:  # the others wait for the tensor
+                except Exception as error:
                     self._problem = self._problem or error
         return StageEntry(value, shape, dtype, self.context.world, owner=0).spread(value)
 
     def check_dtypes(self, dtypes: Mapping[str, torch.dtype | None]) -> None:
-        """Raise ValueError on every rank if numbers would be changed by being read into tensors of these dtypes."""
+        """Raise ValueError on every rank if entries cannot be converted to these dtypes.
+
+        They can if the dtypes are equal, or if both are floating-point dtypes and no finite number becomes infinite.
+        """
         for name, _, dtype in self.facts:
             mine = dtypes.get(name)
             if mine is not None and not converts(dtype, mine):
@@ -88,16 +94,16 @@ class Rank0Source:
             targets = [torch.empty(entry.shape, dtype=dtypes[entry.name], device="meta") for entry in known]
             try:
                 check_range([Content(each, whole(t), t) for each, t in zip(known, targets)], self._source)
-            except Exception as error:  # the others wait to hear of it
+            except Exception as error:
                 self._problem = error
         self.check()
 
     def stream(self, entry: Entry, target: Tensor | None) -> None:
-        """Write this rank's part of a tensor, which travels in chunks; after an error on rank 0, something else."""
+        """Broadcast a tensor in chunks, and write this rank's part of it into ``target``, if that is not ``None``."""
         comm, part = self.context.world, None
         if target is not None:
             part = Target(Content(entry, slice_of(target), local_tensor(target)), entry)
-        # One buffer for all: new ones would leave holes in the heap, which grows by many times their size.
+        # One buffer for all chunks: separate ones fragment the heap, which grows by many times their size.
         buffer = torch.empty(min(CHUNK, entry.nbytes), dtype=torch.uint8, device=comm.device)
         for low in range(0, entry.nbytes, CHUNK):
             high = min(low + CHUNK, entry.nbytes)
@@ -108,13 +114,13 @@ class Rank0Source:
                 with torch.no_grad():
                     part.take(low, window)
             if high % IN_PLACE == 0:
-                comm.barrier()  # rank 0 would run ahead, and what is under way takes memory
+                comm.barrier()  # limits how far rank 0 runs ahead, since pending broadcasts take memory
         if part is not None:
             with torch.no_grad():
                 part.finish()
 
     def check(self) -> None:
-        """Raise on every rank what has gone wrong on rank 0."""
+        """Raise rank 0's error on every rank."""
         raise_on_all(self.context.world, self._problem)
 
     def close(self) -> None:

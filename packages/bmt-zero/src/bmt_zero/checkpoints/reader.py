@@ -1,4 +1,4 @@
-"""Filling tensors from a source: each rank reads what it holds, in chunks."""
+"""Filling tensors from a source. Each rank reads its own parts, in chunks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .regions import Region, clip, flat_bytes, local_view, logical_view, regions
 from .sources import CHUNK, IN_PLACE, Source
 
 _MOST_SHARING = 16
-"""Chunks that the disk is asked for before they are read."""
+"""The most bytes of tensors per byte of the files. Tensors in a file may share memory."""
 
 
 def check_fit(
     offered: Iterable[Entry], wanted: Sequence[Entry], what: str, strict: bool = True, exact: bool = False
 ) -> list[str]:
-    """What does not fit between the tensors that a source has and those that are wanted; empty if all does.
+    """The differences between the tensors that a source has and those that are needed; empty if the source fits.
 
     Args:
         what: names the source in the messages.
-        strict: whether the source must have all that is wanted, and no more.
-        exact: whether dtypes must be equal; else floating-point numbers may be converted.
+        strict: whether the source must have exactly the needed tensors.
+        exact: whether dtypes must be equal. Otherwise floating-point numbers may be converted.
     """
     has, needs = {entry.name: entry for entry in offered}, {entry.name: entry for entry in wanted}
     problems = []
@@ -59,11 +59,13 @@ def _some(names: list[str], limit: int = 5) -> str:
 
 
 def check_range(contents: Iterable[Content], source: Source) -> None:
-    """Raise ValueError if a number of a source is finite, and infinite in the dtype of the tensor that it is for.
+    """Check that no finite number of a source becomes infinite in the dtype of the tensor that it is read into.
 
-    What may be so is read for it; tensors without memory will do.
+    Only tensors whose own dtype has a smaller range than the source's are read for this. The tensors of ``contents``
+    may be on the meta device.
 
     Raises:
+        ValueError: a finite number becomes infinite.
         DamagedError: the source cannot be read.
     """
     for content in contents:
@@ -83,15 +85,15 @@ def check_range(contents: Iterable[Content], source: Source) -> None:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Numbers of one byte as such that torch computes with."""
+    """Numbers of one byte as float32, which torch can compute with; others as they are."""
     return values.float() if values.dtype.itemsize == 1 else values
 
 
 def fill(contents: Iterable[Content], source: Source) -> None:
-    """Write this rank's parts of tensors from a source, which has them in the same shapes.
+    """Read this rank's parts of tensors from a source, which has tensors of the same shapes.
 
     Raises:
-        DamagedError: the source cannot be read. What has been read is in its place.
+        DamagedError: the source cannot be read. Some tensors may be written already.
     """
     with torch.no_grad():
         for content in contents:
@@ -107,7 +109,7 @@ class Target:
 
     Args:
         content: the part.
-        stored: the tensor as it is read: of the same name and shape.
+        stored: the tensor in the source, with the same name and shape. The dtype may differ.
     """
 
     def __init__(self, content: Content, stored: Entry) -> None:
@@ -131,13 +133,14 @@ class Target:
             self._put(chunk, source.read(self._name, chunk.start, chunk.stop))
 
     def take(self, low: int, window: Tensor) -> None:
-        """Write what the rank holds of the bytes of the logical tensor from ``low`` on: uint8, 1-D, on any device."""
+        """Write this rank's part of ``window``: the bytes of the logical tensor from ``low`` on; uint8, 1-D, on any
+        device."""
         for region in self._regions:
             for part in clip(region, low, low + len(window)):
                 self._put(part, window[part.start - low : part.stop - low])
 
     def _put(self, chunk: Region, window: Tensor) -> None:
-        """Write the runs of a region from a window that begins with the first of them."""
+        """Write the runs of a region from a window that begins with the first run."""
         if self._dtype == self._tensor.dtype:
             local_view(flat_bytes(self._written), chunk).copy_(logical_view(window, chunk, chunk.start))
             return
@@ -147,14 +150,14 @@ class Target:
         local_view(self._written.view(-1), in_elements).copy_(numbers)
 
     def finish(self) -> None:
-        """Everything has been written."""
+        """Complete the tensor after all its bytes were written."""
         if self._written is not self._tensor:
             self._tensor.copy_(self._written)
-        torch.autograd.graph.increment_version([self._tensor])  # what is read in place does not count itself
+        torch.autograd.graph.increment_version([self._tensor])  # reading in place does not increment it
 
 
 def _numbers(window: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers."""
+    """Bytes as numbers. They are copied if their offset is not aligned."""
     return (window.clone() if window.storage_offset() % dtype.itemsize else window).view(dtype)
 
 
@@ -166,11 +169,11 @@ def read_tensor(source: Source, name: str) -> Tensor:
     return tensor
 
 
-def read_whole(source: Source) -> dict[str, Tensor]:
-    """All tensors of a source, as a state dict. Tied ones are one tensor.
+def read_unsharded(source: Source) -> dict[str, Tensor]:
+    """All tensors of a source, unsharded, as a state dict. Tied ones are one tensor.
 
     Raises:
-        DamagedError: the source cannot be read, or its files tell of many times as much as they hold.
+        DamagedError: the source cannot be read, or :func:`check_total` raises it.
     """
     check_total(source)
     tensors: dict[str, Tensor] = {}
@@ -183,7 +186,7 @@ def read_whole(source: Source) -> dict[str, Tensor]:
 def check_total(source: Source) -> None:
     """Raise DamagedError if all tensors together would take far more memory than the files have bytes.
 
-    In a file of ``torch.save`` tensors may share memory. Some do; so many as to fill a machine do not.
+    Tensors in a ``torch.save`` file may share memory. A hostile file could use this to fill the memory of the machine.
     """
     total = sum(entry.nbytes for name, entry in source.entries.items() if name not in source.tied)
     if total > _MOST_SHARING * source.nbytes:
@@ -194,7 +197,7 @@ def check_total(source: Source) -> None:
 
 
 def _chunks(regions: Iterable[Region], most: int) -> Iterator[Region]:
-    """The same runs in parts that span at most a chunk; those of one run, at most ``most`` bytes."""
+    """The same runs, in regions that span at most :data:`CHUNK` bytes, or ``most`` bytes if they have one run."""
     for region in regions:
         start, run, local, count, stride, local_stride = region
         together = 1 if count == 1 or run > CHUNK else max(1, (CHUNK - run) // stride + 1)
@@ -212,10 +215,5 @@ def is_finite(flat: Tensor, dtype: torch.dtype) -> bool:
     """Whether all numbers of a tensor, given as bytes, are finite."""
     if not (dtype.is_floating_point or dtype.is_complex) or not flat.numel():
         return True
-    values = flat.view(dtype)
-    narrow = dtype.itemsize == 1
-    step = 1 << 20
-    return all(
-        bool(torch.isfinite(part.float() if narrow else part).all())
-        for part in (values[at : at + step] for at in range(0, values.numel(), step))
-    )
+    values, step = flat.view(dtype), 1 << 20
+    return all(bool(torch.isfinite(_wide(values[at : at + step])).all()) for at in range(0, values.numel(), step))

@@ -1,7 +1,7 @@
-"""Where the elements that a rank holds of a logical tensor lie among its bytes.
+"""The byte ranges of a logical tensor that a rank has.
 
-A tensor lies in a file in row-major order. A rank holds a :class:`~bmt_comm.Slice` of it: consecutive rows of a piece
-that tensor parallelism cuts along one dimension. Those are runs of consecutive bytes, at equal distances.
+A tensor is in a file in row-major order. A rank has a :class:`~bmt_comm.Slice` of it: consecutive rows of a
+tensor-parallel shard, which is sharded along one dimension. These are runs of consecutive bytes, at equal distances.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from bmt_comm import Slice
 
 
 class Region(NamedTuple):
-    """Runs of bytes of a logical tensor, at equal distances, and where they are in a rank's part of it.
+    """Runs of bytes of a logical tensor, at equal distances, and their offsets in a rank's part of it.
 
     Attributes:
         start: the first byte, in the logical tensor.
         run: the length of each run, in bytes.
-        local: the first byte in the rank's part.
-        runs: their number.
-        stride: from one run to the next, in the logical tensor.
-        local_stride: the same in the rank's part.
+        local: the first byte, in the rank's part.
+        runs: the number of runs.
+        stride: from one run to the next, in bytes of the logical tensor.
+        local_stride: from one run to the next, in bytes of the rank's part.
     """
 
     start: int
@@ -45,13 +45,13 @@ class Region(NamedTuple):
         return self.run * self.runs
 
     def moved(self, by: int) -> Region:
-        """The same runs, where the logical tensor begins at byte ``by``."""
+        """The same runs, if the logical tensor begins at byte ``by``."""
         return self._replace(start=self.start + by)
 
 
 def regions_of(where: Slice, itemsize: int) -> list[Region]:
-    """What a rank holds of a tensor with elements of ``itemsize`` bytes; empty if it holds nothing."""
-    # A part is a range of the elements of its piece, in the piece's row-major order.
+    """The regions of a slice of a tensor with elements of ``itemsize`` bytes; empty if the slice is empty."""
+    # The slice is a range of the elements of a tensor-parallel shard, in the shard's row-major order.
     first, last = where.row_start * where.row_numel, where.row_stop * where.row_numel
     if first >= last:
         return []
@@ -59,40 +59,40 @@ def regions_of(where: Slice, itemsize: int) -> list[Region]:
         return [Region(first * itemsize, (last - first) * itemsize, 0)]
     outer = math.prod(where.shape[: where.tp_dim])
     inner = math.prod(where.shape[where.tp_dim + 1 :])
-    row, piece_row = where.shape[where.tp_dim] * inner, where.tp_extent * inner
+    row, shard_row = where.shape[where.tp_dim] * inner, where.tp_extent * inner
     regions = []
-    for begin, piece_begin, length in _parts_along(where):
+    for begin, shard_begin, length in _parts_along(where):
         run = length * inner
-        # The runs are at o·row + begin·inner of the logical tensor, and at o·piece_row + piece_begin·inner of the
-        # piece, for o < outer. Those at both ends of the range may be incomplete.
-        for o, count in _complete(outer, piece_row, piece_begin * inner, run, first, last):
-            start = o * piece_row + piece_begin * inner
+        # The runs are at o·row + begin·inner of the logical tensor, and at o·shard_row + shard_begin·inner of the
+        # shard, for o < outer. Those at both ends of the range may be incomplete.
+        for o, count in _complete(outer, shard_row, shard_begin * inner, run, first, last):
+            start = o * shard_row + shard_begin * inner
             low, high = max(start, first), min(start + run, last)
             if low < high:
                 logical = o * row + begin * inner + low - start
                 regions.append(
-                    _joined(Region(logical, high - low, low - first, count, row * (count > 1), piece_row * (count > 1)))
+                    _merged(Region(logical, high - low, low - first, count, row * (count > 1), shard_row * (count > 1)))
                 )
     return [Region(*(n if k == 3 else n * itemsize for k, n in enumerate(region))) for region in regions]
 
 
 def _parts_along(where: Slice) -> Iterator[tuple[int, int, int]]:
-    """Of each block along ``tp_dim``: where this rank's part begins, where that is in the piece, and its length."""
+    """This rank's part of each block along ``tp_dim``: (begin in the tensor, begin in the shard, length)."""
     if not where.tp_blocks or where.tp_comm is None:
         yield where.tp_offset, 0, where.tp_extent
         return
     size, rank = where.tp_comm.size, where.tp_comm.rank
-    block = piece = 0
+    block = shard_begin = 0
     for length in where.tp_blocks:
         part = length // size
-        yield block + part * rank, piece, part
-        block, piece = block + length, piece + part
+        yield block + part * rank, shard_begin, part
+        block, shard_begin = block + length, shard_begin + part
 
 
 def _complete(outer: int, stride: int, begin: int, run: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """The runs, ``begin + o·stride`` for o < ``outer``, that [first, last) meets, as (o, how many from there on).
+    """The runs at ``begin + o·stride`` (o < ``outer``) that overlap [first, last), as (o, number of runs from o on).
 
-    Several together only where they are complete.
+    Incomplete runs are separate.
     """
     low = max(0, min(outer, -(-(first - begin) // stride)))  # the first that begins in the range
     high = max(low, min(outer, (last - begin - run) // stride + 1))  # after the last that ends in it
@@ -104,15 +104,15 @@ def _complete(outer: int, stride: int, begin: int, run: int, first: int, last: i
         yield high, 1
 
 
-def _joined(region: Region) -> Region:
-    """Runs without gaps are one run."""
+def _merged(region: Region) -> Region:
+    """The same bytes as one run, if the runs have no gaps."""
     if region.runs > 1 and region.stride == region.run and region.local_stride == region.run:
         return Region(region.start, region.run * region.runs, region.local)
     return region
 
 
 def clip(region: Region, low: int, high: int) -> list[Region]:
-    """The parts of a region within the bytes [low, high): at most three."""
+    """The parts of a region within the bytes [low, high), as at most three regions."""
     start, run, local, count, stride, local_stride = region
     if low >= high:
         return []
@@ -129,23 +129,23 @@ def clip(region: Region, low: int, high: int) -> list[Region]:
 
     if last - first <= 1:
         return [part(first)] if first < last else []
-    low_cut, high_cut = start + first * stride < low, start + (last - 1) * stride + run > high
-    regions = [part(first)] if low_cut else []
-    a, b = first + low_cut, last - high_cut
+    first_is_partial, last_is_partial = start + first * stride < low, start + (last - 1) * stride + run > high
+    regions = [part(first)] if first_is_partial else []
+    a, b = first + first_is_partial, last - last_is_partial
     if b - a == 1:
         regions.append(part(a))
     elif a < b:
         regions.append(Region(start + a * stride, run, local + a * local_stride, b - a, stride, local_stride))
-    return [*regions, part(last - 1)] if high_cut else regions
+    return [*regions, part(last - 1)] if last_is_partial else regions
 
 
 def local_view(flat: Tensor, region: Region) -> Tensor:
-    """The bytes of a region in a rank's part, whose bytes ``flat`` (uint8, 1-D) are: (runs, run)."""
+    """A view of a region in ``flat``, the bytes (uint8, 1-D) of a rank's part: (runs, run)."""
     return flat.as_strided((region.runs, region.run), (region.local_stride, 1), flat.storage_offset() + region.local)
 
 
 def logical_view(flat: Tensor, region: Region, origin: int) -> Tensor:
-    """The bytes of a region in a window of the logical tensor, which begins at byte ``origin``: (runs, run)."""
+    """A view of a region in ``flat``, the bytes (uint8, 1-D) of the logical tensor from ``origin`` on: (runs, run)."""
     offset = flat.storage_offset() + region.start - origin
     return flat.as_strided((region.runs, region.run), (region.stride, 1), offset)
 
@@ -159,7 +159,7 @@ def pack(out: Tensor, flat: Tensor, regions: Iterable[Region]) -> None:
 
 
 def unpack(window: Tensor, origin: int, packed: Tensor, regions: Iterable[Region]) -> None:
-    """Copy what :func:`pack` made to where it lies in a window of the logical tensor."""
+    """Copy the result of :func:`pack` into a window of the logical tensor, which begins at byte ``origin``."""
     at = 0
     for region in regions:
         logical_view(window, region, origin).copy_(packed[at : at + region.nbytes].view(region.runs, region.run))

@@ -1,4 +1,4 @@
-"""What one rank brings to a save: copies of its tensors, and the states of everything else."""
+"""One rank's part of a save: copies of its tensors, and the states of all other objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import trainer_state
 from .contents import Content, distinct_tensors, extra_states
@@ -24,7 +23,7 @@ _log = logging.getLogger("bmt_zero.checkpoints")
 
 
 def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int, size: int, snapshot: Snapshot) -> None:
-    """Copy what this rank brings to a save into its job.
+    """Fill this rank's job with copies of its tensors and with the states of all other objects.
 
     Raises:
         TypeError, ValueError: something cannot be saved.
@@ -32,19 +31,16 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
     unknown = [name for name in per_replica if name not in given.others]
     if unknown:
         raise ValueError(f"per_replica names {unknown}, which the call does not save")
-    with torch.no_grad():  # in which parts of DTensors are cheap to get
+    with torch.no_grad():  # local tensors of DTensors are cheap to get without autograd
         sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents()}
     contents = [(section, content) for section, held in sections.items() for content in held]
     for _, content in contents:
         check_has_values(content)
-    distinct = distinct_tensors(content for _, content in contents)
-    tensors: dict[int, Tensor] = {}
-    for content, place in distinct:
-        tensors.setdefault(place, content.tensor)
-    copies = snapshot.take([tensors[place].resolve_conj().resolve_neg().contiguous() for place in range(len(tensors))])
-    for (section, content), (_, place) in zip(contents, distinct):
+    tensors, indices = distinct_tensors(content for _, content in contents)
+    copies = snapshot.take([tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors])
+    for (section, content), index in zip(contents, indices):
         where = content.where if content.is_current else None
-        job.tensors.append(HeldTensor(section, content.entry, where, copies[place], content.is_single))
+        job.tensors.append(HeldTensor(section, content.entry, where, copies[index], content.is_single))
     if given.model is not None:
         job.extra = {name: encode(state, repr(name)) for name, state in extra_states(given.model).items()}
     replica, replicas, leads = replica_of(rank, size)
@@ -60,7 +56,7 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
         if not hasattr(each, "state_dict"):
             continue
         state = encode(each.state_dict(), f"the state of {name!r}")
-        text = json.dumps(state).encode()  # in the order of dicts
+        text = json.dumps(state).encode()  # keeps the order of dicts
         if len(text) > _LARGE and rank == 0:
             _log.warning(
                 "the state of %r is %.0f MiB of text, which every rank makes in each save: a model (an average of "
@@ -68,11 +64,12 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
                 name,
                 len(text) / (1 << 20),
             )
+        digest = hashlib.sha256(to_json(state)).hexdigest()
         if name not in per_replica:
-            job.states[name] = hashlib.sha256(to_json(state)).hexdigest()
+            job.states[name] = digest
             job.common_files[f"state-{name}.json"] = text
         else:
-            job.replica_states[name] = [replica, hashlib.sha256(to_json(state)).hexdigest()]
+            job.replica_states[name] = [replica, digest]
             if leads:
                 job.own_files[replica_file(name, replica, replicas)] = text
         trainer["objects"][name] = {"replicas": replicas if name in per_replica else None}
@@ -84,5 +81,6 @@ def prepare_job(job: Job, given: Objects, per_replica: Sequence[str], rank: int,
 
 
 def check_has_values(content: Content) -> None:
+    """Raise ValueError if a tensor is on the meta device or is a parameter that waits for its values."""
     if content.tensor.is_meta or getattr(content.owner, "awaits_values", False):
         raise ValueError(f"{content.entry.name!r} has no values yet; load or initialise the model before saving it")

@@ -1,4 +1,4 @@
-"""This rank's part of a training run as it is in memory, and back: nothing is gathered, nothing is unsharded."""
+"""Conversion between this rank's part of a training run and plain tensors and JSON. Parameters stay sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from .contents import (
     distinct_tensors,
     extra_states,
     mark_loaded,
-    parameter_names,
     records_of,
     require_memory,
     set_extra_states,
@@ -31,7 +30,7 @@ _WHAT = "the snapshot"
 
 
 def describe(given: Objects) -> tuple[dict[str, Any], list[Tensor]]:
-    """What this rank has of a run: the tensors of the model and the optimizers, and all else as JSON.
+    """This rank's part of a run: all state except tensors as JSON, and the tensors of the model and the optimizers.
 
     Raises:
         TypeError, ValueError: something cannot be saved.
@@ -50,20 +49,23 @@ def describe(given: Objects) -> tuple[dict[str, Any], list[Tensor]]:
         "objects": {
             name: encode(each.state_dict(), f"the state of {name!r}")
             for name, each in given.others.items()
-            if hasattr(each, "state_dict")  # not those that only have files of a model
+            if hasattr(each, "state_dict")  # objects with save_pretrained() alone have no state
         },
         "random": encode(trainer_state.random_state(), "the state of the random generators"),
     }
-    return described, [tensor.contiguous() for tensor in _distinct(contents)]
+    return described, [tensor.contiguous() for tensor in distinct_tensors(contents)[0]]
 
 
 def prepare_restore(given: Objects, described: Mapping[str, Any], copies: Sequence[Tensor]) -> Callable[[], None]:
-    """A call that goes back to what :func:`describe` saw; ``copies`` are the bytes (uint8, 1-D) of its tensors.
+    """A function that restores the state that :func:`describe` returned.
 
-    Nothing is changed before that call.
+    Nothing is changed before that function is called.
+
+    Args:
+        copies: the bytes (uint8, 1-D) of the tensors.
 
     Raises:
-        ValueError: the objects are others.
+        ValueError: the snapshot does not fit the objects.
     """
     stale = _take_stale_states(given, described["sections"]["optimizer"])
     try:
@@ -76,7 +78,8 @@ def prepare_restore(given: Objects, described: Mapping[str, Any], copies: Sequen
     def restore() -> None:
         for optimizer, param, _ in stale:
             del optimizer.state[param]
-        for tensor, copied in zip(_distinct(content for held in sections.values() for content in held), copies):
+        tensors, _ = distinct_tensors(content for held in sections.values() for content in held)
+        for tensor, copied in zip(tensors, copies):
             if copied.numel():
                 tensor.copy_(copied.view(tensor.dtype).view(tensor.shape))
         if given.model is not None:
@@ -95,13 +98,13 @@ def prepare_restore(given: Objects, described: Mapping[str, Any], copies: Sequen
 def _checked(
     given: Objects, described: Mapping[str, Any]
 ) -> tuple[dict[str, list[Content]], trainer_state.OptimizerSettings | None]:
-    """The tensors to write to, and the settings to apply, of objects to which the snapshot fits."""
+    """The tensors to write to and the settings to apply. Raises ValueError if the snapshot does not fit the objects."""
     saved = described["sections"]
     made = {name: Entry(name, dtype, tuple(shape)) for name, dtype, shape, _ in saved["optimizer"]}
     sections = {"model": given.model_contents(), "optimizer": given.optimizer_contents(made)}
     for section, held in sections.items():
         if given.model is None or (section == "optimizer" and not given.optimizers):
-            continue  # it goes on as it is
+            continue  # not given, so not restored
         if _entries(held) != saved[section]:
             raise ValueError(f"{_WHAT} is of another {section}; give restore what take was given")
         require_memory(held)
@@ -116,11 +119,11 @@ def _checked(
 
 
 def _take_stale_states(given: Objects, saved: Iterable[Any]) -> list[tuple[Any, Tensor, dict[str, Any]]]:
-    """Take the states of parameters from torch's optimizers that had none then, or one of other tensors."""
-    names = {} if given.model is None else parameter_names(given.model)
-    then: dict[str, list[Any]] = {}
+    """Remove and return the states of torch's optimizers that the snapshot does not have, or has with other tensors."""
+    names = given.parameter_names()
+    saved_of_param: dict[str, list[Any]] = {}
     for entry in saved:
-        then.setdefault(entry[0].rpartition(".")[0], []).append(entry)
+        saved_of_param.setdefault(entry[0].rpartition(".")[0], []).append(entry)
     stale = []
     for optimizer in given.optimizers:
         if hasattr(optimizer, "state_records"):
@@ -129,21 +132,13 @@ def _take_stale_states(given: Objects, saved: Iterable[Any]) -> list[tuple[Any, 
         for record in records_of(optimizer):
             records.setdefault(record.param, []).append(record)
         for param in list(optimizer.state):
-            now = _entries(contents_of_optimizer(records.get(param, []), names, type(optimizer).__name__))
-            if now != then.get(names.get(param, "")):
+            current = _entries(contents_of_optimizer(records.get(param, []), names, type(optimizer).__name__))
+            if current != saved_of_param.get(names.get(param, "")):
                 stale.append((optimizer, param, optimizer.state[param]))
-    for optimizer, param, _ in stale:  # now that nothing can raise
+    for optimizer, param, _ in stale:  # after all calls that may raise
         del optimizer.state[param]
     return stale
 
 
 def _entries(contents: Iterable[Content]) -> list[Any]:
     return [[c.entry.name, c.entry.dtype, list(c.entry.shape), list(c.tensor.shape)] for c in contents]
-
-
-def _distinct(contents: Iterable[Content]) -> list[Tensor]:
-    """Tied weights are one tensor."""
-    tensors: dict[int, Tensor] = {}
-    for content, place in distinct_tensors(contents):
-        tensors.setdefault(place, content.tensor)
-    return list(tensors.values())

@@ -1,7 +1,7 @@
-"""Where tensors are read from: the files of a checkpoint, a Hugging Face directory, one safetensors file.
+"""Sources of tensors: the files of a checkpoint, a Hugging Face directory, one safetensors file.
 
-A source says what it has, and reads any bytes of it. Nothing of a file is believed before it is checked: headers must
-fit the files, and what a manifest covers must have its checksums.
+A source lists its tensors and reads any bytes of them. Files are not trusted: headers must fit the files, and files in
+a manifest must have its checksums.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CHUNK = 4 * PIECE
 IN_PLACE = 8 * CHUNK
 """The most bytes that are read into a tensor at a time."""
 BUFFER = CHUNK + 2 * PIECE
-"""Bytes of memory that a file is read to: a chunk, and the rest of the pieces that it begins and ends in."""
-_CHECKS = 16  # comparisons of checksums that wait at most
+"""The size of the buffer of a file, in bytes: a chunk, and the rest of the pieces that it begins and ends in."""
+_CHECKS = 16  # the most comparisons of checksums that are pending
 
 
 class Source(Protocol):
@@ -51,7 +51,7 @@ class Source(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         ...
 
     def read(self, name: str, low: int, high: int) -> Tensor:
@@ -71,7 +71,7 @@ class Source(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until everything that was read into tensors is compared with its checksums.
+        """Wait until the checksums of everything that was read into tensors are compared.
 
         Raises:
             DamagedError: something has changed since it was written.
@@ -80,20 +80,21 @@ class Source(Protocol):
 
 
 class OpenFile:
-    """A file of which parts are read into memory that is used again.
+    """An open file, whose parts are read into a reused buffer or into tensors.
 
     Args:
         path: of the file.
-        record: its size and checksums; ``None``: unknown. With checksums, whole pieces are read and compared.
-        buffer: where to read to: uint8, of :data:`BUFFER` bytes.
-        checker: compares checksums of what is read into tensors, while more is read; ``None``: that is not done.
+        record: its size and checksums; ``None``: unknown. With checksums, complete pieces are read and compared.
+        buffer: the buffer: uint8, of :data:`BUFFER` bytes.
+        checker: starts the comparison of the checksums of what is read into tensors, while more is read; ``None``:
+            everything is read through the buffer.
     """
 
     def __init__(
         self, path: Path, record: FileRecord | None, buffer: Tensor, checker: Callable[..., Any] | None = None
     ) -> None:
         self.path, self._record, self._buffer, self._checker = path, record, buffer, checker
-        self._last = -1, buffer[:0]  # the piece that was read last for a part of it
+        self._last = -1, buffer[:0]  # the last piece of which only a part was needed: its number and its bytes
         try:
             self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -104,12 +105,12 @@ class OpenFile:
 
     def close(self) -> None:
         os.close(self._handle)
-        # Tracebacks of errors may refer to this for long.
+        # Release the memory: tracebacks of errors may keep this object alive.
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._last = -1, self._buffer
 
     def bytes_at(self, at: int, length: int) -> bytes:
-        """A small part, without a comparison of checksums."""
+        """A small part. Its checksum is not compared."""
         if at + length > self.size:
             raise DamagedError(f"{self.path} cannot be read: it ends at byte {self.size}; it may be truncated")
         data = torch.empty(length, dtype=torch.uint8, device="cpu")
@@ -130,7 +131,7 @@ class OpenFile:
         return content[low - begin : high - begin]
 
     def read_into(self, low: int, out: Tensor) -> None:
-        """The bytes from ``low`` on, into ``out``. Whole pieces are read in place, and compared by the checker."""
+        """Read the bytes from ``low`` on into ``out``. Complete pieces are read in place. The checker compares them."""
         high = low + len(out)
         if self._record is None:
             self._fill(out, low)
@@ -142,14 +143,15 @@ class OpenFile:
             if low < first * PIECE:
                 self._read_part(first - 1, low, out)
             if first < last:
-                whole = out[first * PIECE - low : last * PIECE - low]
-                self._fill(whole, first * PIECE)
-                self._checker(self._check_all, first, last, whole)
+                pieces = out[first * PIECE - low : last * PIECE - low]
+                self._fill(pieces, first * PIECE)
+                self._checker(self._check_all, first, last, pieces)
             if max(first, last) * PIECE < high:
                 self._read_part(last, low, out)
 
     def _read_part(self, piece: int, low: int, out: Tensor) -> None:
-        """What ``out``, the bytes from ``low`` on, has of a piece. A neighbour in the file may want the rest of it."""
+        """Read the part of a piece that is in ``out``, the bytes from ``low`` on. The piece is kept, because the next
+        tensor in the file may need the rest of it."""
         begin = piece * PIECE
         if self._last[0] != piece:
             content = torch.empty(min(PIECE, self.size - begin), dtype=torch.uint8, device="cpu")
@@ -202,12 +204,12 @@ class SafetensorsSource:
     def __init__(self, paths: Sequence[Path], records: Mapping[str, FileRecord] | None = None) -> None:
         self._buffer = torch.empty(BUFFER, dtype=torch.uint8, device="cpu")
         self._files: list[OpenFile] = []
-        self._checker = ThreadPoolExecutor(1, "bmt-checksums")  # its thread begins with the first comparison
+        self._checker = ThreadPoolExecutor(1, "bmt-checksums")  # its thread starts at the first comparison
         self._checks: deque[Future[None]] = deque()
         self._places: dict[str, tuple[OpenFile, int]] = {}
         self.entries: dict[str, Entry] = {}
         self.others: dict[str, Any] = {}
-        self.versions: dict[str, Any] | None = None  # of the modules; whoever opens a checkpoint sets it
+        self.versions: dict[str, Any] | None = None  # of the modules; set by the function that opens a checkpoint
         self.tied: dict[str, str] = {}
         try:
             for path in paths:
@@ -244,7 +246,7 @@ class SafetensorsSource:
 
     def _check(self, call: Callable[..., None], *arguments: Any) -> None:
         self._checks.append(self._checker.submit(call, *arguments))
-        while self._checks and (self._checks[0].done() or len(self._checks) > _CHECKS):  # they hold memory
+        while self._checks and (self._checks[0].done() or len(self._checks) > _CHECKS):  # they keep tensors alive
             self._checks.popleft().result()
 
     def close(self) -> None:
@@ -255,15 +257,9 @@ class SafetensorsSource:
         self._places.clear()
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def __enter__(self) -> SafetensorsSource:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def read_layout(file: OpenFile) -> FileLayout:
-    """The layout that the header of an open file tells."""
+    """The layout of an open file, from its header."""
     first = bytes(view_of(file.read(0, min(8, file.size))))
     length = header_length(file.path, first, file.size)
     head = bytearray()
@@ -279,11 +275,11 @@ def checkpoint_source(directory: Path, manifest: Manifest, section: str) -> Safe
 
 
 def hugging_face_files(directory: Path) -> list[Path]:
-    """The weight files of a directory as Hugging Face has it: one file, or those of an index; safetensors come first.
+    """The weight files of a Hugging Face directory: one file, or the files of an index. Safetensors are preferred.
 
     Raises:
-        DamagedError: the index is damaged, or names files that are none of the directory.
-        FileNotFoundError: there are none.
+        DamagedError: the index is damaged, or names files outside the directory.
+        FileNotFoundError: there are no weight files.
     """
     for single in (directory / "model.safetensors", directory / "pytorch_model.bin"):
         if single.is_file():

@@ -1,4 +1,4 @@
-"""Checkpoints without ranks: listing, verifying and converting them, in bounded memory."""
+"""Listing, verifying and converting checkpoints in one process, in bounded memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NOT_CARRIED = (NAME, trainer_state.FILE, EXTRA_STATE)
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoint that ``path`` is, or those in it, by their steps.
+    """``path``, if it is a checkpoint; else the checkpoints in it, by ascending steps.
 
     Raises:
         FileNotFoundError: there are none.
@@ -49,13 +49,14 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def describe(checkpoint: Path) -> dict[str, Any]:
-    """The step, bytes and layout of a checkpoint, and its place in the order of saves.
+    """The step, bytes and layout of a checkpoint, and its position in the order of saves.
 
-    ``problem`` says what is wrong with it, or is ``None``.
+    ``problem`` says why it is incomplete, damaged or unreadable, or is ``None``.
     """
     try:
         manifest = read_manifest(checkpoint)
-        trainer = parse_json(checkpoint / "trainer.json", read_small_file(checkpoint / "trainer.json"))
+        path = checkpoint / trainer_state.FILE
+        trainer = parse_json(path, read_small_file(path))
     except (DamagedError, OSError) as error:
         return {"path": str(checkpoint), "problem": str(error)}
     return {
@@ -73,10 +74,10 @@ def verify(checkpoint: Path, report: _Report = lambda done, total: None) -> Mani
     """Read all files of a checkpoint and compare their checksums.
 
     Args:
-        report: called with the bytes that have been read and that there are.
+        report: called with the number of bytes read so far, and of all bytes.
 
     Raises:
-        DamagedError: something is missing or has changed; the message names the file and the place.
+        DamagedError: something is missing or has changed. The message names the file and the bytes.
     """
     manifest = read_manifest(checkpoint)
     total, done = sum(record.size for record in manifest.files.values()), 0
@@ -96,21 +97,21 @@ def verify(checkpoint: Path, report: _Report = lambda done, total: None) -> Mani
 def convert(
     source: Path, target: Path, max_file_size: int = MAX_FILE_SIZE, report: _Report = lambda done, total: None
 ) -> None:
-    """Write the weights at ``source`` in another form.
+    """Write the weights at ``source`` in another format.
 
     Args:
         source: a checkpoint, a Hugging Face directory, a ``.safetensors`` file or one of ``torch.save``.
-        target: ``x.safetensors`` for one file, ``x.pt`` for one that ``torch.load`` reads, or a directory as Hugging
-            Face has it, with the configuration and tokenizer files of a source directory. It must not exist. What
-            modules returned from ``get_extra_state`` is kept in x.pt and in a directory.
+        target: ``x.safetensors`` for one file, ``x.pt`` for one that ``torch.load`` reads, or a Hugging Face directory,
+            with the configuration and tokenizer files of a source directory. It must not exist. What modules returned
+            from ``get_extra_state`` is kept in x.pt and in a directory.
         max_file_size: of the files in a directory, in bytes.
-        report: called with the bytes that have been written and that there are.
+        report: called with the number of bytes written so far, and of all bytes.
 
     Raises:
         FileExistsError: ``target`` exists.
-        FileNotFoundError: ``source`` does not, or the folder of ``target``.
+        FileNotFoundError: ``source`` or the folder of ``target`` does not exist.
         DamagedError: ``source`` is damaged.
-        TypeError, ValueError: it holds what the other form cannot.
+        TypeError, ValueError: the other format cannot hold an entry of ``source``.
     """
     if target.exists():
         raise FileExistsError(f"{target} exists already; choose another target, or remove it")
@@ -151,7 +152,7 @@ def convert(
 
 
 class _Reading:
-    """The tensors of a source, in parts; says how far it is."""
+    """Reads the tensors of a source in parts, and reports the progress."""
 
     def __init__(self, source: Any, report: _Report) -> None:
         self._source, self._report = source, report
@@ -177,7 +178,7 @@ def _is_carried(path: Path) -> bool:
 
 @contextmanager
 def progress(what: str) -> Iterator[_Report]:
-    """A report that says on stderr how far it is, once a second."""
+    """A ``report`` function that prints the progress on stderr, once a second."""
     start = last = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -185,9 +186,9 @@ def progress(what: str) -> Iterator[_Report]:
         now = time.monotonic()
         if now - last >= 1:
             last = now
-            rate = done / max(now - start, 1e-9)
+            speed = done / max(now - start, 1e-9)
             print(
-                f"{what}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s", file=sys.stderr, flush=True
+                f"{what}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {speed / 1e6:.0f} MB/s", file=sys.stderr, flush=True
             )
 
     yield report

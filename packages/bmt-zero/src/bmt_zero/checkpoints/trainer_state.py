@@ -1,4 +1,5 @@
-"""What a checkpoint holds beside tensors of the model and the optimizers: options, schedulers, random generators."""
+"""The state in a checkpoint that is not tensors of the model and the optimizers: options, schedulers, random
+generators."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def _sizes() -> dict[str, int]:
 
 
 def has_this_layout(trainer: Mapping[str, Any]) -> bool:
-    """Whether each rank had the part of the work that it has now, when ``trainer.json`` was written."""
+    """Whether the parallel layout (pipe, data and tensor sizes) in ``trainer.json`` is the present one."""
     saved = trainer.get("layout")
     sizes = _sizes() if is_initialized() else {}
     return isinstance(saved, dict) and all(saved.get(name, size) == size for name, size in sizes.items())
@@ -72,8 +73,8 @@ class OptimizerSettings:
     """The part of ``trainer.json`` that :func:`state_of_optimizers` made, checked against optimizers.
 
     Raises:
-        DamagedError: it is none.
-        ValueError: it does not fit.
+        DamagedError: it has another structure.
+        ValueError: it does not fit the optimizers or the manager.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class OptimizerSettings:
             problem = f"{what} says nothing usable of the manager"
             if not isinstance(self._trainer, dict):
                 raise DamagedError(problem)
-            _usable(lambda: manager.check_trainer_state(self._trainer), problem)
+            _call_with_saved(lambda: manager.check_trainer_state(self._trainer), problem)
 
     def apply(self) -> None:
         """Set the options, the schedulers and the loss scale."""
@@ -119,57 +120,57 @@ class OptimizerSettings:
             for mine, options in zip(optimizer.param_groups, groups):
                 mine.update(options)
         if self._manager is not None:
-            _usable(
+            _call_with_saved(
                 lambda: self._manager.load_trainer_state(self._trainer),
                 f"{self._what} says nothing usable of the manager",
             )
 
 
 def names_of_groups(optimizers: Sequence[Any], names: Mapping[Tensor, str]) -> list[list[str]]:
-    """The names of the parameters of each group of all optimizers."""
-    return [_names_of(group, names) for optimizer in optimizers for group in optimizer.param_groups]
-
-
-def _names_of(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> list[str]:
-    return [names[param] for param in group["params"] if param in names]
+    """The names of the parameters of each parameter group of all optimizers."""
+    return [
+        [names[param] for param in group["params"] if param in names]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
 
 
 def _check_kind(optimizer: Any, kind: str, what: str) -> None:
-    """Raise unless an optimizer goes on from the state of one of a class named ``kind``, where that is known here."""
-    here = _idea_of(type(optimizer).__name__)
-    if _idea_of(kind) and here and here != _idea_of(kind):
+    """Raise ValueError if the class of an optimizer and the class named ``kind`` are of different known families."""
+    here = _family_of(type(optimizer).__name__)
+    if _family_of(kind) and here and here != _family_of(kind):
         raise ValueError(f"{what} of class {kind}, and the one here is a {type(optimizer).__name__}")
 
 
-# Optimizers of one idea may go on from each other's state, which is compared by names and shapes. Longer names first.
-_IDEAS = (
+# Optimizers of one family can load each other's state, whose names and shapes are compared. Longer names first.
+_FAMILIES = (
     *("ademamix", "adammini", "adamax", "adadelta", "adagrad", "adafactor", "nadam", "radam", "sparseadam"),
     *("schedulefree", "galore", "apollo", "8bit", "adam", "lamb", "lars", "lion", "dion", "muon", "came", "soap"),
     *("shampoo", "rmsprop", "rprop", "lbfgs", "asgd", "sgd"),
 )
 
 
-def _idea_of(kind: str) -> str | None:
-    return next((idea for idea in _IDEAS if idea in kind.lower().replace("_", "")), None)
+def _family_of(kind: str) -> str | None:
+    return next((family for family in _FAMILIES if family in kind.lower().replace("_", "")), None)
 
 
 def _check_order(saved: Any, mine: Sequence[Sequence[str]], what: str) -> None:
-    """Raise where a parameter group has none of its parameters of then, and another group has them: options and
-    schedulers go by place."""
+    """Raise ValueError if the parameters of a parameter group were all saved in other groups: options and schedulers
+    are loaded by the index of the group."""
     if not isinstance(saved, list) or len(saved) != len(mine):
         return  # a file without names, or another number of groups
-    then = [{str(name) for name in group} if isinstance(group, list) else set() for group in saved]
-    for place, now in enumerate(mine):
-        elsewhere = [n for n, group in enumerate(then) if n != place and not group.isdisjoint(now)]
-        if then[place].isdisjoint(now) and elsewhere:
+    saved_groups = [{str(name) for name in group} if isinstance(group, list) else set() for group in saved]
+    for index, names in enumerate(mine):
+        elsewhere = [n for n, group in enumerate(saved_groups) if n != index and not group.isdisjoint(names)]
+        if saved_groups[index].isdisjoint(names) and elsewhere:
             raise ValueError(
-                f"{what} has the parameters of group {place} (of all optimizers' groups) in group {elsewhere[0]}: add "
+                f"{what} has the parameters of group {index} (of all optimizers' groups) in group {elsewhere[0]}: add "
                 "optimizers and their groups in the order in which they were saved"
             )
 
 
 def _check_options(optimizer: Any, mine: Mapping[str, Any], options: Any, problem: str) -> None:
-    """Raise unless a parameter group can have the options, which come from a file."""
+    """Raise DamagedError or ValueError unless a parameter group can have the options, which come from a file."""
     if not isinstance(options, dict):
         raise DamagedError(problem)
     for key, value in options.items():
@@ -179,13 +180,13 @@ def _check_options(optimizer: Any, mine: Mapping[str, Any], options: Any, proble
             raise DamagedError(f"{problem}: its {key!r} is {str(value)[:100]}, and the one here is {mine[key]!r}")
     check = getattr(optimizer, "check_options", None)
     if check is not None:
-        _usable(lambda: check({**mine, **options}), problem)
+        _call_with_saved(lambda: check({**mine, **options}), problem)
     elif type(optimizer).__module__.startswith("torch.optim."):
-        _usable(lambda: _check_torch_options(type(optimizer), {**mine, **options}, problem), problem)
+        _call_with_saved(lambda: _check_torch_options(type(optimizer), {**mine, **options}, problem), problem)
 
 
 def _check_torch_options(kind: Any, options: Mapping[str, Any], problem: str) -> None:
-    """torch's optimizers check the range of their options when they are made."""
+    """Raise ValueError if options are out of range. The constructors of torch's optimizers check this."""
     known = inspect.signature(kind).parameters.keys() - {"params", "foreach", "fused", "capturable", "differentiable"}
     try:
         kind([torch.zeros(1, 1, device="cpu")], **{key: value for key, value in options.items() if key in known})
@@ -193,8 +194,8 @@ def _check_torch_options(kind: Any, options: Mapping[str, Any], problem: str) ->
         raise ValueError(f"{problem}: {error}") from None
 
 
-def _usable(call: Callable[[], object], problem: str) -> None:
-    """Call with what a file says; raise DamagedError if it is of other types than the call knows."""
+def _call_with_saved(call: Callable[[], object], problem: str) -> None:
+    """Call a function of values from a file. Raise DamagedError if they have types that it does not accept."""
     try:
         call()
     except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
@@ -202,7 +203,7 @@ def _usable(call: Callable[[], object], problem: str) -> None:
 
 
 def _is_alike(mine: Any, theirs: Any) -> bool:
-    """Whether an option may have the one value after the other."""
+    """Whether an option with the value ``mine`` may be set to ``theirs``, by their types and shapes."""
     if mine is None or theirs is None:
         return True
     if isinstance(mine, (list, tuple)):
@@ -214,7 +215,7 @@ def _is_alike(mine: Any, theirs: Any) -> bool:
 
 
 def random_state() -> dict[str, Tensor]:
-    """The states of torch's, Python's and, where it is loaded, numpy's random generators."""
+    """The states of the random generators of torch, of Python and, if it is imported, of numpy."""
     version, words, gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
@@ -232,7 +233,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def check_random_state(state: Mapping[str, Tensor], what: str) -> None:
-    """Raise DamagedError unless :func:`set_random_state` takes it."""
+    """Raise DamagedError unless :func:`set_random_state` accepts the state."""
     try:
         torch.Generator().set_state(state["torch"])
         random.Random().setstate(_python_state(state))
@@ -245,7 +246,7 @@ def check_random_state(state: Mapping[str, Tensor], what: str) -> None:
 
 
 def set_random_state(state: Mapping[str, Tensor] | int) -> None:
-    """Go back to what :func:`random_state` returned, or begin with a seed."""
+    """Restore what :func:`random_state` returned, or set a seed."""
     if isinstance(state, int):
         random.seed(state)
         torch.manual_seed(state)
@@ -269,7 +270,7 @@ def _python_state(state: Mapping[str, Tensor]) -> Any:
 def _numpy_state(state: Mapping[str, Tensor]) -> Any:
     numpy = sys.modules["numpy"]
     *keys, position, has_gauss = state["numpy"].tolist()
-    if not 0 <= position <= len(keys):  # which numpy does not look at before it reads there
+    if not 0 <= position <= len(keys):  # numpy would read out of bounds
         raise ValueError(f"numpy's generator is at {position} of {len(keys)} words")
     cached = float(state["numpy_gauss"])
     return "MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached
@@ -283,10 +284,10 @@ def small_safetensors(name: str, tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def parse_small_safetensors(path: object, content: bytes) -> dict[str, Tensor]:
-    """The tensors of such a file.
+    """The tensors of a safetensors file, from its bytes.
 
     Raises:
-        DamagedError: it is none.
+        DamagedError: they are not a valid file.
     """
     layout = parse_head(path, content, len(content))
     tensors = {}
@@ -302,7 +303,7 @@ def parse_small_safetensors(path: object, content: bytes) -> dict[str, Tensor]:
 
 
 def replica_of(rank: int, size: int) -> tuple[int, int, bool]:
-    """The number of this rank's replica, how many there are, and whether this rank is the first of its own."""
+    """The number of this rank's replica, the number of replicas, and whether this rank is the first of its replica."""
     tp = current_context().tp_size if is_initialized() else 1
     return rank // tp, size // tp, rank % tp == 0
 
@@ -315,9 +316,9 @@ STAGE_FILES = "trainer-stage-"
 
 
 def stage_file() -> tuple[str, bool] | None:
-    """The file of what optimizers and schedulers of this rank's pipeline stage have, and whether this rank writes it.
+    """The file of the settings of this rank's pipeline stage, and whether this rank writes it; ``None`` for one stage.
 
-    Stages may have parameter groups, and learning rates, of their own.
+    Stages may have different parameter groups and learning rates.
     """
     context = current_context() if is_initialized() else None
     if context is None or context.pipe_size == 1:

@@ -1,4 +1,4 @@
-"""State dicts of anything as JSON: plain values as they are, and tensors as bytes; nothing is ever pickled."""
+"""State dicts of any object as JSON. Plain values are kept, and tensors become bytes. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encode(value: Any, what: str, depth: int = 0) -> Any:
         what: names the value in messages.
 
     Raises:
-        TypeError: something else is in it.
+        TypeError: it contains something else.
     """
     if depth > _DEEPEST:
         raise TypeError(f"{what} is nested more than {_DEEPEST} deep")
@@ -63,10 +63,10 @@ def encode(value: Any, what: str, depth: int = 0) -> Any:
 
 
 def decode(value: Any, what: str, depth: int = 0) -> Any:
-    """What :func:`encode` was given.
+    """The inverse of :func:`encode`.
 
     Raises:
-        DamagedError: it has not made this.
+        DamagedError: the value is not a result of :func:`encode`.
     """
     if depth > 3 * _DEEPEST:
         raise DamagedError(f"{what} is nested too deep")

@@ -1,4 +1,4 @@
-"""Writing one file of weights, a part of a tensor after the other: safetensors, or as ``torch.save`` does."""
+"""Writing one file of weights in parts, as safetensors or in the format of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items() if name != "Untyp
 
 
 class WeightFile(Protocol):
-    """A file that will be written. What is not a tensor is as it was when this was made."""
+    """A file that will be written. Values that are not tensors are those at the time of construction."""
 
     def open(self, path: Path) -> None:
-        """Make the file, or empty it."""
+        """Create the file, or truncate it."""
         ...
 
     def write(self, name: str, at: int, content: Tensor) -> None:
-        """Write bytes (uint8, 1-D, on the CPU) of a tensor, those from byte ``at`` on. The parts of a tensor come one
-        after the other."""
+        """Write the bytes (uint8, 1-D, on the CPU) of a tensor from byte ``at`` on. The parts of a tensor must be
+        written in order, and before other tensors."""
         ...
 
     def close(self) -> None:
-        """Close the file, to which everything must have been written. It may not be on the disk yet."""
+        """Close the file, after everything was written. It may not be on the disk yet."""
         ...
 
     def abort(self) -> None:
-        """Close a file that is not complete. Nothing is raised."""
+        """Close an incomplete file. Nothing is raised."""
         ...
 
 
@@ -76,7 +76,7 @@ class SafetensorsFile:
 
 
 class Placeholder:
-    """Stands for a tensor in what :func:`describe_state` describes; tied ones are one object."""
+    """Stands for a tensor in the state of a :func:`weight_file`. Tied tensors are one placeholder."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: Any) -> None:
         self.name, self.shape, self.dtype = name, tuple(shape), dtype  # of type torch.dtype
@@ -99,12 +99,12 @@ class _Memory:
 
 
 class _Pickler(pickle.Pickler):
-    """Puts the keys of records in the places of memory."""
+    """Replaces storages by the keys of their records."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=2)
         self.keys: dict[str, tuple[str, int]] = {}  # of a placeholder, by its name: the record and its length
-        self.copies: dict[str, Tensor] = {}  # memory of other tensors, by the record
+        self.copies: dict[str, Tensor] = {}  # copies of the storages of other tensors, by the record
 
     def persistent_id(self, each: Any) -> Any:
         if isinstance(each, _Memory):
@@ -125,8 +125,8 @@ class PtFile:
     """A file that ``torch.load`` reads.
 
     Args:
-        state: what it holds, at once: a :class:`Placeholder` for each tensor that will be written, and other values.
-            Tensors that are part of these are copied.
+        state: a :class:`Placeholder` for each tensor that will be written, and other values. These are pickled now, and
+            tensors in them are copied.
 
     Raises:
         Exception: what pickling a value raises.
@@ -168,7 +168,7 @@ class PtFile:
         self._archive.close()
 
     def abort(self) -> None:
-        # Both write to the file, which may be what has failed.
+        # Closing writes to the file, which may raise again.
         for each in ("_record", "_archive"):
             with suppress(AttributeError, OSError, ValueError, RuntimeError):
                 getattr(self, each).close()
@@ -179,7 +179,7 @@ class PtFile:
         self._record.close()
 
     def _begin(self, name: str, nbytes: int) -> None:
-        """Begin a record. Its content is aligned as torch does, so that mapped tensors are."""
+        """Begin a record. Its content is aligned as in torch's files, so that mapped tensors are aligned."""
         assert self._archive.fp is not None
         info = zipfile.ZipInfo(f"archive/{name}")
         info.file_size = nbytes
@@ -190,10 +190,10 @@ class PtFile:
 
 
 def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, Iterable[Tensor]]]) -> None:
-    """Write a file that appears under its name when it is complete and on the disk.
+    """Write a file. It appears under its name when it is complete and on the disk.
 
     Args:
-        tensors: the name of each, and its bytes in parts: uint8, 1-D, on the CPU.
+        tensors: the name of each tensor, and its bytes in parts: uint8, 1-D, on the CPU.
     """
     with complete_file(path) as part:
         try:
@@ -209,7 +209,7 @@ def write_weights(file: WeightFile, path: Path, tensors: Iterable[tuple[str, Ite
 
 
 def weight_file(path: Path, state: Mapping[str, Any]) -> WeightFile:
-    """The file that will be written to a path: safetensors or, by its name, what ``torch.load`` reads.
+    """The file to write to a path: safetensors if the name ends in ``.safetensors``, else the format of ``torch.save``.
 
     Args:
         state: a :class:`Placeholder` for each tensor, and other values.

@@ -1,4 +1,4 @@
-"""Writing a plan: every rank its pieces, each in its place."""
+"""Executing a write plan: each rank writes its pieces at their offsets in the files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,14 +15,14 @@ from torch import Tensor
 
 from .checksum import crc32
 from .manifest import FileRecord, record_of
-from .meeting import Meeting
 from .memory import view_of
 from .plan import PIECE, AddressSpace, Part, Task, WritePlan
 from .regions import local_view, logical_view, pack, unpack
+from .store_communicator import StoreCommunicator
 
 _T = TypeVar("_T")
 _AHEAD = 16
-"""Pieces that messages are under way for."""
+"""The most pieces whose messages are pending."""
 
 
 class PieceWriter:
@@ -31,59 +30,59 @@ class PieceWriter:
 
     Args:
         directory: the files' directory; it must exist.
-        plan: what to write.
-        own: this rank's part of each tensor, by its number, as bytes: uint8, 1-D.
-        meeting: for the messages between ranks.
+        plan: this rank's pieces.
+        own: this rank's part of each tensor, by the tensor's number, as bytes: uint8, 1-D.
+        comm: its group sends the messages between ranks.
 
     Attributes:
-        checksums: of each piece that was written.
-        problem: the first error of this rank. After it messages are still exchanged, so that no rank waits.
+        checksums: of the pieces that were written, by their numbers.
+        problem: the first error of this rank. Messages are still exchanged after it, so that no other rank waits.
     """
 
-    def __init__(self, directory: Path, plan: WritePlan, own: Mapping[int, Tensor], meeting: Meeting) -> None:
+    def __init__(self, directory: Path, plan: WritePlan, own: Mapping[int, Tensor], comm: StoreCommunicator) -> None:
         self.checksums: dict[int, int] = {}
         self.problem: Exception | None = None
-        self._directory, self._plan, self._own, self._meeting = directory, plan, own, meeting
+        self._directory, self._plan, self._own, self._comm = directory, plan, own, comm
         self._space: AddressSpace = plan.space
         self._handles: dict[int, int] = {}
         self._window = torch.empty(PIECE, dtype=torch.uint8, device="cpu")
 
     def run(self) -> None:
-        """Write, and flush to the disk. All ranks run at the same time."""
-        under_way: deque[tuple[Task, list[tuple[Part, Tensor, Any]]]] = deque()
+        """Write the pieces, and flush them to the disk. All ranks must call it."""
+        pending: deque[tuple[Task, list[tuple[Part, Tensor, Any]]]] = deque()
         try:
             for task in self._plan.tasks():
-                under_way.append((task, list(self._messages(task))))
-                if len(under_way) >= _AHEAD:
-                    self._finish(*under_way.popleft())
-            while under_way:
-                self._finish(*under_way.popleft())
+                pending.append((task, list(self._messages(task))))
+                if len(pending) >= _AHEAD:
+                    self._finish(*pending.popleft())
+            while pending:
+                self._finish(*pending.popleft())
             for handle in self._handles.values():
                 self._attempt(functools.partial(os.fsync, handle))
         finally:
             for handle in self._handles.values():
                 try:
                     os.close(handle)
-                except OSError as error:  # network file systems may tell of a quota only now
+                except OSError as error:  # network file systems may report a quota only now
                     self.problem = self.problem or error
 
     def _attempt(self, call: Callable[[], _T]) -> _T | None:
         if self.problem is None:
             try:
                 return call()
-            except Exception as error:  # the others wait for messages
+            except Exception as error:  # other ranks wait for messages
                 self.problem = error
         return None
 
     def _messages(self, task: Task) -> Iterator[tuple[Part, Tensor, Any]]:
-        """Start what a piece needs: (part, packed bytes, what to wait for)."""
-        rank, group = self._meeting.rank, self._meeting.group
+        """Start the messages of a piece: (part, packed bytes, work to wait for)."""
+        rank, group = self._comm.rank, self._comm.group
         for part in task.parts:
             if task.owner == rank and part.rank == rank:
                 continue
             receives = task.owner == rank
             packed = self._attempt(functools.partial(self._message, part, receives))
-            if packed is None:  # after an error the content of messages does not matter
+            if packed is None:  # after an error, the content of messages is ignored
                 packed = self._window[: part.nbytes]
             if receives:
                 yield part, packed, dist.irecv(packed, part.rank, group=group)
@@ -102,14 +101,14 @@ class PieceWriter:
     def _finish(self, task: Task, messages: list[tuple[Part, Tensor, Any]]) -> None:
         for _, _, work in messages:
             work.wait()
-        if task.owner != self._meeting.rank:
+        if task.owner != self._comm.rank:
             return
         low, high = self._space.piece_range(task.piece)
         self._attempt(lambda: self._write(task.piece, low, self._assembled(task, messages, low, high)))
 
     def _assembled(self, task: Task, messages: list[tuple[Part, Tensor, Any]], low: int, high: int) -> memoryview:
         """The bytes of a piece."""
-        own = next((part.regions for part in task.parts if part.rank == self._meeting.rank), [])
+        own = next((part.regions for part in task.parts if part.rank == self._comm.rank), [])
         if len(own) == 1 and own[0][1].runs == 1 and own[0][1].run == high - low:
             number, region = own[0]
             return view_of(self._own[number][region.local : region.local + region.run])
@@ -135,7 +134,7 @@ class PieceWriter:
 
 
 def write_all(handle: int, content: memoryview, offset: int) -> None:
-    """Write at an offset, in as many calls as it takes."""
+    """Write at an offset. One call of ``pwrite`` may write only a part."""
     while len(content):
         written = os.pwrite(handle, content, offset)
         content, offset = content[written:], offset + written
@@ -143,9 +142,10 @@ def write_all(handle: int, content: memoryview, offset: int) -> None:
 
 def write_small_file(path: Path, content: bytes) -> FileRecord:
     """Write a file and flush it to the disk."""
-    with ExitStack() as stack:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        stack.callback(os.close, handle)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
         write_all(handle, memoryview(content), 0)
         os.fsync(handle)
+    finally:
+        os.close(handle)
     return record_of(content)

@@ -1,9 +1,10 @@
-"""How the ranks of a checkpoint meet: over a store, and a process group of host memory that nothing else uses."""
+"""Messages between ranks over ``torch.distributed``'s store, and a separate gloo process group for large tensors."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,21 +15,21 @@ import torch.distributed as dist
 _PART = 1 << 22  # bytes of a value in the store, which takes less than 8 MiB
 
 
-class MeetingError(RuntimeError):
-    """Ranks have not come, or could not be reached."""
+class RendezvousError(RuntimeError):
+    """Ranks did not join a call in time, or the store is lost."""
 
 
-class Meeting:
-    """Messages between all ranks of the job, from any thread. One thread at a time may use it.
+class StoreCommunicator:
+    """Collectives on bytes between all ranks of the job, over the store. One thread at a time may use it.
 
-    All ranks make one at the same time, and call the same methods in the same order.
+    All ranks must construct it at the same time and call the same methods in the same order.
 
     Args:
         timeout: seconds to wait for the other ranks.
 
     Attributes:
-        rank, size: this rank, and how many there are; 0 and 1 without ``torch.distributed``.
-        group: for messages of host memory; ``None`` if there is one rank.
+        rank, size: this rank and the number of ranks; 0 and 1 without ``torch.distributed``.
+        group: a gloo process group for tensors in host memory; ``None`` if there is one rank.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -47,17 +48,17 @@ class Meeting:
         self._store: Any = dist.PrefixStore(f"bmt_checkpoints/{times}", store)
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Close the connections to the other ranks."""
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def exchange(self, mine: bytes) -> list[bytes]:
-        """What every rank brings, in the order of the ranks. Equal messages, and those known from before, travel once.
+    def all_gather(self, mine: bytes) -> list[bytes]:
+        """The messages of all ranks, in rank order. Equal messages and messages of recent calls are sent once.
 
         Raises:
-            MeetingError: a rank has not come.
+            RendezvousError: a rank did not join the call in time.
         """
         if self.size == 1:
             return [mine]
@@ -65,8 +66,8 @@ class Meeting:
         if digest not in self._known:
             self._put(f"content/{digest}", mine)
             self._known[digest] = mine
-        everyone = self.report(digest.encode())
-        listed = self.announce(b"".join(everyone) if everyone is not None else None)
+        everyone = self.gather(digest.encode())
+        listed = self.broadcast(b"".join(everyone) if everyone is not None else None)
         digests = [listed[at : at + 64].decode() for at in range(0, len(listed), 64)]
         for digest in digests:
             if digest not in self._known:
@@ -76,8 +77,12 @@ class Meeting:
         self._known = {digest: content for digest, content in self._known.items() if digest in set().union(*self._used)}
         return messages
 
-    def report(self, mine: bytes) -> list[bytes] | None:
-        """What every rank brings, on rank 0; ``None`` elsewhere, at once."""
+    def all_gather_json(self, mine: Any) -> list[Any]:
+        """As :meth:`all_gather`, for JSON values."""
+        return [json.loads(each) for each in self.all_gather(json.dumps(mine, sort_keys=True).encode())]
+
+    def gather(self, mine: bytes) -> list[bytes] | None:
+        """The messages of all ranks, on rank 0. Other ranks return ``None`` without waiting."""
         if self.size == 1:
             return [mine]
         key = self._next_key()
@@ -87,10 +92,10 @@ class Meeting:
         keys = [f"{key}/{rank}" for rank in range(self.size)]
         self._wait(keys)
         messages = [self._get(each) for each in keys]
-        self._forget()  # every rank has come here, so it has heard all announcements before
+        self._forget()  # every rank is in this call, so it has read all earlier broadcasts
         return messages
 
-    def announce(self, value: bytes | None = None) -> bytes:
+    def broadcast(self, value: bytes | None = None) -> bytes:
         """Rank 0's ``value`` on every rank."""
         if self.size == 1:
             assert value is not None
@@ -102,7 +107,7 @@ class Meeting:
             return value
         self._wait([key])
         value = self._get(key)
-        self._forget()  # rank 0 has come here, so it has read all reports before
+        self._forget()  # rank 0 is in this call, so it has read all earlier gathered messages
         return value
 
     def _next_key(self) -> str:
@@ -113,7 +118,10 @@ class Meeting:
         self._old += self._put(key, value)
 
     def _put(self, key: str, value: bytes) -> list[str]:
-        """Put a value into the store, the first part last, which others wait for. The keys of its parts."""
+        """Put a value into the store in parts, and return their keys.
+
+        The first part is written last, because other ranks wait for its key.
+        """
         parts = {f"{key}/part/{at}": value[at : at + _PART] for at in range(_PART, len(value), _PART)}
         parts[key] = len(value).to_bytes(8, "little") + value[:_PART]
         for name, part in parts.items():
@@ -126,12 +134,12 @@ class Meeting:
         return first[8:] + b"".join(bytes(self._store.get(f"{key}/part/{at}")) for at in more)
 
     def _forget(self) -> None:
-        """Remove what this rank has set, which everybody has read."""
+        """Delete the keys that this rank set. All ranks must have read them."""
         while self._old:
             self._store.delete_key(self._old.pop())
 
     def _wait(self, keys: Sequence[str]) -> None:
-        """Return when the keys are there. The store stays free for others meanwhile."""
+        """Poll until the keys exist, so that other threads can use the store."""
         deadline, pause = time.monotonic() + self.timeout, 0.0005
         missing = list(keys)
         while True:
@@ -139,13 +147,13 @@ class Meeting:
                 while missing and self._store.check(missing[:1]):
                     missing.pop(0)
             except RuntimeError as error:
-                raise MeetingError(f"rank {self.rank} has lost the store where ranks meet: {error}") from error
+                raise RendezvousError(f"rank {self.rank} has lost the store where ranks meet: {error}") from error
             if not missing:
                 return
             if time.monotonic() > deadline:
                 absent = [key for key in missing if not self._store.check([key])]
                 ranks = ", ".join(key.rpartition("/")[2] for key in absent[:8]) if len(keys) > 1 else "0"
-                raise MeetingError(
+                raise RendezvousError(
                     f"after {self.timeout:g} s, rank(s) {ranks} have not come to the call that rank {self.rank} is in; "
                     "every rank must call save, wait and load alike"
                 )
