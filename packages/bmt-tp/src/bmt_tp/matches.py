@@ -23,7 +23,7 @@ _ALIASES = {
     "local_params": "replicate",  # the plan names sharded parameters themselves
 }
 _SEQUENCE_PART_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather", "ulysses")
-PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "moe_identity_expert", "mla_kv_a_proj", "replicate")
+_PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "moe_identity_expert", "mla_kv_a_proj", "replicate")
 LINEAR_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input")
 SHARDING_STYLES = (*LINEAR_STYLES, "packed_rowwise", "vocab", "embedding_colwise", "expert_parallel")
 _NORMS_OF_HEADS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
@@ -125,11 +125,11 @@ def _style(name: str, style: str) -> str:
     base, plus, suffix = str(style).partition("+")
     kind, colon, count = base.partition(":")
     kind = _ALIASES.get(kind, kind)
-    fits = kind in (*PLAIN_STYLES, *SHARDING_STYLES)
+    fits = kind in (*_PLAIN_STYLES, *SHARDING_STYLES)
     fits &= not plus or (suffix == "sequence" and kind in _SEQUENCE_STYLES)
     fits &= not colon or (kind == "packed_colwise" and count.isdigit() and int(count) > 0)
     if not fits:
-        known = ", ".join((*PLAIN_STYLES, *SHARDING_STYLES))
+        known = ", ".join((*_PLAIN_STYLES, *SHARDING_STYLES))
         raise ValueError(
             f"the plan shards {name!r} by {style!r}, which is no style; choose one of {known} (packed_colwise:n for n "
             "parts), or one of the sharding ones with '+sequence'"

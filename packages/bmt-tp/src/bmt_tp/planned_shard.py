@@ -11,7 +11,7 @@ from torch import nn
 from bmt_comm import Communicator, Slice
 
 from .experts import ExpertParallel
-from .matches import LINEAR_STYLES, PLAIN_STYLES, SHARDING_STYLES, Match
+from .matches import LINEAR_STYLES, SHARDING_STYLES, Match
 from .parameters import ShardModule, rank_slice
 from .sequence import sequence_parallel
 from .sharded_modules import (
@@ -123,63 +123,58 @@ class PlannedShard:
 
     def apply(self, shared: SharedInput) -> None:
         """Give the module the forward or the hooks for its shard. Sibling modules get the same ``shared``."""
-        module = self.module
-        if self.parameter is not None and not isinstance(module, ShardModule):
-            module.__class__ = class_with_forward_of(ShardModule, type(module))
-        if self.parameter is not None or self.kind == "replicate":
-            return
-        if self.kind == "mla_kv_a_proj":
+        module, kind = self.module, self.kind
+        if self.parameter is not None:
+            if not isinstance(module, ShardModule):
+                module.__class__ = class_with_forward_of(ShardModule, type(module))
+        elif kind == "mla_kv_a_proj":
             module.register_forward_hook(CopyLastOutputs(self.comm, self.last))
-            return
-        if self.kind == "experts":
+        elif kind == "experts":
             module.register_forward_pre_hook(CopyInputs(self.comm), with_kwargs=True)
             module.register_forward_hook(ReduceOutput(self.comm))
-            return
-        if self.kind == "moe_identity_expert":
+        elif kind == "moe_identity_expert":
             module.register_forward_pre_hook(DivideInput(self.comm.size))
-            return
-        if self.kind in PLAIN_STYLES:
-            if self.kind in ("sequence_start", "sequence_gather"):
-                hook = SplitOrGatherInput(self.comm, self.sequence_dim, self.kind == "sequence_gather")
-                module.register_forward_pre_hook(hook, with_kwargs=True)
-                return
+        elif kind in ("sequence_start", "sequence_gather"):
+            hook = SplitOrGatherInput(self.comm, self.sequence_dim, kind == "sequence_gather")
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        elif kind in ("sequence", "sequence_end", "ulysses"):
             sequence_parallel(module, self.comm)
-            if self.kind == "sequence_end":
+            if kind == "sequence_end":
                 module.register_forward_hook(GatherOutput(self.comm, self.sequence_dim))
-            if self.kind == "ulysses" and self.comm.size > 1:
+            if kind == "ulysses" and self.comm.size > 1:
                 UlyssesModule(self.comm, self.sequence_dim, self.name).register(module)
-            return
-        if self.kind == "expert_parallel":
+        elif kind == "expert_parallel":
             experts = len(next(module.parameters())) * self.comm.size  # the parameters are shards already
             for name in _EXPERT_COUNTS:
                 if getattr(module, name, None) == experts:
                     setattr(module, name, experts // self.comm.size)
             vars(module).update(all_experts=experts, split_tokens=self.in_sequence, comm=self.comm)
             module.__class__ = class_with_forward_of(ExpertParallel, type(module))
-            return
-        if self.kind == "shared_heads":
+        elif kind != "replicate":
+            self._replace_forward(shared)
+
+    def _replace_forward(self, shared: SharedInput) -> None:
+        module, kind = self.module, self.kind
+        if kind == "shared_heads":
             sequence_parallel(module, self.comm)  # the gradient is partial on each rank
         classes: dict[str, type[ShardModule]] = {
             "shared_heads": SharedHeadLinear,
             "vocab": ShardedEmbedding,
             "embedding_colwise": ShardedEmbeddingColumns,
         }
-        sharded = classes.get(self.kind) or (ShardedColumnLinear if self.is_column else ShardedRowLinear)
-        module.tensor_parallel = self._settings(shared)  # type: ignore[assignment]
-        module.__class__ = class_with_forward_of(sharded, type(module))
-
-    def _settings(self, shared: SharedInput) -> Settings:
-        return Settings(
+        sharded = classes.get(kind) or (ShardedColumnLinear if self.is_column else ShardedRowLinear)
+        module.tensor_parallel = Settings(  # type: ignore[assignment]
             self.comm,
             self.in_sequence,
             self.sequence_dim,
             self.transposed,
             None if self.is_gathered else shared,
-            gather_output=self.kind == "colwise_gather_output",
-            split_input=self.kind == "rowwise_split_input",
-            vocab_size=getattr(self.module, "num_embeddings", 0),
+            gather_output=kind == "colwise_gather_output",
+            split_input=kind == "rowwise_split_input",
+            vocab_size=getattr(module, "num_embeddings", 0),
             shared_heads=self.shared_heads,
         )
+        module.__class__ = class_with_forward_of(sharded, type(module))
 
 
 def _check_fits(match: Match, kind: str, transposed: bool) -> None:
