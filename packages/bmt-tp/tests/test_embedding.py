@@ -26,7 +26,7 @@ def gradient(layer):
 @pytest.mark.ranks(1, 2, 3, 4, init=False)
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
-def test_lookup_and_tied_projection_are_those_of_a_whole_table(sequence, index_dtype):
+def test_lookup_and_tied_projection_are_those_of_an_unsharded_table(sequence, index_dtype):
     ctx = start()
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(VOCAB, HIDDEN, generator=generator)
@@ -34,9 +34,9 @@ def test_lookup_and_tied_projection_are_those_of_a_whole_table(sequence, index_d
     factor = torch.randn(3, 12, HIDDEN, generator=generator)
     head = torch.randn(3, 12, VOCAB, generator=generator)
 
-    whole = table.clone().requires_grad_()
-    vectors = F.embedding(ids, whole)
-    scores = torch.tanh(vectors) @ whole.T
+    reference = table.clone().requires_grad_()
+    vectors = F.embedding(ids, reference)
+    scores = torch.tanh(vectors) @ reference.T
     ((vectors * factor).sum() + (scores * head).sum()).backward()
 
     layer = VPEmbedding(VOCAB, HIDDEN, dtype=torch.float32, sequence_parallel=sequence)
@@ -52,12 +52,12 @@ def test_lookup_and_tied_projection_are_those_of_a_whole_table(sequence, index_d
     (loss + (my_scores * part(head, -1, ctx)).sum()).backward()
     torch.testing.assert_close(mine, expected_vectors)
     torch.testing.assert_close(my_scores, part(scores, -1, ctx))
-    expected = part(whole.grad, 0, ctx)
+    expected = part(reference.grad, 0, ctx)
     assert (gradient(layer) - expected).norm() <= 1e-6 * expected.norm()
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_the_whole_table_is_never_on_one_rank(ctx):
+def test_the_unsharded_table_is_never_on_one_rank(ctx):
     layer = VPEmbedding(VOCAB, HIDDEN, dtype=torch.float32)
     largest = 0
 
@@ -105,7 +105,7 @@ def test_bad_arguments(ctx):
     for bad in (-1, VOCAB):
         with pytest.raises(IndexError, match=rf"id {bad} is not in the vocabulary \(0 to 35\)"):
             layer(torch.tensor([3, bad]))
-    with pytest.raises(ValueError, match="is cut over the tensor-parallel ranks; sequence_parallel is for"):
+    with pytest.raises(ValueError, match="is sharded over the tensor-parallel ranks; sequence_parallel is for"):
         sequence_parallel(layer)
 
 
@@ -126,13 +126,13 @@ def test_parts_of_a_sequence_are_gathered_if_asked(ctx):
     table = full_state_dict(embed)["weight"]
     ids = torch.randint(0, 12, (3, 4))
     mine = ids.chunk(2, 1)[ctx.tp_rank]
-    found = embed(mine)
-    assert torch.equal(found, table[mine])
+    vectors = embed(mine)
+    assert torch.equal(vectors, table[mine])
     factor = torch.randn(3, 4, 5)
-    scores = embed(found, projection=True)
+    scores = embed(vectors, projection=True)
     assert torch.allclose(scores, (table[ids] @ table.t()).chunk(2, -1)[ctx.tp_rank], rtol=1e-5, atol=1e-6)
-    (found * factor.chunk(2, 1)[ctx.tp_rank]).sum().backward()
-    wanted = torch.zeros(12, 5).index_add_(0, ids.flatten(), factor.flatten(0, 1)).chunk(2)[ctx.tp_rank]
-    assert torch.allclose(gradient(embed), wanted)
+    (vectors * factor.chunk(2, 1)[ctx.tp_rank]).sum().backward()
+    expected = torch.zeros(12, 5).index_add_(0, ids.flatten(), factor.flatten(0, 1)).chunk(2)[ctx.tp_rank]
+    assert torch.allclose(gradient(embed), expected)
     with pytest.raises(RuntimeError, match=r"If ranks pass parts of the sequence: VPEmbedding\(gather_input=True\)"):
         VPEmbedding(12, 5, dtype=torch.float)(torch.full((2, 2), ctx.rank))

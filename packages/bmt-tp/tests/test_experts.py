@@ -1,4 +1,4 @@
-"""Experts, each on one rank, against one process."""
+"""Expert parallelism against one process."""
 
 import copy
 import os
@@ -12,7 +12,7 @@ from bmt_comm import init_distributed
 from bmt_tp import expert_parallel, full_state_dict, parallelize
 
 B, S, HIDDEN, INNER, EXPERTS, CHOSEN = 2, 6, 7, 5, 6, 2
-WHOLE = {"layers.*.experts": "expert_parallel"}
+REPLICATED = {"layers.*.experts": "expert_parallel"}
 SPLIT = {
     "layers.0": "sequence_start",
     **{f"layers.*.{name}": "sequence" for name in ("norm", "router", "dense")},
@@ -92,7 +92,7 @@ def train(model, steps=10):
 
 
 @pytest.mark.ranks(1, 2, 3, init=False)
-@pytest.mark.parametrize("plan", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("plan", [REPLICATED, SPLIT], ids=["replicated", "split"])
 @pytest.mark.parametrize("favourites", [(), (0, 1), (EXPERTS - 1,)], ids=["any", "first", "last"])
 def test_training_equals_one_process(plan, favourites):
     ctx = start()
@@ -101,17 +101,17 @@ def test_training_equals_one_process(plan, favourites):
     parallelize(model, plan)
     assert len(model.layers[0].experts.up) == EXPERTS // ctx.world_size
     assert train(model) == pytest.approx(train(plain), rel=1e-8)
-    found = full_state_dict(model)
-    for name, wanted in plain.state_dict().items():
-        change = wanted - before[name]
+    after = full_state_dict(model)
+    for name, expected in plain.state_dict().items():
+        change = expected - before[name]
         # An expert that no token chooses stays as it is.
-        assert (found[name] - wanted).norm() <= 1e-8 * change.norm() + 1e-14, name
+        assert (after[name] - expected).norm() <= 1e-8 * change.norm() + 1e-14, name
 
 
 @pytest.mark.ranks(2, 3, init=False)
 @pytest.mark.parametrize("tracked", [(True, True), (True, False), (False, True), (False, False)])
 def test_ranks_have_any_number_of_tokens(tracked):
-    """One rank has none; another expert has none. Gradients of tokens, weights and experts, where they are wanted."""
+    """One rank has none; another expert has none. Gradients of tokens, weights and experts, where they are required."""
     ctx = start()
     torch.manual_seed(3)
     counts = [0, 5, 3][: ctx.world_size]
@@ -125,26 +125,26 @@ def test_ranks_have_any_number_of_tokens(tracked):
         param.data = param.data[ctx.rank * share : (ctx.rank + 1) * share].clone()
     local.num_experts = share
 
-    whole = [x.clone().requires_grad_(wanted) for x, wanted in zip((tokens, weights), tracked)]
-    wanted = plain(whole[0], experts, whole[1])
-    wanted.square().sum().backward()
+    inputs = [x.clone().requires_grad_(needs_grad) for x, needs_grad in zip((tokens, weights), tracked)]
+    expected = plain(inputs[0], experts, inputs[1])
+    expected.square().sum().backward()
 
     mine = slice(sum(counts[: ctx.rank]), sum(counts[: ctx.rank + 1]))
-    parts = [x[mine].clone().requires_grad_(wanted) for x, wanted in zip((tokens, weights), tracked)]
-    found = expert_parallel(local, parts[0], experts[mine], parts[1], EXPERTS, split_tokens=True)
-    found.square().sum().backward()
+    parts = [x[mine].clone().requires_grad_(needs_grad) for x, needs_grad in zip((tokens, weights), tracked)]
+    result = expert_parallel(local, parts[0], experts[mine], parts[1], EXPERTS, split_tokens=True)
+    result.square().sum().backward()
 
-    torch.testing.assert_close(found, wanted[mine])
-    for part, all_of_it in zip(parts, whole):
-        if all_of_it.grad is not None:
-            torch.testing.assert_close(part.grad, all_of_it.grad[mine])
-    held = slice(ctx.rank * share, (ctx.rank + 1) * share)
+    torch.testing.assert_close(result, expected[mine])
+    for part, full in zip(parts, inputs):
+        if full.grad is not None:
+            torch.testing.assert_close(part.grad, full.grad[mine])
+    own_experts = slice(ctx.rank * share, (ctx.rank + 1) * share)
     for param, of_all in zip(local.parameters(), plain.parameters()):
-        torch.testing.assert_close(param.grad, of_all.grad[held])
+        torch.testing.assert_close(param.grad, of_all.grad[own_experts])
 
 
 @pytest.mark.ranks(2, tp_size=2)
-@pytest.mark.parametrize("plan", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("plan", [REPLICATED, SPLIT], ids=["replicated", "split"])
 def test_experts_without_tokens_are_stepped_as_on_one_device(ctx, plan):
     plain = build()
     model = parallelize(copy.deepcopy(plain), plan)
@@ -178,7 +178,7 @@ def test_what_cannot_be_divided_is_named_and_nothing_changes(ctx):
         layer.experts.down = nn.Parameter(torch.zeros(3, HIDDEN, INNER))
         layer.experts.bias = nn.Parameter(torch.zeros(3, HIDDEN))
     with pytest.raises(ValueError, match=r"dimension 0 of 'layers.0.experts', of shape \(3, 5, 7\), cannot be divided"):
-        parallelize(model, WHOLE)
+        parallelize(model, REPLICATED)
     assert torch.equal(model.layers[0].dense.weight, before["layers.0.dense.weight"])
     assert not hasattr(model.layers[0].experts.up, "bmt_slice")
     with pytest.raises(ValueError, match=r"tokens \(3, 7\), experts \(2, 1\) and weights \(3, 1\) must have"):
@@ -200,11 +200,11 @@ def test_half_precision_where_a_rank_has_nothing_to_compute(alone):
     def compute(rows, numbers, scales):
         return ((rows + numbers) * scales).to(rows.dtype)
 
-    found = expert_parallel(compute, tokens, experts, weights, EXPERTS, split_tokens=True)
+    result = expert_parallel(compute, tokens, experts, weights, EXPERTS, split_tokens=True)
     local = experts - alone * EXPERTS // 2
-    wanted = sum(compute(tokens, local[:, n, None], weights[:, n, None]) for n in range(CHOSEN))
-    assert found.dtype is tokens.dtype
-    torch.testing.assert_close(found, wanted)
+    expected = sum(compute(tokens, local[:, n, None], weights[:, n, None]) for n in range(CHOSEN))
+    assert result.dtype is tokens.dtype
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.ranks(2, init=False)
@@ -221,9 +221,9 @@ def test_numbers_that_no_expert_has(split_tokens, nobody):
     def compute(rows, numbers, scales):
         return rows * (numbers + 1 + ctx.rank * EXPERTS // 2) * scales
 
-    found = expert_parallel(compute, tokens, experts, weights, EXPERTS, split_tokens=split_tokens)
+    result = expert_parallel(compute, tokens, experts, weights, EXPERTS, split_tokens=split_tokens)
     factor = torch.where((experts >= 0) & (experts < EXPERTS), (experts + 1) * weights, 0).sum(1, keepdim=True)
-    torch.testing.assert_close(found, tokens * factor)
+    torch.testing.assert_close(result, tokens * factor)
 
 
 @pytest.mark.ranks(2, init=False)

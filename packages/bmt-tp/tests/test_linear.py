@@ -25,7 +25,7 @@ def test_training_is_that_of_torch_linear_on_the_whole_batch(ctx, bias):
         for step in range(10):
             batch = torch.randn(2, 6, 7, generator=torch.Generator().manual_seed(step)).to(ctx.device)
             mine = batch[:, ctx.rank :: ctx.world_size] if model is layer else batch
-            # Gradients of the ranks are summed; each rank's part of the mean makes them the whole batch's.
+            # Gradients are summed over the ranks, so each rank computes its part of the batch's mean.
             (model.to(ctx.device)(mine).square().sum() / batch.numel()).backward()
             optimizer.step()
             optimizer.zero_grad()

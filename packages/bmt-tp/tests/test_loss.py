@@ -53,7 +53,7 @@ def close(a, b):
 
 @pytest.mark.ranks(1, 2, 3, 4, init=False)
 @pytest.mark.parametrize("given", SETTINGS, ids=str)
-def test_split_scores_have_the_loss_and_gradient_of_whole_ones(given):
+def test_split_scores_have_the_loss_and_gradient_of_full_ones(given):
     ctx = start()
     hidden, weight, bias, target = tensors()
     options, class_weight = settings_of(given)
@@ -77,8 +77,8 @@ def test_head_and_loss_in_one(given, gather_input):
     ctx = start()
     hidden, weight, bias, target = tensors()
     options, class_weight = settings_of(given)
-    whole = [leaf(t) for t in (hidden, weight, bias)]
-    scores = F.linear(*whole)
+    full = [leaf(t) for t in (hidden, weight, bias)]
+    scores = F.linear(*full)
     expected = F.cross_entropy(scores.flatten(0, 1), target.flatten(), class_weight, **options)
     expected.square().sum().backward()
     mine = leaf(part(hidden, 1, ctx) if gather_input else hidden)
@@ -88,9 +88,9 @@ def test_head_and_loss_in_one(given, gather_input):
     )
     loss.square().sum().backward()
     close(loss.flatten(), expected.flatten())
-    close(mine.grad, part(whole[0].grad, 1, ctx) if gather_input else whole[0].grad)
-    close(my_weight.grad, part(whole[1].grad, 0, ctx))
-    close(my_bias.grad, part(whole[2].grad, 0, ctx))
+    close(mine.grad, part(full[0].grad, 1, ctx) if gather_input else full[0].grad)
+    close(my_weight.grad, part(full[1].grad, 0, ctx))
+    close(my_bias.grad, part(full[2].grad, 0, ctx))
 
 
 class Largest(TorchDispatchMode):

@@ -30,12 +30,12 @@ def gradients(function, inputs):
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_output_and_gradients_are_those_of_linear_in_double_precision(leading, dtype, with_bias):
     inputs = tensors(leading, dtype, with_bias)
-    y, found = gradients(OpLinear.apply, inputs)
+    y, grads = gradients(OpLinear.apply, inputs)
     reference = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
     expected_y, expected = gradients(F.linear, reference)
     assert y.dtype == dtype
     assert y.shape == expected_y.shape
-    for got, want in [(y, expected_y), *zip(found, expected, strict=True)]:
+    for got, want in [(y, expected_y), *zip(grads, expected, strict=True)]:
         if want is None:
             assert got is None
             continue
@@ -66,10 +66,10 @@ def test_a_frozen_input_gets_no_gradient_and_changes_no_other(frozen):
     inputs = tensors((5,), torch.float32)
     _, expected = gradients(F.linear, inputs)
     inputs[frozen].requires_grad_(False)
-    _, found = gradients(OpLinear.apply, inputs)
-    assert found[frozen] is None
+    _, grads = gradients(OpLinear.apply, inputs)
+    assert grads[frozen] is None
     for i in {0, 1, 2} - {frozen}:
-        torch.testing.assert_close(found[i], expected[i])
+        torch.testing.assert_close(grads[i], expected[i])
 
 
 @pytest.mark.parametrize(("frozen", "needed"), [(0, 0), (1, 1)], ids=["input", "weight"])
@@ -87,19 +87,19 @@ def test_strided_inputs_give_the_same_gradients():
     x = torch.randn(7, 3, 2).permute(2, 1, 0).requires_grad_()
     weight = torch.randn(7, 4).t().requires_grad_()
     _, expected = gradients(F.linear, (x, weight, None))
-    _, found = gradients(OpLinear.apply, (x, weight, None))
-    torch.testing.assert_close(found[0], expected[0])
-    torch.testing.assert_close(found[1], expected[1])
+    _, grads = gradients(OpLinear.apply, (x, weight, None))
+    torch.testing.assert_close(grads[0], expected[0])
+    torch.testing.assert_close(grads[1], expected[1])
 
 
 def test_under_autocast_it_computes_what_linear_computes():
     inputs = tensors((5,), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, found = gradients(OpLinear.apply, inputs)
+        y, grads = gradients(OpLinear.apply, inputs)
         expected_y, expected = gradients(F.linear, inputs)
     assert y.dtype == expected_y.dtype == torch.bfloat16
     torch.testing.assert_close(y, expected_y)
-    for got, want in zip(found, expected, strict=True):
+    for got, want in zip(grads, expected, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 

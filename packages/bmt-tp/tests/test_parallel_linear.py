@@ -1,4 +1,4 @@
-"""Column- and row-parallel maps against torch's linear layer on the whole tensors."""
+"""Column- and row-parallel maps against torch's linear layer on unsharded tensors."""
 
 import itertools
 import os
@@ -29,7 +29,7 @@ def start():
     return init_distributed(tp_size=int(os.environ["WORLD_SIZE"]))
 
 
-def whole_tensors(shape=(2, 12), dtype=torch.float64):
+def full_tensors(shape=(2, 12), dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
 
     def random(*size):
@@ -67,7 +67,7 @@ LAYOUTS = list(itertools.product((-2, 0), (1, 2, 5)))  # dimension of the sequen
 @pytest.mark.parametrize("gather_output", [True, False])
 def test_column_parallel(gather_input, gather_output):
     ctx = start()
-    x, weight, bias, factor = whole_tensors((12, 12))
+    x, weight, bias, factor = full_tensors((12, 12))
     y, grad_x, grad_weight, grad_bias = reference(x, weight, bias, factor)
     for sequence_dim, chunks in LAYOUTS:
         mine = leaf(part(x, sequence_dim, ctx) if gather_input else x)
@@ -87,7 +87,7 @@ def test_column_parallel(gather_input, gather_output):
 @pytest.mark.parametrize("reduce", list(ReduceType))
 def test_row_parallel(reduce, split_input, gather_input):
     ctx = start()
-    x, weight, bias, factor = whole_tensors((12, 12))
+    x, weight, bias, factor = full_tensors((12, 12))
     y, grad_x, grad_weight, grad_bias = reference(x, weight, bias, factor)
     for sequence_dim, chunks in LAYOUTS:
         mine = x if split_input else part(x, -1, ctx)
@@ -102,14 +102,14 @@ def test_row_parallel(reduce, split_input, gather_input):
         expected = grad_x if split_input else part(grad_x, -1, ctx)
         close(mine.grad, part(expected, sequence_dim, ctx) if gather_input else expected)
         close(my_weight.grad, part(grad_weight, 1, ctx))
-        close(my_bias.grad, grad_bias)  # whole, on every rank
+        close(my_bias.grad, grad_bias)  # complete, on every rank
 
 
 @pytest.mark.ranks(2, init=False)
 @pytest.mark.parametrize("shape", [(12,), (1, 12), (2, 3, 12), (12, 1)])
 def test_any_leading_dimensions(shape):
     ctx = start()
-    x, weight, bias, factor = whole_tensors(shape)
+    x, weight, bias, factor = full_tensors(shape)
     y, grad_x, *_ = reference(x, weight, bias, factor)
     mine = leaf(x)
     inner = OpParallelLinear.apply(mine, part(weight, 0, ctx), part(bias, 0, ctx))
@@ -120,7 +120,7 @@ def test_any_leading_dimensions(shape):
 
 @pytest.mark.ranks(2, tp_size=2)
 def test_combinations_without_meaning(ctx):
-    x, weight, bias, _ = whole_tensors()
+    x, weight, bias, _ = full_tensors()
     apply = OpParallelLinear.apply
     with pytest.raises(ValueError, match="split_input=True without reduce_output_type"):
         apply(x, weight, bias, split_input=True)
@@ -130,7 +130,7 @@ def test_combinations_without_meaning(ctx):
         apply(x, weight, bias, gather_input=True, reduce_output_type=2)
     with pytest.raises(ValueError, match="3 is not a valid ReduceType"):
         apply(x, weight, bias, reduce_output_type=3)
-    with pytest.raises(ValueError, match=r"dimension 1 of shape \(2, 3, 24\) cannot be cut evenly over 2 tensor"):
+    with pytest.raises(ValueError, match=r"dimension 1 of shape \(2, 3, 24\) cannot be split evenly over 2 tensor"):
         apply(x[:, :3], weight, bias, reduce_output_type=2)
     with pytest.raises(ValueError, match="sequence_dim=-1 of x"):
         apply(x, weight, bias, gather_input=True, sequence_dim=-1)
@@ -142,20 +142,20 @@ def test_combinations_without_meaning(ctx):
 
 @pytest.mark.ranks(2, tp_size=2)
 def test_frozen_tensors_get_no_gradient_and_the_others_do(ctx):
-    x, weight, bias, factor = whole_tensors()
+    x, weight, bias, factor = full_tensors()
     _, grad_x, grad_weight, grad_bias = reference(x, weight, bias, factor)
     for trained in range(3):
         tensors = [part(x, -2, ctx), part(weight, 0, ctx), part(bias, 0, ctx)]
         tensors[trained] = leaf(tensors[trained])
         out = OpParallelLinear.apply(*tensors, True)
         (out * part(factor, -1, ctx)).sum().backward()
-        wanted = [part(grad_x, -2, ctx), part(grad_weight, 0, ctx), part(grad_bias, 0, ctx)]
-        close(tensors[trained].grad, wanted[trained])
+        expected = [part(grad_x, -2, ctx), part(grad_weight, 0, ctx), part(grad_bias, 0, ctx)]
+        close(tensors[trained].grad, expected[trained])
 
 
 @pytest.mark.ranks(2, tp_size=2)
 def test_only_this_ranks_part_of_the_sequence_is_kept_for_backward(ctx):
-    x, weight, bias, _ = whole_tensors()
+    x, weight, bias, _ = full_tensors()
     kept = []
     mine = leaf(part(x, 1, ctx))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
@@ -165,7 +165,7 @@ def test_only_this_ranks_part_of_the_sequence_is_kept_for_backward(ctx):
 
 @pytest.mark.ranks(2, tp_size=2)
 def test_autocast(ctx):
-    x, weight, bias, factor = whole_tensors(dtype=torch.float32)
+    x, weight, bias, factor = full_tensors(dtype=torch.float32)
     y, grad_x, grad_weight, _ = reference(x, weight, bias, factor)
     mine, my_weight, my_bias = leaf(part(x, 1, ctx)), leaf(part(weight, 0, ctx)), leaf(part(bias, 0, ctx))
     row_weight = leaf(torch.eye(OUT)[:, ctx.tp_rank * OUT // 2 :][:, : OUT // 2])
@@ -181,7 +181,7 @@ def test_autocast(ctx):
 
 @pytest.mark.ranks(2, tp_size=2)
 def test_autocast_leaves_double_precision_alone(ctx):
-    x, weight, bias, _ = whole_tensors()
+    x, weight, bias, _ = full_tensors()
     with torch.autocast("cpu", torch.bfloat16):
         out = OpParallelLinear.apply(part(x, 1, ctx), part(weight, 0, ctx), part(bias, 0, ctx), True)
     close(out, part(F.linear(x, weight, bias), -1, ctx))
@@ -200,7 +200,7 @@ def test_a_batch_without_tokens(ctx, shape):
 
 @pytest.mark.ranks(2, tp_size=2)
 def test_one_layer_used_twice_and_a_second_backward(ctx):
-    x, weight, bias, factor = whole_tensors()
+    x, weight, bias, factor = full_tensors()
     tensors = [leaf(x), leaf(weight[:IN]), leaf(bias[:IN])]
     mine = [leaf(x), leaf(part(weight[:IN], 0, ctx)), leaf(part(bias[:IN], 0, ctx))]
     expected = torch.tanh(F.linear(torch.tanh(F.linear(*tensors)), *tensors[1:]))
@@ -211,8 +211,8 @@ def test_one_layer_used_twice_and_a_second_backward(ctx):
         loss.backward(retain_graph=True)
         loss.backward()
     close(mine[0].grad, tensors[0].grad)
-    for piece, whole in zip(mine[1:], tensors[1:], strict=True):
-        close(piece.grad, part(whole.grad, 0, ctx))
+    for shard, logical in zip(mine[1:], tensors[1:], strict=True):
+        close(shard.grad, part(logical.grad, 0, ctx))
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Pair(nn.Module):
 
 @pytest.mark.ranks(*SIZES, init=False)
 @pytest.mark.parametrize("sequence", [True, False])
-def test_training_is_that_of_linear_layers_on_the_whole(sequence):
+def test_training_is_that_of_unsharded_linear_layers(sequence):
     ctx = start()
     torch.manual_seed(0)
     plain = nn.ModuleDict({"up": nn.Linear(IN, OUT), "down": nn.Linear(OUT, IN)})
@@ -332,7 +332,7 @@ def test_split_input_refuses_other_rows_on_each_rank(ctx):
     for other in (torch.randn(2, 4, IN) + ctx.rank, x.flip(0) if ctx.rank else x, x[:, ctx.rank :]):
         layer = RowParallelLinear(IN, OUT, split_input=True, all_reduce_output=True)
         with pytest.raises(
-            RuntimeError, match=r"split_input=True takes .* the same on every rank: join .*gather_along"
+            RuntimeError, match=r"split_input=True takes .* the same on every rank: gather .*gather_along"
         ):
             layer(other)
 
@@ -373,8 +373,8 @@ def test_models_write_to_the_output_in_place(kind):
         x.grad = None
         for param in layer.parameters():
             param.grad = None
-    for expected, found in zip(*grads, strict=True):
-        assert torch.equal(expected, found)
+    for expected, grad in zip(*grads, strict=True):
+        assert torch.equal(expected, grad)
 
 
 @pytest.mark.ranks(2, tp_size=2)

@@ -1,4 +1,4 @@
-"""Plain models, cut by a plan."""
+"""Plain models that a plan shards."""
 
 import copy
 import math
@@ -119,7 +119,7 @@ def test_training_is_that_of_the_model_on_one_device(fused, sequence, tied):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_a_rank_holds_its_piece_and_says_of_what(ctx):
+def test_a_rank_holds_its_shard_and_the_slice_of_it(ctx):
     model = parallelize(Model(fused=True), plan_of(True, False))
     weight = model.layers[0].attention.qkv.weight
     assert weight.shape == (3 * HIDDEN // 2, HIDDEN)
@@ -155,14 +155,14 @@ def test_the_first_batch_is_compared(ctx):
         ({"layers.*.up": "columnwise"}, ValueError, "by 'columnwise', which is no style; choose one of sequence"),
         ({"layers.*.up": "colwise:3"}, ValueError, "no style"),
         ({"layers.*.up": "sequence+sequence"}, ValueError, "no style"),
-        ({"norm": "colwise"}, TypeError, "'norm' is a LayerNorm; 'colwise' cuts a torch.nn.Linear"),
-        ({"norm": "vocab"}, TypeError, "'norm' is a LayerNorm; 'vocab' cuts a torch.nn.Embedding"),
-        ({"embed": "vocab"}, ValueError, "'head' shares a parameter with 'embed', which the plan cuts"),
-        ({"embed": "vocab", "head": "rowwise"}, ValueError, "share a parameter and are cut differently"),
+        ({"norm": "colwise"}, TypeError, "'norm' is a LayerNorm; 'colwise' shards a torch.nn.Linear"),
+        ({"norm": "vocab"}, TypeError, "'norm' is a LayerNorm; 'vocab' shards a torch.nn.Embedding"),
+        ({"embed": "vocab"}, ValueError, "'head' shares a parameter with 'embed', which the plan shards"),
+        ({"embed": "vocab", "head": "rowwise"}, ValueError, "share a parameter and are sharded differently"),
         (
             {"layers.0": "sequence", "layers.0.up": "colwise"},
             ValueError,
-            "'layers.0' as 'sequence', and cuts its",
+            "'layers.0' as 'sequence', and shards its",
         ),
         (None, ValueError, "Model carries no tp_plan"),
     ],
@@ -184,7 +184,7 @@ def test_sizes_that_do_not_divide_are_named(ctx):
         parallelize(model, {"a": "colwise", "b": "colwise"})
     assert type(model["a"]) is nn.Linear
     parallelize(model, {"a": "colwise"})
-    with pytest.raises(ValueError, match="'a' has been cut already"):
+    with pytest.raises(ValueError, match="parallelize has sharded a parameter of 'a' already"):
         parallelize(model, {"a": "colwise"})
 
     model = nn.ModuleDict({"table": nn.Embedding(6, 4)})
@@ -292,22 +292,22 @@ def test_packed_experts_train_as_on_one_device(transposed):
 def test_plans_of_experts_that_cannot_be(ctx):
     without = {name: style for name, style in EXPERTS.items() if name != "experts"}
     with pytest.raises(
-        ValueError, match="cuts the parameter 'gate_up_proj' of 'experts'; it must have 'experts' itself"
+        ValueError, match="shards the parameter 'gate_up_proj' of 'experts'; it must have 'experts' itself"
     ):
         parallelize(Mixture(), without)
-    with pytest.raises(ValueError, match=r"'experts.gate_up_bias' has the shape \(3, 8\); 'rowwise' cuts a weight"):
+    with pytest.raises(ValueError, match=r"'experts.gate_up_bias' has the shape \(3, 8\); 'rowwise' shards a weight"):
         parallelize(Mixture(), {**EXPERTS, "experts.gate_up_bias": "rowwise"})
     with pytest.raises(ValueError, match=r"'experts\.down_proj' is a parameter, and 'vocab' is for modules"):
         parallelize(Mixture(), {**EXPERTS, "experts.down_proj": "vocab"})
-    with pytest.raises(ValueError, match="has 'experts' as 'experts', and cuts no parameter of it"):
+    with pytest.raises(ValueError, match="has 'experts' as 'experts', and shards no parameter of it"):
         parallelize(Mixture(), {"router": "replicate", "experts": "moe_tp_experts"})
     with pytest.raises(ValueError, match=r"'experts\.identity' is an expert without weights, which no rank can have"):
         parallelize(Mixture(), {**EXPERTS, "experts.identity": "moe_identity_expert"}, expert_parallel=True)
     with pytest.raises(ValueError, match="'router' as 'moe_identity_expert', and no module around it as 'experts'"):
         parallelize(Mixture(), {**EXPERTS, "router": "moe_identity_expert"})
-    with pytest.raises(ValueError, match="cuts the parameter 'scales' of '', and no layer of it by columns"):
+    with pytest.raises(ValueError, match="shards the parameter 'scales' of '', and no layer of it column-wise"):
         parallelize(WithScales(), {"scales": "colwise", "o": "rowwise"})
-    with pytest.raises(ValueError, match="'scales' has one dimension; it can be cut by 'colwise' only, not by 'row"):
+    with pytest.raises(ValueError, match="'scales' has one dimension; 'colwise' can shard it, 'rowwise' cannot"):
         parallelize(WithScales(), {"scales": "rowwise", "q": "colwise"})
 
 
@@ -335,9 +335,9 @@ def test_parameters_of_heads_and_features_of_an_embedding(ctx):
     for which in (plain, model):
         which(ids).square().mean().backward()
     torch.testing.assert_close(model(ids), plain(ids))
-    for (name, param), piece in zip(plain.named_parameters(), model.parameters(), strict=True):
-        wanted = tp_shard_of(param.grad, slice_of(piece))
-        torch.testing.assert_close(torch.as_tensor(piece.grad), wanted, msg=name)
+    for (name, param), shard in zip(plain.named_parameters(), model.parameters(), strict=True):
+        expected = tp_shard_of(param.grad, slice_of(shard))
+        torch.testing.assert_close(torch.as_tensor(shard.grad), expected, msg=name)
     assert torch.equal(full_state_dict(model)["embedding.weight"], plain.embedding.weight)
 
 
@@ -378,7 +378,7 @@ def test_a_norm_of_heads_gets_the_gradient_of_all_of_them(ctx):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_pieces_are_known_after_torch_has_replaced_them(ctx):
+def test_shards_stay_marked_after_torch_has_replaced_them(ctx):
     torch.manual_seed(0)
     state = Model().state_dict()
     with torch.device("meta"):
@@ -398,7 +398,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(ctx):
     state = full_state_dict(model)
     before = model.layers[0].up.weight.clone()
     wrong = {**state, "layers.0.up.weight": state["layers.0.up.weight"] + 1, "embed.weight": torch.zeros(5, 5)}
-    with pytest.raises(ValueError, match=r"'embed.weight' has shape \(5, 5\); the whole parameter has \(24, 24\)"):
+    with pytest.raises(ValueError, match=r"'embed.weight' has shape \(5, 5\); the logical parameter has \(24, 24\)"):
         load_full_state_dict(model, wrong)
     assert torch.equal(model.layers[0].up.weight, before)
 
@@ -416,7 +416,7 @@ FEEDFORWARD = {"up": "colwise", "down": "rowwise"}
 
 
 def feedforwards():
-    """A plain one, and a copy of it that is cut."""
+    """A plain model, and a sharded copy of it."""
     torch.manual_seed(0)
     plain = Feedforward()
     return plain, parallelize(copy.deepcopy(plain), FEEDFORWARD)
@@ -428,7 +428,7 @@ def check_same(model, plain):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_torch_clips_and_scales_a_cut_model_as_the_plain_one(ctx):
+def test_torch_clips_and_scales_a_sharded_model_as_the_plain_one(ctx):
     plain, model = feedforwards()
     x = torch.randn(5, 6)
     for step in range(3):
@@ -445,7 +445,7 @@ def test_torch_clips_and_scales_a_cut_model_as_the_plain_one(ctx):
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
             scaler.scale(each(x).square().sum()).backward()
-            if bad and (each is plain or ctx.rank == 1):  # in the piece of one rank
+            if bad and (each is plain or ctx.rank == 1):  # in the shard of one rank
                 each.up.weight.grad[-1, 0] = math.inf
             scaler.step(optimizer)
             scaler.update()
@@ -460,16 +460,16 @@ def test_torch_clips_and_scales_a_cut_model_as_the_plain_one(ctx):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_what_is_reset_after_it_was_cut_is_that_of_the_plain_layer(ctx):
+def test_what_is_reset_after_it_was_sharded_is_that_of_the_plain_layer(ctx):
     for style in ("vocab", "colwise", "rowwise"):
         plain = nn.Sequential(nn.Embedding(8, 6, padding_idx=1) if style == "vocab" else nn.Linear(6, 8))
         model = parallelize(copy.deepcopy(plain), {"0": style})
-        pieces = list(model.parameters())
+        shards = list(model.parameters())
         for each in (plain, model):
             torch.manual_seed(3)
             each.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
         check_same(model, plain)
-        assert all(a is b for a, b in zip(pieces, model.parameters(), strict=True))
+        assert all(a is b for a, b in zip(shards, model.parameters(), strict=True))
 
 
 @pytest.mark.ranks(2, tp_size=2)

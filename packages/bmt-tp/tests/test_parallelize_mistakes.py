@@ -1,4 +1,4 @@
-"""What would make a cut model silently wrong is noticed, and layers that adapters wrap are found."""
+"""Checks against models that would be silently wrong after sharding, and layers in adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mlp(seed: int = 0) -> nn.Sequential:
 
 
 class Adapted(nn.Module):
-    """As peft wraps a linear layer."""
+    """A linear layer as peft wraps it."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_unknown_names_of_heads_are_refused(ctx, name):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_layers_that_are_not_called_or_need_the_whole(ctx):
+def test_layers_that_are_not_called_or_need_unsharded_parameters(ctx):
     layer = nn.Sequential(nn.MultiheadAttention(8, 2))
     with pytest.raises(TypeError, match=r"in a torch\.nn\.MultiheadAttention"):
         parallelize(layer, {"0.out_proj": "rowwise"})
@@ -113,15 +113,15 @@ def test_layers_that_are_not_called_or_need_the_whole(ctx):
 @pytest.mark.ranks(2, tp_size=2)
 def test_ranks_with_different_values(ctx):
     model = mlp(seed=ctx.rank)
-    with pytest.raises(RuntimeError, match=r"same model before it is cut.*0\.weight"):
+    with pytest.raises(RuntimeError, match=r"same model before it is sharded.*0\.weight"):
         parallelize(model, PLAN)
     assert model[0].weight.shape == (8, 6)
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_pieces_that_were_overwritten(ctx):
+def test_shards_that_were_overwritten(ctx):
     model = parallelize(mlp(), PLAN)
-    with pytest.raises(RuntimeError, match="same values in different pieces"):
+    with pytest.raises(RuntimeError, match="same values in different shards"):
         nn.parallel.DistributedDataParallel(model)(torch.ones(2, 6))
     copies = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh())
     with torch.no_grad():
@@ -130,7 +130,7 @@ def test_pieces_that_were_overwritten(ctx):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_a_model_that_is_cut_in_two_calls(ctx):
+def test_a_model_that_is_sharded_in_two_calls(ctx):
     model = nn.Sequential(mlp(), mlp())
     plain = copy.deepcopy(model)
     parallelize(model[0], PLAN)
@@ -139,7 +139,7 @@ def test_a_model_that_is_cut_in_two_calls(ctx):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_fsdp2_of_pieces_is_refused(ctx):
+def test_fsdp2_of_shards_is_refused(ctx):
     from torch.distributed.fsdp import fully_shard
 
     model = parallelize(mlp(), PLAN)
@@ -149,17 +149,17 @@ def test_fsdp2_of_pieces_is_refused(ctx):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_an_input_that_may_be_whole(ctx, monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(logging.getLogger("bmt_tp.parallel_linear"), "warning", said.append)
+def test_an_input_that_may_be_replicated(ctx, monkeypatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(logging.getLogger("bmt_tp.parallel_linear"), "warning", warnings.append)
     parts = torch.randn(2, 3, 6)
     ColumnParallelLinear(6, 8)(parts + ctx.rank)
     ColumnParallelLinear(6, 8, gather_input=False)(parts)
     ColumnParallelLinear(6, 8)(torch.ones(2, 3, 6))  # of a padded batch, say
-    assert not said
+    assert not warnings
     ColumnParallelLinear(6, 8)(parts)
-    assert len(said) == 1
-    assert "gather_input=False" in said[0]
+    assert len(warnings) == 1
+    assert "gather_input=False" in warnings[0]
 
 
 class Experts(nn.Module):
@@ -232,8 +232,8 @@ def test_an_encoder_of_torch_with_padding(ctx):
     model = parallelize(copy.deepcopy(plain).eval(), {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"})
     x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with torch.no_grad():
-        found, expected = (each(x, src_key_padding_mask=padding) for each in (model, plain))
-    torch.testing.assert_close(found[~padding], expected[~padding])
+        result, expected = (each(x, src_key_padding_mask=padding) for each in (model, plain))
+    torch.testing.assert_close(result[~padding], expected[~padding])
 
 
 @pytest.mark.ranks(2, tp_size=2)

@@ -36,7 +36,7 @@ def leaf(x):
 @pytest.mark.parametrize(
     ("shape", "dim"), [((3, 4), 0), ((1, 3, 4), 1), ((2, 3, 4), 1), ((2, 1, 4), 1), ((2, 3, 1), 2)]
 )
-def test_joined_parts_may_be_written_to_in_place(ctx, shape, dim):
+def test_gathered_parts_may_be_modified_in_place(ctx, shape, dim):
     x = torch.ones(shape, requires_grad=True)
     gather_along(x, dim).mul_(3.0).sum().backward()
     assert torch.equal(x.grad, torch.full(shape, 3.0))
@@ -51,11 +51,11 @@ def test_layouts_and_their_gradients(dim):
     factors = torch.randn(ctx.tp_size, 6, 12, 6, generator=generator, dtype=torch.float64)
     mine, common = factors[ctx.tp_rank], factors[0]
 
-    whole = leaf(x)
-    y = copy_to_ranks(whole)
+    replicated = leaf(x)
+    y = copy_to_ranks(replicated)
     assert torch.equal(y, x)
     (y * mine).sum().backward()
-    torch.testing.assert_close(whole.grad, factors.sum(0))
+    torch.testing.assert_close(replicated.grad, factors.sum(0))
 
     partial = leaf(mine)
     y = reduce_from_ranks(partial)
@@ -63,24 +63,24 @@ def test_layouts_and_their_gradients(dim):
     (y * common).sum().backward()
     torch.testing.assert_close(partial.grad, common)
 
-    whole = leaf(x)
-    y = split_along(whole, dim)
+    replicated = leaf(x)
+    y = split_along(replicated, dim)
     assert torch.equal(y, part(x, dim, ctx))
     (y * part(common, dim, ctx)).sum().backward()
-    assert torch.equal(whole.grad, common)
+    assert torch.equal(replicated.grad, common)
 
-    piece = leaf(part(x, dim, ctx))
-    y = gather_along(piece, dim)
+    split = leaf(part(x, dim, ctx))
+    y = gather_along(split, dim)
     assert torch.equal(y, x)
     (y * common).sum().backward()
-    assert torch.equal(piece.grad, part(common, dim, ctx))
-    assert piece.grad.untyped_storage().nbytes() == piece.numel() * piece.itemsize  # the whole is freed
+    assert torch.equal(split.grad, part(common, dim, ctx))
+    assert split.grad.untyped_storage().nbytes() == split.numel() * split.itemsize  # the full gradient is freed
 
-    piece = leaf(part(x, dim, ctx))
-    y = gather_along(piece, dim, partial_grad=True)
+    split = leaf(part(x, dim, ctx))
+    y = gather_along(split, dim, partial_grad=True)
     assert torch.equal(y, x)
     (y * mine).sum().backward()
-    torch.testing.assert_close(piece.grad, part(factors.sum(0), dim, ctx))
+    torch.testing.assert_close(split.grad, part(factors.sum(0), dim, ctx))
 
     partial = leaf(mine)
     y = reduce_scatter_along(partial, dim)
@@ -90,9 +90,9 @@ def test_layouts_and_their_gradients(dim):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_what_cannot_be_cut_is_named(ctx):
+def test_what_cannot_be_split_is_named(ctx):
     for function in (split_along, reduce_scatter_along):
-        with pytest.raises(ValueError, match=r"dimension 1 of shape \(2, 3\) cannot be cut evenly over 2 .*pad it"):
+        with pytest.raises(ValueError, match=r"dimension 1 of shape \(2, 3\) cannot be split evenly over 2 .*pad it"):
             function(torch.zeros(2, 3), 1)
         with pytest.raises(ValueError, match="2 is not a dimension"):
             function(torch.zeros(2, 3), 2)
@@ -101,7 +101,7 @@ def test_what_cannot_be_cut_is_named(ctx):
 
 
 @pytest.mark.ranks(1, 2, 3, init=False)
-def test_a_norm_on_parts_of_the_sequence_gets_the_gradient_of_the_whole():
+def test_a_norm_on_parts_of_the_sequence_gets_the_gradient_of_the_whole_sequence():
     ctx = start()
     torch.manual_seed(0)
     plain, norm = nn.LayerNorm(5), sequence_parallel(nn.LayerNorm(5))

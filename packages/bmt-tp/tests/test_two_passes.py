@@ -1,4 +1,4 @@
-"""Linear maps compute the gradients that a pass asks for, and no others."""
+"""Linear maps compute only the gradients that the running backward pass needs."""
 
 import inspect
 import os
@@ -14,7 +14,7 @@ IN, OUT, LENGTH = 8, 12, 6
 
 
 def start(tp_size=None):
-    """All ranks are tensor-parallel, if nothing else is said."""
+    """By default all ranks are tensor-parallel."""
     return init_distributed(tp_size=tp_size or int(os.environ["WORLD_SIZE"]))
 
 
@@ -27,7 +27,7 @@ def leaf(*shape, seed, dtype=torch.float64):
 
 
 def in_two_passes(y, factor, x, weights):
-    """The gradients of x, and later those of the weights, as zero-bubble pipelines compute them."""
+    """An input-gradient pass, and a weight-gradient pass after it, as in zero-bubble pipelines."""
     [grad] = torch.autograd.grad(y, [x], factor, retain_graph=True)
     return [grad, *torch.autograd.grad(y, weights, factor)]
 
@@ -56,7 +56,7 @@ def row(kind, chunks):
 
 def linear_maps(n):
     """By name: the shapes of this rank's x and weight, and the map."""
-    yield "whole", (2, LENGTH, IN), (OUT, IN), OpLinear.apply
+    yield "unsharded", (2, LENGTH, IN), (OUT, IN), OpLinear.apply
     for chunks in (1, 2):
         yield f"column {chunks}", (2, LENGTH, IN), (OUT // n, IN), column(False, chunks)
         yield f"column, gathered {chunks}", (2, LENGTH // n, IN), (OUT // n, IN), column(True, chunks)
@@ -68,21 +68,21 @@ def linear_maps(n):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_linear_map(dtype, bias):
-    """Two passes compute what one does, and no product twice; leaves or not."""
+    """Two passes compute the same as one, and no product twice. Weights are leaves or not."""
     for name, x_shape, shape, apply in linear_maps(start().tp_size):
         for leaves in (True, False):
             grads, counts = [], []
-            for parts in (1, 2):
+            for passes in (1, 2):
                 x, weight = leaf(*x_shape, seed=1, dtype=dtype), leaf(*shape, seed=2, dtype=dtype)
                 b = leaf(shape[0], seed=3, dtype=dtype) if bias else None
-                wanted = [weight] if b is None else [weight, b]
-                y = apply(x, *(wanted if leaves else [w * 1 for w in wanted]), *([] if bias else [None]))
+                params = [weight] if b is None else [weight, b]
+                y = apply(x, *(params if leaves else [w * 1 for w in params]), *([] if bias else [None]))
                 factor = random(*y.shape, seed=4, dtype=dtype)
                 with Products() as products:
-                    if parts == 1:
-                        grads.append(torch.autograd.grad(y, [x, *wanted], factor))
+                    if passes == 1:
+                        grads.append(torch.autograd.grad(y, [x, *params], factor))
                     else:
-                        grads.append(in_two_passes(y, factor, x, wanted))
+                        grads.append(in_two_passes(y, factor, x, params))
                 counts.append(products.calls)
             assert counts[0] == counts[1], name
             for one, two in zip(*grads, strict=True):
@@ -90,7 +90,7 @@ def test_every_linear_map(dtype, bias):
 
 
 @pytest.mark.ranks(2, init=False)
-def test_a_pass_communicates_for_what_it_computes_alone():
+def test_a_pass_communicates_only_for_what_it_computes():
     ctx = start()
     for apply, x_shape, shape, gathers in [
         (column(True, 1), (2, LENGTH // 2, IN), (OUT // 2, IN), [0, 1]),
@@ -99,9 +99,9 @@ def test_a_pass_communicates_for_what_it_computes_alone():
         x, weight, b = leaf(*x_shape, seed=1), leaf(*shape, seed=2), leaf(shape[0], seed=3)
         y = apply(x, weight, b)
         factor = random(*y.shape, seed=4, dtype=torch.float64)
-        for wanted, count in zip(([x], [weight, b]), gathers, strict=True):
+        for inputs, count in zip(([x], [weight, b]), gathers, strict=True):
             before = gathers_of(ctx.tp)
-            torch.autograd.grad(y, wanted, factor, retain_graph=True)
+            torch.autograd.grad(y, inputs, factor, retain_graph=True)
             assert gathers_of(ctx.tp) == before + count
 
 
@@ -111,7 +111,7 @@ def test_maps_of_one_input_gather_it_once(gather):
     ctx = start()
     n, comm = ctx.tp_size, ctx.tp
     grads = []
-    for parts in (1, 2):
+    for passes in (1, 2):
         x = leaf(2, LENGTH // n if gather else LENGTH, IN, seed=1)
         twice, once, frozen = (leaf(OUT // n, IN, seed=2 + i) for i in range(3))
         biases = [leaf(OUT // n, seed=8 + i) for i in range(2)]
@@ -119,11 +119,11 @@ def test_maps_of_one_input_gather_it_once(gather):
         layers = [(twice, biases[0]), (twice, None), (once, None), (frozen, biases[1])]
         y = torch.cat(column_linear(x, layers, gather_input=gather), -1)
         factor = random(*y.shape, seed=4, dtype=torch.float64)
-        before, wanted = gathers_of(comm), [twice, once, *biases]
-        if parts == 1:
-            grads.append(torch.autograd.grad(y, [x, *wanted], factor))
+        before, params = gathers_of(comm), [twice, once, *biases]
+        if passes == 1:
+            grads.append(torch.autograd.grad(y, [x, *params], factor))
         else:
-            grads.append(in_two_passes(y, factor, x, wanted))
+            grads.append(in_two_passes(y, factor, x, params))
         assert gathers_of(comm) == before + (gather and n > 1)
     for one, two in zip(*grads, strict=True):
         assert torch.equal(one, two)
@@ -137,8 +137,8 @@ def test_under_autocast():
         b = leaf(shape[0], seed=3, dtype=torch.float32)
         with torch.autocast("cpu"):
             y = apply(x, weight, b)
-        wanted = torch.autograd.grad(y, [x, weight, b], torch.ones_like(y), retain_graph=True)
-        for one, two in zip(wanted, in_two_passes(y, torch.ones_like(y), x, [weight, b]), strict=True):
+        expected = torch.autograd.grad(y, [x, weight, b], torch.ones_like(y), retain_graph=True)
+        for one, two in zip(expected, in_two_passes(y, torch.ones_like(y), x, [weight, b]), strict=True):
             assert one.dtype == torch.float32
             assert torch.equal(one, two), name
 
@@ -153,7 +153,7 @@ def test_a_compiled_layer_computes_all_gradients():
 
 @pytest.mark.ranks(2, init=False)
 def test_with_symmetric_memory(monkeypatch):
-    """PyTorch's own fallbacks stand in for CUDA's operations."""
+    """PyTorch's own fallbacks replace CUDA's operations."""
     symmetric_memory = pytest.importorskip("torch.distributed._symmetric_memory")
     from bmt_tp import _compat
 
@@ -167,9 +167,9 @@ def test_with_symmetric_memory(monkeypatch):
     down, b = leaf(IN, OUT // 2, seed=3), leaf(IN, seed=4)
     hidden = column(True, 1)(x, up, None)
     y = row(ReduceType.REDUCE_SCATTER, 1)(torch.sin(hidden), down, b)
-    wanted = torch.autograd.grad(y, [hidden, down, b], torch.ones_like(y), retain_graph=True)
-    for one, two in zip(wanted, in_two_passes(y, torch.ones_like(y), hidden, [down, b]), strict=True):
+    expected = torch.autograd.grad(y, [hidden, down, b], torch.ones_like(y), retain_graph=True)
+    for one, two in zip(expected, in_two_passes(y, torch.ones_like(y), hidden, [down, b]), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
-    wanted = torch.autograd.grad(hidden, [x, up], torch.ones_like(hidden), retain_graph=True)
-    for one, two in zip(wanted, in_two_passes(hidden, torch.ones_like(hidden), x, [up]), strict=True):
+    expected = torch.autograd.grad(hidden, [x, up], torch.ones_like(hidden), retain_graph=True)
+    for one, two in zip(expected, in_two_passes(hidden, torch.ones_like(hidden), x, [up]), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)

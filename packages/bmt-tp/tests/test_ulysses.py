@@ -61,9 +61,9 @@ class Model(nn.Module):
 def check_equals_one_process(model, plan, run):
     plain = copy.deepcopy(model)
     parallelize(model, plan)
-    wanted, y = run(plain), run(model)
-    torch.testing.assert_close(y, wanted)
-    wanted.square().mean().backward()
+    expected, y = run(plain), run(model)
+    torch.testing.assert_close(y, expected)
+    expected.square().mean().backward()
     y.square().mean().backward()
     for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert (param.grad - other.grad).norm() <= 1e-5 * other.grad.norm() + 1e-9, name

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: layers, operations, and cutting models that were written for one device."""
+"""Tensor and sequence parallelism: layers, operations, and sharding models that were written for one device."""
 
 from ._version import __version__
 from .batch import check_same_batch

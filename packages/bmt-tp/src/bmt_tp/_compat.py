@@ -1,4 +1,4 @@
-"""The places where PyTorch versions differ."""
+"""Differences between PyTorch versions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ except ImportError:
 
 HAS_SYMMETRIC_MEMORY: bool = _symmetric_memory is not None and hasattr(torch.ops.symm_mem, "fused_all_gather_matmul")
 
-# Whether the gathered operand comes back on request; before, it always did.
+# Whether the operation returns the gathered operand on request only. Older versions always return it.
 TAKES_RETURN_A: bool = HAS_SYMMETRIC_MEMORY and "return_A" in str(
     torch.ops.symm_mem.fused_all_gather_matmul.default._schema
 )
 
 
 def enable_symmetric_memory(group_name: str) -> None:
-    """Prepare a process group, where this version of PyTorch still wants that."""
+    """Prepare a process group, if this version of PyTorch needs that."""
     enable: Any = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
     if enable is not None and not hasattr(enable, "__deprecated__"):
         enable(group_name)

@@ -1,4 +1,4 @@
-"""Whether the ranks of a tensor-parallel group were given the same data."""
+"""Checks that the ranks of a tensor-parallel group have the same data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .regions import tensor_comm
 
 @not_compiled
 def check_same_batch(*tensors: Tensor, comm: Communicator | None = None) -> None:
-    """Raise unless all tensor-parallel ranks have the same tensors: together they compute one replica.
+    """Raise unless all tensor-parallel ranks have the same tensors. Together these ranks compute one replica.
 
-    Costs one pass over the tensors and a few bytes of communication; on CUDA it waits for the device, so call it on
+    It costs one pass over the tensors and a few bytes of communication. On CUDA it waits for the device. Call it on
     the first batch only, as :class:`bmt_tp.VPEmbedding` and :func:`bmt_tp.parallelize` do.
 
     Args:
@@ -47,7 +47,7 @@ def check_same_input(x: Tensor, comm: Communicator, cure: str) -> None:
     Args:
         x: the activations.
         comm: the tensor-parallel ranks.
-        cure: what to pass instead.
+        cure: the end of the error message, which says what to pass instead.
 
     Raises:
         RuntimeError: on every rank, if they differ.
@@ -60,7 +60,7 @@ def check_same_input(x: Tensor, comm: Communicator, cure: str) -> None:
         raise RuntimeError(f"the tensor-parallel ranks pass different inputs: {error}; {cure}") from error
     if not x.numel():
         return
-    # Random projections: activations that differ by more than rounding differ in these.
+    # Compare random projections: if activations differ by more than rounding, so do these.
     values = x.detach().reshape(-1).double()
     generator = torch.Generator().manual_seed(values.numel())
     signs = torch.randint(0, 2, (8, min(values.numel(), 1 << 16)), generator=generator, device="cpu").to(values) * 2 - 1
@@ -76,23 +76,24 @@ def check_same_input(x: Tensor, comm: Communicator, cure: str) -> None:
 
 @not_compiled
 def have_equal_values(tensors: Sequence[Tensor], comm: Communicator) -> bool:
-    """Whether all ranks have the same values, and not one value alone: a sample of each tensor is compared.
+    """Whether all ranks have the same values. A sample of each tensor is compared.
 
-    Every rank of ``comm`` must call it.
+    False if each sample has only one value, repeated, such as zeros. Every rank of ``comm`` must call it.
     """
     if comm.size == 1 or comm.is_planned or any(tensor.is_meta for tensor in tensors):
         return False
     samples = [_sample(tensor).reshape(-1).float().cpu() for tensor in tensors if tensor.numel()]
-    told = int(_digest(torch.cat(samples)), 16) >> 1 if samples else 0
-    if not any(bool((sample != sample[0]).any()) for sample in samples):
-        told = comm.rank
+    if any(bool((sample != sample[0]).any()) for sample in samples):
+        code = int(_digest(torch.cat(samples)), 16) >> 1
+    else:
+        code = comm.rank  # differs between ranks
     everyone = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
-    comm.all_gather(everyone, torch.tensor([told], dtype=torch.int64, device="cpu").to(comm.device))
+    comm.all_gather(everyone, torch.tensor([code], dtype=torch.int64, device="cpu").to(comm.device))
     return bool((everyone == everyone[0]).all())
 
 
 def check_same_values(named: Iterable[tuple[str, Tensor]], comm: Communicator) -> None:
-    """Raise unless all ranks have the same parameters, of which each will keep a part: a sample of each is compared.
+    """Raise unless all ranks have the same parameters, before they are sharded. A sample of each is compared.
 
     Raises:
         RuntimeError: on every rank, naming the first that differs.
@@ -104,8 +105,8 @@ def check_same_values(named: Iterable[tuple[str, Tensor]], comm: Communicator) -
         check_agreement(comm, "the parameters of a model", facts)
     except DisagreementError as error:
         raise RuntimeError(
-            f"the tensor-parallel ranks must have the same model before it is cut: {error}; build it with the same "
-            f"seed, or load the same weights, on all of them"
+            f"the tensor-parallel ranks must have the same model before it is sharded: {error}; build it with the "
+            f"same seed, or load the same weights, on all of them"
         ) from error
 
 
@@ -117,7 +118,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 _TOLERANCE = 0.05
-"""Of the norm: activations in half precision that are the same but for the order of sums differ by less."""
+"""Relative to the norm. Activations in half precision that differ only by the order of sums differ by less."""
 
 
 def _digest(tensor: Tensor) -> str:

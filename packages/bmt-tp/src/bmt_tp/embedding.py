@@ -10,33 +10,33 @@ from bmt_comm import Communicator
 
 from .batch import check_same_batch
 from .parallel_ops import OpParallelLinear
-from .parameters import Module, divided, make_parameter
+from .parameters import Module, check_positive, divided, make_parameter
 from .regions import gather_along, reduce_from_ranks, reduce_scatter_along, tensor_comm
 
 
 class VPEmbedding(Module):
-    """An embedding table of which every tensor-parallel rank has a range of the vocabulary.
+    """An embedding table that is sharded along the vocabulary: every tensor-parallel rank has a range of the ids.
 
-    As the first layer it looks up the ids in its range and sums over the ranks; as the last (``projection``) it
-    gives the scores of its range, for :func:`bmt_tp.vocab_parallel_cross_entropy`. Both uses of one object tie
-    the two. Computing never brings the whole table to one rank; only while it is filled with initial values, one has
-    it for a moment (on the meta device it has none).
+    As the first layer it looks up the ids in its range and sums over the ranks. As the last (``projection``) it
+    computes the scores of its range, for :func:`bmt_tp.vocab_parallel_cross_entropy`. One object in both places ties
+    the two. The computation never gathers the table. Only its initialization has the logical table in memory for a
+    moment (not on the meta device).
 
     Args:
-        vocab_size: rows of the whole table; the ranks divide it.
+        vocab_size: rows of the logical table. The number of ranks must divide it.
         embedding_size: columns.
         dtype: of the table.
-        init_mean, init_std: of the normal distribution that it is filled from.
-        sequence_parallel: outside of this layer, activations are split along the sequence: the looked-up vectors
-            are scattered, and the input of the projection is gathered.
-        gather_input: each rank passes the ids of its part of the sequence, which are gathered; and
+        init_mean, init_std: of the normal distribution of the initial values.
+        sequence_parallel: outside of this layer, activations are split along the sequence: the vectors are scattered,
+            and the input of the projection is gathered.
+        gather_input: each rank passes the ids of its part of the sequence, which are gathered. It implies
             ``sequence_parallel``.
         sequence_dim: the dimension of the ids (and of the vectors, when counted from the front) that is split.
         comm: the tensor-parallel ranks; by default the context's.
 
     Raises:
         TypeError: ``dtype`` is not a floating-point one.
-        ValueError: a size is not a positive integer, or the ranks do not divide ``vocab_size``: pad it.
+        ValueError: a size is not a positive integer, or the ranks do not divide ``vocab_size`` (pad it).
         RuntimeError: ``init_distributed`` has not run.
     """
 
@@ -58,8 +58,7 @@ class VPEmbedding(Module):
         super().__init__()
         self.comm = tensor_comm(comm)
         self.vocab_size_per_rank = divided("vocab_size", vocab_size, self.comm)
-        if not isinstance(embedding_size, int) or embedding_size < 1:
-            raise ValueError(f"embedding_size={embedding_size!r} must be a positive integer")
+        check_positive("embedding_size", embedding_size)
         self.vocab_size = vocab_size
         self.embedding_size = embedding_size
         self.sequence_parallel = sequence_parallel or gather_input
@@ -76,22 +75,22 @@ class VPEmbedding(Module):
         return self.comm.rank * self.vocab_size_per_rank
 
     def forward(self, x: Tensor, projection: bool = False) -> Tensor:
-        """Vectors of ids, or scores of vectors.
+        """The vectors of ids, or with ``projection`` the scores of vectors.
 
         Args:
-            x: ids (\\*) of any integer dtype, the same on every tensor-parallel rank (checked on the first call), or
-                under ``gather_input`` of this rank's part of the sequence; for the projection vectors (\\*, H), or
-                this rank's part of the sequence under ``sequence_parallel``.
+            x: ids (\\*) of any integer dtype, the same on every tensor-parallel rank (checked on the first call); with
+                ``gather_input``, the ids of this rank's part of the sequence. For the projection, vectors (\\*, H);
+                with ``sequence_parallel``, those of this rank's part of the sequence.
             projection: compute the scores of this rank's range of the vocabulary, for
                 ``FusedCrossEntropy(parallel=True)``.
 
         Returns:
-            (\\*, H), under ``sequence_parallel`` of this rank's part of the sequence. With ``projection``
-            (\\*, vocab_size / ranks): of every position of the whole sequence, the scores of the ids from
+            (\\*, H); with ``sequence_parallel``, this rank's part of the sequence. With ``projection``
+            (\\*, vocab_size / ranks): for every position of the whole sequence, the scores of the ids from
             ``vocab_start`` on.
 
         Raises:
-            IndexError: an id is outside of the vocabulary. On CUDA the device asserts instead.
+            IndexError: an id is outside of the vocabulary. On CUDA an assertion of the device fails instead.
             TypeError: ids are not integers.
             RuntimeError: the ranks have different ids.
         """
@@ -119,10 +118,10 @@ class VPEmbedding(Module):
 
 
 def lookup(ids: Tensor, rows: Tensor, start: int, vocab_size: int) -> Tensor:
-    """The vectors of those ids whose row is among ``rows`` (start, start + 1, ...), and zeros for the others."""
+    """The vectors of ``ids``: ``rows`` has those of the ids start, start + 1, ...; others get zeros."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"ids have dtype {ids.dtype}; give integers")
-    ids = ids.long()  # a small integer type could not be compared with the size of the vocabulary
+    ids = ids.long()  # small integer types cannot represent the size of the vocabulary
     if len(rows) == vocab_size:
         return F.embedding(ids, rows)
     outside = (ids < 0) | (ids >= vocab_size)

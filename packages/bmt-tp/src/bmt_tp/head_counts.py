@@ -1,4 +1,4 @@
-"""The numbers of heads that attention modules hold, divided over the tensor-parallel ranks."""
+"""Attributes of attention modules that count heads. They are divided by the number of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from bmt_comm import Communicator
 
 from .matches import owner_of
-from .planned_cut import PlannedCut
+from .planned_shard import PlannedShard
 
 DIVIDED_ATTRIBUTES = (
     "num_heads",
@@ -23,7 +23,7 @@ DIVIDED_ATTRIBUTES = (
     "split_size",
     "all_head_size",
 )
-"""What an attention module counts its heads by: divided where its projections are cut."""
+"""Attributes that are divided if the projections of the attention are sharded: numbers of heads, and sizes of all."""
 
 _HEADS = tuple(name for name in DIVIDED_ATTRIBUTES if name not in ("split_size", "all_head_size"))
 
@@ -31,36 +31,36 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_kv
 
 
 def divided_heads(
-    model: nn.Module, cuts: list[PlannedCut], comm: Communicator, attributes: tuple[str, ...] | None
+    model: nn.Module, shards: list[PlannedShard], comm: Communicator, attributes: tuple[str, ...] | None
 ) -> list[tuple[nn.Module, str, int]]:
-    """The attributes that are to be set, with their values."""
+    """The attributes to set, each as its module, its name and its value."""
     parents: dict[str, nn.Module] = {}
-    features: dict[str, list[int]] = {}  # of the layers that are cut by columns in each of them
-    for cut in cuts:
-        if cut.kind not in ("colwise", "packed_colwise") or cut.parameter is not None:
+    features: dict[str, list[int]] = {}  # for each of them, the sizes of its layers that are sharded column-wise
+    for shard in shards:
+        if shard.kind not in ("colwise", "packed_colwise") or shard.parameter is not None:
             continue
-        parent_name = owner_of(cut.name)
+        parent_name = owner_of(shard.name)
         parent = parents[parent_name] = model.get_submodule(parent_name)
-        counts = {v for name in _HEADS if isinstance(v := getattr(parent, name, None), int) and cut.parts == 3}
+        counts = {v for name in _HEADS if isinstance(v := getattr(parent, name, None), int) and shard.parts == 3}
         if len(counts) > 1:
             raise ValueError(
-                f"{cut.name!r} holds queries, keys and values of different numbers of heads {sorted(counts)}, which "
-                f"'packed_colwise:3' would cut as equal parts; split it into layers of their own"
+                f"{shard.name!r} holds queries, keys and values of different numbers of heads {sorted(counts)}, which "
+                f"'packed_colwise:3' would shard as equal parts; split it into layers of their own"
             )
         head = getattr(parent, "head_dim", None)
-        size = next(param.shape[dim] for param, dim in cut.dims())
-        features.setdefault(parent_name, []).append(size // cut.parts)
-        heads, rest = divmod(size, head * cut.parts) if isinstance(head, int) and head > 0 else (0, 0)
+        size = next(param.shape[dim] for param, dim in shard.sharded_dims())
+        features.setdefault(parent_name, []).append(size // shard.parts)
+        heads, rest = divmod(size, head * shard.parts) if isinstance(head, int) and head > 0 else (0, 0)
         if rest == 0 and heads % comm.size:
             raise ValueError(
-                f"{cut.name!r} has {heads} heads of {head} features, which cannot be divided over {comm.size} "
+                f"{shard.name!r} has {heads} heads of {head} features, which cannot be divided over {comm.size} "
                 "tensor-parallel ranks"
             )
-    found = []
+    divided: list[tuple[nn.Module, str, int]] = []
     shared: dict[nn.Module, int] = {}
-    for cut in cuts:
-        if cut.kind == "shared_heads":
-            shared[model.get_submodule(owner_of(cut.name))] = cut.shared_heads
+    for shard in shards:
+        if shard.kind == "shared_heads":
+            shared[model.get_submodule(owner_of(shard.name))] = shard.shared_heads
     for parent_name, parent in parents.items():
         values = {**{name: getattr(parent, name, None) for name in ("heads", "nhead")}, **vars(parent)}
         sizes = features[parent_name]
@@ -70,10 +70,10 @@ def divided_heads(
                 f"{parent_name!r} has the attribute {unclear[0]!r}: if it counts heads that the plan divides, pass "
                 f"divided_attributes=(*DIVIDED_ATTRIBUTES, {unclear[0]!r}), else divided_attributes=DIVIDED_ATTRIBUTES"
             )
-        if parent in shared:  # one for each rank
+        if parent in shared:  # each rank computes one key and value head
             groups: Any = parent.num_key_value_groups
-            found.append((parent, "num_key_value_groups", groups * shared[parent] // comm.size))
-            found += [(parent, name, 1) for name in _KEY_VALUE_HEADS if hasattr(parent, name)]
+            divided.append((parent, "num_key_value_groups", groups * shared[parent] // comm.size))
+            divided += [(parent, name, 1) for name in _KEY_VALUE_HEADS if hasattr(parent, name)]
         for attribute in DIVIDED_ATTRIBUTES if attributes is None else attributes:
             if parent in shared and attribute in _KEY_VALUE_HEADS:
                 continue
@@ -84,12 +84,12 @@ def divided_heads(
                 raise ValueError(
                     f"{attribute}={value} of {parent_name!r} cannot be divided over {comm.size} tensor-parallel ranks"
                 )
-            found.append((parent, attribute, value // comm.size))
-    return found
+            divided.append((parent, attribute, value // comm.size))
+    return divided
 
 
 def _may_count_heads(name: str, value: Any, features: list[int]) -> bool:
-    """Whether an attribute of a module may count heads into which it divides some of ``features``."""
+    """Whether an attribute may be a number of heads. Such a number divides one of ``features``."""
     if name in DIVIDED_ATTRIBUTES or not isinstance(value, int) or isinstance(value, bool):
         return False
     if name in ("heads", "nhead"):

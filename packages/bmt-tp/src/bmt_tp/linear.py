@@ -7,16 +7,18 @@ import math
 import torch
 from torch import Tensor, nn
 
+from bmt_comm import Communicator
+
 from .ops import OpLinear
-from .parameters import Module, make_parameter
+from .parameters import Module, check_positive, make_parameter
 
 
 class Linear(Module):
-    """``torch.nn.Linear`` with parameters that ranks share.
+    """``torch.nn.Linear`` whose parameters are sharded.
 
-    Where bmt_zero is installed, the parameters are sharded over all ranks (``init_distributed`` comes first),
-    inside a Block and outside of one; without it they are plain. Names, shapes and the distribution of the
-    initial values are those of ``torch.nn.Linear``, so state dicts go from one to the other.
+    Where bmt_zero is installed, the parameters are sharded over all ranks, inside a Block and outside of one, and
+    ``init_distributed`` must have run. Without it they are plain. Names, shapes and the distribution of the initial
+    values are those of ``torch.nn.Linear``, so each loads the state dicts of the other.
 
     Args:
         in_features, out_features: sizes of the last dimension of the input and of the output, at least 1.
@@ -36,23 +38,53 @@ class Linear(Module):
         self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r} must be a positive integer")
+        self.weight, bias_parameter = linear_parameters(in_features, out_features, bias, dtype)
+        self.register_parameter("bias", bias_parameter)
         self.in_features = in_features
         self.out_features = out_features
-        # Kaiming-uniform with a = √5, which is uniform in ±1/√in, as the bias is.
-        self.weight = make_parameter((out_features, in_features), dtype, nn.init.kaiming_uniform_, a=math.sqrt(5))
-        if bias:
-            bound = 1 / math.sqrt(in_features)
-            self.bias = make_parameter((out_features,), dtype, nn.init.uniform_, -bound, bound)
-        else:
-            self.register_parameter("bias", None)
 
     def forward(self, input: Tensor) -> Tensor:
         """(\\*, in_features) → (\\*, out_features)."""
         return OpLinear.apply(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        has_bias = self._parameters["bias"] is not None  # self.bias would gather it
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias(self)}"
+
+
+def linear_parameters(
+    in_features: int,
+    out_features: int,
+    bias: bool,
+    dtype: torch.dtype | None,
+    comm: Communicator | None = None,
+    weight_dim: int | None = None,
+    bias_dim: int | None = None,
+    parts: int = 1,
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Weight and bias with the initial distribution of ``torch.nn.Linear``: uniform in ±1/√in.
+
+    The weight is sharded along ``weight_dim`` over ``comm``, and the bias along ``bias_dim``; None: not sharded.
+    """
+    check_positive("in_features", in_features)
+    check_positive("out_features", out_features)
+    blocks = (out_features // parts,) * parts if parts > 1 else ()
+    # Kaiming-uniform with a = √5 is uniform in ±1/√in.
+    weight = make_parameter(
+        (out_features, in_features),
+        dtype,
+        nn.init.kaiming_uniform_,
+        a=math.sqrt(5),
+        comm=comm,
+        tp_dim=weight_dim,
+        tp_blocks=blocks,
+    )
+    if not bias:
+        return weight, None
+    bound = 1 / math.sqrt(in_features)
+    return weight, make_parameter(
+        (out_features,), dtype, nn.init.uniform_, -bound, bound, comm=comm, tp_dim=bias_dim, tp_blocks=blocks
+    )
+
+
+def has_bias(layer: nn.Module) -> bool:
+    return layer._parameters["bias"] is not None  # layer.bias would gather it

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary of which every tensor-parallel rank has a range."""
+"""Cross entropy of scores that are split along the vocabulary over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """The cross entropy of scores that are split along the vocabulary; the whole scores are nowhere.
+    """The cross entropy of scores that are split along the vocabulary. The scores are not gathered.
 
-    One all-gather of three numbers per row and rank (four with label smoothing) in forward, and nothing in backward.
+    The forward does one all-gather of three numbers per row and rank (four with label smoothing). The backward does
+    not communicate.
 
     Args:
-        logits: (\\*, V / ranks), this rank's range of the classes, as :class:`bmt_tp.VPEmbedding` and a
-            column-parallel layer give them.
+        logits: (\\*, V / ranks), the scores of this rank's range of the classes, such as the output of
+            :class:`bmt_tp.VPEmbedding` or of a column-parallel layer.
         target: (\\*), classes of the whole vocabulary (any integer dtype), the same on every rank.
         comm: the tensor-parallel ranks; by default the context's.
         weight, ignore_index, reduction, label_smoothing, inplace_backward: as for ``bmt_kernels.cross_entropy``.
 
     Returns:
-        The loss, the same bits on every rank: (), or (\\*) for reduction "none". Backward is that of this one loss.
+        The loss, bitwise the same on every rank: (), or (\\*) for reduction "none". Gradients are those of this one
+        loss.
 
     Raises:
-        ValueError: ``target`` has not the leading shape of ``logits``.
+        ValueError: ``target`` does not have the leading shape of ``logits``.
         TypeError, ValueError, IndexError: as ``bmt_kernels.cross_entropy`` does.
     """
     comm = tensor_comm(comm)
@@ -81,20 +83,21 @@ def vocab_parallel_linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The head and its loss in one: not even this rank's scores exist as a whole, only chunks of them.
+    """The projection to scores and their cross entropy. Only chunks of this rank's scores are in memory at a time.
 
     Args:
-        hidden: (\\*, H), whole; with ``gather_input`` this rank's part of ``sequence_dim``.
+        hidden: (\\*, H), replicated; with ``gather_input`` this rank's part of ``sequence_dim``.
         weight: (V / ranks, H), this rank's rows, such as ``VPEmbedding.weight``.
         target: (\\*), classes of the whole vocabulary, the same on every rank.
         bias: (V / ranks,).
         comm: the tensor-parallel ranks; by default the context's.
-        gather_input, sequence_dim: whether, and along which dimension, hidden is to be joined first.
+        gather_input, sequence_dim: whether, and along which dimension, hidden is gathered first.
         class_weight, ignore_index, reduction, label_smoothing, chunk_size: as for
             ``bmt_kernels.linear_cross_entropy``.
 
     Returns:
-        The loss, the same bits on every rank: (), or (\\*) for reduction "none". Backward is that of this one loss.
+        The loss, bitwise the same on every rank: (), or (\\*) for reduction "none". Gradients are those of this one
+        loss.
 
     Raises:
         TypeError, ValueError, IndexError: as ``bmt_kernels.linear_cross_entropy`` does.
@@ -123,8 +126,8 @@ def vocab_parallel_linear_cross_entropy(
 
 def _gather(comm: Communicator) -> Callable[[Tensor], Tensor]:
     def gather(statistics: Tensor) -> Tensor:
-        everyones = statistics.new_empty(comm.size, *statistics.shape)
-        comm.all_gather(everyones, statistics)
-        return everyones
+        gathered = statistics.new_empty(comm.size, *statistics.shape)
+        comm.all_gather(gathered, statistics)
+        return gathered
 
     return gather

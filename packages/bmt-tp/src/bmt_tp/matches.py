@@ -1,4 +1,4 @@
-"""What a plan names in a model: modules, and parameters of packed experts, with the styles by which they are cut.
+"""The modules and parameters of a model that a plan names, each with its style.
 
 The styles are listed in [Note: plans] of ``parallelize.py``.
 """
@@ -15,24 +15,23 @@ _ALIASES = {
     "colwise_rep": "colwise_gather_output",
     "rowwise_rep": "rowwise_split_input",
     "embedding_rowwise": "vocab",
-    # Its gradient is a part of the whole one, as that on a part of the sequence is.
-    "replicated_with_grad_allreduce": "sequence",
+    "replicated_with_grad_allreduce": "sequence",  # the gradient is partial, as on a part of the sequence
     "moe_tp_experts": "experts",
-    "all_reduce": "experts",  # shared ones
+    "all_reduce": "experts",  # shared experts
     "ep_dispatch_experts": "expert_parallel",
-    "grouped_gemm": "expert_parallel",  # of their parameters
-    "local_params": "replicate",  # parameters beside layers that are cut are named themselves
+    "grouped_gemm": "expert_parallel",  # the experts' parameters
+    "local_params": "replicate",  # the plan names sharded parameters themselves
 }
 _SEQUENCE_PART_STYLES = ("sequence", "sequence_start", "sequence_end", "sequence_gather", "ulysses")
-PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "moe_identity_expert", "mla_kv_a_proj", "replicate")
+_PLAIN_STYLES = (*_SEQUENCE_PART_STYLES, "experts", "moe_identity_expert", "mla_kv_a_proj", "replicate")
 LINEAR_STYLES = ("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input")
-CUTTING_STYLES = (*LINEAR_STYLES, "packed_rowwise", "vocab", "embedding_colwise", "expert_parallel")
+SHARDING_STYLES = (*LINEAR_STYLES, "packed_rowwise", "vocab", "embedding_colwise", "expert_parallel")
 _NORMS_OF_HEADS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 _SEQUENCE_STYLES = ("colwise", "packed_colwise", "rowwise", "vocab", "expert_parallel")
 
 
-def with_whole_experts(plan: Mapping[str, str]) -> dict[str, str]:
-    """The plan with each expert on one rank."""
+def with_expert_parallel(plan: Mapping[str, str]) -> dict[str, str]:
+    """The plan, with ``expert_parallel`` in the place of ``experts``: each expert is on one rank."""
     routed = {name: _style(name, style) for name, style in plan.items() if style != "all_reduce"}
     experts = tuple(name for name, style in routed.items() if style in ("experts", "expert_parallel"))
     if not experts:
@@ -45,7 +44,7 @@ def with_whole_experts(plan: Mapping[str, str]) -> dict[str, str]:
 
 
 class Match(NamedTuple):
-    """What the plan names: a module, or a parameter of one."""
+    """A module that the plan names, or a parameter of one."""
 
     name: str  # of the module
     module: nn.Module
@@ -56,7 +55,7 @@ class Match(NamedTuple):
 
 
 def owner_of(name: str) -> str:
-    """The name of the module that calls the module of this name; that of the layer which peft has wrapped, in one."""
+    """The name of the module that calls the module ``name``. Layers in a wrapper of peft count as the wrapper."""
     parts = name.split(".")[:-1]
     if name.endswith(".base_layer"):
         parts = parts[:-1]
@@ -66,9 +65,13 @@ def owner_of(name: str) -> str:
 
 
 def find_matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) -> list[Match]:
-    """What the plan names, in the model's order; the first matching entry counts."""
+    """What the plan names, in the model's order. If several entries match, the first counts.
+
+    Raises:
+        ValueError: a style is unknown, no name matches, or with ``must_match`` some name does not.
+    """
     patterns = [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), p, _style(p, style)) for p, style in plan.items()]
-    found: list[Match] = []
+    matches: list[Match] = []
     used = set()
     known: set[tuple[nn.Module, str | None]] = set()
     for name, module in model.named_modules(remove_duplicate=False):  # a shared module may be named by any of its names
@@ -79,31 +82,31 @@ def find_matches(model: nn.Module, plan: Mapping[str, str], must_match: bool) ->
                 if pattern.fullmatch(path):
                     used.add(source)
                     if parameter is not None and style == "expert_parallel":
-                        break  # its module is cut
+                        break  # the module's entry shards it
                     if (module, parameter) in known:
                         break
                     known.add((module, parameter))
                     parent = model.get_submodule(owner_of(name))
                     wrapper = model.get_submodule(name.rpartition(".")[0])
-                    found.append(Match(name, module, style, parameter, parent, wrapper))
+                    matches.append(Match(name, module, style, parameter, parent, wrapper))
                     break
     missing = [source for _, source, _ in patterns if source not in used]
     if missing and must_match:
         raise ValueError(f"the plan names {missing[0]!r}, and {type(model).__name__} has no module of that name")
-    if not found:
+    if not matches:
         raise ValueError(f"no name in the plan is that of a module of {type(model).__name__}")
-    return found
+    return matches
 
 
-def left_out(cuts: list[Match]) -> list[Match]:
-    """What plans of some models leave out: modules that compute with the heads, or the features, of this rank alone.
+def implied_matches(matches: list[Match]) -> list[Match]:
+    """Modules that the plans of some models do not name, and that compute with this rank's heads or features only.
 
-    These are norms over one head, and activations with parameters of one element. Each rank finds a part of their
-    gradients.
+    These are norms over one head, and activations with parameters of one element. Their gradients are partial, so
+    their style is ``sequence``.
     """
-    found: dict[str, Match] = {}
-    known = {match.name for match in cuts}
-    for match in cuts:
+    implied: dict[str, Match] = {}
+    known = {match.name for match in matches}
+    for match in matches:
         if match.style not in ("colwise", "packed_colwise") or match.parameter is not None:
             continue
         size = getattr(match.parent, "head_dim", None)
@@ -113,22 +116,22 @@ def left_out(cuts: list[Match]) -> list[Match]:
             path = f"{owner_of(match.name)}.{name}".lstrip(".")
             sizes = [] if module is None else [param.numel() for param in module.parameters()]
             if module is not None and sizes and max(sizes) <= most and path not in known:
-                found[path] = Match(path, module, "sequence", None, match.parent, match.parent)
-    return list(found.values())
+                implied[path] = Match(path, module, "sequence", None, match.parent, match.parent)
+    return list(implied.values())
 
 
 def _style(name: str, style: str) -> str:
-    """The style by its own name; raises ValueError if it is none."""
+    """The style, with aliases replaced. Raises ValueError if it is unknown."""
     base, plus, suffix = str(style).partition("+")
     kind, colon, count = base.partition(":")
     kind = _ALIASES.get(kind, kind)
-    fits = kind in (*PLAIN_STYLES, *CUTTING_STYLES)
+    fits = kind in (*_PLAIN_STYLES, *SHARDING_STYLES)
     fits &= not plus or (suffix == "sequence" and kind in _SEQUENCE_STYLES)
     fits &= not colon or (kind == "packed_colwise" and count.isdigit() and int(count) > 0)
     if not fits:
-        known = ", ".join((*PLAIN_STYLES, *CUTTING_STYLES))
+        known = ", ".join((*_PLAIN_STYLES, *SHARDING_STYLES))
         raise ValueError(
-            f"the plan cuts {name!r} by {style!r}, which is no style; choose one of {known} (packed_colwise:n for n "
-            "parts), or one of the cutting ones with '+sequence'"
+            f"the plan shards {name!r} by {style!r}, which is no style; choose one of {known} (packed_colwise:n for n "
+            "parts), or one of the sharding ones with '+sequence'"
         )
     return kind + colon + count + plus + suffix

@@ -1,10 +1,10 @@
-"""The linear map as one autograd function, on which layers and their parallel forms stand.
+"""The linear map as an autograd function, and helpers that the parallel maps use, too.
 
-[Note: what a backward pass wants]
-    A zero-bubble pipeline computes the gradients of inputs first and those of weights later, in two backward passes
-    that come to the same node (``bmt_pipe.split_backward``). ``ctx.needs_input_grad`` says what requires a gradient,
-    :func:`wanted` what the pass that is running asks for. A function with ``splits_backward = True`` computes only
-    that, and its weights' gradients without the weights' values.
+[Note: which gradients a backward pass computes]
+    A zero-bubble pipeline runs an input-gradient pass first and a weight-gradient pass later. Both come to the same
+    autograd node (``bmt_pipe.split_backward``). ``ctx.needs_input_grad`` says what requires a gradient,
+    :func:`needed_now` which gradients the running pass needs. A function with ``splits_backward = True`` computes only
+    these, and computes weight gradients without the weights' values.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 class OpLinear(torch.autograd.Function):
     """y = x Wᵀ + b, called as ``OpLinear.apply(x, weight, bias=None)``.
 
-    Shapes: x (\\*, in), weight (out, in), bias (out,), y (\\*, out), with any leading dimensions, none included.
-    Gradients are those of ``torch.nn.functional.linear``, also the second ones and under autocast. Kept for
-    backward are x, if the weight needs a gradient, and the weight, if x does: the tensors themselves, so that
-    full weights which are gathered for a computation and freed after it are not kept in another form.
+    Shapes: x (\\*, in), weight (out, in), bias (out,), y (\\*, out), with any number of leading dimensions, or none.
+    Gradients are those of ``torch.nn.functional.linear``, also second ones and under autocast. It saves x for backward
+    if the weight needs a gradient, and the weight if x does. It saves these tensors themselves and no copies, so that
+    unsharded weights can be released after the computation.
 
     Raises:
         ValueError: the weight is not a matrix, or a shape does not fit it.
@@ -36,22 +36,22 @@ class OpLinear(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(x, weight, bias).data  # no view of something else: models may write to it in place
+        return F.linear(x, weight, bias).data  # not a view of another tensor: models may modify it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        need_x, need_weight, *need_bias = wanted(ctx)
-        # Under autocast the output, and so its gradient, has another dtype than what was saved.
+        need_x, need_weight, *need_bias = needed_now(ctx)
+        # Under autocast the dtype of the output, and so of its gradient, differs from that of the saved tensors.
         grad_x = grad @ weight.to(grad.dtype) if need_x else None
         grad_weight = weight_gradient(grad, x) if need_weight else None
         grad_bias = bias_gradient(grad, ctx.bias_dtype) if any(need_bias) else None
         return grad_x, grad_weight, grad_bias
 
 
-def wanted(ctx: Any) -> list[bool]:
-    """Which tensors among a function's arguments the running backward pass wants the gradients of, in their order."""
+def needed_now(ctx: Any) -> list[bool]:
+    """For each tensor argument of a function, in order: whether the running backward pass needs its gradient."""
     if torch.compiler.is_compiling():
         return [bool(need) for need in ctx.needs_input_grad]
     return [node is not None and _runs(node) for node, _ in ctx.next_functions]
@@ -70,13 +70,13 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Of the output's gradient (\\*, out) and the input (\\*, in): (out, in), in the dtype of ``grad``."""
-    # Under autocast the output, and so its gradient, has another dtype than what was saved.
+    """The weight gradient (out, in), in the dtype of ``grad``, the output's gradient (\\*, out); x is (\\*, in)."""
+    # Under autocast the dtype of the output, and so of its gradient, differs from that of the saved tensors.
     return as_rows(grad).t() @ as_rows(x).to(grad.dtype)
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Of the output's gradient (\\*, out): (out,)."""
+    """The bias gradient (out,) from the output's gradient (\\*, out)."""
     return as_rows(grad).sum(dim=0, dtype=dtype)
 
 

@@ -1,9 +1,8 @@
-"""Linear layers that are cut over the tensor-parallel ranks."""
+"""Linear layers whose weights are sharded over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 
 import torch
@@ -12,34 +11,35 @@ from torch import Tensor, nn
 from bmt_comm import Communicator
 
 from .batch import check_same_input, have_equal_values
+from .linear import has_bias, linear_parameters
 from .parallel_ops import OpParallelLinear, ReduceType, column_linear
-from .parameters import Module, divided, make_parameter
+from .parameters import Module, divided
 from .regions import tensor_comm
 
 _log = logging.getLogger(__name__)
 
 
 class ColumnParallelLinear(Module):
-    """``torch.nn.Linear`` of which every tensor-parallel rank computes a part of the output features.
+    """``torch.nn.Linear``, sharded column-wise: every tensor-parallel rank computes a part of the output features.
 
-    The state dict is that of ``torch.nn.Linear`` where bmt_zero is installed; otherwise see
+    If bmt_zero is installed, the state dict is that of ``torch.nn.Linear``. Otherwise see
     :func:`bmt_tp.full_state_dict`.
 
     Args:
-        in_features, out_features: sizes of the whole layer; the ranks divide ``out_features``.
-        bias: whether to add a learnt bias, of which a rank has its part.
+        in_features, out_features: sizes of the logical layer. The number of ranks must divide ``out_features``.
+        bias: whether to add a learnt bias. It is sharded, too.
         dtype: of the parameters; by default torch's default dtype.
-        gather_output: give every rank all features, instead of its own.
-        gather_input: the input is this rank's part of the sequence, and is gathered; otherwise it is whole.
-        async_gather_chunks: into how many pieces that gather is cut, to overlap with the products.
+        gather_output: every rank gets all features, instead of its own.
+        gather_input: the input is this rank's part of the sequence, and is gathered; otherwise it is replicated.
+        async_gather_chunks: the number of chunks of that gather, which overlap with the products.
         sequence_dim: the dimension of the input along which the sequence is split.
-        parts: so many outputs of equal length, of each of which a rank has its part (3: query, key and value).
+        parts: the number of fused outputs of equal length. Each is sharded by itself (3: query, key and value).
         comm: the tensor-parallel ranks; by default the context's.
 
     Raises:
         TypeError: ``dtype`` is not a floating-point one.
-        ValueError: a size is not a positive integer, or cannot be divided over the ranks, or ``gather_output`` is
-            asked for several parts.
+        ValueError: a size is not a positive integer, or the ranks do not divide it, or ``gather_output`` is given with
+            several parts.
         RuntimeError: ``init_distributed`` has not run.
     """
 
@@ -76,7 +76,7 @@ class ColumnParallelLinear(Module):
         self.gather_input = gather_input
         self.async_gather_chunks = async_gather_chunks
         self.sequence_dim = sequence_dim
-        self.weight, weight_bias = _linear_parameters(in_features, out_features, bias, dtype, self.comm, 0, 0, parts)
+        self.weight, weight_bias = linear_parameters(in_features, out_features, bias, dtype, self.comm, 0, 0, parts)
         self.register_parameter("bias", weight_bias)
         self._has_checked = False
 
@@ -102,30 +102,30 @@ class ColumnParallelLinear(Module):
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={_has_bias(self)}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias(self)}, "
             f"gather_output={self.gather_output}, gather_input={self.gather_input}, ranks={self.comm.size}"
         )
 
 
 class RowParallelLinear(Module):
-    """``torch.nn.Linear`` of which every tensor-parallel rank takes a part of the input features.
+    """``torch.nn.Linear``, sharded row-wise: every tensor-parallel rank takes a part of the input features.
 
-    The bias, which all ranks have, is added once; its gradient is whole on every rank.
+    The bias is replicated and added once. Every rank gets its complete gradient.
 
     Args:
-        in_features, out_features: sizes of the whole layer; the ranks divide ``in_features``.
+        in_features, out_features: sizes of the logical layer. The number of ranks must divide ``in_features``.
         bias: whether to add a learnt bias.
         dtype: of the parameters; by default torch's default dtype.
-        split_input: the input has all features, of which a rank takes its own; otherwise it has those only. It is the
-            same on every rank (checked on the first call).
-        all_reduce_output: give every rank the whole output, instead of its part of the sequence.
-        async_chunks: into how many pieces the reduction is cut, to overlap with the products.
+        split_input: the input has all features, and each rank takes its own. It must be the same on every rank (checked
+            on the first call). Otherwise the input has this rank's features.
+        all_reduce_output: every rank gets the output of the whole sequence, instead of its part of the sequence.
+        async_chunks: the number of chunks of the reduction, which overlap with the products.
         sequence_dim: the dimension of the output along which the sequence is split.
         comm: the tensor-parallel ranks; by default the context's.
 
     Raises:
         TypeError: ``dtype`` is not a floating-point one.
-        ValueError: a size is not a positive integer, or cannot be divided over the ranks.
+        ValueError: a size is not a positive integer, or the ranks do not divide it.
         RuntimeError: ``init_distributed`` has not run. Forward: under ``split_input``, ranks have different inputs.
     """
 
@@ -154,7 +154,7 @@ class RowParallelLinear(Module):
         self.all_reduce_output = all_reduce_output
         self.async_chunks = async_chunks
         self.sequence_dim = sequence_dim
-        self.weight, weight_bias = _linear_parameters(in_features, out_features, bias, dtype, self.comm, 1, None)
+        self.weight, weight_bias = linear_parameters(in_features, out_features, bias, dtype, self.comm, 1, None)
         self.register_parameter("bias", weight_bias)
         self._has_checked = False
 
@@ -164,7 +164,7 @@ class RowParallelLinear(Module):
             check_same_input(
                 input,
                 self.comm,
-                "split_input=True takes the features of one input, which is the same on every rank: join the ranks' "
+                "split_input=True takes the features of one input, which is the same on every rank: gather the ranks' "
                 "parts of the sequence first, with bmt_tp.gather_along(x, dim)",
             )
             self._has_checked = True
@@ -181,19 +181,19 @@ class RowParallelLinear(Module):
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={_has_bias(self)}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias(self)}, "
             f"split_input={self.split_input}, all_reduce_output={self.all_reduce_output}, ranks={self.comm.size}"
         )
 
 
 def column_parallel(input: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """The outputs of several layers (query, key and value; gate and up) on one input, gathered once.
+    """The outputs of several layers (query, key and value; gate and up) on one input, which is gathered once.
 
-    The first layer's ``gather_input``, ``async_gather_chunks``, ``sequence_dim`` and ranks hold for all, and
-    ``gather_output`` is left aside: each output has this rank's features.
+    The ``gather_input``, ``async_gather_chunks``, ``sequence_dim`` and ranks of the first layer apply to all.
+    ``gather_output`` is ignored: each output has this rank's features.
 
     Raises:
-        ValueError: there is no layer, or a shape does not fit.
+        ValueError: ``layers`` is empty, or a shape does not fit.
     """
     if not layers:
         raise ValueError("layers is empty; give at least one ColumnParallelLinear")
@@ -206,36 +206,3 @@ def column_parallel(input: Tensor, layers: Sequence[ColumnParallelLinear]) -> tu
         chunks=first.async_gather_chunks,
         comm=first.comm,
     )
-
-
-def _linear_parameters(
-    in_features: int,
-    out_features: int,
-    bias: bool,
-    dtype: torch.dtype | None,
-    comm: Communicator,
-    weight_dim: int,
-    bias_dim: int | None,
-    parts: int = 1,
-) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Weight and bias with the distribution that ``torch.nn.Linear`` gives them: uniform in ±1/√in."""
-    for name, size in (("in_features", in_features), ("out_features", out_features)):
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r} must be a positive integer")
-    shape = (out_features, in_features)
-    blocks = (out_features // parts,) * parts if parts > 1 else ()
-    # Kaiming-uniform with a = √5 is uniform in ±1/√in.
-    weight = make_parameter(
-        shape, dtype, nn.init.kaiming_uniform_, a=math.sqrt(5), comm=comm, tp_dim=weight_dim, tp_blocks=blocks
-    )
-    if not bias:
-        return weight, None
-    bound = 1 / math.sqrt(in_features)
-    bias_shape = (out_features,)
-    return weight, make_parameter(
-        bias_shape, dtype, nn.init.uniform_, -bound, bound, comm=comm, tp_dim=bias_dim, tp_blocks=blocks
-    )
-
-
-def _has_bias(layer: nn.Module) -> bool:
-    return layer._parameters["bias"] is not None  # layer.bias would gather it

@@ -1,19 +1,19 @@
-"""Linear maps of which each tensor-parallel rank computes a part.
+"""Column-parallel and row-parallel linear maps.
 
 [Note: column and row]
     y = x Wᵀ + b, W of shape (out, in).
 
-    column parallel  a rank has rows of W, that is columns of Wᵀ: it computes its part of the features of y. Every
-                     rank needs all of x, and the gradient of x is the sum of what the ranks find.
-    row parallel     a rank has columns of W and its part of the features of x; y is the sum over the ranks.
+    column parallel  a rank has rows of W, that is columns of Wᵀ, and computes its part of the features of y. Every
+                     rank needs all of x. The gradient of x is the sum over the ranks.
+    row parallel     a rank has columns of W and its part of the features of x. y is the sum over the ranks.
 
-    A column-parallel map and a row-parallel one after it need no communication between them. Around the pair, x
-    and y are either whole (backward, and forward, all-reduce) or split along the sequence (all-gather before,
-    reduce-scatter after). Kept for backward is the rank's own x, not the gathered one: it is gathered again, while
-    the gradient of x is computed. Where a later pass computes the weight's gradient (see ``ops``), that pass gathers
-    it, and the gradient of a row-parallel map's y once more.
+    A column-parallel map followed by a row-parallel one needs no communication between them. Around the pair, x
+    and y are either replicated (all-reduce in forward, and in backward) or split along the sequence (all-gather
+    before, reduce-scatter after). The forward saves the rank's own x for backward, not the gathered one. The backward
+    gathers it again while it computes the gradient of x. If a later pass computes the weight's gradient (see ``ops``),
+    that pass gathers x, and for a row-parallel map it gathers the gradient of y once more.
 
-What is communicated is cut into chunks, so that the products with one chunk overlap with the transport of the next.
+Collectives are split into chunks. The product with one chunk overlaps with the communication of the next.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from bmt_comm import Communicator, not_compiled
 
-from .ops import as_rows, bias_gradient, check_shapes, wanted, weight_gradient
+from .ops import as_rows, bias_gradient, check_shapes, needed_now, weight_gradient
 from .parameters import unsharded
 from .regions import (
     Pending,
@@ -46,12 +46,12 @@ from .symmetric import gathered_products, scattered_product
 
 
 class ReduceType(enum.IntEnum):
-    """How the ranks' partial results of a row-parallel map become one."""
+    """How the ranks' partial outputs of a row-parallel map are reduced."""
 
     ALL_REDUCE = 1
-    """Every rank gets the whole sum."""
+    """Every rank gets the sum, of the whole sequence."""
     REDUCE_SCATTER = 2
-    """Every rank gets its part of the sequence."""
+    """Every rank gets the sum of its part of the sequence."""
 
 
 @not_compiled
@@ -68,14 +68,14 @@ def column_linear(
     """Column-parallel maps of one input, which is gathered once for all of them.
 
     Args:
-        x: (\\*, in), whole; with ``gather_input`` this rank's part of ``sequence_dim``.
+        x: (\\*, in), replicated; with ``gather_input`` this rank's part of ``sequence_dim``.
         layers: weight (out / ranks, in) and bias (out / ranks,) or None of each map: this rank's rows.
-        gather_input: join the ranks' parts of the sequence first.
+        gather_input: gather the ranks' parts of the sequence first.
         sequence_dim: the dimension of x that is split.
-        chunks: into how many pieces the gather is cut, to overlap with the products.
+        chunks: the number of chunks of the gather, which overlap with the products.
         comm: the tensor-parallel ranks; by default the context's.
-        reduce_input_grad: sum the gradient of x over the ranks; otherwise :func:`bmt_tp.copy_to_ranks`, which x
-            came through, does. A gathered input's is always summed.
+        reduce_input_grad: sum the gradient of x over the ranks; without it, x must be the result of
+            :func:`bmt_tp.copy_to_ranks`, which sums it. The gradient of a gathered input is always summed.
 
     Returns:
         (\\*, out / ranks) for each map: this rank's features, of the whole sequence.
@@ -88,7 +88,7 @@ def column_linear(
     for weight, bias in layers:
         check_shapes(x, weight, bias)
     dim = _sequence_dim(x, sequence_dim) if gather_input else 0
-    parts_gathered.note(x, dim, comm)
+    _parts_gathered.note(x, dim, comm)
     flat = [tensor for layer in layers for tensor in layer]
     reduce = reduce_input_grad and comm.size > 1
     return _ColumnLinear.apply(x, comm, gather_input and comm.size > 1, reduce, dim, _checked_chunks(chunks), *flat)
@@ -110,10 +110,10 @@ def row_linear(
     Args:
         x: (\\*, in / ranks): this rank's features, of the whole sequence.
         weight: (out, in / ranks): this rank's columns.
-        bias: (out,), the same on every rank; added once. Its gradient is whole on every rank.
-        reduce_output_type: whether y is to be whole or split along the sequence.
+        bias: (out,), the same on every rank; added once. Every rank gets its complete gradient.
+        reduce_output_type: whether y is replicated, or split along the sequence.
         sequence_dim: the dimension of y that is split.
-        chunks: into how many pieces the reduction is cut, to overlap with the products.
+        chunks: the number of chunks of the reduction, which overlap with the products.
         comm: the tensor-parallel ranks; by default the context's.
 
     Returns:
@@ -127,50 +127,50 @@ def row_linear(
     check_shapes(x, weight, bias)
     scatter = ReduceType(reduce_output_type) is ReduceType.REDUCE_SCATTER
     if scatter:
-        parts_gathered.check(x, comm)
+        _parts_gathered.check(x, comm)
     dim = checked_dim(x, _sequence_dim(x, sequence_dim), comm, "row_linear") if scatter else 0
     return _RowLinear.apply(x, weight, bias, comm, scatter, dim, _checked_chunks(chunks))
 
 
 class _PartsGathered:
-    """Recognizes scripts that arrange parts of the sequence along dimension 0, as BMTrain 1.0 does.
+    """Detects scripts that concatenate parts of the sequence along dimension 0, as BMTrain 1.0 does.
 
-    There a column-parallel map of (batch, sequence / ranks, in) gives (ranks · batch, sequence / ranks, out), and a
-    row-parallel one takes such an input; its results are right for one sample alone.
+    There a column-parallel map of (batch, sequence / ranks, in) returns (ranks · batch, sequence / ranks, out), and a
+    row-parallel map takes such an input. Here the result would be right only for a batch of one sample.
     """
 
     def __init__(self) -> None:
         self._shapes: WeakKeyDictionary[Communicator, tuple[int, ...]] = WeakKeyDictionary()
 
     def note(self, x: Tensor, dim: int, comm: Communicator) -> None:
-        """The last input: this rank's part was gathered along ``dim``; 0: it was not."""
+        """Remember the last input ``x``, which was gathered along ``dim``; 0: it was not gathered."""
         if dim > 0:
             self._shapes[comm] = tuple(x.shape[: dim + 1])
         else:
             self._shapes.pop(comm, None)
 
     def check(self, x: Tensor, comm: Communicator) -> None:
-        """Raise if the input of a row-parallel map has the parts of the last gathered one along dimension 0.
+        """Check the input of a row-parallel map.
 
         Raises:
-            ValueError: it has.
+            ValueError: it has the parts of the last gathered input along dimension 0.
         """
         part = self._shapes.get(comm)
         if part is None or comm.size == 1 or not x.numel() or tuple(x.shape[:-1]) != (comm.size * part[0], *part[1:]):
             return
-        whole = (*part[:-1], comm.size * part[-1], "features")
+        expected = (*part[:-1], comm.size * part[-1], "features")
         raise ValueError(
             f"the input of a row-parallel map has shape {tuple(x.shape)}: {comm.size} parts of the sequence one after "
-            f"the other in dimension 0, as in BMTrain 1.0. Here gathered parts are joined along the sequence: pass the "
-            f"input in the shape ({', '.join(map(str, whole))}); leave out the view that puts them into dimension 0"
+            f"the other in dimension 0, as in BMTrain 1.0. Here parts are gathered along the sequence: pass the input "
+            f"in the shape ({', '.join(map(str, expected))}); leave out the view that puts them into dimension 0"
         )
 
 
-parts_gathered = _PartsGathered()
+_parts_gathered = _PartsGathered()
 
 
 class OpParallelLinear:
-    """A linear map of which each tensor-parallel rank computes a part; see [Note: column and row]."""
+    """A column-parallel or row-parallel linear map; see [Note: column and row]."""
 
     @staticmethod
     def apply(
@@ -189,22 +189,22 @@ class OpParallelLinear:
         """y = x Wᵀ + b.
 
         Args:
-            input: x. Column parallel: (\\*, in), whole, or a part of the sequence with ``gather_input``. Row
-                parallel: (\\*, in / ranks), or (\\*, in) with ``split_input``, which may be a part of the sequence
-                with ``gather_input``.
-            weight: this rank's rows (out / ranks, in), or columns (out, in / ranks) where row parallel.
-            bias: (out / ranks,), or (out,) where row parallel.
-            gather_input: join the ranks' parts of the sequence first.
-            gather_output: join the ranks' features of y, column parallel.
-            split_input: take this rank's features of x, row parallel.
+            input: x. Column parallel: (\\*, in), replicated, or with ``gather_input`` this rank's part of the sequence.
+                Row parallel: (\\*, in / ranks), or with ``split_input`` (\\*, in), which with ``gather_input`` is this
+                rank's part of the sequence.
+            weight: this rank's rows (out / ranks, in). Row parallel: its columns (out, in / ranks).
+            bias: (out / ranks,). Row parallel: (out,).
+            gather_input: gather the ranks' parts of the sequence first.
+            gather_output: gather the ranks' features of y; column parallel only.
+            split_input: take this rank's features of x; row parallel only.
             reduce_output_type: None: column parallel. A :class:`ReduceType` (or its number): row parallel, and
-                y is whole (1) or split along the sequence (2).
-            async_gather_chunks: into how many pieces communication is cut, to overlap with the products.
+                y is replicated (1) or split along the sequence (2).
+            async_gather_chunks: the number of chunks of the communication, which overlap with the products.
             sequence_dim: the dimension along which the sequence is split.
             comm: the tensor-parallel ranks; by default the context's.
 
         Raises:
-            ValueError: a combination without meaning, or a shape that does not fit.
+            ValueError: the arguments contradict each other, or a shape does not fit.
         """
         comm = tensor_comm(comm)
         if reduce_output_type is None:
@@ -270,25 +270,25 @@ class _ColumnLinear(torch.autograd.Function):
         if comm.symmetric_memory:
             _, products = gathered_products(x, [w.t() for w in weights if w is not None], dim, comm)
             return tuple(y if b is None else y.add_(b) for y, b in zip(products, biases, strict=True))
-        pieces = [piece for piece in x.tensor_split(chunks, dim) if piece.shape[dim]] or [x]
-        pending = [start_gather(piece, dim, comm) for piece in pieces]
-        if len(pieces) == 1:
+        parts = [part for part in x.tensor_split(chunks, dim) if part.shape[dim]] or [x]
+        pending = [start_gather(part, dim, comm) for part in parts]
+        if len(parts) == 1:
             full = pending[0].wait()
             return tuple(F.linear(full, w, b).data for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
         outputs: list[Tensor] = []
         start = 0
-        for piece, arriving in zip(pieces, pending, strict=True):
-            length = piece.shape[dim]
-            full = arriving.wait()
+        for part, gather_of_part in zip(parts, pending, strict=True):
+            length = part.shape[dim]
+            full = gather_of_part.wait()
             for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
                 y = F.linear(full, weight, bias)  # type: ignore[arg-type]
                 if start == 0:
                     shape = list(y.shape)
                     shape[dim] = comm.size * x.shape[dim]
                     outputs.append(y.new_empty(shape))
-                # Of each rank's part of the sequence, this chunk.
-                place = outputs[i].unflatten(dim, (comm.size, -1)).narrow(dim + 1, start, length)
-                place.copy_(y.unflatten(dim, (comm.size, -1)))
+                # y has this chunk of each rank's part of the sequence.
+                chunk = outputs[i].unflatten(dim, (comm.size, -1)).narrow(dim + 1, start, length)
+                chunk.copy_(y.unflatten(dim, (comm.size, -1)))
             start += length
         return tuple(outputs)
 
@@ -297,7 +297,7 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: Communicator = ctx.comm
         x, *weights = ctx.saved_tensors
-        need_x, *needed = wanted(ctx)
+        need_x, *needed = needed_now(ctx)
         flags = iter(needed)
         layers = [(next(flags), dtype is not None and next(flags)) for dtype in ctx.bias_dtypes]
         gathering: Pending | None = None
@@ -349,7 +349,7 @@ class _RowLinear(torch.autograd.Function):
         x = _autocast(x)
         y = _scattered_product(x, weight, comm, dim, chunks) if scatter else _reduced_product(x, weight, comm, chunks)
         y = y if bias is None else y.add_(bias)
-        return y.data  # no view of something else: models may write to it in place
+        return y.data  # not a view of another tensor: models may modify it in place
 
     @staticmethod
     @once_differentiable
@@ -357,17 +357,17 @@ class _RowLinear(torch.autograd.Function):
         (grad,) = grads
         x, weight = ctx.saved_tensors
         grad_x = None
-        need_x, need_weight, *need_bias = wanted(ctx)
+        need_x, need_weight, *need_bias = needed_now(ctx)
         if ctx.scatter and ctx.comm.symmetric_memory and need_x:
-            whole, (grad_x,) = gathered_products(grad, [weight], ctx.dim, ctx.comm, keep=True)
-            assert whole is not None
-            grad = whole
+            gathered, (grad_x,) = gathered_products(grad, [weight], ctx.dim, ctx.comm, return_gathered=True)
+            assert gathered is not None
+            grad = gathered
         elif ctx.scatter and any((need_x, need_weight, *need_bias)):
             grad = start_gather(grad, ctx.dim, ctx.comm).wait()
         if need_x and grad_x is None:
             grad_x = grad @ weight.to(grad.dtype)
         grad_weight = weight_gradient(grad, x) if need_weight else None
-        # Of the whole sequence, on every rank.
+        # grad has the whole sequence, on every rank.
         grad_bias = bias_gradient(grad, ctx.bias_dtype) if any(need_bias) else None
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
@@ -381,12 +381,12 @@ def _scattered_product(x: Tensor, weight: Tensor, comm: Communicator, dim: int, 
     if chunks == 1:
         return start_reduce_scatter(F.linear(x, weight), dim, comm).wait()
     parts = x.unflatten(dim, (comm.size, -1))
-    lengths = [len(piece) for piece in torch.arange(mine, device="cpu").tensor_split(chunks)]
+    lengths = [len(positions) for positions in torch.arange(mine, device="cpu").tensor_split(chunks)]
     pending = []
-    for piece in parts.split(lengths, dim + 1):
-        # Of each rank's part of the sequence this chunk: (..., ranks · length, ..., features).
-        pending.append(start_reduce_scatter(F.linear(piece.flatten(dim, dim + 1), weight), dim, comm))
-    return torch.cat([arriving.wait() for arriving in pending], dim)
+    for chunk in parts.split(lengths, dim + 1):
+        # This chunk of each rank's part of the sequence: (..., ranks · length, ..., features).
+        pending.append(start_reduce_scatter(F.linear(chunk.flatten(dim, dim + 1), weight), dim, comm))
+    return torch.cat([reduction.wait() for reduction in pending], dim)
 
 
 def _reduced_product(x: Tensor, weight: Tensor, comm: Communicator, chunks: int) -> Tensor:
@@ -395,20 +395,20 @@ def _reduced_product(x: Tensor, weight: Tensor, comm: Communicator, chunks: int)
     chunks = max(1, min(chunks, len(rows)))
     if chunks == 1:
         return start_all_reduce(F.linear(x, weight), comm).wait()
-    pending = [start_all_reduce(F.linear(piece, weight), comm) for piece in rows.tensor_split(chunks)]
-    return torch.cat([arriving.wait() for arriving in pending]).view(*x.shape[:-1], weight.shape[0])
+    pending = [start_all_reduce(F.linear(chunk, weight), comm) for chunk in rows.tensor_split(chunks)]
+    return torch.cat([reduction.wait() for reduction in pending]).view(*x.shape[:-1], weight.shape[0])
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """``x`` in the dtype in which autocast, which leaves float64 alone, will have it multiplied: that should travel."""
-    kind = x.device.type
-    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    """``x`` in the dtype that autocast multiplies it in, so that it is also communicated in it. Float64 is kept."""
+    device_type = x.device.type
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
         return x
-    return x.to(torch.get_autocast_dtype(kind))
+    return x.to(torch.get_autocast_dtype(device_type))
 
 
 def _sequence_dim(x: Tensor, dim: int) -> int:
-    """``dim`` counted from the front; it must not be the features'."""
+    """``dim`` counted from the front. It must not be the last, which holds the features."""
     if not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
         raise ValueError(
             f"sequence_dim={dim} of x of shape {tuple(x.shape)}: it must be a dimension other than the last, "

@@ -1,4 +1,4 @@
-"""Where the layers' parameters live: sharded where bmt_zero is installed, else in plain modules."""
+"""Parameters of the layers: sharded by bmt_zero where it is installed, otherwise plain."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from bmt_comm import (
 _SHARDED = importlib.util.find_spec("bmt_zero") is not None
 
 
-class PieceModule(nn.Module):
-    """A module whose plain parameters go on saying what they hold a piece of.
+class ShardModule(nn.Module):
+    """A module whose plain parameters stay marked as shards.
 
-    ``to_empty`` and ``load_state_dict(assign=True)`` put new parameters in the places of the old.
+    ``to_empty`` and ``load_state_dict(assign=True)`` replace parameters. The new ones are marked as the old ones were.
     """
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        before = {name: _piece_in(param) for name, param in self._parameters.items()}
+        before = {name: _shape_and_slice(param) for name, param in self._parameters.items()}
         result = super()._apply(fn, recurse)
         for name, param in self._parameters.items():
-            _take_over(param, before[name])
+            _mark_same_shard(param, before[name])
         return result
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        before = _piece_in(self._parameters.get(name))
+        before = _shape_and_slice(self._parameters.get(name))
         super().register_parameter(name, param)
-        _take_over(param, before)
+        _mark_same_shard(param, before)
 
 
-def _piece_in(param: nn.Parameter | None) -> tuple[torch.Size, Slice] | None:
-    """The shape of a piece, and what of; None: it is whole, or not a plain parameter."""
+def _shape_and_slice(param: nn.Parameter | None) -> tuple[torch.Size, Slice] | None:
+    """The shape of a shard, and its slice; None if ``param`` is no shard, or not a plain parameter."""
     if not isinstance(param, TensorParallelParameter) or not param.tp_mode:
         return None
     return param.shape, getattr(param, SLICE_ATTRIBUTE)
 
 
-def _take_over(param: nn.Parameter | None, before: tuple[torch.Size, Slice] | None) -> None:
-    """Mark a parameter that has come in the place of a piece, or that torch has swapped with one, as the same piece."""
-    if param is not None and before is not None and _piece_in(param) is None and param.shape == before[0]:
-        mark_piece(param, before[1])
+def _mark_same_shard(param: nn.Parameter | None, before: tuple[torch.Size, Slice] | None) -> None:
+    """Mark a parameter that has replaced a shard, or that torch has swapped with one, as the same shard."""
+    if param is not None and before is not None and _shape_and_slice(param) is None and param.shape == before[0]:
+        mark_shard(param, before[1])
 
 
 if TYPE_CHECKING or not _SHARDED:
-    Module = PieceModule
+    Module = ShardModule
 else:
     from bmt_zero import DistributedModule
 
@@ -67,13 +67,13 @@ _grad: Any = Tensor.grad
 
 
 class TensorParallelParameter(nn.Parameter):
-    """A plain parameter that says what it holds, or how it is used, also when it is copied.
+    """A plain parameter with marks for tensor parallelism, which its copies keep.
 
     Attributes:
-        bmt_slice: of what it holds a piece; absent: it is whole.
-        tp_mode: whether it holds a piece.
-        sequence_parallel: whether it is used on parts of the sequence, so that its gradient is summed over the
-            ranks of ``sequence_comm``; by a hook (``has_sum_hook``), once it is trained.
+        bmt_slice: the :class:`bmt_comm.Slice` of the logical parameter that it holds; absent if it is no shard.
+        tp_mode: whether it is a shard.
+        sequence_parallel: whether it is used on parts of the sequence. Its gradient is then summed over the ranks of
+            ``sequence_comm``. A hook does this (``has_sum_hook``), which is registered once the parameter is trained.
     """
 
     tp_mode: bool = False
@@ -83,11 +83,11 @@ class TensorParallelParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """That of a piece is a :class:`bmt_comm.ShardedGradient`, whose norm is that of the whole gradient."""
+        """The gradient; of a shard a :class:`bmt_comm.ShardedGradient`, whose norm is that of the logical gradient."""
         grad: Tensor | None = _grad.__get__(self)
         if grad is None or isinstance(grad, ShardedGradient) or torch.compiler.is_compiling():
             return grad
-        if self.tp_mode and not grad.requires_grad:  # that of create_graph=True has a graph
+        if self.tp_mode and not grad.requires_grad:  # with create_graph=True it has a graph
             grad = sharded_gradient(grad, self)
             _grad.__set__(self, grad)
         return grad
@@ -102,27 +102,27 @@ class TensorParallelParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelParameter:
         if id(self) not in memo:
-            twin = super().__deepcopy__(memo)
+            copy = super().__deepcopy__(memo)
             if self.tp_mode:
-                mark_piece(twin, getattr(self, SLICE_ATTRIBUTE))
+                mark_shard(copy, getattr(self, SLICE_ATTRIBUTE))
             if self.sequence_parallel:
-                mark_sequence_parallel(twin, self.sequence_comm)
-        found: TensorParallelParameter = memo[id(self)]
-        return found
+                mark_sequence_parallel(copy, self.sequence_comm)
+        result: TensorParallelParameter = memo[id(self)]
+        return result
 
 
-def mark_piece(param: nn.Parameter, found: Slice) -> None:
-    """Let a plain parameter, which holds the piece, say what of."""
+def mark_shard(param: nn.Parameter, where: Slice) -> None:
+    """Mark a plain parameter as the shard ``where`` of a logical parameter."""
     refuse_whole_layer_optimizers()
-    _mark(param, tp_mode=True, **{SLICE_ATTRIBUTE: found})
+    _mark(param, tp_mode=True, **{SLICE_ATTRIBUTE: where})
 
 
 def mark_sequence_parallel(param: nn.Parameter, comm: Communicator) -> None:
-    """Let a parameter, plain or sharded, say that it is used on parts of the sequence.
+    """Mark a parameter, plain or sharded by bmt_zero, as used on parts of the sequence.
 
-    To be repeated for a plain one that was frozen, since torch takes hooks on trained ones only.
+    Call it again for a plain parameter that was frozen and is trained now: torch has hooks on trained parameters only.
     """
-    if hasattr(param, "handle"):  # sharded: reduced by its group
+    if hasattr(param, "handle"):  # bmt_zero's reduction of its gradient includes the sum
         param.sequence_parallel = True  # type: ignore[attr-defined]
         return
     if not getattr(param, "sequence_parallel", False):
@@ -133,7 +133,7 @@ def mark_sequence_parallel(param: nn.Parameter, comm: Communicator) -> None:
 
 
 def unsharded(weight: Any) -> Any:
-    """What a layer computes with: bmt_zero's parameters that are used outside of their module are gathered."""
+    """The tensor that a layer computes with. A parameter of bmt_zero is gathered if it still is sharded here."""
     return weight.gather() if hasattr(weight, "handle") else weight
 
 
@@ -145,7 +145,7 @@ def _mark(param: nn.Parameter, **attributes: Any) -> None:
 
 
 class _SumOverRanks:
-    """A parameter's hook. Sharding the parameter removes it, because the reduction then includes the sum."""
+    """A parameter's hook, which sums each gradient. bmt_zero removes it, because its reduction includes the sum."""
 
     is_part_of_reduction = True
 
@@ -170,20 +170,20 @@ def make_parameter(
     tp_blocks: tuple[int, ...] = (),
     **kwargs: Any,
 ) -> nn.Parameter:
-    """A parameter filled by ``init(tensor, *args, **kwargs)``; ``init_parameters`` will fill it again.
+    """A parameter filled by ``init(tensor, *args, **kwargs)``. ``init_parameters`` fills it again.
 
-    Under ``torch.device("meta")`` it holds no values until then. The whole of it is filled, also where this rank
-    keeps a piece, so that ranks with the same random state get pieces of the same tensor.
+    Under ``torch.device("meta")`` it holds no values until then. ``init`` fills the logical parameter, also where this
+    rank keeps a shard, so that ranks with the same random state get shards of the same tensor.
 
     Args:
-        shape: of the whole.
-        comm, tp_dim: this rank's piece, along dimension ``tp_dim``, is wanted.
-        tp_blocks: lengths of the parts of a fused weight, each of which is cut by itself.
+        shape: of the logical parameter.
+        comm, tp_dim: the ranks, and the dimension that they shard; without either, the parameter is no shard.
+        tp_blocks: lengths of the parts of a fused weight, each of which is sharded by itself.
 
     Raises:
         RuntimeError: bmt_zero is installed and ``init_distributed`` has not run.
         TypeError: ``dtype`` is not a floating-point one.
-        ValueError: bmt_zero is installed, and ``comm`` has not the tensor-parallel ranks of the context.
+        ValueError: bmt_zero is installed, and the ranks of ``comm`` are not the context's tensor-parallel ranks.
     """
     if _SHARDED and comm is not None and comm.ranks != current_context().tp.ranks:
         raise ValueError(
@@ -195,28 +195,28 @@ def make_parameter(
         raise TypeError(f"dtype={dtype} cannot be trained; choose a floating-point dtype")
     with torch.no_grad():
         init(data, *args, **kwargs)
-    found = None if tp_dim is None or comm is None else piece_of(shape, tp_dim, comm, tp_blocks)
-    if found is not None:
-        data = tp_shard_of(data, found).clone(memory_format=torch.contiguous_format)
+    where = None if tp_dim is None or comm is None else rank_slice(shape, tp_dim, comm, tp_blocks)
+    if where is not None:
+        data = tp_shard_of(data, where).clone(memory_format=torch.contiguous_format)
     if not _SHARDED:
         param = nn.Parameter(data)
-        if found is not None:
-            mark_piece(param, found)
+        if where is not None:
+            mark_shard(param, where)
         return param
     from bmt_zero import DistributedParameter, ParameterInitializer
 
     initializer = ParameterInitializer(init, *args, **kwargs)
-    if found is None:
+    if where is None:
         return DistributedParameter(data, init_method=initializer)
     return DistributedParameter(
-        data, init_method=initializer, tp_mode=True, tp_split_dim=found.tp_dim or 0, tp_blocks=found.tp_blocks
+        data, init_method=initializer, tp_mode=True, tp_split_dim=where.tp_dim or 0, tp_blocks=where.tp_blocks
     )
 
 
-def piece_of(shape: tuple[int, ...], dim: int, comm: Communicator, blocks: tuple[int, ...] = ()) -> Slice:
-    """This rank's piece of a tensor whose ``dim`` the ranks of ``comm``, which divide it, share.
+def rank_slice(shape: tuple[int, ...], dim: int, comm: Communicator, blocks: tuple[int, ...] = ()) -> Slice:
+    """This rank's slice of a tensor that is sharded along ``dim`` over ``comm``. The ranks must divide ``dim``.
 
-    ``blocks`` are the lengths of the parts of a fused weight, each of which is cut by itself.
+    ``blocks`` are the lengths of the parts of a fused weight, each of which is sharded by itself.
     """
     extent = shape[dim] // comm.size
     rows = extent if dim == 0 else shape[0]
@@ -225,14 +225,19 @@ def piece_of(shape: tuple[int, ...], dim: int, comm: Communicator, blocks: tuple
     return Slice(shape, 0, rows, None, dim, comm.rank * extent, extent, comm, blocks)
 
 
+def check_positive(name: str, size: int) -> None:
+    """Raise ValueError unless ``size`` is a positive integer."""
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name}={size!r} must be a positive integer")
+
+
 def divided(name: str, size: int, comm: Communicator) -> int:
     """``size`` per rank.
 
     Raises:
         ValueError: it is no positive integer, or the ranks do not divide it.
     """
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"{name}={size!r} must be a positive integer")
+    check_positive(name, size)
     if size % comm.size:
         raise ValueError(f"{name}={size} cannot be divided over {comm.size} tensor-parallel ranks")
     return size // comm.size

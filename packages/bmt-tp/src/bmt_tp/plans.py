@@ -1,4 +1,4 @@
-"""Plans for models of Hugging Face that carry none, or one of their embeddings only, by ``config.model_type``."""
+"""Plans by ``config.model_type``, for Hugging Face models that have none, or one for their embeddings only."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ PLANS: Mapping[str, Mapping[str, str]] = {
         "lm_head": "colwise_gather_output",
     },
 }
-"""Entries that a model has no module for do not count: a model without a head takes the plan of one with a head."""
+"""Entries without a module in the model are ignored: a model without a head uses the plan of the model with a head."""
 
 
 def plan_of(model: Any) -> Mapping[str, str]:
-    """The plan that a model carries as ``tp_plan``, or ours, if that names more."""
+    """The model's ``tp_plan``, or the plan here if the model's names nothing that the plan here does not."""
     own: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     ours = PLANS.get(getattr(getattr(model, "config", None), "model_type", ""), {})
     prefix = getattr(model, "base_model_prefix", "")

@@ -1,8 +1,8 @@
 """Random numbers inside a tensor-parallel region.
 
-Outside, tensor-parallel ranks compute the same thing and must drop the same activations: their generators are to be
-seeded alike (and differently over data-parallel ranks). Inside, each rank has other features or another part of the
-sequence, and must drop others.
+Outside of it, tensor-parallel ranks compute the same and must drop the same activations, so their generators must have
+the same seed (and other seeds than those of other data-parallel ranks). Inside, each rank has different features or
+another part of the sequence, and must draw different numbers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .regions import tensor_comm
 
 @contextmanager
 def per_rank_random(comm: Communicator | None = None, device: torch.device | str | None = None) -> Iterator[None]:
-    """Within, every tensor-parallel rank draws other random numbers; after it, all draw the same again.
+    """A context in which tensor-parallel ranks draw different random numbers. After it, all draw the same again.
 
-    The numbers follow from the generator's state before and the rank, so what recomputes an activation from a
-    saved state (activation checkpointing) draws them again. Nothing waits for the device.
+    The numbers depend only on the generator's state before and on the rank. Activation checkpointing, which restores
+    that state, draws them again. Nothing waits for the device.
 
     Args:
         comm: the tensor-parallel ranks; by default the context's.
-        device: whose default generator; by default that of ``comm``.
+        device: the device whose default generator is used; by default that of ``comm``.
     """
     comm = tensor_comm(comm)
     if comm.size == 1:

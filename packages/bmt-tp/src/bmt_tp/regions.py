@@ -1,27 +1,27 @@
-"""Where an activation changes its layout over the tensor-parallel ranks.
+"""Functions that change the layout of an activation over the tensor-parallel ranks.
 
 [Note: layouts]
-    whole     every rank has the same tensor and, in backward, the same gradient of the one loss
-    split     every rank has its part of one dimension: of the sequence, or of the features (the last one)
-    partial   the tensor is the sum of what the ranks have
+    replicated  every rank has the same tensor and, in backward, the same gradient of the one loss
+    split       every rank has its part of one dimension: of the sequence, or of the features (the last one)
+    partial     the tensor is the sum of the ranks' tensors
 
-    Between the functions below a rank computes as if it were alone. The gradient of a whole tensor that ranks go
-    on to use for different things is partial, and so is that of a parameter that is used on parts of the sequence
+    Between the functions below a rank computes without communication. If ranks compute different things from a
+    replicated tensor, its gradient is partial. So is the gradient of a parameter that is used on parts of the sequence
     (:mod:`bmt_tp.sequence`).
 
-    ======================  ==================  =============================  ==============================
-    function                layouts             forward                        backward
-    ======================  ==================  =============================  ==============================
-    copy_to_ranks           whole → whole       nothing                        all-reduce
-    reduce_from_ranks       partial → whole     all-reduce                     nothing
-    split_along             whole → split       take my part                   all-gather
-    gather_along            split → whole       all-gather                     take my part
-    gather_along, partial   split → whole       all-gather                     reduce-scatter
-    reduce_scatter_along    partial → split     reduce-scatter                 all-gather
-    ======================  ==================  =============================  ==============================
+    ======================  =======================  ===================  ===================
+    function                layouts                  forward              backward
+    ======================  =======================  ===================  ===================
+    copy_to_ranks           replicated → replicated  nothing              all-reduce
+    reduce_from_ranks       partial → replicated     all-reduce           nothing
+    split_along             replicated → split       take my part         all-gather
+    gather_along            split → replicated       all-gather           take my part
+    gather_along, partial   split → replicated       all-gather           reduce-scatter
+    reduce_scatter_along    partial → split          reduce-scatter       all-gather
+    ======================  =======================  ===================  ===================
 
-    Backward is that of one loss which all ranks compute alike; this is where these functions differ from
-    ``bmt_comm.all_gather`` and its kin, which add up the losses of the ranks.
+    Backward computes the gradient of one loss, which all ranks have alike. ``bmt_comm.all_gather`` and its kin differ
+    in this: they add up the losses of the ranks.
 
 Shoeybi et al., "Megatron-LM", arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198 (sequence parallelism).
 """
@@ -48,21 +48,21 @@ def tensor_comm(comm: Communicator | None) -> Communicator:
 
 @not_compiled
 def copy_to_ranks(x: Tensor, comm: Communicator | None = None) -> Tensor:
-    """``x`` (whole, any shape), of which every rank goes on to compute something else."""
+    """``x`` (replicated, any shape). Ranks compute different things from the result; their gradients are summed."""
     comm = tensor_comm(comm)
     return x if comm.size == 1 else _Copy.apply(x, comm)
 
 
 @not_compiled
 def reduce_from_ranks(x: Tensor, comm: Communicator | None = None) -> Tensor:
-    """The sum over ranks of ``x`` (partial, any shape), on each of them."""
+    """The sum over ranks of ``x`` (partial, any shape), on every rank."""
     comm = tensor_comm(comm)
     return x if comm.size == 1 else _Reduce.apply(x, comm)
 
 
 @not_compiled
 def split_along(x: Tensor, dim: int, comm: Communicator | None = None) -> Tensor:
-    """This rank's part of ``x`` (whole): ``dim`` is cut evenly, in rank order.
+    """This rank's part of ``x`` (replicated): ``dim`` is split evenly, in rank order.
 
     Raises:
         ValueError: the number of ranks does not divide the dimension.
@@ -73,11 +73,11 @@ def split_along(x: Tensor, dim: int, comm: Communicator | None = None) -> Tensor
 
 @not_compiled
 def gather_along(x: Tensor, dim: int, comm: Communicator | None = None, *, partial_grad: bool = False) -> Tensor:
-    """The ranks' parts ``x`` (of equal shapes), joined along ``dim`` in rank order, on every rank.
+    """The ranks' parts ``x`` (of equal shapes), concatenated along ``dim`` in rank order, on every rank.
 
     Args:
-        partial_grad: ranks use the result for different things, so that their gradients of it add up; otherwise
-            they compute the same with it.
+        partial_grad: ranks compute different things from the result, and their gradients of it are summed. Otherwise
+            they must compute the same.
 
     Raises:
         ValueError: ``dim`` is not a dimension.
@@ -102,8 +102,8 @@ def checked_dim(x: Tensor, dim: int, comm: Communicator, what: str) -> int:
     dim = _from_front(x, dim, what)
     if x.shape[dim] % comm.size:
         raise ValueError(
-            f"{what}: dimension {dim} of shape {tuple(x.shape)} cannot be cut evenly over {comm.size} tensor-parallel "
-            f"ranks; pad it to a multiple of {comm.size}"
+            f"{what}: dimension {dim} of shape {tuple(x.shape)} cannot be split evenly over {comm.size} "
+            f"tensor-parallel ranks; pad it to a multiple of {comm.size}"
         )
     return dim
 
@@ -118,45 +118,48 @@ def _from_front(x: Tensor, dim: int, what: str) -> int:
 
 
 class Pending:
-    """A tensor that is on its way; ``wait`` returns it once it can be used."""
+    """The result of a collective that is running. ``wait`` returns the tensor once it can be used."""
 
-    def __init__(self, work: Work, raw: Tensor, dim: int | None = None) -> None:
-        self._work, self._raw, self._dim = work, raw, dim
+    def __init__(self, work: Work, result: Tensor, dim: int | None = None) -> None:
+        """``dim``: the dimension that ``result``, (ranks, ...), is concatenated along; None: none."""
+        self._work, self._result, self._dim = work, result, dim
 
     def wait(self) -> Tensor:
         self._work.wait()
         if self._dim is None:
-            return self._raw
+            return self._result
         # (ranks, ..., part, ...) to (..., ranks, part, ...): one copy.
-        joined = self._raw.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
-        # Of parts of length 1 it is a view, which could not be written to in place.
-        return joined.clone() if joined._is_view() else joined
+        full = self._result.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
+        # If parts have length 1, flatten returns a view. A view cannot be modified in place.
+        return full.clone() if full._is_view() else full
 
 
 def start_gather(x: Tensor, dim: int, comm: Communicator) -> Pending:
-    """Begin to join the ranks' parts along ``dim`` (not negative)."""
+    """Start to gather the ranks' parts along ``dim`` (not negative)."""
     before, length, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
-    joined = before.numel() == 1  # as they arrive. No view, which could not be written to in place.
-    raw = x.new_empty(*before, comm.size * length, *after) if joined else x.new_empty(comm.size, *x.shape)
-    work = comm.all_gather(raw, x.detach().contiguous(), async_op=True)
-    return Pending(work, raw, None if joined else dim)
+    # If only dimensions of length 1 precede dim, the all-gather itself concatenates the parts. The buffer has the
+    # result's shape then, because a view of it could not be modified in place.
+    in_order = before.numel() == 1
+    buffer = x.new_empty(*before, comm.size * length, *after) if in_order else x.new_empty(comm.size, *x.shape)
+    work = comm.all_gather(buffer, x.detach().contiguous(), async_op=True)
+    return Pending(work, buffer, None if in_order else dim)
 
 
 def start_reduce_scatter(x: Tensor, dim: int, comm: Communicator) -> Pending:
-    """Begin to add up ``x`` over the ranks and cut it along ``dim`` (not negative)."""
+    """Start to sum ``x`` over the ranks and scatter it along ``dim`` (not negative)."""
     parts = x.detach().unflatten(dim, (comm.size, -1)).movedim(dim, 0).contiguous()
     out = x.new_empty(parts.shape[1:])
     work = comm.reduce_scatter(out, parts, async_op=True)
-    return Pending(_Keep(work, parts), out)
+    return Pending(_KeepBuffer(work, parts), out)
 
 
 def start_all_reduce(x: Tensor, comm: Communicator) -> Pending:
-    """Begin to add up ``x``, contiguous and ours to overwrite, over the ranks."""
+    """Start to sum ``x`` over the ranks, in place. ``x`` must be contiguous."""
     return Pending(comm.all_reduce(x, async_op=True), x)
 
 
-class _Keep:
-    """A collective, with a buffer that it reads until it is waited for."""
+class _KeepBuffer:
+    """A collective, and the buffer that it reads. ``wait`` releases the buffer."""
 
     def __init__(self, work: Work, buffer: Tensor) -> None:
         self._work, self._buffer = work, buffer
@@ -170,7 +173,7 @@ class _Keep:
 
 
 def part_of(x: Tensor, dim: int, comm: Communicator) -> Tensor:
-    """This rank's part of ``x`` along ``dim``, in storage of its own, so that the whole can be freed."""
+    """This rank's part of ``x`` along ``dim``, in storage of its own, so that ``x`` can be freed."""
     length = x.shape[dim] // comm.size
     return x.narrow(dim, comm.rank * length, length).clone(memory_format=torch.contiguous_format)
 

@@ -1,12 +1,12 @@
 """Parameters that are used on this rank's part of the sequence.
 
 Between a row-parallel layer that scatters its output and a column-parallel one that gathers its input, layer norms
-and dropout see a part of the sequence on each tensor-parallel rank. What such a norm's weight, which the ranks have
-in common, gets as its gradient is then only this part's; the sum over the ranks is wanted. A parameter says so by its
-attribute ``sequence_parallel = True``:
+and dropout see a part of the sequence on each tensor-parallel rank. The weight of such a norm is replicated, and its
+gradient is that of this part only, so it must be summed over the ranks. The attribute ``sequence_parallel = True`` of a
+parameter asks for this:
 
-- where bmt_zero shards it, its reduction over data-parallel and tensor-parallel ranks takes the sum;
-- where it is a plain parameter, a hook sums each gradient over the tensor-parallel ranks as soon as it is there.
+- if bmt_zero shards the parameter, its reduction over data-parallel and tensor-parallel ranks includes the sum;
+- if the parameter is plain, a hook sums each gradient over the tensor-parallel ranks as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def sequence_parallel(module: M, comm: Communicator | None = None) -> M:
-    """Say that all parameters of ``module`` are used on parts of the sequence.
+    """Mark all parameters of ``module`` as used on parts of the sequence.
 
-    To be called before the module becomes a Block, or after.
+    It may be called before the module becomes a Block, or after.
 
     Args:
-        module: a norm, say; changed in place and returned. Names in its state dict stay as they are.
+        module: a norm, say; changed in place and returned. Names in its state dict stay the same.
         comm: the tensor-parallel ranks; by default the context's.
 
     Raises:
         TypeError: ``module`` is not a module.
-        ValueError: a parameter is cut over the tensor-parallel ranks itself.
+        ValueError: a parameter is sharded over the tensor-parallel ranks.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
@@ -42,8 +42,8 @@ def sequence_parallel(module: M, comm: Communicator | None = None) -> M:
     for name, param in module.named_parameters():
         if getattr(param, "tp_mode", False):
             raise ValueError(
-                f"parameter {name!r} is cut over the tensor-parallel ranks; sequence_parallel is for parameters that "
-                "they have in common, such as a norm's"
+                f"parameter {name!r} is sharded over the tensor-parallel ranks; sequence_parallel is for parameters "
+                "that they have in common, such as a norm's"
             )
     for part in module.modules():
         if any(param is not None for param in part._parameters.values()):
@@ -55,13 +55,15 @@ def sequence_parallel(module: M, comm: Communicator | None = None) -> M:
 
 
 class _KeepMarked:
-    """Marks a module's own parameters before each forward: after ``to_empty`` and ``load_state_dict(assign=True)``
-    they are others, and one that was frozen may be trained by now."""
+    """Marks a module's own parameters before each forward.
+
+    ``to_empty`` and ``load_state_dict(assign=True)`` replace them, and a frozen one may be trained now.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
     def __call__(self, module: nn.Module, *_args: Any) -> None:
         for param in module._parameters.values():
-            if isinstance(param, nn.Parameter):  # and not unsharded, as it is while a Block computes
+            if isinstance(param, nn.Parameter):  # while a Block computes, it is an unsharded tensor
                 mark_sequence_parallel(param, self.comm)

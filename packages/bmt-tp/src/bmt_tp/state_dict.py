@@ -1,4 +1,4 @@
-"""Whole state dicts, with plain names, of models whose plain parameters are cut over tensor-parallel ranks."""
+"""Unsharded state dicts of models whose plain parameters are sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from bmt_comm import is_piece, slice_of, tp_shard_of, unshard_tp
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` with whole tensors in place of pieces. Every tensor-parallel rank must call it.
+    """``model.state_dict()`` with unsharded tensors in place of shards. Every tensor-parallel rank must call it.
 
-    Parameters that bmt_zero shards are whole in any state dict; this serves models without it, too.
+    Parameters that bmt_zero shards are unsharded in any state dict. This function does it for plain parameters, too.
     """
-    pieces = {name: p for name, p in model.named_parameters(remove_duplicate=False) if is_piece(p)}
+    shards = {name: p for name, p in model.named_parameters(remove_duplicate=False) if is_piece(p)}
     state: dict[str, Any] = model.state_dict()
-    joined: dict[int, Tensor] = {}
-    for name, param in pieces.items():
+    unsharded: dict[int, Tensor] = {}
+    for name, param in shards.items():
         if name in state:
-            if id(param) not in joined:
-                joined[id(param)] = unshard_tp(param.detach(), slice_of(param))
-            state[name] = joined[id(param)]
+            if id(param) not in unsharded:
+                unsharded[id(param)] = unshard_tp(param.detach(), slice_of(param))
+            state[name] = unsharded[id(param)]
     return state
 
 
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-    """Load a state dict of whole tensors, such as the plain model's, of which this rank takes its pieces.
+    """Load a state dict of unsharded tensors, such as the plain model's. This rank takes its shards of them.
 
     Returns:
-        what ``torch.nn.Module.load_state_dict`` does: the missing and the surplus names.
+        The result of ``torch.nn.Module.load_state_dict``: the missing and the surplus names.
 
     Raises:
-        ValueError: an entry has another shape than the whole parameter. The model is as it was then.
+        ValueError: an entry does not have the shape of the logical parameter. The model is unchanged then.
         RuntimeError: under ``strict``, names are missing or surplus.
     """
     entries: Any = OrderedDict(state_dict)
@@ -43,10 +43,10 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict
     for name, param in model.named_parameters(remove_duplicate=False):
         if not is_piece(param) or name not in entries:
             continue
-        found = slice_of(param)
-        if tuple(entries[name].shape) != found.shape:
+        where = slice_of(param)
+        if tuple(entries[name].shape) != where.shape:
             raise ValueError(
-                f"entry {name!r} has shape {tuple(entries[name].shape)}; the whole parameter has {found.shape}"
+                f"entry {name!r} has shape {tuple(entries[name].shape)}; the logical parameter has {where.shape}"
             )
-        entries[name] = tp_shard_of(entries[name], found)
+        entries[name] = tp_shard_of(entries[name], where)
     return model.load_state_dict(entries, strict)

@@ -1,7 +1,7 @@
-"""Gathering and reducing within the matrix products, through PyTorch's symmetric memory (CUDA).
+"""Matrix products fused with the gather or the reduction, through PyTorch's symmetric memory (CUDA).
 
-GPUs that reach each other's memory directly, over NVLink, need no collective around a product: while one part of the
-operand is multiplied, the next is copied from the rank that has it. PyTorch's operations for this (``symm_mem``) cut
+GPUs that access each other's memory directly, over NVLink, need no collective around a product: while one part of the
+operand is multiplied, the next is copied from the rank that has it. PyTorch's operations for this (``symm_mem``) split
 the products by ranks. A communicator opts in by :func:`enable_symmetric_memory`.
 """
 
@@ -19,17 +19,17 @@ from .regions import tensor_comm
 
 
 def enable_symmetric_memory(comm: Communicator | None = None) -> None:
-    """Let the layers that gather or scatter a sequence over ``comm`` do so within their products.
+    """Fuse the products of layers that gather or scatter a sequence over ``comm`` with that communication.
 
-    Every rank of ``comm`` calls it, before the first product. Results are the same up to the order of sums; the layers'
-    chunk counts no longer matter.
+    Every rank of ``comm`` must call it, before the first product. Results are the same up to the order of sums. The
+    layers' chunk counts have no effect any more.
 
     Args:
         comm: the tensor-parallel ranks; by default the context's.
 
     Raises:
-        RuntimeError: on every rank, where one of them is not on a CUDA device that reaches the others' memory, or its
-            PyTorch lacks the operations. The layers go on as before.
+        RuntimeError: on every rank, if one of them is not on a CUDA device that can access the others' memory, or its
+            PyTorch lacks the operations. The layers then work as before.
     """
     comm = tensor_comm(comm)
     if comm.size == 1:
@@ -43,7 +43,7 @@ def enable_symmetric_memory(comm: Communicator | None = None) -> None:
 
 
 def _problem(comm: Communicator) -> str:
-    """Why this rank cannot take part; empty if it can."""
+    """Why this rank cannot use symmetric memory; empty if it can."""
     if comm.device.type != "cuda":
         return f"rank {comm.ranks[comm.rank]} is on {comm.device}, and CUDA devices are needed"
     if not _compat.HAS_SYMMETRIC_MEMORY:
@@ -58,18 +58,22 @@ def _problem(comm: Communicator) -> str:
 
 
 def gathered_products(
-    x: Tensor, matrices: Sequence[Tensor], dim: int, comm: Communicator, keep: bool = False
+    x: Tensor, weights: Sequence[Tensor], dim: int, comm: Communicator, return_gathered: bool = False
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The ranks' ``x`` (\\*, n), joined along ``dim``, times each matrix (n, m), and with ``keep`` joined."""
+    """The product of the ranks' ``x`` (\\*, n), gathered along ``dim``, with each weight (n, m).
+
+    Returns:
+        The gathered x, or None without ``return_gathered``; the products.
+    """
     assert comm.group is not None
-    whole, products = _compat.fused_all_gather_matmul(
-        x, [matrix.to(x.dtype) for matrix in matrices], dim, comm.group.group_name, return_A=keep
+    gathered, products = _compat.fused_all_gather_matmul(
+        x, [weight.to(x.dtype) for weight in weights], dim, comm.group.group_name, return_A=return_gathered
     )
-    return (whole if keep else None), [product.contiguous() for product in products]
+    return (gathered if return_gathered else None), [product.contiguous() for product in products]
 
 
-def scattered_product(x: Tensor, matrix: Tensor, dim: int, comm: Communicator) -> Tensor:
-    """This rank's part, along ``dim``, of the sum over ranks of ``x`` (\\*, n) times ``matrix`` (n, m)."""
+def scattered_product(x: Tensor, weight: Tensor, dim: int, comm: Communicator) -> Tensor:
+    """This rank's part, along ``dim``, of the sum over ranks of ``x`` (\\*, n) times ``weight`` (n, m)."""
     assert comm.group is not None
-    y = _compat.fused_matmul_reduce_scatter(x, matrix.to(x.dtype), "sum", dim, comm.group.group_name)
+    y = _compat.fused_matmul_reduce_scatter(x, weight.to(x.dtype), "sum", dim, comm.group.group_name)
     return y.contiguous()

@@ -1,8 +1,8 @@
 """Attention over a sequence that is split over the ranks: each rank computes some of the heads (Ulysses).
 
-Everything else of a layer sees this rank's part of the sequence. Around the attention itself the ranks exchange:
-queries, keys and values go from a part of the sequence and all heads to the whole sequence and a part of the heads, and
-the result goes back. An exchange sends (n - 1)/n of a rank's activation, whatever the length of the sequence.
+The rest of a layer computes with this rank's part of the sequence. Before the attention an all-to-all exchange reshards
+queries, keys and values: from a part of the sequence and all heads to the whole sequence and a part of the heads. After
+it another exchange reshards the result back. With n ranks an exchange sends (n - 1)/n of a rank's activation.
 
 Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 """
@@ -35,13 +35,14 @@ def ulysses_attention(
     comm: Communicator | None = None,
     **options: Any,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` of parts of one sequence.
+    """``F.scaled_dot_product_attention`` over a sequence that is split over the n ranks.
 
     Args:
-        query: (B, heads, S/n, head size): this rank's part of the sequence, the ranks' parts in order.
+        query: (B, heads, S/n, head size): this rank's part of the sequence. Parts are in rank order.
         key, value: the same, or with fewer heads (``enable_gqa``). If the ranks do not divide these, they are repeated.
-        args, options: of ``F.scaled_dot_product_attention``. A mask is that of the whole sequence, for all heads alike.
-        enable_gqa: whether several heads of queries share one of keys and values.
+        args, options: of ``F.scaled_dot_product_attention``. A mask must be that of the whole sequence, and the same
+            for all heads.
+        enable_gqa: whether several query heads share one key and value head.
         comm: the ranks; by default the context's tensor-parallel ones.
 
     Returns:
@@ -62,38 +63,38 @@ def ulysses_attention(
     if key.shape[HEADS] % comm.size:
         repeats = query.shape[HEADS] // key.shape[HEADS]
         key, value = (x.repeat_interleave(repeats, HEADS) for x in (key, value))
-    whole = [_Exchange.apply(x, HEADS, SEQUENCE, comm) for x in (query, key, value)]
+    query, key, value = (_Exchange.apply(x, HEADS, SEQUENCE, comm) for x in (query, key, value))
     options["enable_gqa"] = enable_gqa
-    result = F.scaled_dot_product_attention(*whole, *args, **options)
+    result = F.scaled_dot_product_attention(query, key, value, *args, **options)
     return _Exchange.apply(result, SEQUENCE, HEADS, comm)
 
 
 class _Exchange(torch.autograd.Function):
-    """From a part of ``join`` and all of ``split`` to all of ``join`` and a part of ``split``."""
+    """Splits the dimension ``split`` over the ranks, and gathers the dimension ``gather``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, split: int, join: int, comm: Communicator) -> Tensor:
-        ctx.split, ctx.join, ctx.comm = split, join, comm
-        return _exchanged(x, split, join, comm)
+    def forward(ctx: Any, x: Tensor, split: int, gather: int, comm: Communicator) -> Tensor:
+        ctx.split, ctx.gather, ctx.comm = split, gather, comm
+        return _exchanged(x, split, gather, comm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grad, ctx.join, ctx.split, ctx.comm), None, None, None
+        return _exchanged(grad, ctx.gather, ctx.split, ctx.comm), None, None, None
 
 
-def _exchanged(x: Tensor, split: int, join: int, comm: Communicator) -> Tensor:
+def _exchanged(x: Tensor, split: int, gather: int, comm: Communicator) -> Tensor:
     parts = [part.contiguous() for part in x.chunk(comm.size, split)]
     received = [part if rank == comm.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     comm.send_recv([(parts[rank], rank) for rank in others], [(received[rank], rank) for rank in others])
-    return torch.cat(received, join)
+    return torch.cat(received, gather)
 
 
 class UlyssesModule:
-    """Within the forward of an attention module, ``F.scaled_dot_product_attention`` is that of the whole sequence.
+    """Hooks that replace ``F.scaled_dot_product_attention`` by :func:`ulysses_attention` in a module's forward.
 
-    What it gets as ``position_embeddings`` or ``position_ids`` is split along the sequence.
+    They split the module's ``position_embeddings`` and ``position_ids`` along the sequence.
     """
 
     def __init__(self, comm: Communicator, sequence_dim: int, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What the modules that a plan names become: the same classes with another forward, and hooks."""
+"""Forwards and hooks of the modules that a plan shards. A module keeps its class and gets another forward."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from bmt_comm import Communicator, not_compiled, slice_of, tp_shard_of
 
 from .embedding import lookup
 from .parallel_ops import ReduceType, column_linear, row_linear
-from .parameters import PieceModule, TensorParallelParameter, unsharded
+from .parameters import ShardModule, TensorParallelParameter, unsharded
 from .regions import copy_to_ranks, gather_along, reduce_from_ranks, reduce_scatter_along, split_along
 
 
 class SharedInput:
-    """The input of layers beside each other (query, key and value), whose gradient is reduced once for all."""
+    """The input that sibling layers share (query, key and value). Its gradient is reduced once for all of them."""
 
     def __init__(self) -> None:
         self._last: tuple[TensorWeakRef, int, TensorWeakRef] | None = None
 
     @not_compiled
     def enter(self, x: Tensor, comm: Communicator) -> Tensor:
-        """``copy_to_ranks(x)``, the same one if ``x`` is the same and was not written to."""
+        """``copy_to_ranks(x)``. It returns the last result again if ``x`` is the same tensor and was not modified."""
         version = 0 if x.is_inference() else x._version
         if self._last is not None and self._last[0]() is x and self._last[1] == version:
-            found = self._last[2]()
-            if found is not None and found.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
-                return found
+            last_result = self._last[2]()
+            requires_grad = x.requires_grad and torch.is_grad_enabled()
+            if last_result is not None and last_result.requires_grad == requires_grad:
+                return last_result
         result = copy_to_ranks(x, comm)
         self._last = (TensorWeakRef(x), version, TensorWeakRef(result))
         return result
@@ -44,13 +45,13 @@ class SharedInput:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a module that was cut computes; its attribute ``tensor_parallel``."""
+    """How a sharded module computes. The module has it as the attribute ``tensor_parallel``."""
 
     comm: Communicator
     in_sequence: bool
     sequence_dim: int
     transposed: bool
-    shared: SharedInput | None  # None: the gradient of the input is reduced elsewhere
+    shared: SharedInput | None  # None: another module reduces the gradient of the input
     gather_output: bool
     split_input: bool
     vocab_size: int
@@ -61,82 +62,82 @@ class Settings:
         return weight.t() if self.transposed else weight
 
 
-class CutColumnLinear(PieceModule):
+class ShardedColumnLinear(ShardModule):
     tensor_parallel: Settings
     bias: Any
 
     def forward(self, input: Tensor) -> Tensor:
-        how = self.tensor_parallel
-        if not how.in_sequence and how.shared is not None:
-            input = how.shared.enter(input, how.comm)
+        settings = self.tensor_parallel
+        if not settings.in_sequence and settings.shared is not None:
+            input = settings.shared.enter(input, settings.comm)
         (y,) = column_linear(
             input,
-            [(how.weight(self), self.bias)],
-            gather_input=how.in_sequence,
-            sequence_dim=how.sequence_dim,
-            comm=how.comm,
-            reduce_input_grad=how.in_sequence,
+            [(settings.weight(self), self.bias)],
+            gather_input=settings.in_sequence,
+            sequence_dim=settings.sequence_dim,
+            comm=settings.comm,
+            reduce_input_grad=settings.in_sequence,
         )
-        return gather_along(y, -1, how.comm) if how.gather_output else y
+        return gather_along(y, -1, settings.comm) if settings.gather_output else y
 
 
-class SharedHeadLinear(PieceModule):
-    """A projection that every rank has, to fewer heads than there are ranks: each rank computes the head it needs."""
+class SharedHeadLinear(ShardModule):
+    """A replicated projection to fewer heads than there are ranks. Each rank computes the head that it needs."""
 
     tensor_parallel: Settings
     weight: Any
     bias: Any
 
     def forward(self, input: Tensor) -> Tensor:
-        how = self.tensor_parallel
-        if how.in_sequence:
-            input = gather_along(input, how.sequence_dim, how.comm, partial_grad=True)
-        elif how.shared is not None:
-            input = how.shared.enter(input, how.comm)
+        settings = self.tensor_parallel
+        if settings.in_sequence:
+            input = gather_along(input, settings.sequence_dim, settings.comm, partial_grad=True)
+        elif settings.shared is not None:
+            input = settings.shared.enter(input, settings.comm)
         weight, bias = unsharded(self.weight), unsharded(self.bias)
-        length = len(weight) // how.shared_heads
-        start = how.comm.rank * how.shared_heads // how.comm.size * length
+        length = len(weight) // settings.shared_heads
+        start = settings.comm.rank * settings.shared_heads // settings.comm.size * length
         bias = None if bias is None else bias[start : start + length]
         return F.linear(input, weight[start : start + length], bias)
 
 
-class CutRowLinear(PieceModule):
+class ShardedRowLinear(ShardModule):
     tensor_parallel: Settings
     bias: Any
 
     def forward(self, input: Tensor) -> Tensor:
-        how = self.tensor_parallel
-        if how.split_input:
-            input = split_along(input, -1, how.comm)
-        reduce = ReduceType.REDUCE_SCATTER if how.in_sequence else ReduceType.ALL_REDUCE
+        settings = self.tensor_parallel
+        if settings.split_input:
+            input = split_along(input, -1, settings.comm)
+        reduce = ReduceType.REDUCE_SCATTER if settings.in_sequence else ReduceType.ALL_REDUCE
         return row_linear(
             input,
-            how.weight(self),
+            settings.weight(self),
             self.bias,
             reduce_output_type=reduce,
-            sequence_dim=how.sequence_dim,
-            comm=how.comm,
+            sequence_dim=settings.sequence_dim,
+            comm=settings.comm,
         )
 
 
-class CutEmbedding(PieceModule):
+class ShardedEmbedding(ShardModule):
     tensor_parallel: Settings
     weight: Any
     padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        how = self.tensor_parallel
+        settings = self.tensor_parallel
         weight = unsharded(self.weight)
-        start = how.comm.rank * len(weight)
+        start = settings.comm.rank * len(weight)
         if self.padding_idx is not None and 0 <= self.padding_idx - start < len(weight):
             weight = _WithoutGradientOfRow.apply(weight, self.padding_idx - start)
-        y = lookup(input, weight, start, how.vocab_size)
-        if how.in_sequence:
-            return reduce_scatter_along(y, how.sequence_dim, how.comm)
-        return reduce_from_ranks(y, how.comm)
+        y = lookup(input, weight, start, settings.vocab_size)
+        if settings.in_sequence:
+            return reduce_scatter_along(y, settings.sequence_dim, settings.comm)
+        return reduce_from_ranks(y, settings.comm)
 
 
-class CutEmbeddingColumns(PieceModule):
+class ShardedEmbeddingColumns(ShardModule):
     tensor_parallel: Settings
     weight: Any
     padding_idx: int | None
@@ -147,7 +148,7 @@ class CutEmbeddingColumns(PieceModule):
 
 
 class _WithoutGradientOfRow(torch.autograd.Function):
-    """A table of which one row (the padding's) gets no gradient."""
+    """The embedding table. The gradient of one row (the padding's) is zero."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, row: int) -> Tensor:
@@ -161,72 +162,73 @@ class _WithoutGradientOfRow(torch.autograd.Function):
         return grad, None
 
 
-def _reset_whole(module: nn.Module, cls: Any) -> None:
-    """``cls.reset_parameters``, which fills whole parameters, and this rank keeps its pieces.
+def _reset_logical(module: nn.Module, cls: Any) -> None:
+    """Run ``cls.reset_parameters`` on logical parameters, and copy this rank's shards of them.
 
-    Bounds depend on whole sizes, and ranks with the same random state get pieces of the same tensor.
+    Bounds depend on the logical sizes. Ranks with the same random state get shards of the same tensor.
     """
     own = dict(module._parameters)
-    wholes: dict[str, Any] = {}
+    logical: dict[str, Any] = {}
     for name, param in own.items():
         if isinstance(param, TensorParallelParameter) and param.tp_mode:
-            wholes[name] = nn.Parameter(param.new_empty(slice_of(param).shape), requires_grad=False)
-    module._parameters.update(wholes)
+            logical[name] = nn.Parameter(param.new_empty(slice_of(param).shape), requires_grad=False)
+    module._parameters.update(logical)
     try:
         cls.reset_parameters(module)
-        wholes = {name: module._parameters[name] for name in wholes}  # it may put others in their places
+        logical = {name: module._parameters[name] for name in logical}  # it may have replaced them
     finally:
         module._parameters.update(own)
     with torch.no_grad():
-        for name, whole in wholes.items():
-            own[name].copy_(tp_shard_of(whole, slice_of(own[name])))  # type: ignore[arg-type, union-attr]
+        for name, param in logical.items():
+            own[name].copy_(tp_shard_of(param, slice_of(own[name])))  # type: ignore[arg-type, union-attr]
 
 
-_WITH_PIECES = (CutColumnLinear, CutRowLinear, CutEmbedding, CutEmbeddingColumns)
+_WITH_SHARDS = (ShardedColumnLinear, ShardedRowLinear, ShardedEmbedding, ShardedEmbeddingColumns)
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
-def class_with_forward_of(form: type[PieceModule], cls: type[nn.Module]) -> type[nn.Module]:
-    """``cls`` with the forward of ``form`` in the place of PyTorch's own.
+def class_with_forward_of(sharded: type[ShardModule], cls: type[nn.Module]) -> type[nn.Module]:
+    """A class like ``cls`` in which the forward of ``sharded`` replaces PyTorch's.
 
-    A class derived from ``nn.Embedding`` or ``nn.Linear`` whose forward calls ``super().forward`` (a scaled embedding)
-    keeps that forward, and calls the one of ``form`` in it. What ``reset_parameters`` fills is whole.
+    If ``cls`` derives from ``nn.Embedding`` or ``nn.Linear`` and its forward calls ``super().forward`` (a scaled
+    embedding), it keeps its forward, and ``super().forward`` is the one of ``sharded``. ``reset_parameters`` fills
+    logical parameters.
     """
-    if (form, cls) not in _classes:
-        bases: tuple[type, ...] = (form, cls)
+    if (sharded, cls) not in _classes:
+        bases: tuple[type, ...] = (sharded, cls)
         torchs_own = next((base for base in cls.__mro__ if base in (nn.Embedding, nn.Linear)), cls)
         if cls is not torchs_own and cls.forward is not torchs_own.forward:
-            inner = type(form.__name__, (form, torchs_own), {"__module__": form.__module__})
+            inner = type(sharded.__name__, (sharded, torchs_own), {"__module__": sharded.__module__})
             bases = (cls, inner)
         own: dict[str, Any] = {"__module__": cls.__module__}
-        if form in _WITH_PIECES and hasattr(cls, "reset_parameters"):
-            own["reset_parameters"] = lambda self: _reset_whole(self, cls)
-        _classes[form, cls] = type(cls.__name__, bases, own)
-    return _classes[form, cls]
+        if sharded in _WITH_SHARDS and hasattr(cls, "reset_parameters"):
+            own["reset_parameters"] = lambda self: _reset_logical(self, cls)
+        _classes[sharded, cls] = type(cls.__name__, bases, own)
+    return _classes[sharded, cls]
 
 
-class ChangeInput:
-    """Takes this rank's part of a module's first input along the sequence, or joins the ranks' parts of it."""
+class SplitOrGatherInput:
+    """Before a module: splits its first input along the sequence, or (``gather``) gathers it."""
 
     def __init__(self, comm: Communicator, dim: int, gather: bool) -> None:
         self.comm, self.dim, self.gather = comm, dim, gather
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (self._changed(args[0]), *args[1:]), kwargs
+            return (self._resharded(args[0]), *args[1:]), kwargs
         for name in (*inspect.signature(module.forward).parameters, *kwargs):  # the first one is the input
             if isinstance(kwargs.get(name), Tensor):
-                return args, {**kwargs, name: self._changed(kwargs[name])}
-        raise TypeError(f"{type(module).__name__} was called without a tensor, which the plan has split or joined")
+                return args, {**kwargs, name: self._resharded(kwargs[name])}
+        raise TypeError(f"{type(module).__name__} was called without a tensor, which the plan has split or gathered")
 
-    def _changed(self, x: Tensor) -> Tensor:
+    def _resharded(self, x: Tensor) -> Tensor:
         if self.gather:
             return gather_along(x, self.dim, self.comm, partial_grad=True)
         return split_along(x, self.dim, self.comm)
 
 
 class CopyInputs:
-    """Before a module of which every rank computes a part: the gradients of its floating-point inputs are summed."""
+    """Before a module that each rank computes a part of: sums the gradients of its floating-point inputs."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -239,7 +241,7 @@ class CopyInputs:
 
 
 class DivideInput:
-    """Before a module that returns its input, of which what the ranks return is summed."""
+    """Before a module that returns its input: divides the input, because the ranks' outputs are summed."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -249,7 +251,7 @@ class DivideInput:
 
 
 class CopyLastOutputs:
-    """After a module that every rank has: the gradients of its last outputs, partial on each rank, are summed."""
+    """After a replicated module: sums the gradients of its last outputs, which are partial on each rank."""
 
     def __init__(self, comm: Communicator, last: int) -> None:
         self.comm, self.last = comm, last
@@ -260,7 +262,7 @@ class CopyLastOutputs:
 
 
 class ReduceOutput:
-    """After such a module: the sum of what the ranks have computed."""
+    """After a module that each rank computes a part of: sums the ranks' outputs."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -280,7 +282,7 @@ class ReduceOutput:
 
 
 class GatherOutput:
-    """Joins a module's output along the sequence."""
+    """After a module: gathers its output along the sequence."""
 
     def __init__(self, comm: Communicator, dim: int) -> None:
         self.comm, self.dim = comm, dim
