@@ -327,8 +327,8 @@ class Run:
     def _recomputes(self, chunk: int) -> bool:
         """Whether a chunk keeps only its input after forward, and is recomputed before its backward.
 
-        All chunks are if the loss is computed outside the pipeline. If backward is split in two passes, chunks with
-        checkpointed layers are, because both passes need the same graph.
+        All chunks do if the loss is computed outside the pipeline. If backward is split in two passes, chunks with
+        checkpointed layers do, because both passes need the same graph.
         """
         splits = self.plan.schedule.splits_backward and bool(checkpoints(self.chunks[chunk]))
         return self.plan.differentiable and (self.plan.schedule.loss_outside or splits)
@@ -348,9 +348,8 @@ class Run:
             Kind.INPUT: self._backward_of,
             Kind.WEIGHT: self._weight,
         }
-        arrived = [
-            x for peer, message in self._pass.takes(self.stage, action) for x in self._channels.take(peer, message)
-        ]
+        routes = self._pass.takes(self.stage, action)
+        arrived = [tensor for peer, message in routes for tensor in self._channels.take(peer, message)]
         with contextlib.ExitStack() as around:
             if self.recorder is not None:
                 around.enter_context(self.recorder.action(action))
@@ -408,10 +407,8 @@ class Run:
         if key in self._inputs and action.kind is Kind.INPUT:
             self._run_again(action, place, self._inputs.pop(key), self.chunks[action.chunk])
         alive = self._alive.pop(key)
-        edges, grads = (
-            alive.outputs[len(alive.outputs) - len(grads) :],
-            list(grads),
-        )  # of intermediate hidden states: all or none
+        # Gradients of intermediate hidden states come for all of them, or for none.
+        edges, grads = alive.outputs[len(alive.outputs) - len(grads) :], list(grads)
         for entry in self._marks[key]:
             if entry.grad_of_loss is not None and entry.tensor.requires_grad:
                 edges.append(get_gradient_edge(entry.tensor))
