@@ -73,13 +73,13 @@ class Twins:
             inputs: tensors; copies of them go in.
             loss: of what ``call`` returns; by default a sum in which every element has another weight.
         """
-        found, grads = self._run(self.piped, inputs, call, loss)
+        result, grads = self._run(self.piped, inputs, call, loss)
         wanted, wanted_grads = self._run(self.plain, inputs, call, loss)
-        same(f"{what}: outputs", found, wanted, tolerance)
+        same(f"{what}: outputs", result, wanted, tolerance)
         for n, pair in enumerate(zip(grads, wanted_grads, strict=True)):
             same(f"{what}: gradient of input {n}", *pair, tolerance)
         self.check_parameters(what, tolerance)
-        return found
+        return result
 
     def check_parameters(self, what: str, tolerance: float = 1e-10) -> None:
         """Compare the gradients of this stage's parameters with the sum of those of all ranks; then clear them."""
@@ -92,8 +92,8 @@ class Twins:
                 own = dict(self.piped._modules[index].named_parameters())[inner]
                 assert id(own) in mine
                 wanted = rows_of(grad, own) if param.requires_grad else None
-                found = None if own.grad is None else local_rows(own.grad)
-                same(f"{what}: gradient of {name}", found, wanted, tolerance)
+                actual = None if own.grad is None else local_rows(own.grad)
+                same(f"{what}: gradient of {name}", actual, wanted, tolerance)
         self.plain.zero_grad()
         self.piped.zero_grad()
 
@@ -101,14 +101,14 @@ class Twins:
         self, layers: nn.Module, inputs: Sequence[Tensor], call: Callable[..., Any], loss: Any
     ) -> tuple[Any, list[Tensor | None]]:
         copies = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-        found = call(layers, *copies)
-        number = weighted(found) if loss is None else loss(found)
+        result = call(layers, *copies)
+        number = weighted(result) if loss is None else loss(result)
         if number is not None and number.requires_grad:
             number.backward()
         for copied, given in zip(copies, inputs):
             assert torch.equal(copied.detach(), given.detach())
             assert copied.requires_grad == given.requires_grad
-        return found, [x.grad for x in copies]
+        return result, [x.grad for x in copies]
 
 
 def weighted(tree: Any) -> Tensor:
@@ -121,20 +121,20 @@ def weighted(tree: Any) -> Tensor:
     return total
 
 
-def same(what: str, found: Any, wanted: Any, tolerance: float) -> None:
-    """Nested tensors, by relative error; no gradient is as good as one of zeros."""
-    if isinstance(found, Tensor) and wanted is None:
-        wanted = torch.zeros_like(found)
-    if isinstance(wanted, Tensor) and found is None:
-        found = torch.zeros_like(wanted)
-    (ours, spec), (theirs, wanted_spec) = tree_flatten(found), tree_flatten(wanted)
+def same(what: str, actual: Any, wanted: Any, tolerance: float) -> None:
+    """Compare nested tensors by relative error. A missing gradient counts as zeros."""
+    if isinstance(actual, Tensor) and wanted is None:
+        wanted = torch.zeros_like(actual)
+    if isinstance(wanted, Tensor) and actual is None:
+        actual = torch.zeros_like(wanted)
+    (ours, spec), (theirs, wanted_spec) = tree_flatten(actual), tree_flatten(wanted)
     assert spec == wanted_spec, what
     for a, b in zip(ours, theirs, strict=True):
         if not isinstance(b, Tensor):
             assert a == b, what
             continue
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{what}: {a.shape} {a.dtype}, not {b.shape} {b.dtype}"
-        # What needs no gradient here may be a way to other ranks' that do.
+        # A pipeline's output may require a gradient only because arguments of other ranks do.
         assert a.requires_grad >= b.requires_grad, f"{what}: requires_grad={a.requires_grad}"
         a, b = (x.detach().to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
         assert bool(((a - b).norm() <= tolerance * b.norm()).item()), f"{what}: {(a - b).norm() / b.norm():.1e} off"

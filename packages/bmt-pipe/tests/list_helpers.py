@@ -15,7 +15,7 @@ from bmt_zero import DistributedParameter, is_stage_local
 
 
 class Layer(nn.Module):
-    """Ragged; with a tied parameter, a frozen one, one of another dtype and buffers."""
+    """Of uneven sizes; has a tied parameter, a frozen one, one of another dtype, and buffers."""
 
     def __init__(self, width: int = 5) -> None:
         super().__init__()
@@ -32,21 +32,21 @@ class Layer(nn.Module):
 
 
 def plain_layers(count: int, make: Callable[[], nn.Module] = Layer, seed: int = 1) -> nn.ModuleList:
-    """What one process makes."""
+    """The layers that one process makes."""
     torch.manual_seed(seed)
     return nn.ModuleList(make() for _ in range(count))
 
 
-def assert_same_entries(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def assert_same_entries(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """The same names in the same order, with the same tensors, bit by bit."""
-    assert list(found) == list(wanted)
+    assert list(actual) == list(wanted)
     for name, value in wanted.items():
         if isinstance(value, Tensor):
-            assert found[name].dtype == value.dtype, name
-            assert found[name].shape == value.shape, name
-            assert torch.equal(found[name], value), name
+            assert actual[name].dtype == value.dtype, name
+            assert actual[name].shape == value.shape, name
+            assert torch.equal(actual[name], value), name
         else:
-            assert found[name] == value, name
+            assert actual[name] == value, name
 
 
 def assert_own_values(layers: nn.Module, plain: nn.Module) -> None:
@@ -60,7 +60,7 @@ def assert_own_values(layers: nn.Module, plain: nn.Module) -> None:
 
 
 class Held(TorchDispatchMode):
-    """The most bytes that were in storages made within, at any operation; not those on the meta device."""
+    """The largest number of bytes of storages that were made within, after any operation, without the meta device."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,11 +16,11 @@ from bmt_zero import Block, BMTrainModelWrapper
 
 WIDTH = 7  # no number of ranks divides it
 STEPS = 10
-DTYPE = torch.float64  # so that the order of sums does not blur what is compared
+DTYPE = torch.float64  # so that the order of sums does not matter
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ, of which backward makes all gradients at once."""
+    """x Wᵀ. Its backward makes all gradients at once."""
 
     backwards = 0
 
@@ -66,7 +66,7 @@ class Layer(nn.Module):
 
 
 class Dropping(nn.Module):
-    """y = w · x, of which half is dropped at random."""
+    """y = w · x, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Model(nn.Module):
 
 
 def pipeline_model(count: int, tied: bool = False, level: int = 3, checkpoint: bool = True, **options: Any) -> Model:
-    """The same, with the parameters of the stage's layers spread over the stage, all others over all ranks."""
+    """The same, with the parameters of layers sharded over their stage, and all others over all ranks."""
 
     def make_list(layers: list[nn.Module]) -> nn.Module:
         blocks = [Block(layer, checkpoint, level) for layer in layers]
@@ -122,12 +122,12 @@ def pipeline_model(count: int, tied: bool = False, level: int = 3, checkpoint: b
 
 
 def rows_of(tensor: Tensor, param: Tensor) -> Tensor:
-    found = slice_of(param)
-    return tensor[found.row_start : found.row_stop].reshape(param.shape)
+    shard = slice_of(param)
+    return tensor[shard.row_start : shard.row_stop].reshape(param.shape)
 
 
 def replica(ctx: ParallelContext) -> int:
-    """Which of the batches is this rank's."""
+    """The number of this rank's batch."""
     return ctx.rank // ctx.tp_size
 
 
@@ -140,17 +140,17 @@ def batch_of(number: int, rows: int, length: int = 3) -> tuple[Tensor, Tensor]:
 def plain_training(
     count: int, tied: bool, batches: list[list[tuple[Tensor, Tensor]]], lr: float = 0.1
 ) -> tuple[dict[str, Tensor], list[list[float]]]:
-    """Plain PyTorch on the whole batch: what the parameters have changed by, and each replica's losses."""
+    """Train plain PyTorch on the whole batch. Returns the changes of the parameters, and each replica's losses."""
     model = Model(count, tied)
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     losses = []
     for step in batches:
         optimizer.zero_grad()
-        found = [model(ids, mask) for ids, mask in step]
-        (sum(found) / len(found)).backward()
+        of_step = [model(ids, mask) for ids, mask in step]
+        (sum(of_step) / len(of_step)).backward()
         optimizer.step()
-        losses.append([loss.item() for loss in found])
+        losses.append([loss.item() for loss in of_step])
     return {name: value - before[name] for name, value in model.state_dict().items()}, losses
 
 

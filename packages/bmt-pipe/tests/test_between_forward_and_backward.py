@@ -23,7 +23,7 @@ def mean_square(y: Tensor) -> Tensor:
 
 
 def loss_of(schedule: str | None) -> Callable[[nn.Module, Tensor], Tensor]:
-    """The loss of plain layers or a pipeline, outside or inside of its schedule."""
+    """The loss of plain layers or a pipeline, outside or inside its schedule."""
 
     def call(layers: Any, x: Tensor) -> Tensor:
         if schedule is None or isinstance(layers, nn.ModuleList):
@@ -74,7 +74,7 @@ def test_buffers_are_written_once(
     x = random(ctx.rank, 4, 3, WIDTH)
     loss_of(schedule)(layers.piped, x).backward()
     batches = [random(rank, 4, 3, WIDTH) for rank in range(2)]
-    for rows in (slice(0, 2), slice(2, 4)):  # the order in which micro-batches come
+    for rows in (slice(0, 2), slice(2, 4)):  # the order of the micro-batches
         for batch in batches:
             (mean_square(layers.plain(batch[rows])) / 2).backward()
     for index, block in layers.piped._modules.items():
@@ -96,8 +96,8 @@ def test_gradients_of_inputs_alone_leave_those_of_parameters(
     for each in (layers.piped, layers.plain):
         loss(each, x).backward()
     x.grad = None
-    found, wanted = (torch.autograd.grad(loss(each, x), x) for each in (layers.piped, layers.plain))
-    same("gradient of x", found, wanted, 1e-10)
+    grad, wanted = (torch.autograd.grad(loss(each, x), x) for each in (layers.piped, layers.plain))
+    same("gradient of x", grad, wanted, 1e-10)
     grads = []
     for each in (layers.piped, layers.plain):
         loss(each, x).backward(inputs=[x])
@@ -122,7 +122,7 @@ def test_functions_of_torch_do_not_take_a_stage_for_the_model(ctx: ParallelConte
 
 
 class InFloat32(nn.Module):
-    """Computes without autocast, whatever is around it."""
+    """Computes without autocast, also within autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def test_a_checkpoint_around_the_call(ctx: ParallelContext, count: int) -> None:
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=300)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch itself, and the next one
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_backward_in_two_parts_of_what_is_compiled_in_part(ctx: ParallelContext) -> None:
+def test_backward_in_two_passes_of_what_is_compiled_in_part(ctx: ParallelContext) -> None:
     sizes = WIDTH, 2 * WIDTH
     parts = nn.LayerNorm(WIDTH), nn.Linear(*sizes), nn.Tanh(), nn.Linear(*sizes[::-1])
     layers = twins(ctx, lambda: copy.deepcopy(nn.Sequential(*parts)), "zero_bubble_h1", checkpoint=False)

@@ -1,4 +1,4 @@
-"""PipelineTransformerBlockList: which layers a stage has, and what it takes to make them."""
+"""PipelineTransformerBlockList: which layers a stage has, and what it needs to make them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_stages(ctx: Any, interleave: int, weights: list[float] | None = None) 
             check_absent(layer, index, next(c for c, chunk in enumerate(chunks) if index in chunk) % ctx.pipe_size)
     with pytest.raises(IndexError):
         layers[count]
-    for chunk in range(interleave):  # Blocks gather ahead of each other inside a chunk
+    for chunk in range(interleave):  # Blocks are prefetched inside a chunk
         hooks = [sharding_of(block).hooks for block in layers.blocks_of(chunk)]
         assert [each.next for each in hooks] == [*hooks[1:], None]
     assert_own_values(layers, plain)
@@ -109,30 +109,30 @@ def test_stages_of_several_ranks(ctx: Any, level: int) -> None:
         assert group.level == level
 
 
-class Cut(DistributedModule):
-    """A layer with parameters that are sharded when it is made, one of them cut over tensor-parallel ranks."""
+class Sharded(DistributedModule):
+    """A layer whose parameters are sharded when it is made, one of them over tensor-parallel ranks, too."""
 
     def __init__(self, ctx: Any) -> None:
         super().__init__()
-        self.whole = torch.randn(3, 6)
-        piece = self.whole.chunk(ctx.tp_size, 1)[ctx.tp_rank]
-        self.cut = DistributedParameter(piece, tp_mode=True, tp_split_dim=1)
-        self.common = DistributedParameter(self.whole[0])
+        self.logical = torch.randn(3, 6)
+        shard = self.logical.chunk(ctx.tp_size, 1)[ctx.tp_rank]
+        self.colwise = DistributedParameter(shard, tp_mode=True, tp_split_dim=1)
+        self.common = DistributedParameter(self.logical[0])
 
 
 @pytest.mark.ranks(4, pipe_size=2, tp_size=2)
 @pytest.mark.parametrize("as_blocks", [True, False])
 def test_layers_that_are_sharded_over_all_stages_already(ctx: Any, as_blocks: bool) -> None:
     torch.manual_seed(1)
-    made = [Cut(ctx) for _ in range(5)]
+    made = [Sharded(ctx) for _ in range(5)]
     params = {f"{i}.{name}": param for i, layer in enumerate(made) for name, param in layer.named_parameters()}
     given: Any = TransformerBlockList(made) if as_blocks else made
     layers = PipelineTransformerBlockList(given)
     assert indices(layers) == ([0, 1, 2] if ctx.pipe_rank == 0 else [3, 4])
     for name, param in layers.named_parameters():
         assert param is params[name]
-        whole = made[int(name[0])].whole
-        assert torch.equal(param.gather_all(), whole if name.endswith("cut") else whole[0])
+        logical = made[int(name[0])].logical
+        assert torch.equal(param.gather_all(), logical if name.endswith("colwise") else logical[0])
 
 
 @pytest.mark.ranks(4, pipe_size=2)
@@ -156,7 +156,7 @@ def test_no_more_than_one_layer_of_another_stage_is_alive(ctx: Any) -> None:
 
     def generate() -> Iterator[nn.Module]:
         for index in range(8):
-            assert alive() == [i for i in range(index) if i in owned]  # the next one is the only other
+            assert alive() == [i for i in range(index) if i in owned]  # only the next one is alive, too
             layer = Layer()
             made.append(weakref.ref(layer))
             yield layer
@@ -210,10 +210,10 @@ def test_initial_values_do_not_depend_on_stages(ctx: Any) -> None:
         return outer
 
     reference = dict(build(TransformerBlockList).named_parameters())
-    found = dict(build(PipelineTransformerBlockList).named_parameters())
-    assert len(found) == (9 if ctx.pipe_rank == 0 else 6)
+    params = dict(build(PipelineTransformerBlockList).named_parameters())
+    assert len(params) == (9 if ctx.pipe_rank == 0 else 6)
     wanted = {name: param.gather_all() for name, param in reference.items()}
-    for name, param in found.items():
+    for name, param in params.items():
         assert param.gather_all().std() > 0
         assert torch.equal(param.gather_all(), wanted[name]), name
 

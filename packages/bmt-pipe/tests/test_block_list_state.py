@@ -19,7 +19,7 @@ COUNT = 5
 
 
 class Model(nn.Module):
-    """Layers in the midst of others; a tied head."""
+    """A list of layers between other modules, with a tied head."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 class Special(Layer):
-    """Has state that is no tensor, and saves one of its entries by code of its own, under another name."""
+    """Has state that is no tensor, and its own code saves one of its entries under another name."""
 
     def get_extra_state(self) -> Any:
         return {"steps": int(self.steps)}
@@ -65,10 +65,10 @@ def staged_model(seed: int = 1, special: int | None = None, level: int = 3, **op
 def check_state_dicts(**options: Any) -> None:
     model = staged_model(**options)
     wanted = plain_model().state_dict()
-    found = model.state_dict()
-    assert_same_entries(found, wanted)
-    assert dict(found._metadata) == dict(wanted._metadata)
-    assert found["layers.4.a.weight"].data_ptr() == found["layers.4.b.weight"].data_ptr()
+    entries = model.state_dict()
+    assert_same_entries(entries, wanted)
+    assert dict(entries._metadata) == dict(wanted._metadata)
+    assert entries["layers.4.a.weight"].data_ptr() == entries["layers.4.b.weight"].data_ptr()
     assert_same_entries(model.layers.state_dict(), plain_model().layers.state_dict())
     assert_same_entries(model.state_dict(prefix="m."), {f"m.{name}": value for name, value in wanted.items()})
     other = plain_model(2)
@@ -115,20 +115,20 @@ def test_state_dicts_of_four_stages(ctx: Any) -> None:
 @pytest.mark.ranks(4, pipe_size=2)
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_files_are_those_of_the_plain_model(ctx: Any, tmp_path: Path, suffix: str) -> None:
-    """A file is the same for every layout, so that any may read what any other wrote."""
+    """A file is the same for every layout, so every layout can read it."""
     path, theirs = tmp_path / f"ours{suffix}", tmp_path / f"theirs{suffix}"
     bmt_zero.save(staged_model(interleave=2), path)
     wanted = plain_model().state_dict()
     if suffix == ".pt":
-        found = torch.load(path, weights_only=True)
-        assert_same_entries(found, wanted)
-        assert found["layers.4.a.weight"].data_ptr() == found["layers.4.b.weight"].data_ptr()
+        saved = torch.load(path, weights_only=True)
+        assert_same_entries(saved, wanted)
+        assert saved["layers.4.a.weight"].data_ptr() == saved["layers.4.b.weight"].data_ptr()
     else:
         from safetensors.torch import load_file, save_file
 
-        found = load_file(path)
-        assert_same_entries({name: found[name] for name in wanted}, wanted)
-    plain_model(2).load_state_dict(found, strict=True)
+        saved = load_file(path)
+        assert_same_entries({name: saved[name] for name in wanted}, wanted)
+    plain_model(2).load_state_dict(saved, strict=True)
     other = plain_model(3)
     if ctx.rank == 0:
         state = {name: value.clone() for name, value in other.state_dict().items()}
@@ -143,7 +143,7 @@ def test_files_are_those_of_the_plain_model(ctx: Any, tmp_path: Path, suffix: st
 
 
 def _layers_file(ctx: Any, path: Path) -> Path:
-    """A file of one stage's, that is: of the sharded list's, written by another layout of the same ranks."""
+    """A file of a list without stages, written by another layout of the same ranks."""
     torch.manual_seed(5)
     nn.Embedding(9, 5), nn.Linear(5, 9, bias=False)
     source = plain_model(5).layers
@@ -151,27 +151,27 @@ def _layers_file(ctx: Any, path: Path) -> Path:
     return path
 
 
-class Cut(DistributedModule):
+class TensorParallel(DistributedModule):
     def __init__(self, ctx: Any) -> None:
         super().__init__()
-        whole = torch.randn(4, 6)
+        logical = torch.randn(4, 6)
         for dim in (0, 1):
-            piece = whole.chunk(ctx.tp_size, dim)[ctx.tp_rank]
-            self.register_parameter(f"w{dim}", DistributedParameter(piece, tp_mode=True, tp_split_dim=dim))
-        self.common = DistributedParameter(whole[0])
+            shard = logical.chunk(ctx.tp_size, dim)[ctx.tp_rank]
+            self.register_parameter(f"w{dim}", DistributedParameter(shard, tp_mode=True, tp_split_dim=dim))
+        self.common = DistributedParameter(logical[0])
 
 
 @pytest.mark.ranks(4, pipe_size=2, tp_size=2)
 @pytest.mark.parametrize("level", [0, 3])
-def test_tensor_parallel_pieces_are_joined(ctx: Any, tmp_path: Path, level: int) -> None:
+def test_tensor_parallel_parameters_are_saved_as_logical_tensors(ctx: Any, tmp_path: Path, level: int) -> None:
     def build(seed: int) -> PipelineTransformerBlockList:
         torch.manual_seed(seed)
-        return PipelineTransformerBlockList([Block(Cut(ctx), zero_level=level) for _ in range(3)])
+        return PipelineTransformerBlockList([Block(TensorParallel(ctx), zero_level=level) for _ in range(3)])
 
     def plain(seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
-        wholes = [torch.randn(4, 6) for _ in range(3)]
-        return {f"{i}.{n}": w[0] if n == "common" else w for i, w in enumerate(wholes) for n in ("w0", "w1", "common")}
+        logical = [torch.randn(4, 6) for _ in range(3)]
+        return {f"{i}.{n}": w[0] if n == "common" else w for i, w in enumerate(logical) for n in ("w0", "w1", "common")}
 
     layers = build(1)
     assert_same_entries(layers.state_dict(), plain(1))
@@ -269,9 +269,9 @@ def test_extra_state_and_shared_layers(ctx: Any, tmp_path: Path) -> None:
     layers, plain = build(1, PipelineTransformerBlockList), build(1, nn.ModuleList)
     assert_same_entries(layers.state_dict(), plain.state_dict())
     bmt_zero.save(layers, tmp_path / "m.pt")
-    found = torch.load(tmp_path / "m.pt", weights_only=True)
-    assert_same_entries(found, plain.state_dict())
-    assert found["2.a.weight"].data_ptr() == found["3.b.weight"].data_ptr()
+    saved = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert_same_entries(saved, plain.state_dict())
+    assert saved["2.a.weight"].data_ptr() == saved["3.b.weight"].data_ptr()
     other = build(2, PipelineTransformerBlockList)
     bmt_zero.load(other, tmp_path / "m.pt")
     assert_same_entries(other.state_dict(), plain.state_dict())

@@ -66,7 +66,7 @@ def test_a_square_mask_is_told_in_the_log(ctx: ParallelContext) -> None:
     twins, mask, said = Twins(ctx, Anything), random(60, 3, 3), []
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(logging.getLogger("bmt_pipe.arguments"), "warning", lambda text, *of: said.append(text % of))
-    for length, told in ((4, 0), (3, 1), (3, 1)):  # as many positions as samples: each sample's row, or everyone's mask
+    for length, told in ((4, 0), (3, 1), (3, 1)):  # as many positions as samples: rows of samples, or one mask
         twins.piped(hidden(ctx, 3, length), a_mask=random(60, 3, length, 1))
         assert len(said) == told
     assert "'a_mask' of shape (3, 3, 1) is divided with the batch of 3 samples" in said[0]
@@ -82,14 +82,14 @@ def test_arguments_of_all_kinds(ctx: ParallelContext, interleave: int) -> None:
     twins = Twins(ctx, Anything, interleave=interleave)
     x = hidden(ctx, 3)
 
-    # Belonging to samples or not is told by the first dimension; gradients go to both.
+    # The first dimension tells whether an argument belongs to samples. Both kinds get gradients.
     mask, bias = random(10 + r, 3, 3, grad=True), random(20 + r, 1, WIDTH, grad=True)
     twins.check("inferred", [x, mask, bias], lambda f, x, mask, bias: f(x, mask, bias))
     twins.check("by keyword", [x, mask, bias], lambda f, x, mask, bias: f(x, mask=mask, bias=bias))
     scalar = random(30 + r, grad=True)
     twins.check("of no dimension", [x, scalar], lambda f, x, scalar: f(x, scalar, scale=scalar))
 
-    # Of more dimensions than the hidden state, of a shape of its own on each rank, as many rows as the batch or not.
+    # More dimensions than the hidden state; other shapes on each rank; as many rows as the batch, or other numbers.
     attention = random(40 + r, 3, 1 + r, 3, 3, grad=True)
     shared = random(50 + r, 1, 2 - r, 3, 3, grad=True)
     twins.check("of more dimensions", [x, attention, shared], lambda f, x, a, s: f(x, a, other=s))
@@ -98,7 +98,7 @@ def test_arguments_of_all_kinds(ctx: ParallelContext, interleave: int) -> None:
     twins.check("named key", [x, square, mask], lambda f, x, s, m: f(x, s=s, m=m, batch_related=("m",)))
     twins.check("both", [x, square, mask, mask], lambda f, x, s, m, n: f(x, m, s=s, n=n, batch_related=[0, "n"]))
 
-    # Not tensors; nested; differing between ranks; that cannot be sent.
+    # No tensors; nested arguments; different ones on each rank; one that cannot be sent.
     pair = Pair(mask, {"a": [bias, None], "b": (2 + r, "yes" if r else "no")})
     twins.check(
         "nested",
@@ -143,7 +143,7 @@ def test_objects_are_not_remembered(ctx: ParallelContext) -> None:
 
 
 class Three(nn.Module):
-    """Of three hidden states, of different shapes and dtypes, the last is no floating-point tensor."""
+    """Three hidden states with different shapes and dtypes. The last one is not a floating-point tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Two(nn.Module):
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        return [torch.tanh(self.a(x)) + y.sum(-1)[:, None, None], y + self.b(x).sum(1), x]  # more than is handed on
+        return [torch.tanh(self.a(x)) + y.sum(-1)[:, None, None], y + self.b(x).sum(1), x]  # one more than is passed on
 
 
 class Dictionary(nn.Module):
@@ -186,7 +186,7 @@ def test_several_hidden_states(ctx: ParallelContext) -> None:
     three.check("named", call, lambda f, x, y, s, m: f(x, y, s, m, batch_related=[2]))
     three.check("frozen input", [x.detach(), *call[1:]], lambda f, *xs: f(*xs))
     three.check("states", call, lambda f, *xs: f(*xs, return_hidden_states=True))
-    three.check("a part of the loss", call, lambda f, *xs: f(*xs), lambda found: found[r % 2].sum())
+    three.check("a part of the loss", call, lambda f, *xs: f(*xs), lambda result: result[r % 2].sum())
 
     two = Twins(ctx, Two, 4, num_hidden=2)
     two.check("two", [x, y], lambda f, x, y: f(x, y))
@@ -194,7 +194,7 @@ def test_several_hidden_states(ctx: ParallelContext) -> None:
         "states on one rank",
         [x, y],
         lambda f, x, y: f(x, y, return_hidden_states=True),
-        lambda found: weighted(found[2:] if r == 1 else found[:1]),
+        lambda result: weighted(result[2:] if r == 1 else result[:1]),
     )
 
     nested = Twins(ctx, Dictionary, 4)
@@ -227,9 +227,9 @@ def test_what_is_differentiated(ctx: ParallelContext, checkpoint: bool) -> None:
         with torch.no_grad():
             twins.check("no_grad", [x, mask], call)
         with torch.inference_mode():
-            found = twins.piped(x.detach(), mask.detach())
+            result = twins.piped(x.detach(), mask.detach())
         with torch.no_grad():
-            same("inference_mode", found.clone(), twins.plain(x, mask), 1e-10)
+            same("inference_mode", result.clone(), twins.plain(x, mask), 1e-10)
         twins.check("after it", [x, mask], call)
     twins.piped.eval()
     twins.check("eval", [x, mask], call)
@@ -257,20 +257,20 @@ def test_what_is_differentiated(ctx: ParallelContext, checkpoint: bool) -> None:
         return first.detach(), second.detach()
 
     def again(layers: nn.Module, x: Tensor, mask: Tensor) -> Any:
-        found = layers(x, mask, return_hidden_states=True)
-        weighted(found).backward(retain_graph=True)
-        weighted(found[0]).backward(retain_graph=True)
-        return found
+        result = layers(x, mask, return_hidden_states=True)
+        weighted(result).backward(retain_graph=True)
+        weighted(result[0]).backward(retain_graph=True)
+        return result
 
-    twins.check("two calls", [x, mask], twice, lambda found: found[0].square().sum())
-    twins.check("two calls, in reverse", [x, mask], reversed_, lambda found: None)
+    twins.check("two calls", [x, mask], twice, lambda result: result[0].square().sum())
+    twins.check("two calls, in reverse", [x, mask], reversed_, lambda result: None)
     twins.check("two calls, one backward", [x, mask], lambda f, x, m: (f(x, m), f(2 * x, m)))
     twins.check("called on its own output", [x, mask], lambda f, x, mask: f(f(x, mask), mask))
-    twins.check("retain_graph", [x, mask], again, lambda found: weighted(found[1]))
+    twins.check("retain_graph", [x, mask], again, lambda result: weighted(result[1]))
     twins.check(
         "states", [x, mask], lambda f, x, m: f(x, m, return_hidden_states=True), lambda o: weighted(o[1 if r else 0])
     )
-    for layers in (twins.piped, Twins(ctx, Layer, 3).piped):  # of the latter, a stage has one layer alone
+    for layers in (twins.piped, Twins(ctx, Layer, 3).piped):  # in the second pipeline, one stage has only one layer
         out = layers(x)
         out.sum().backward()
         with pytest.raises(RuntimeError, match="second time"):
@@ -283,7 +283,7 @@ def test_what_is_differentiated(ctx: ParallelContext, checkpoint: bool) -> None:
 
 
 class NeverIdle(Layer):
-    """Is only called without samples where a rank has none at all."""
+    """Fails when called without samples, unless a rank has none at all."""
 
     def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
         assert len(x) or x.shape[1] == 9
@@ -307,18 +307,18 @@ def test_writing_into_the_input_is_noticed(ctx: ParallelContext) -> None:
         bias = random(ctx.rank, WIDTH, grad=True)
         for _ in range(2):
             x = hidden(ctx, 2, grad=False)
-            found = twins.piped(x, None, bias)
+            result = twins.piped(x, None, bias)
             if ctx.rank == 0:
                 x.zero_()
             stage = "^" if ctx.rank == 0 else "stage 0 .*"
             with pytest.raises(RuntimeError, match=f"{stage}.*modified by an inplace operation"):
-                found.sum().backward()
+                result.sum().backward()
         twins.piped.zero_grad()
         twins.check("after it", [hidden(ctx, 2), bias], lambda f, x, bias: f(x, None, bias))
 
 
 class InPlace(Layer):
-    """Writes into its input, as residual layers like to."""
+    """Writes into its input, like many residual layers."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         x += torch.tanh(self.up(x)).sum(-1, keepdim=True)
@@ -327,7 +327,7 @@ class InPlace(Layer):
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)
 def test_layers_that_write_into_their_input_are_refused(ctx: ParallelContext) -> None:
-    """Computed again from what is left of the input, gradients would be wrong."""
+    """Recomputation from the changed input would give wrong gradients."""
     for count in (2, 4):
         layers = PipelineTransformerBlockList([InPlace().to(DTYPE) for _ in range(count)])
         x = hidden(ctx, 2, grad=False)
@@ -343,20 +343,20 @@ def test_dropout_is_replayed(ctx: ParallelContext, checkpoint: bool) -> None:
     twins = Twins(ctx, Dropping, 4, checkpoint=checkpoint)
     torch.manual_seed(7 + ctx.rank)
     x = torch.ones(4, 50, WIDTH, dtype=DTYPE, requires_grad=True)
-    found = twins.piped(x)
+    result = twins.piped(x)
     first, state = torch.rand(3), torch.get_rng_state()
     weights = random(3, 4, 50, WIDTH)
-    (found * weights).sum().backward()
+    (result * weights).sum().backward()
     assert torch.equal(torch.get_rng_state(), state), "backward leaves the generator as it was"
     # The output is linear in x, with a factor that the masks determine.
-    same("gradient of x", x.grad, (found * weights).detach(), 1e-12)
+    same("gradient of x", x.grad, (result * weights).detach(), 1e-12)
     # The output is proportional to each layer's weight, too.
-    expected = (found * weights).detach().sum((0, 1))
+    expected = (result * weights).detach().sum((0, 1))
     ctx.world.all_reduce(expected)
     for block in twins.piped.children():
         [param] = block.parameters()
         same("gradient of a weight", param.grad * param.detach(), expected, 1e-12)
-    masks = (found != 0).flatten(1)
+    masks = (result != 0).flatten(1)
     assert not any(torch.equal(masks[a], masks[b]) for a in range(4) for b in range(a)), "the same in two micro-batches"
     kept = masks.double().mean().item()
     assert 0.8**4 - 0.1 < kept < 0.8**4 + 0.1
@@ -364,12 +364,12 @@ def test_dropout_is_replayed(ctx: ParallelContext, checkpoint: bool) -> None:
     # As many random numbers as without gradients are used.
     torch.manual_seed(7 + ctx.rank)
     with torch.no_grad():
-        assert torch.equal(twins.piped(x), found)
+        assert torch.equal(twins.piped(x), result)
     assert torch.equal(torch.rand(3), first)
 
 
 class Watching(nn.Module):
-    """Notes which autocast it runs under, and what it computes in."""
+    """Records the autocast state that it runs under, and the dtype that it computes in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ def test_checkpointing_around_the_list(ctx: ParallelContext, reentrant: bool) ->
 
 
 class Skipping(Layer):
-    """Is left out where no sample wants it."""
+    """Is skipped where no sample wants it."""
 
     def forward(self, x: Tensor, wanted: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x) if wanted.any() else x
@@ -460,7 +460,7 @@ def test_gradients_with_the_loss_inside(ctx: ParallelContext, schedule: str) -> 
         given = [x.detach().requires_grad_(grad) for x, grad in zip(inputs, grads)]
         for factor in (1.0, 3.0, 3.0):
             twins.check(f"{grads}", given, call, lambda loss, factor=factor: loss * factor)
-    twins.check("two calls", inputs, lambda f, *xs: (call(f, *xs), call(f, *xs) * 2), lambda found: sum(found))
+    twins.check("two calls", inputs, lambda f, *xs: (call(f, *xs), call(f, *xs) * 2), lambda result: sum(result))
     for layers in (twins.piped, twins.plain):
         losses = [call(layers, *inputs), call(layers, *inputs) * 2]
         for loss in losses:
@@ -480,7 +480,7 @@ def test_gradients_with_the_loss_inside(ctx: ParallelContext, schedule: str) -> 
 
 
 class Computed(nn.Module):
-    """Its weight is computed of parameters, whose values the weights' gradients need."""
+    """Its weight is computed from parameters. The weight-gradient pass needs their values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -492,7 +492,7 @@ class Computed(nn.Module):
 
 @pytest.mark.ranks(4, pipe_size=2, num_micro_batches=4, timeout=60)
 @pytest.mark.parametrize("schedule", ["zero_bubble_h1", "zero_bubble_v"])
-@mock.patch.object(Communicator, "shares_memory", False)  # which have one buffer
+@mock.patch.object(Communicator, "shares_memory", False)  # ranks with shared memory share one buffer
 def test_weights_that_are_computed_are_read_in_the_second_part(ctx: ParallelContext, schedule: str) -> None:
     twins = Twins(ctx, Computed, 4, checkpoint=False, level=3, tail_schedule=schedule)
 
@@ -509,7 +509,7 @@ def test_weights_that_are_computed_are_read_in_the_second_part(ctx: ParallelCont
 
 
 class Holder:
-    """An object that a stage receives a copy of."""
+    """An object of which other stages receive a copy."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
@@ -526,7 +526,7 @@ def test_a_gradient_that_would_be_lost_is_refused(ctx: ParallelContext) -> None:
     twins.check("without", [hidden(ctx, 2)], lambda f, x: f(x, Holder(random(ctx.rank, WIDTH))))
     with pytest.raises(ValueError, match="requires a gradient") if ctx.rank == 0 else pytest.raises(StageFailedError):
         twins.piped(hidden(ctx, 2), Holder(random(0, WIDTH, grad=ctx.rank == 0)))
-    # The tail's: of parameters that nobody reduces, of tensors of others, of what is hidden in an object.
+    # In the tail: plain parameters, whose gradients are not reduced; outside tensors; tensors inside an object.
     layers = Twins(ctx, Layer, 4).piped
     plain, sharded = nn.Linear(WIDTH, WIDTH).to(DTYPE), BMTrainModelWrapper(nn.Linear(WIDTH, WIDTH).to(DTYPE))
     outside = random(1, WIDTH, grad=True) * 2
@@ -538,7 +538,7 @@ def test_a_gradient_that_would_be_lost_is_refused(ctx: ParallelContext) -> None:
     for tail, error, match in cases:
         with pytest.raises(error if ctx.rank == 1 else StageFailedError, match=match):
             layers(hidden(ctx, 2), tail=tail)
-    with pytest.raises(RuntimeError, match="different ways"):  # one stage would gather, and the other not
+    with pytest.raises(RuntimeError, match="different ways"):  # one stage would unshard, and the other not
         layers(hidden(ctx, 2), tail=lambda x: sharded(x).sum(), tail_modules=[sharded][: 1 - ctx.rank])
     layers(hidden(ctx, 2), tail=lambda x: sharded(x).sum(), tail_modules=[sharded]).backward()
     assert all(param.grad is not None for param in sharded.parameters())

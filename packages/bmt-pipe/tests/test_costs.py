@@ -1,4 +1,4 @@
-"""What a pipeline sends and keeps is what the schedule says."""
+"""A pipeline sends and keeps what its schedule says."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def between(before: dict[str, int], after: dict[str, int]) -> tuple[int, int]:
 def test_activations_go_from_stage_to_stage_alone(ctx: ParallelContext, interleave: int) -> None:
     layers = pipeline(interleave=interleave)
     x = batch()
-    loss_of(layers(x)).backward()  # the first call finds out shapes, too
+    loss_of(layers(x)).backward()  # the first call also learns shapes
     start = sent(ctx)
     y = layers(x)
     middle = sent(ctx)
@@ -116,7 +116,7 @@ def test_gradients_of_layers_inputs_are_sent_only_where_a_rank_has_some(ctx: Par
 
     assert backward(False) == backward(None)
     to_the_other = LAYERS // 2 * BATCH_BYTES
-    assert backward(ctx.pipe_rank == 1) == backward(None) + to_the_other  # zeros, where the other rank has some
+    assert backward(ctx.pipe_rank == 1) == backward(None) + to_the_other  # zeros, because the other rank has gradients
 
 
 @pytest.mark.ranks(2, pipe_size=2, num_micro_batches=4, timeout=60)

@@ -1,4 +1,4 @@
-"""Losses and updates of a pipeline are those of plain PyTorch on the whole batch."""
+"""Losses and updates of a pipeline equal those of plain PyTorch on the whole batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_three_stages_with_uneven_micro_batches(ctx: ParallelContext) -> None:
 
 @pytest.mark.ranks(4, pipe_size=4, num_micro_batches=12, timeout=90)
 def test_four_stages_with_batches_of_different_sizes(ctx: ParallelContext) -> None:
-    # The smallest batch has fewer samples than it is to be cut into.
+    # The smallest batch has fewer samples than micro-batches.
     compare(ctx, 9, [4, 2, 5], interleave=2, checkpoint=False)
 
 
@@ -38,8 +38,8 @@ def test_loss_inside(ctx: ParallelContext, schedule: str) -> None:
     interleave = 2 if schedule.startswith("interleaved") else None
     before = FusedLinear.backwards()
     compare(ctx, 6, [3], tied=True, tail=True, interleave=interleave, tail_schedule=schedule)
-    # Gradients that are made together are made once: here of three layers and four micro-batches, and of six layers and
-    # two batches in plain PyTorch.
+    # A function that makes all gradients at once runs once: for three layers and four micro-batches here, and for six
+    # layers and two batches in plain PyTorch.
     assert FusedLinear.backwards() - before == STEPS * (3 * 4 + 6 * 2)
 
 

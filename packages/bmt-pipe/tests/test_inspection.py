@@ -40,11 +40,11 @@ def test_statistics_are_those_of_one_process(ctx: Any, tail: str | None, checkpo
     blocks = [Block(Layer(), checkpoint) for _ in range(LAYERS)]
     layers = PipelineTransformerBlockList(blocks, tail_schedule=tail)
     load_state_dict(layers, plain.state_dict())
-    whole = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    batches = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
     for scale in (1.0, 8.0):
         for model in (plain, layers):
             model.zero_grad()
-        x = whole.flatten(0, 1)
+        x = batches.flatten(0, 1)
         kept: list[tuple[str, Tensor]] = [("0.batch", x)]
         for index, layer in enumerate(plain):
             h = torch.tanh(layer.first(x))
@@ -55,7 +55,7 @@ def test_statistics_are_those_of_one_process(ctx: Any, tail: str | None, checkpo
             if tensor.requires_grad:
                 tensor.retain_grad()
         mean_square(x).backward()
-        mine = whole[ctx.rank].to(ctx.device)
+        mine = batches[ctx.rank].to(ctx.device)
         with inspect_tensor() as inspector:
             record_tensor(mine, "batch")  # outside of the pipeline, before it and after it
             if tail is None:
@@ -66,10 +66,10 @@ def test_statistics_are_those_of_one_process(ctx: Any, tail: str | None, checkpo
             loss = loss * scale / ctx.replicas
             mark_scaled(loss, scale)
             loss.backward()
-        found = inspector.get_summary()
+        summary = inspector.get_summary()
         parameters = inspect_model(layers, "*")
-        assert [item["name"] for item in found] == [name for name, _ in kept]
-        for item, (_, value) in zip(found, kept):
+        assert [item["name"] for item in summary] == [name for name, _ in kept]
+        for item, (_, value) in zip(summary, kept):
             assert item["shape"] == tuple(value.shape)
             for prefix, wanted in (("", value), ("grad_", value.grad)):
                 for key in ("max", "min", "mean", "std"):
@@ -88,16 +88,16 @@ def test_statistics_are_those_of_one_process(ctx: Any, tail: str | None, checkpo
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_loss_may_use_what_was_recorded(ctx: Any, checkpoint: bool, count: int, alone: bool) -> None:
-    """Each stage those of its layers, of all micro-batches of its replica; with the output, or without it."""
+    """Each stage uses tensors of its own layers, of all micro-batches of its replica, with or without the output."""
     torch.manual_seed(0)
     plain = nn.ModuleList(Layer() for _ in range(count))
     layers = PipelineTransformerBlockList([Block(Layer(), checkpoint) for _ in range(count)])
     load_state_dict(layers, plain.state_dict())
-    whole = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    batches = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         plain.zero_grad()
         layers.zero_grad()
-        first = whole.flatten(0, 1).clone().requires_grad_()
+        first = batches.flatten(0, 1).clone().requires_grad_()
         x, total = first, torch.zeros(())
         kept = []
         for layer in plain:
@@ -107,7 +107,7 @@ def test_a_loss_may_use_what_was_recorded(ctx: Any, checkpoint: bool, count: int
         for each in kept:
             each.retain_grad()
         (total if alone else total + 3 * x.square().sum()).backward()
-        mine = whole[ctx.rank].to(ctx.device).requires_grad_()
+        mine = batches[ctx.rank].to(ctx.device).requires_grad_()
         with inspect_tensor() as inspector:
             y = layers(mine)
         loss = torch.zeros((), device=ctx.device)
@@ -115,7 +115,7 @@ def test_a_loss_may_use_what_was_recorded(ctx: Any, checkpoint: bool, count: int
             value = item["tensor"]
             loss = loss + (value.pow(3).sum() if item["name"] == "middle" else 2 * value.square().sum())
         (loss if alone else loss + 3 * y.square().sum()).backward()
-        assert torch.allclose(mine.grad.cpu(), first.grad.view_as(whole)[ctx.rank], rtol=1e-4, atol=1e-4)
+        assert torch.allclose(mine.grad.cpu(), first.grad.view_as(batches)[ctx.rank], rtol=1e-4, atol=1e-4)
         for item, param in zip(inspect_model(layers, "*"), plain.parameters(), strict=True):
             for key in ("mean", "std", "max", "min"):
                 wanted = getattr(param.grad.double(), key)().item()
@@ -131,8 +131,8 @@ def test_a_graph_that_is_retained_gives_recorded_tensors_the_sum_of_gradients(ct
     plain = nn.ModuleList(Layer() for _ in range(count))
     layers = PipelineTransformerBlockList([Block(Layer()) for _ in range(count)])
     load_state_dict(layers, plain.state_dict())
-    whole = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
-    x, middles = whole.flatten(0, 1), []
+    batches = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    x, middles = batches.flatten(0, 1), []
     for layer in plain:
         middles.append(torch.tanh(layer.first(x)))
         middles[-1].retain_grad()
@@ -141,9 +141,9 @@ def test_a_graph_that_is_retained_gives_recorded_tensors_the_sum_of_gradients(ct
     for loss in (y.pow(3).sum(), 2 * sums, (y.square().sum() + sums) / 2):
         loss.backward(retain_graph=True)
     with inspect_tensor() as inspector:
-        found = layers(whole[ctx.rank].to(ctx.device))
+        output = layers(batches[ctx.rank].to(ctx.device))
     own = sum(item["tensor"].pow(3).sum() for item in inspector.summary if item["name"] == "middle")
-    for loss in (found.pow(3).sum(), 2 * own, (found.square().sum() + own) / 2):
+    for loss in (output.pow(3).sum(), 2 * own, (output.square().sum() + own) / 2):
         loss.backward(retain_graph=True)
     for item, param in zip(inspect_model(layers, "*"), plain.parameters(), strict=True):
         assert item["grad_std"] == pytest.approx(param.grad.double().std().item(), rel=1e-3), item["name"]
@@ -202,10 +202,10 @@ def check_recorded(ctx: Any) -> None:
     for index, layer in enumerate(plain):
         recorded = [(name, inspector.get_tensor(name, group, index)) for name, group in Counting.names]
         after, values = layer.recorded(x)
-        for (name, found), wanted in zip(recorded, values, strict=True):
-            assert found is not None, name
-            assert found.dtype == wanted.dtype
-            assert torch.allclose(found.detach().cpu().double(), wanted.detach().double(), rtol=1e-5, atol=1e-5), name
+        for (name, value), wanted in zip(recorded, values, strict=True):
+            assert value is not None, name
+            assert value.dtype == wanted.dtype
+            assert torch.allclose(value.detach().cpu().double(), wanted.detach().double(), rtol=1e-5, atol=1e-5), name
         x = after.detach()
     assert inspector.get_tensor("input") is inspector.get_tensor("input", index=0)
     assert inspector.get_tensor("input", index=LAYERS) is None
@@ -214,13 +214,13 @@ def check_recorded(ctx: Any) -> None:
 
 @pytest.mark.ranks(2, 4, pipe_size=2, num_micro_batches=4)
 def test_losses_of_ranks_use_different_recorded_tensors_and_one_backward_fails(ctx: Any) -> None:
-    """A stage uses tensors of the other one alone; a loss that failed leaves nothing behind."""
+    """A stage uses only tensors of the other one. A loss that failed has no effect later."""
     torch.manual_seed(0)
     plain = nn.ModuleList(Layer() for _ in range(4))
     layers = PipelineTransformerBlockList([Block(Layer()) for _ in range(4)])
     load_state_dict(layers, plain.state_dict())
-    whole = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
-    x = whole.flatten(0, 1)
+    batches = torch.randn(ctx.replicas, ROWS, 2, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = batches.flatten(0, 1)
     middles = []
     for layer in plain:
         middles.append(torch.tanh(layer.first(x)))
@@ -229,7 +229,7 @@ def test_losses_of_ranks_use_different_recorded_tensors_and_one_backward_fails(c
     own = [slice(ROWS * rank, ROWS * rank + ROWS) for rank in range(ctx.replicas)]
     sum(middles[index][rows].pow(3).sum() for index, rows in zip(chosen, own)).backward()
     with inspect_tensor() as inspector:
-        layers(whole[ctx.rank].to(ctx.device))
+        layers(batches[ctx.rank].to(ctx.device))
         failing = Failing.apply(torch.ones(1, requires_grad=True))  # fails between the loss and the pipeline
     loss = inspector.get_tensor("middle", "layer", chosen[ctx.rank]).pow(3).sum()
     with pytest.raises(RuntimeError, match="no backward"):
@@ -243,7 +243,7 @@ def test_losses_of_ranks_use_different_recorded_tensors_and_one_backward_fails(c
 
 
 class Counting(nn.Module):
-    """Records numbers that are no floating-point ones, and a number for each micro-batch, too."""
+    """Records numbers that are not floating-point, and one number for each micro-batch."""
 
     names = (("input", None), ("positive", None), ("sign", "layer"))
 

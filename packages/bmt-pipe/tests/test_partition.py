@@ -19,22 +19,22 @@ def stage_costs(costs, stages):
     return [sum(Fraction(costs[layer]) for layer in stage) for stage in stages]
 
 
-def every_cut(num_layers, num_stages):
+def every_partition(num_layers, num_stages):
     for inner in combinations(range(1, num_layers), num_stages - 1):
         yield [range(start, stop) for start, stop in pairwise([0, *inner, num_layers])]
 
 
-def rank_of_cut(costs, stages):
-    """What is to be small, in order of importance."""
+def sort_key(costs, stages):
+    """The quantities to minimise, most important first."""
     totals = stage_costs(costs, stages)
     return max(totals), sum(total**2 for total in totals), [-len(stage) for stage in stages]
 
 
 @settings(deadline=None, max_examples=300)
 @given(costs_of_layers, st.data())
-def test_no_other_cut_is_better(costs, data):
+def test_no_other_partition_is_better(costs, data):
     num_stages = data.draw(st.integers(1, len(costs)))
-    best = min(every_cut(len(costs), num_stages), key=lambda stages: rank_of_cut(costs, stages))
+    best = min(every_partition(len(costs), num_stages), key=lambda stages: sort_key(costs, stages))
     assert split_layers(costs, num_stages) == best
 
 

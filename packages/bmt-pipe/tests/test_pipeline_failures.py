@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is an error on all of them, soon, and the next call works."""
+"""A failure on one rank raises an error on all ranks without delay, and the next call works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from bmt_comm import ParallelContext
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_pipe.arguments import Leaf
-from bmt_pipe.messages import Form, Forms, Message, Post, StageFailedError, StageLostError, TensorForm
+from bmt_pipe.channels import Channels
+from bmt_pipe.messages import Form, Forms, Message, StageFailedError, StageLostError, TensorForm
 
 
 class Boom(Exception):
@@ -43,10 +44,10 @@ class _FailInBackward(torch.autograd.Function):
 
 
 class Fragile(Layer):
-    """Fails on one stage: in forward, when it is computed again, or in backward."""
+    """Fails on one stage: in forward, in recomputation, or in backward."""
 
     plan: str | None = None
-    after = 0  # so many calls are fine
+    after = 0  # the number of calls that work
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         if Fragile.plan in ("forward", "recompute") and (Fragile.plan == "recompute") == torch.is_grad_enabled():
@@ -57,7 +58,7 @@ class Fragile(Layer):
 
 
 def fails(ctx: ParallelContext, rank: int, own: type[BaseException], match: str, run: Callable[[], object]) -> None:
-    """``run`` raises its own error on ``rank``, and on all others one that tells of it."""
+    """``run`` raises its own error on ``rank``, and an error that quotes it on all other ranks."""
     if ctx.rank == rank:
         with pytest.raises(own, match=match) as raised:
             run()
@@ -85,7 +86,7 @@ def check_failing_layers(ctx: ParallelContext, count: int, interleave: int) -> N
         return layers(x, None, bias)
 
     for grad in (True, False):
-        for learned in (False, True):  # the first call of its kind finds out what messages consist of
+        for learned in (False, True):  # the first call of its kind learns the forms of messages
             if learned:
                 twins.check("before it", [x, bias], call)
             for rank, after in ((0, 0), (1, 3), (2, 1)):
@@ -152,7 +153,7 @@ def test_the_tail_fails(ctx: ParallelContext, schedule: str) -> None:
 
 
 class Odd(Layer):
-    """Returns something that cannot be handed on, or whose shape depends on the data."""
+    """Returns something that cannot be passed on, or whose shape depends on the data."""
 
     def forward(self, x: Tensor, mode: str = "") -> Any:  # type: ignore[override]
         if mode == "mean":
@@ -177,7 +178,7 @@ def check_bad_calls(ctx: ParallelContext, layers: nn.Module, rank: int) -> None:
     def bad(error: type[BaseException], match: str, call: Callable[[], object]) -> None:
         fails(ctx, rank, error, match, call)
 
-    # What a layer finds out, stage 0 finds out first.
+    # Errors of a layer are raised on stage 0 first.
     fails(ctx, 0, RuntimeError, "shape", lambda: layers(here(random(0, 3, 3, 5), x)))
     fails(ctx, 0, RuntimeError, "type", lambda: layers(here(x.detach().float(), x)))
     fails(ctx, 0, RuntimeError, "must match", lambda: layers(x, here(random(0, 3, 4), mask)))
@@ -240,7 +241,7 @@ def test_bad_calls(ctx: ParallelContext) -> None:
 
 @pytest.mark.ranks(4, pipe_size=2, timeout=60)
 def test_a_bad_call_of_one_replica(ctx: ParallelContext) -> None:
-    """The other replica does not wait for it."""
+    """The other replica does not wait."""
     layers = PipelineTransformerBlockList([Layer().to(DTYPE) for _ in range(3)])
     x = hidden(ctx, 3)
     for _ in range(2):
@@ -251,7 +252,7 @@ def test_a_bad_call_of_one_replica(ctx: ParallelContext) -> None:
 
 @pytest.mark.ranks(3, pipe_size=3, num_micro_batches=3, timeout=30)
 def test_a_rank_has_no_memory_for_arguments_or_their_gradients(ctx: ParallelContext) -> None:
-    """Others wait neither for what it sends nor for what it receives."""
+    """Other ranks wait neither for its sends nor for its receives."""
     twins = Twins(ctx, Layer, 3)
     inputs = [hidden(ctx, 3), random(ctx.rank, 3, 3), random(ctx.rank, WIDTH, grad=True)]
 
@@ -342,14 +343,14 @@ def test_an_argument_that_one_rank_cannot_make(ctx: ParallelContext, how: str) -
 
 
 def test_a_lost_stage_is_named_also_by_those_that_have_failed() -> None:
-    """What is still to come from a stage that is gone may be for any place in the chain of chunks."""
+    """The messages that a lost stage should have sent may be for any place in the chain of chunks."""
     lost = mock.Mock(**{"wait.side_effect": RuntimeError("closed")})
     channel = mock.Mock(ranks=(10, 20), **{"recv.return_value": lost})
     context = mock.Mock(pipe=mock.Mock(rank=0, ranks=(10, 20)), pipe_channels={(1, 0): channel}, device="cpu")
     message = Message("hidden", 0, 3)
     forms = Forms({message: Form.of([TensorForm((2,), DTYPE)])})
     with pytest.raises(StageLostError, match=r"stage 1 \(rank 20\) is lost: closed"):
-        Post(context, forms, False, {1: [message]}).drain()
+        Channels(context, forms, False, {1: [message]}).drain()
 
 
 SCRIPT = """
@@ -427,9 +428,9 @@ def test_a_stage_dies(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        found = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=120)[0]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     codes = {f"{case} {rank}": "7" if str(rank) == case[0] else "3" for case in cases for rank in range(2)}
-    assert dict(line.rsplit(" ", 1) for line in found.splitlines()) == codes
+    assert dict(line.rsplit(" ", 1) for line in output.splitlines()) == codes

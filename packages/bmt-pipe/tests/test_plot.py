@@ -45,14 +45,14 @@ def in_seconds(schedule, timeline):
 
 def drawn(axes):
     """For each kind: row, begin, end, and colour of every box; and those of the boxes' tops and bottoms."""
-    found = {}
+    boxes_of = {}
     for collection in axes.collections:
         for path, colour in zip(collection.get_paths(), collection.get_facecolors().tolist() * 1000):
             (left, bottom), (right, top) = path.vertices.min(axis=0), path.vertices.max(axis=0)
             assert top - bottom < 1
             row = round((bottom + top) / 2)
-            found.setdefault(collection.get_label(), []).append((row, left, right, tuple(colour[:3])))
-    return found
+            boxes_of.setdefault(collection.get_label(), []).append((row, left, right, tuple(colour[:3])))
+    return boxes_of
 
 
 @settings(deadline=None, max_examples=40)
@@ -61,19 +61,21 @@ def test_every_action_is_drawn_once_in_the_row_of_its_rank(case):
     schedule, timeline = case
     (axes,) = timeline_figure([("", schedule, timeline)]).axes
     scale = 1e3 if timeline.in_seconds else 1.0
-    found = drawn(axes)
-    waiting = found.pop("waiting")
+    boxes_of = drawn(axes)
+    waiting = boxes_of.pop("waiting")
     assert sorted(box[0] for box in waiting) == list(range(schedule.stages))
     for rank, actions in enumerate(schedule.actions):
         wanted = sorted(
             (action.kind.value, scale * float(start), scale * float(end))
             for action, start, end in zip(actions, timeline.starts[rank], timeline.ends[rank])
         )
-        boxes = sorted((kind, left, right) for kind in found for row, left, right, _ in found[kind] if row == rank)
+        boxes = sorted(
+            (kind, left, right) for kind in boxes_of for row, left, right, _ in boxes_of[kind] if row == rank
+        )
         assert [kind for kind, _, _ in boxes] == [kind for kind, _, _ in wanted]
         assert [times for _, *times in boxes] == [pytest.approx(times) for _, *times in wanted]
     # A kind and chunk has a colour of its own.
-    colours = {(kind, colour) for kind, boxes in found.items() for *_, colour in boxes}
+    colours = {(kind, colour) for kind, boxes in boxes_of.items() for *_, colour in boxes}
     kinds_and_chunks = {(action.kind.value, action.chunk) for actions in schedule.actions for action in actions}
     assert len({colour for _, colour in colours}) == len(colours) == len(kinds_and_chunks)
 

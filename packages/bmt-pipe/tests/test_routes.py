@@ -1,6 +1,6 @@
 """Messages of a pass: each is sent once and expected once, in the same order, and no stage waits for ever.
 
-Also not by NCCL's rules: see bmt_comm.testing.rules.
+The last holds by NCCL's rules, too: see bmt_comm.testing.rules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bmt_pipe.routes import Pass
 
 
 class Sent(NamedTuple):
-    """A message and its way."""
+    """A message with its source and target."""
 
     source: int
     target: int
@@ -30,7 +30,7 @@ class Sent(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a stage does next: send a message, or wait for one."""
+    """The next step of a stage: sending a message, or waiting for one."""
 
     sends: bool
     peer: int
@@ -45,47 +45,49 @@ def flags(draw: st.DrawFn, count: int) -> tuple[bool, ...]:
 def passes(draw: st.DrawFn) -> Pass:
     """A pass as calls make them: forward, backward, or both with the loss inside, with or without gradients."""
     name = draw(st.sampled_from(list(SCHEDULES)))
-    p, pieces = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    p, per_stage = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     chunks = draw(st.integers(1, 3)) if name in ("recompute", "interleaved_1f1b") else None
-    schedule = make_schedule(name, p, p * pieces, chunks)
+    schedule = make_schedule(name, p, p * per_stage, chunks)
     if chunks == 2 and name == "recompute" and draw(st.booleans()):
-        schedule = recompute(p, p * pieces, 2, v_shaped=True)
+        schedule = recompute(p, p * per_stage, 2, v_shaped=True)
     if name != "recompute":
         return Pass(schedule, True, draw(st.booleans()), tail=True, input_grads=flags(draw, p))
     if draw(st.booleans()):
-        return Pass(schedule, True, False, taps=draw(st.booleans()))
-    return Pass(schedule, False, True, taps=draw(st.booleans()), input_grads=flags(draw, p))
+        return Pass(schedule, True, False, intermediates=draw(st.booleans()))
+    return Pass(schedule, False, True, intermediates=draw(st.booleans()), input_grads=flags(draw, p))
 
 
 def wanted(what: Pass) -> list[Sent]:
-    """All messages of a pass, from what a pipeline must move."""
+    """All messages of a pass, derived from what a pipeline must move."""
     schedule = what.schedule
     at = {schedule.place(stage, chunk): stage for stage in range(schedule.stages) for chunk in range(schedule.chunks)}
     p, places = schedule.stages, schedule.stages * schedule.chunks
     last = places - 1
-    found = []
+    messages = []
     for i in range(schedule.micro_batches):
         origin = i % p
         if what.forward:
-            found.append(Sent(origin, 0, Message("input", i, 0)))
-            found += [Sent(at[k - 1], at[k], Message("hidden", i, k)) for k in range(1, places)]
+            messages.append(Sent(origin, 0, Message("input", i, 0)))
+            messages += [Sent(at[k - 1], at[k], Message("hidden", i, k)) for k in range(1, places)]
             if not what.tail:
-                found += [Sent(at[k], origin, Message("layers", i, k)) for k in range(places) if what.taps]
-                found.append(Sent(at[last], origin, Message("hidden", i, places)))
+                messages += [Sent(at[k], origin, Message("layers", i, k)) for k in range(places) if what.intermediates]
+                messages.append(Sent(at[last], origin, Message("hidden", i, places)))
         if what.backward:
             if not what.tail:
-                found += [Sent(origin, at[k], Message("layers_grad", i, k)) for k in range(places) if what.taps]
-                found.append(Sent(origin, at[last], Message("hidden_grad", i, places)))
-            found += [Sent(at[k], at[k - 1], Message("hidden_grad", i, k)) for k in range(1, places)]
+                messages += [
+                    Sent(origin, at[k], Message("layers_grad", i, k)) for k in range(places) if what.intermediates
+                ]
+                messages.append(Sent(origin, at[last], Message("hidden_grad", i, places)))
+            messages += [Sent(at[k], at[k - 1], Message("hidden_grad", i, k)) for k in range(1, places)]
             if what.input_grads[origin]:
-                found.append(Sent(0, origin, Message("input_grad", i, 0)))
+                messages.append(Sent(0, origin, Message("input_grad", i, 0)))
     if what.tail and what.forward:
-        found += [Sent(at[last], origin, Message("loss", origin, last)) for origin in range(p)]
-    return found
+        messages += [Sent(at[last], origin, Message("loss", origin, last)) for origin in range(p)]
+    return messages
 
 
 def steps(what: Pass, stage: int) -> Iterator[Step]:
-    """What a stage sends and waits for, in order: takes follow from what an action computes with."""
+    """What a stage sends and waits for, in order. The inputs of an action determine what it waits for."""
     p, at = what.schedule.stages, what.schedule.stage
     last = p * what.schedule.chunks - 1
     own = range(stage, what.schedule.micro_batches, p)
@@ -100,7 +102,7 @@ def steps(what: Pass, stage: int) -> Iterator[Step]:
                 else Step(False, origin, Message("input", i, 0))
             )
         if action.kind in (Kind.BACKWARD, Kind.INPUT):
-            if what.taps:
+            if what.intermediates:
                 yield Step(False, origin, Message("layers_grad", i, place))
             if place < last or not what.tail:
                 yield Step(False, at(place + 1) if place < last else origin, Message("hidden_grad", i, place + 1))
@@ -110,7 +112,7 @@ def steps(what: Pass, stage: int) -> Iterator[Step]:
         yield Step(False, at(last), Message("loss", stage, last))
     elif what.forward:
         for i in own:
-            places = range(last + 1) if what.taps else []
+            places = range(last + 1) if what.intermediates else []
             yield from (Step(False, at(k), Message("layers", i, k)) for k in places)
             yield Step(False, at(last), Message("hidden", i, last + 1))
     if what.backward and what.input_grads[stage]:
@@ -118,7 +120,7 @@ def steps(what: Pass, stage: int) -> Iterator[Step]:
 
 
 def run(what: Pass, order: list[int]) -> dict[tuple[int, int], list[Message]]:
-    """Let stages take turns in ``order`` until all are through; returns what each has sent to each.
+    """Let stages take turns in ``order`` until all have finished. Returns what each sent to each.
 
     A stage sends without waiting, and receives from each other one in the order in which it expects messages.
     """
@@ -134,7 +136,7 @@ def run(what: Pass, order: list[int]) -> dict[tuple[int, int], list[Message]]:
         if step.peer == stage:
             assert step.message in sent[way], f"stage {stage} needs {step.message} before it has made it"
             return True
-        index = expected[stage][step.peer].index(step.message)  # ValueError: nobody said that it would come
+        index = expected[stage][step.peer].index(step.message)  # ValueError: it is not expected
         while received[way] <= index and received[way] < len(sent[way]):
             arriving = sent[way][received[way]]
             assert arriving == expected[stage][step.peer][received[way]]
@@ -166,7 +168,7 @@ def test_every_message_is_sent_and_expected_once_and_nobody_waits_for_ever(what,
     order = list(stages)
     random.shuffle(order)
     done = run(what, order)
-    assert Counter(Sent(*way, message) for way, found in done.items() for message in found) == Counter(every)
+    assert Counter(Sent(*way, message) for way, messages in done.items() for message in messages) == Counter(every)
     for stage in stages:
         orders = what.expected(stage)
         assert set(orders) == set(stages) - {stage}
@@ -175,20 +177,20 @@ def test_every_message_is_sent_and_expected_once_and_nobody_waits_for_ever(what,
 
 
 def run_by_nccls_rules(what: Pass, ahead: bool, key: Callable[[int, int], Hashable], random: Random) -> str:
-    """Let stages post and wait as :class:`bmt_pipe.messages.Post` does, in a random order, on the communicators that
-    ``key`` names by source and target. Returns why they hang, or nothing.
+    """Let stages send and receive as :class:`bmt_pipe.channels.Channels` does, in a random order, on the communicators
+    that ``key`` names by source and target. Returns why they hang, or nothing.
 
     Args:
-        ahead: whether the receive after the one that is waited for is posted, too, as it is when forms are known.
+        ahead: whether the receive after the one that is waited for starts, too, as it does when forms are known.
     """
     rules = Rules(what.schedule.stages)
     ended: set[Operation] = set()
 
-    def posts(stage: int) -> Iterator[Operation]:
-        """What a stage does; it yields what it waits for."""
+    def waits(stage: int) -> Iterator[Operation]:
+        """Run a stage. Yields each operation that it waits for."""
         numbers = iter(range(10**9))
 
-        def post(source: int, target: int, message: Message) -> Operation:
+        def start(source: int, target: int, message: Message) -> Operation:
             sends = source == stage
             transfer = Transfer(sends, target if sends else source, hash(message))  # a size: what meets must match
             way = key(source, target)
@@ -202,14 +204,14 @@ def run_by_nccls_rules(what: Pass, ahead: bool, key: Callable[[int, int], Hashab
         def receive_next(peer: int) -> bool:
             message = next(expected[peer], None)
             if message is not None:
-                receiving[message] = post(peer, stage, message)
+                receiving[message] = start(peer, stage, message)
             return message is not None
 
         for step in steps(what, stage):
             if step.peer == stage:
                 continue
             if step.sends:
-                post(stage, step.peer, step.message)
+                start(stage, step.peer, step.message)
                 continue
             while step.message not in receiving:
                 assert receive_next(step.peer)
@@ -219,7 +221,7 @@ def run_by_nccls_rules(what: Pass, ahead: bool, key: Callable[[int, int], Hashab
         for peer in expected:
             assert not receive_next(peer), "a message is never taken"
 
-    going = {stage: posts(stage) for stage in range(what.schedule.stages)}
+    going = {stage: waits(stage) for stage in range(what.schedule.stages)}
     waiting: dict[int, Operation] = {}
     while going and not rules.failure:
         stage = random.choice([s for s in going if s not in waiting or waiting[s] in ended])
@@ -238,13 +240,13 @@ def run_by_nccls_rules(what: Pass, ahead: bool, key: Callable[[int, int], Hashab
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("pieces", [1, 2, 3])
-def test_no_schedule_hangs(name: str, stages: int, pieces: int) -> None:
+@pytest.mark.parametrize("per_stage", [1, 2, 3])
+def test_no_schedule_hangs(name: str, stages: int, per_stage: int) -> None:
     for chunks in (1, 2, 4) if name in ("recompute", "interleaved_1f1b") else (None,):
-        schedule = make_schedule(name, stages, stages * pieces, chunks)
+        schedule = make_schedule(name, stages, stages * per_stage, chunks)
         both = Pass(schedule, True, True, tail=True, input_grads=(True,) * stages)
-        halves = [Pass(schedule, True, False), Pass(schedule, False, True, input_grads=(True,) * stages)]
-        for what in halves if schedule.loss_outside else [both]:
+        passes = [Pass(schedule, True, False), Pass(schedule, False, True, input_grads=(True,) * stages)]
+        for what in passes if schedule.loss_outside else [both]:
             assert run_by_nccls_rules(what, True, lambda source, target: (source, target), Random(1)) == ""
 
 
@@ -261,7 +263,7 @@ def test_channels_never_hang(what: Pass, ahead: bool, random: Random) -> None:
     ids=["one communicator", "one of each pair"],
 )
 def test_fewer_communicators_would_hang(name: str, key: Callable[[int, int], Hashable]) -> None:
-    """Where both directions have one communicator, a receive that is posted ahead blocks the sends behind it."""
+    """If both directions share a communicator, a receive that starts early blocks the sends after it."""
     what = Pass(make_schedule(name, 3, 6, 2 if name.startswith("inter") else None), True, True, tail=True)
     what = what._replace(input_grads=(True,) * 3)
     assert "wait for ever" in run_by_nccls_rules(what, True, key, Random(0))
@@ -270,7 +272,7 @@ def test_fewer_communicators_would_hang(name: str, key: Callable[[int, int], Has
 @given(passes())
 @settings(max_examples=50, deadline=None)
 def test_every_take_is_of_a_message_that_comes(what) -> None:
-    """Nothing is sent that is not used, and nothing used that is not sent."""
+    """Every message that is sent is used, and every message that is used is sent."""
     for stage in range(what.schedule.stages):
         taken = Counter((step.peer, step.message) for step in steps(what, stage) if not step.sends)
         assert taken == Counter((way.source, way.message) for way in wanted(what) if way.target == stage)

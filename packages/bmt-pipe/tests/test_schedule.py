@@ -36,8 +36,8 @@ def test_recompute(p, m, v):
     schedule = recompute(p, m, v)
     check_everything_happens_once(schedule, (F, R, B))
     timeline = simulate(schedule)
-    assert all(found == 1 for found in timeline.activations)
-    assert all(found == m * v for found in timeline.inputs)
+    assert all(held == 1 for held in timeline.activations)
+    assert all(held == m * v for held in timeline.inputs)
     if m % p == 0:  # the formula of a pipeline that is always full
         assert set(timeline.waiting) == {Fraction((p - 1) * 3, v)}
 
@@ -69,7 +69,7 @@ def test_zero_bubble(p, m):
     schedule = zero_bubble_h1(p, m)
     check_everything_happens_once(schedule, (F, I, W))
     timeline = simulate(schedule)
-    assert all(found <= min(p, m) for found in timeline.activations)
+    assert all(held <= min(p, m) for held in timeline.activations)
     if m >= 2 * p:
         # F + I - W for each other stage, where 1F1B waits for F + I + W.
         assert max(timeline.waiting) == p - 1
@@ -80,7 +80,7 @@ def test_zero_bubble_v(p, m):
     schedule = zero_bubble_v(p, m)
     check_everything_happens_once(schedule, (F, I, W))
     timeline = simulate(schedule)
-    assert all(found <= 2 * min(p, m) for found in timeline.activations)  # as 1F1B; each chunk has half of the layers
+    assert all(held <= 2 * min(p, m) for held in timeline.activations)  # as 1F1B; each chunk has half of the layers
     if m >= 2 * p:
         assert 2 * max(timeline.waiting) <= max(simulate(zero_bubble_h1(p, m)).waiting)
 
@@ -90,8 +90,8 @@ def test_recomputation_in_a_v_shaped_pipeline(p, m):
     schedule = recompute(p, m, 2, v_shaped=True)
     check_everything_happens_once(schedule, (F, R, B))
     timeline = simulate(schedule)
-    assert all(found == 1 for found in timeline.activations)
-    assert all(found == 2 * m for found in timeline.inputs)
+    assert all(held == 1 for held in timeline.activations)
+    assert all(held == 2 * m for held in timeline.inputs)
     assert max(timeline.waiting) <= (p - 1) * 3
 
 

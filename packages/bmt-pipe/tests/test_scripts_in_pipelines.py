@@ -13,7 +13,7 @@ from call_helpers import Twins, hidden, random
 from pipe_helpers import DTYPE, WIDTH
 from torch import Tensor, nn
 
-import bmt_pipe.messages
+import bmt_pipe.channels
 from bmt_comm import ParallelContext
 from bmt_pipe import PipelineTransformerBlockList
 from bmt_zero import Block, BMTrainModelWrapper
@@ -135,7 +135,7 @@ def test_no_memory_for_a_message_that_arrives(
     def no_room(*args: Any, **options: Any) -> Tensor:
         nonlocal left
         callers = [sys._getframe(1).f_code.co_name, sys._getframe(2).f_code.co_name]
-        if "_post_next" in callers and options.get("dtype") == DTYPE:
+        if "_start_receive" in callers and options.get("dtype") == DTYPE:
             left -= 1
             if left == 0:
                 raise torch.OutOfMemoryError("no room")
@@ -143,7 +143,7 @@ def test_no_memory_for_a_message_that_arrives(
 
     with monkeypatch.context() as patch:
         if ctx.rank == 1:
-            patch.setattr(bmt_pipe.messages.torch, "empty", no_room)
+            patch.setattr(bmt_pipe.channels.torch, "empty", no_room)
         with pytest.raises(RuntimeError, match="no room"):
             twins.piped(hidden(ctx, 2, grad=False)).sum().backward()
     twins.piped.zero_grad()
@@ -201,7 +201,7 @@ class OfItsDtype(Layer):
 
 @pytest.mark.ranks(2, pipe_size=2)
 def test_layers_that_have_changed_their_dtype(ctx: ParallelContext) -> None:
-    """What they return is another dtype for the same arguments: told once, and then learned."""
+    """They return another dtype for the same arguments. This raises once; then the new dtype is learned."""
     piped = PipelineTransformerBlockList([OfItsDtype() for _ in range(2)])
     x = torch.ones(2, 3, WIDTH)
     assert piped(x).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Backward in two parts: gradients are those of one, and products of weights are computed in the second part."""
+"""Backward in two passes: gradients are those of one pass, and the weight-gradient pass computes those of products."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ WIDTH, ROWS, LENGTH = 6, 4, 3
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products, by what ``label`` says."""
+    """Counts matrix products by ``label``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.label = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm):
-            self.found[self.label] += 1
+            self.counts[self.label] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -55,7 +55,7 @@ class Tied(nn.Module):
 
 
 class Shared(nn.Module):
-    """What is computed of a weight enters two products, one of them on the other's path."""
+    """A tensor that is computed from a weight enters two products, one of them on the path of the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Shared(nn.Module):
 
 
 class Entangled(nn.Module):
-    """What enters a product is computed of what enters another one, of which all gradients are made at once."""
+    """The weight of a product is computed from that of another product, which makes all gradients at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Entangled(nn.Module):
 
 
 class WithoutInput(nn.Module):
-    """Some parameters meet the input behind a product of their own."""
+    """A product of parameters alone meets the input later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,28 +164,28 @@ def test_gradients_and_products_are_those_of_one_backward(name: str, wants: bool
     twin = copy.deepcopy(module)
     inputs = [torch.randn(ROWS, LENGTH, WIDTH, dtype=DTYPE) for _ in range(2)]
     counts: list[int] = []
-    found: list[Tensor | None] = []
+    input_grads: list[Tensor | None] = []
     for param in (*module.parameters(), *twin.parameters()):
         param.grad = torch.ones_like(param) if param.requires_grad else None
-    for model, parts in ((module, False), (twin, True)):
+    for model, splits in ((module, False), (twin, True)):
         for given in inputs:
             x = given.clone().requires_grad_(wants)
             y = model(x)
             with Products() as products:
-                if parts:
+                if splits:
                     both = split([y], [torch.cos(y.detach())], [x])
-                    both.inputs()
+                    both.run_input_pass()
                     assert (x.grad is not None) == wants
-                    both.weights()
+                    both.run_weight_pass()
                 else:
                     y.backward(torch.cos(y.detach()))
-            counts.append(products.found.total())
-            found.append(x.grad)
+            counts.append(products.counts.total())
+            input_grads.append(x.grad)
     if name != "checkpointed" or hasattr(
         torch.utils.checkpoint, "GraphExecGroup"
-    ):  # else it is recomputed in both parts
+    ):  # else it is recomputed in both passes
         assert counts[:2] == counts[2:]
-    torch.testing.assert_close(found[:2], found[2:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(input_grads[:2], input_grads[2:], rtol=1e-12, atol=1e-12)
     for (key, one), two in zip(module.named_parameters(), twin.parameters()):
         torch.testing.assert_close(two.grad, one.grad, rtol=1e-12, atol=1e-12, msg=key)
 
@@ -194,16 +194,16 @@ def test_gradients_and_products_are_those_of_one_backward(name: str, wants: bool
     ("name", "first", "second"),
     [("linears", 2, 2), ("norm", 2, 2), ("fused", 4, 0), ("lora", 3, 2), ("reentrant", 6, 0)],
 )
-def test_products_of_weights_are_computed_in_the_second_part(name: str, first: int, second: int) -> None:
+def test_products_of_weights_are_computed_in_the_weight_gradient_pass(name: str, first: int, second: int) -> None:
     module = MODULES[name]()
     x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
     y = module(x)
     with Products() as products:
         both = split([y], [torch.ones_like(y)], [x])
-        both.inputs()
-        assert products.found.total() == first
-        both.weights()
-    assert products.found.total() == first + second
+        both.run_input_pass()
+        assert products.counts.total() == first
+        both.run_weight_pass()
+    assert products.counts.total() == first + second
 
 
 def test_several_inputs_and_outputs_and_hooks_of_parameters() -> None:
@@ -220,18 +220,18 @@ def test_several_inputs_and_outputs_and_hooks_of_parameters() -> None:
         return [torch.randn(ROWS, WIDTH, generator=generator).requires_grad_(n < 2) for n in range(3)]
 
     x, y, unused = leaves()
-    found = outputs(x, y)
-    both = split(found, [torch.ones_like(each) for each in found], [x, y, unused])
-    both.inputs()
+    results = outputs(x, y)
+    both = split(results, [torch.ones_like(each) for each in results], [x, y, unused])
+    both.run_input_pass()
     assert all(p.grad is None for p in (a.weight, b.weight, c.weight))
     assert not calls
-    both.weights()
+    both.run_weight_pass()
     assert [id(param) for param in calls] == [id(b.weight)]
     grads = [x.grad, y.grad, *(p.grad for p in (a.weight, a.bias, b.weight, b.bias, c.weight))]
     for param in (*a.parameters(), *b.parameters(), *c.parameters()):
         param.grad = None
     x, y, unused = leaves()
-    torch.autograd.backward(outputs(x, y), [torch.ones_like(each) for each in found])
+    torch.autograd.backward(outputs(x, y), [torch.ones_like(each) for each in results])
     wanted = [x.grad, y.grad, *(p.grad for p in (a.weight, a.bias, b.weight, b.bias, c.weight))]
     for one, two in zip(grads, wanted, strict=True):
         torch.testing.assert_close(one, two)
@@ -241,8 +241,8 @@ def test_several_inputs_and_outputs_and_hooks_of_parameters() -> None:
 @pytest.mark.parametrize("enters", ["product", "factor", "product and output"])
 @pytest.mark.parametrize("known", [False, True])
 def test_hooks_of_what_crosses_the_boundary(enters: str, known: bool) -> None:
-    found = []
-    for parts in (False, True):
+    runs = []
+    for splits in (False, True):
         torch.manual_seed(0)
         weight, x = (torch.randn(WIDTH, WIDTH, dtype=DTYPE, requires_grad=True) for _ in range(2))
         between = 1 + weight
@@ -253,15 +253,15 @@ def test_hooks_of_what_crosses_the_boundary(enters: str, known: bool) -> None:
         y = torch.tanh(x) * between if enters == "factor" else torch.tanh(x) @ between
         outputs = [y, between] if enters == "product and output" else [y]
         grads = [torch.cos(each.detach()) for each in outputs]
-        if parts:
+        if splits:
             both = split(outputs, grads, [x], {get_gradient_edge(between).node} if known else ())
-            both.inputs()
-            both.weights()
+            both.run_input_pass()
+            both.run_weight_pass()
         else:
             torch.autograd.backward(outputs, grads)
         assert len(calls) == 1 or not known
-        found.append([x.grad, weight.grad, between.grad if known else None])
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+        runs.append([x.grad, weight.grad, between.grad if known else None])
+    torch.testing.assert_close(*runs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -272,8 +272,8 @@ def test_hooks_of_parameters_are_called_once(name: str) -> None:
     x = torch.randn(ROWS, WIDTH, dtype=DTYPE, requires_grad=True)
     y = linear(x)
     both = split([y], [torch.ones_like(y)], [x])
-    both.inputs()
-    both.weights()
+    both.run_input_pass()
+    both.run_weight_pass()
     assert len(calls) == 1
     torch.testing.assert_close(param.grad, 2 * calls[0])
 
@@ -284,37 +284,37 @@ def test_positions_from_a_table_need_no_values_of_parameters() -> None:
     y = linear(x + table(torch.arange(LENGTH)))
     both = split([y], [torch.ones_like(y)], [x])
     assert not any(group.reads_parameters for group in both._groups)
-    both.inputs()
-    both.weights()
+    both.run_input_pass()
+    both.run_weight_pass()
     torch.testing.assert_close(x.grad.sum(0), table.weight.grad[:LENGTH])  # type: ignore[union-attr, index]
 
 
-def test_other_micro_batches_come_between_the_parts() -> None:
+def test_other_micro_batches_come_between_the_passes() -> None:
     module = nn.Sequential(*linears())
     inputs = [torch.randn(ROWS, WIDTH, requires_grad=True) for _ in range(3)]
     waiting = []
     for x in inputs:
         y = module(x)
         waiting.append(split([y], [torch.ones_like(y)], [x]))
-        waiting[-1].inputs()
+        waiting[-1].run_input_pass()
     for both in reversed(waiting):
-        both.weights()
-        both.weights()  # nothing is left
+        both.run_weight_pass()
+        both.run_weight_pass()  # nothing is left
     grads = [p.grad for p in module.parameters()]
     wanted = torch.autograd.grad(sum(module(x).sum() for x in inputs), list(module.parameters()))
     torch.testing.assert_close(grads, list(wanted))
 
 
-def test_what_was_written_to_between_the_parts_is_noticed() -> None:
+def test_what_was_written_to_between_the_passes_is_noticed() -> None:
     linear = nn.Linear(WIDTH, WIDTH)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     between = torch.tanh(x)
     y = linear(between)
     both = split([y], [torch.ones_like(y)], [x])
-    both.inputs()
+    both.run_input_pass()
     between.detach().zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        both.weights()
+        both.run_weight_pass()
 
 
 class Layer(nn.Module):
@@ -349,4 +349,4 @@ def test_weights_of_plain_layers_wait_for_their_action(
         layers(x, tail=lambda x: x.square().mean()).backward()
     each = 2 * len(layers) // 2 * 4  # linear layers of this stage, micro-batches
     again = each if checkpointed else 0
-    assert products.found == {"FORWARD": each, "INPUT": each + again, "WEIGHT": each}
+    assert products.counts == {"FORWARD": each, "INPUT": each + again, "WEIGHT": each}

@@ -1,4 +1,4 @@
-"""Backward of Blocks in two parts: their gradients are reduced in the second one."""
+"""Backward of Blocks in two passes: the weight-gradient pass reduces their gradients."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def in_one(plain: nn.Module, ctx: ParallelContext, *seeds: int) -> None:
             loss_of(plain, batch(seed, rank)).backward()
 
 
-def first_part(model: nn.Module, ctx: ParallelContext, seed: int) -> SplitBackward:
+def input_pass(model: nn.Module, ctx: ParallelContext, seed: int) -> SplitBackward:
     x = batch(seed, ctx.rank).requires_grad_()
     step = step_context(ctx)
     with step.splitting():
         loss = loss_of(model, x)
     split = SplitBackward([get_gradient_edge(loss)], [torch.ones_like(loss)], [x], step)
-    split.inputs()
+    split.run_input_pass()
     assert x.grad is not None
     return split
 
@@ -92,16 +92,16 @@ def check_gradients(model: nn.Module, plain: nn.Module, tolerance: float = 1e-5)
 
 
 def check_equal_runs(ctx: ParallelContext, plain: nn.Module, blocks: Any, seed: int = 0) -> None:
-    """Blocks that are as new: two parts give what one would."""
+    """Two passes give the gradients of one."""
     for module in (plain, blocks):
         module.zero_grad()
     in_one(plain, ctx, seed)
-    first_part(blocks, ctx, seed).weights()
+    input_pass(blocks, ctx, seed).run_weight_pass()
     check_gradients(blocks, plain)
 
 
 def check_idle(blocks: Any) -> None:
-    """Nothing is under way."""
+    """No backward pass is running."""
     for block in blocks:
         group = group_of(block)
         assert not group.step._passes
@@ -110,20 +110,20 @@ def check_idle(blocks: Any) -> None:
 
 @pytest.mark.ranks(1, 2)
 @every_level
-def test_training_in_two_parts_is_training_in_one(ctx: ParallelContext, level: int) -> None:
+def test_training_in_two_passes_is_training_in_one(ctx: ParallelContext, level: int) -> None:
     plain, blocks = three(level)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, blocks)]
     for step in range(3):
         seeds = 2 * step, 2 * step + 1
         in_one(plain, ctx, *seeds)
-        waiting = [first_part(blocks, ctx, seed) for seed in seeds]
+        waiting = [input_pass(blocks, ctx, seed) for seed in seeds]
         check_idle(blocks)
         if level == 3 and ctx.world_size > 1:
             flats = [flat for block in blocks for flat in group_of(block).flats]
             assert all(flat.is_shared or not flat.unsharded.untyped_storage().size() for flat in flats)
         for split in waiting:
             assert not any(group.reads_parameters for group in split._groups)
-            split.weights()
+            split.run_weight_pass()
             check_idle(blocks)
         check_gradients(blocks, plain)
         for optimizer in optimizers:
@@ -133,14 +133,14 @@ def test_training_in_two_parts_is_training_in_one(ctx: ParallelContext, level: i
 
 @pytest.mark.ranks(2)
 @every_level
-def test_the_settings_of_the_second_part_count(ctx: ParallelContext, level: int) -> None:
+def test_the_settings_of_the_weight_gradient_pass_count(ctx: ParallelContext, level: int) -> None:
     plain, blocks = three(level)
     in_one(plain, ctx, 0, 1, 2)
-    waiting = [first_part(blocks, ctx, seed) for seed in range(3)]
+    waiting = [input_pass(blocks, ctx, seed) for seed in range(3)]
     with no_sync(blocks):
-        waiting[0].weights()
-        waiting[1].weights()
-    waiting[2].weights()
+        waiting[0].run_weight_pass()
+        waiting[1].run_weight_pass()
+    waiting[2].run_weight_pass()
     check_gradients(blocks, plain)
 
 
@@ -149,7 +149,7 @@ def test_the_settings_of_the_second_part_count(ctx: ParallelContext, level: int)
 def test_mixed_precision(ctx: ParallelContext, level: int) -> None:
     plain, blocks = three(level, precision=MixedPrecision(torch.bfloat16, torch.float32))
     in_one(plain, ctx, 0)
-    first_part(blocks, ctx, 0).weights()
+    input_pass(blocks, ctx, 0).run_weight_pass()
     check_gradients(blocks, plain, tolerance=5e-2)
 
 
@@ -168,7 +168,7 @@ def test_ranks_that_take_different_ways_reduce_in_one_order(ctx: ParallelContext
             if rank == ctx.rank:
                 blocks[i].skip = layer.skip
         loss_of(plain, batch(4, rank)).backward()
-    first_part(blocks, ctx, 4).weights()
+    input_pass(blocks, ctx, 4).run_weight_pass()
     check_gradients(blocks, plain)
 
 
@@ -185,7 +185,7 @@ class Tied(nn.Module):
 
 
 class Computed(nn.Module):
-    """A weight that is computed of parameters, which the second part reads."""
+    """Its weight is computed from parameters. The weight-gradient pass reads them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,11 +203,11 @@ def test_a_weight_that_is_used_thrice(ctx: ParallelContext, level: int) -> None:
 
 @pytest.mark.ranks(2)
 @every_level
-@mock.patch.object(Communicator, "shares_memory", False)  # which have one buffer
+@mock.patch.object(Communicator, "shares_memory", False)  # ranks with shared memory share one buffer
 def test_weights_that_are_computed(ctx: ParallelContext, level: int) -> None:
     plain, blocks = three(level, Computed)
     in_one(plain, ctx, 0)
-    split = first_part(blocks, ctx, 0)
+    split = input_pass(blocks, ctx, 0)
     assert all(group.reads_parameters for group in split._groups)
     unsharded: list[int] = []
     weights_of = SplitBackward._weights_of
@@ -217,7 +217,7 @@ def test_weights_that_are_computed(ctx: ParallelContext, level: int) -> None:
         weights_of(self, group)
 
     with mock.patch.object(SplitBackward, "_weights_of", noting):
-        split.weights()
+        split.run_weight_pass()
     assert unsharded == [1, 1, 1]
     check_gradients(blocks, plain)
 
@@ -243,12 +243,12 @@ def test_frozen_parameters(ctx: ParallelContext, level: int) -> None:
 @every_level
 def test_what_is_dropped_or_fails_leaves_the_blocks_usable(ctx: ParallelContext, level: int) -> None:
     plain, blocks = three(level)
-    first_part(blocks, ctx, 1)
+    input_pass(blocks, ctx, 1)
     assert all(p.grad is None for p in blocks.parameters())
     check_equal_runs(ctx, plain, blocks)
     blocks[1].fails = True
     with pytest.raises(ZeroDivisionError):
-        first_part(blocks, ctx, 2)
+        input_pass(blocks, ctx, 2)
     blocks[1].fails = False
     check_equal_runs(ctx, plain, blocks, 1)
     check_idle(blocks)
@@ -276,6 +276,6 @@ def test_parameters_outside_of_blocks(ctx: ParallelContext) -> None:
         x = batch(0, rank)
         (torch.tanh(x @ weight.t()) @ weight.t() * scale).square().mean().backward()
     for times in (1, 2):
-        first_part(model, ctx, 0).weights()
+        input_pass(model, ctx, 0).run_weight_pass()
         for param, wanted in zip(params, (weight, scale)):
             torch.testing.assert_close(param.grad.as_subclass(Tensor), times * rows_of(wanted.grad, param))

@@ -212,10 +212,10 @@ MODULES = [
 
 
 def find(name):
-    found = bmtrain
+    value = bmtrain
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -223,9 +223,9 @@ def test_arguments_and_defaults_are_those_of_bmtrain(name):
     expected = SIGNATURES[name]
     parameters = [p for p in inspect.signature(find(name)).parameters.values() if p.name != "self"]
     positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    found = {p.name: p.default for p in positional}
-    assert list(found)[: len(expected)] == list(expected)
-    assert {key: found[key] for key in expected} == expected
+    defaults = {p.name: p.default for p in positional}
+    assert list(defaults)[: len(expected)] == list(expected)
+    assert {key: defaults[key] for key in expected} == expected
     # Whatever more there is must not be needed.
     assert all(p.default is not REQUIRED for p in positional[len(expected) :])
 

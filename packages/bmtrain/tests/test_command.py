@@ -212,8 +212,8 @@ def test_a_checkpoint_is_converted(checkpoints, tmp_path, capsys):
     assert main(["convert", str(checkpoints / "step-00000002"), str(tmp_path / "x.pt")]) == 0
     torch.manual_seed(2)
     wanted = torch.nn.Linear(300, 300).state_dict()
-    found = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    converted = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert converted.keys() == wanted.keys()
+    assert all(torch.equal(converted[name], wanted[name]) for name in wanted)
     assert main(["convert", str(checkpoints / "step-00000002"), str(tmp_path / "x.pt")]) == 1
     assert "exists already" in capsys.readouterr().err

@@ -53,10 +53,10 @@ def test_a_checkpoint(tmp_path: Path, suffix: str) -> None:
     target = tmp_path / f"ours{suffix}"
     assert convert(tmp_path / "theirs.pt", target) == 0
     if suffix == ".pt":
-        found = torch.load(target, weights_only=True)
+        converted = torch.load(target, weights_only=True)
     else:
-        found = pytest.importorskip("safetensors.torch").load_file(target)
-    assert {name: value.tolist() for name, value in found.items()} == {
+        converted = pytest.importorskip("safetensors.torch").load_file(target)
+    assert {name: value.tolist() for name, value in converted.items()} == {
         name: value.tolist() for name, value in model.state_dict().items()
     }
 
@@ -69,9 +69,9 @@ def test_a_checkpoint_is_converted_in_little_memory(tmp_path: Path) -> None:
         with MemoryGrowth() as memory:
             assert convert(tmp_path / f"{source}.pt", tmp_path / target) == 0
         assert memory.peak < 64 << 20
-    found = torch.load(tmp_path / "ours2.pt", weights_only=True)
-    assert found["more"]["steps"][0].tolist() == [0, 1, 2]
-    assert all(torch.equal(found[name], value) for name, value in state.items())
+    converted = torch.load(tmp_path / "ours2.pt", weights_only=True)
+    assert converted["more"]["steps"][0].tolist() == [0, 1, 2]
+    assert all(torch.equal(converted[name], value) for name, value in state.items())
 
 
 def test_the_model_of_an_optimizer_is_not_read_for_its_shapes(tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_the_state_of_an_optimizer(tmp_path: Path, ranks: int) -> None:
     optimizer = bmt.optim.AdamOptimizer(model.bfloat16().parameters())
     optimizer.load_state_dict(torch.load(tmp_path / "ours.pt", weights_only=True))
     for param, entry in zip(model.parameters(), moments(plain_model())):
-        found = optimizer.state[param]
-        assert float(found["step"]) == 4
+        state = optimizer.state[param]
+        assert float(state["step"]) == 4
         for ours, theirs in (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("master", "_param_fp32")):
-            assert torch.equal(found[ours], entry[theirs])
+            assert torch.equal(state[ours], entry[theirs])
     assert optimizer.param_groups[0]["lr"] == 0.02
 
 
@@ -112,9 +112,9 @@ def test_the_state_of_a_manager_whose_moments_are_scaled(tmp_path: Path) -> None
     manager = {"optimizers": [saved], "lr_schedulers": [rates], "loss_scale": 16, "loss_scale_enabled": True}
     torch.save(manager, tmp_path / "manager.pt")
     assert convert(tmp_path / "manager.pt", tmp_path / "ours.pt", "--model", tmp_path / "model.pt") == 0
-    found = torch.load(tmp_path / "ours.pt", weights_only=True)
-    assert (found["loss_scale"], found["lr_schedulers"]) == (16, [rates])
-    for entry, wanted in zip(found["optimizers"][0]["state"].values(), moments(model)):
+    converted = torch.load(tmp_path / "ours.pt", weights_only=True)
+    assert (converted["loss_scale"], converted["lr_schedulers"]) == (16, [rates])
+    for entry, wanted in zip(converted["optimizers"][0]["state"].values(), moments(model)):
         assert torch.allclose(entry["exp_avg"], wanted["exp_avg"], rtol=1e-3, atol=1e-4)
         assert torch.equal(entry["exp_avg_sq"], wanted["exp_avg_sq"])
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_the_state_of_an_optimizer_that_does_not_train_everything(
     tmp_path: Path, frozen: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Shapes come from the model, so they must be those of the trained parameters for sure."""
+    """Shapes come from the model, so they must surely be those of the trained parameters."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3, bias=False), nn.Linear(3, 2))
     torch.save(model.state_dict(), tmp_path / "model.pt")
     trained = {name: p for name, p in model.named_parameters() if name not in frozen.split()}
@@ -168,12 +168,12 @@ def test_the_state_of_an_optimizer_that_does_not_train_everything(
         assert message in capsys.readouterr().err
         torch.save({name: p.detach() for name, p in trained.items()}, tmp_path / "trained.pt")
         assert convert(tmp_path / "optimizer.pt", tmp_path / "ours.pt", "--model", tmp_path / "trained.pt") == 0
-    found = torch.load(tmp_path / "ours.pt", weights_only=True)["state"]
-    assert [tuple(found[i]["exp_avg"].shape) for i in found] == [tuple(p.shape) for p in trained.values()]
+    converted = torch.load(tmp_path / "ours.pt", weights_only=True)["state"]
+    assert [tuple(converted[i]["exp_avg"].shape) for i in converted] == [tuple(p.shape) for p in trained.values()]
 
 
 def test_states_of_tensor_parallel_ranks_are_told_from_others(tmp_path: Path) -> None:
-    """Two ranks have the columns of a weight; and its elements, one rank's after the other's, are as many."""
+    """Two ranks have columns of a weight. Their flat tensors together have the right number of elements."""
     model = nn.Sequential(nn.Linear(4, 3, bias=False))
     torch.save({**model.state_dict(), "steps": torch.tensor(3.0)}, tmp_path / "model.pt")
     saved = optimizer_of_rank(model, 0, 1)

@@ -1,4 +1,4 @@
-"""The doctor of a job on several hosts: its checks, and what it says where something is wrong."""
+"""The doctor of a job on several hosts: its checks, and what it reports if something is wrong."""
 
 import itertools
 import json
@@ -71,7 +71,7 @@ def test_links_are_measured_between_the_first_ranks_of_hosts(ctx):
 
 
 def doctor(rank, port=0, **environment):
-    """The doctor as a launcher starts it, on one of two hosts."""
+    """Start the doctor as a launcher does, on one of two hosts."""
     given = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(port), **environment}
     command = [sys.executable, "-m", "bmtrain", "doctor", "--json"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **given})

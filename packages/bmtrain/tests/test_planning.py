@@ -33,7 +33,7 @@ def planned(settings: Settings, ranks: int, batch: int, dtype: torch.dtype) -> f
 
 
 def measured(settings: Settings, context: bmt.ParallelContext, batch: int, dtype: torch.dtype) -> float:
-    """The most bytes that torch's allocator has given out in a training step after the first, on the worst rank."""
+    """The peak bytes of torch's allocator in a training step after the first, on the rank with the most."""
     job = Job(context.world_size, 1e9, batch, 1, dtype, DEVICES["cpu"])
     sequences = batch * settings.tp if settings.pipe > 1 else settings.micro_batch(job)
     gc.collect()  # what earlier models have left must not be released while this one is measured
@@ -195,8 +195,8 @@ def test_micro_batches_divide_the_batch():
     job = Job(4, 1e9, 6, SIZES.sequence, torch.bfloat16, DEVICES["cpu"])
     with pytest.raises(ValueError, match="micro_batches=4 does not divide a batch of 6 sequences"):
         estimate(gpt(), job, Settings(micro_batches=4))
-    found = search(gpt(), job, Choices(tp=[1], pipe=[1, 2], micro_batches=[8, 3, 2]))
-    assert {each.settings.pipe: each.settings.micro_batches for each in found} == {1: 2, 2: 2}
+    estimates = search(gpt(), job, Choices(tp=[1], pipe=[1, 2], micro_batches=[8, 3, 2]))
+    assert {each.settings.pipe: each.settings.micro_batches for each in estimates} == {1: 2, 2: 2}
     proposed = search(gpt(), dataclasses.replace(job, device_memory=7e5), Choices(tp=[1], pipe=[1, 2]))
     assert {each.settings.pipe for each in proposed} == {1, 2}
 
@@ -278,16 +278,16 @@ def with_adapters() -> torch.nn.Module:
 def test_frozen_parameters_have_no_gradients_and_no_state(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     job = Job(4, 1e9, 2, 16, torch.float32, DEVICES["cpu"])
-    user, whole = (load_model(f"{Path(__file__).stem}:{name}") for name in ("with_adapters", "build"))
-    assert (user.parameters, user.trained) == (whole.parameters, 5 * 32)
-    found, usual = (estimate(each, job, Settings(zero=0)) for each in (user, whole))
-    assert found.peak.gradients + found.peak.state <= 0.02 * (usual.peak.gradients + usual.peak.state)
-    assert found.mfu * found.seconds == pytest.approx(usual.mfu * usual.seconds * 2 / 3, rel=0.01)
-    assert estimate(user, dataclasses.replace(job, world_size=2), Settings(pipe=2, micro_batches=2)).peak.total > 0
-    # As much memory as level 0 needs, with which training all of it would not be tried.
-    memory = 1.01 * found.peak.total
+    adapted, full = (load_model(f"{Path(__file__).stem}:{name}") for name in ("with_adapters", "build"))
+    assert (adapted.parameters, adapted.trained) == (full.parameters, 5 * 32)
+    frozen, usual = (estimate(each, job, Settings(zero=0)) for each in (adapted, full))
+    assert frozen.peak.gradients + frozen.peak.state <= 0.02 * (usual.peak.gradients + usual.peak.state)
+    assert frozen.mfu * frozen.seconds == pytest.approx(usual.mfu * usual.seconds * 2 / 3, rel=0.01)
+    assert estimate(adapted, dataclasses.replace(job, world_size=2), Settings(pipe=2, micro_batches=2)).peak.total > 0
+    # Enough memory for level 0 with frozen parameters, and not enough to train all of them.
+    memory = 1.01 * frozen.peak.total
     assert usual.peak.total > 1.5 * memory
-    settings = search(user, dataclasses.replace(job, device_memory=memory), Choices(zero=(0, 3), tp=(1,), pipe=(1,)))
+    settings = search(adapted, dataclasses.replace(job, device_memory=memory), Choices(zero=(0, 3), tp=(1,), pipe=(1,)))
     assert {each.settings.zero for each in settings if each.fits(dataclasses.replace(job, device_memory=memory))} == {
         0,
         3,

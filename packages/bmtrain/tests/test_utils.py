@@ -45,19 +45,19 @@ def test_alpha_out_of_range_is_refused(alpha):
 
 
 @pytest.mark.ranks(1)
-def test_one_tensor_parallel_rank_has_the_whole_tensor(ctx):
+def test_one_tensor_parallel_rank_has_the_logical_tensor(ctx):
     x = torch.arange(6).view(2, 3)
     assert torch.equal(tp_split_tensor(x, 1), x)
 
 
 @pytest.mark.ranks(4, tp_size=2)
-def test_pieces_join_to_the_tensor(ctx):
+def test_ranks_have_the_shards_of_a_tensor(ctx):
     x = torch.arange(24).view(2, 4, 3)
     for dim in (0, 1, -2):
-        piece = tp_split_tensor(x, dim)
-        assert piece.is_contiguous()
-        assert torch.equal(piece, x.chunk(2, dim)[ctx.tp_rank])
-    with pytest.raises(ValueError, match=r"dimension 2 .* cannot be cut evenly over 2 .* pad it to 4"):
+        shard = tp_split_tensor(x, dim)
+        assert shard.is_contiguous()
+        assert torch.equal(shard, x.chunk(2, dim)[ctx.tp_rank])
+    with pytest.raises(ValueError, match=r"dimension 2 .* cannot be sharded evenly over 2 .* pad it to 4"):
         tp_split_tensor(x, 2)
     with pytest.raises(ValueError, match="split_dim=3 is not a dimension"):
         tp_split_tensor(x, 3)

@@ -1,4 +1,4 @@
-"""The place where versions of PyTorch, and of transformers, differ."""
+"""Differences between versions of PyTorch, and of transformers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _KEEPS_GRAPH = "ownership_token" in GradientEdge._fields
 
 
 def lasting_gradient_edge(tensor: Tensor) -> GradientEdge:
-    """Where the gradient of ``tensor`` arrives; the graph stays as long as this does, also if the tensor goes.
+    """The gradient edge of ``tensor``. It keeps the graph alive, also after the tensor is dropped.
 
-    Before torch 2.9 an edge to the node of a custom function does not keep that node. A view's node does.
+    Before torch 2.9, an edge does not keep the node of a custom function alive, and an edge of a view does.
     """
     edge = get_gradient_edge(tensor)
     if _KEEPS_GRAPH or not isinstance(edge.node, BackwardCFunction):
@@ -27,12 +27,12 @@ def lasting_gradient_edge(tensor: Tensor) -> GradientEdge:
 
 
 def inside_checkpoint() -> bool:
-    """Whether ``torch.utils.checkpoint`` (not reentrant) takes what autograd saves now."""
+    """Whether a non-reentrant ``torch.utils.checkpoint`` is active."""
     ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     if ask is not None:
         hooks = ask(False)
         return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
-    # torch 2.6 does not tell of hooks: the function of torch's that was called last, and is running, does.
+    # torch 2.6 does not expose the hooks. The innermost running function of torch.utils.checkpoint tells.
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") != checkpoint.__name__:
         frame = frame.f_back
@@ -40,7 +40,7 @@ def inside_checkpoint() -> bool:
 
 
 def recorded_outputs() -> list[str]:
-    """What a Hugging Face model that is running was told to return of its layers, which have hooks for it."""
+    """The kinds of outputs that a running Hugging Face model records by hooks on its layers."""
     module = sys.modules.get("transformers.utils.output_capturing")  # of transformers 5
     collector = getattr(module, "_active_collector", None)
     return [] if collector is None else sorted(key for key in collector.get() or () if not key.startswith("_"))

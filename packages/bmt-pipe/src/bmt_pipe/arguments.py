@@ -1,6 +1,6 @@
-"""The arguments of a call: each stage's on all stages, cut into micro-batches, and their gradients back.
+"""The arguments of a call: all stages get those of each stage, in micro-batches, and send the gradients back.
 
-Stages tell each other the signatures of their arguments once for arguments of the same kind, then remember them.
+Stages exchange the signatures of their arguments in the first call with arguments of a kind, and remember them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Value = TypeVar("_Value")
 
 
 class _OwnValue:
-    """An argument that cannot be sent; every stage uses its own in its place."""
+    """In place of an argument that cannot be sent. Every stage uses its own."""
 
 
 class _NotCopied:
@@ -44,9 +44,9 @@ class Leaf:
 
     Attributes:
         value: a :class:`TensorForm`; or the value itself; or ``_OwnValue``.
-        batched: whether its rows are those of the batch, and go with the micro-batches.
+        batched: whether its rows are those of the batch, and are divided into micro-batches.
         requires_grad: whether its gradient is wanted.
-        on_host: whether it lies in host memory, whatever the device.
+        on_host: whether it is in host memory.
     """
 
     value: Any
@@ -70,7 +70,7 @@ class Signature:
         tree: (hidden states, arguments, keyword arguments, arguments of the tail), with leaves of :class:`Leaf`.
         batch: rows of the hidden states.
         grad: whether gradients are recorded.
-        trains: whether the stage's own layers have something to train.
+        trains: whether the stage's own layers have parameters to train.
         options: what all stages must agree on.
     """
 
@@ -86,12 +86,12 @@ class Signature:
 
     @functools.cached_property
     def hidden(self) -> range:
-        """Which leaves are of hidden states."""
+        """The indices of the leaves of hidden states."""
         return range(len(tree_leaves(self.tree[0])))
 
     @functools.cached_property
     def tail(self) -> range:
-        """Which leaves are arguments of the tail."""
+        """The indices of the leaves of the tail's arguments."""
         return range(len(self.leaves) - len(tree_leaves(self.tree[3])), len(self.leaves))
 
     @functools.cached_property
@@ -99,7 +99,7 @@ class Signature:
         return tree_structure(self.tree)
 
     def agrees(self, other: Signature) -> bool:
-        """Whether two stages may call the pipeline like this."""
+        """Whether two stages may call the pipeline with these signatures."""
         return (self.structure, self.grad, self.options) == (other.structure, other.grad, other.options)
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ def sign(
     if first is None or first.dim() == 0:
         raise ValueError("the first hidden state must be a tensor with the batch as its first dimension")
     batch = len(first)
-    # Each argument: what it is called in batch_related, None for hidden states and the tail's.
+    # Each argument, with its name in batch_related; None for hidden states and arguments of the tail.
     named: list[tuple[Any, Any]] = [*((None, value) for value in hidden), *zip(positions[len(hidden) - 1 :], args)]
     named += [*kwargs.items(), *((None, value) for value in tail_args)]
     values, spec = tree_flatten((hidden, args, kwargs, tail_args))
@@ -152,7 +152,7 @@ def sign(
         batched = has_rows if name is None or not batch_related else name in batch_related
         is_inferred = batched and name is not None and not batch_related
         if is_inferred and first.dim() > 2 and tuple(value.shape[:2]) == tuple(first.shape[:2]) == (batch, batch):
-            _tell_of_square(name, tuple(value.shape))
+            _warn_of_square(name, tuple(value.shape))
         if not has_rows and (is_hidden or batched):
             what = "a hidden state" if is_hidden else "an argument that batch_related names"
             raise ValueError(
@@ -169,8 +169,8 @@ def sign(
 
 
 @functools.cache
-def _tell_of_square(name: int | str, shape: tuple[int, ...]) -> None:
-    """Warn, once, where the batch is as long as its sequences: a causal mask looks like what each sample has."""
+def _warn_of_square(name: int | str, shape: tuple[int, ...]) -> None:
+    """Warn, once, if batch and sequences are of one length: a causal mask then looks like an argument of samples."""
     _log.warning(
         "argument %r of shape %s is divided with the batch of %d samples, whose sequences are as long; if that is "
         "wrong (a causal mask), name the arguments that are divided: batch_related=[...]",
@@ -195,7 +195,7 @@ def _sendable(value: Any, grad: bool) -> Any:
     pickler = _NoticingPickler(io.BytesIO())
     try:
         pickler.dump(value)
-    except Exception:  # whatever an object's own code may raise
+    except Exception:  # an object's own code may raise anything
         return _OwnValue
     if grad and pickler.wants_gradient:
         raise ValueError(
@@ -206,7 +206,7 @@ def _sendable(value: Any, grad: bool) -> Any:
 
 
 class _NoticingPickler(pickle.Pickler):
-    """Notes whether there are tensors that require gradients."""
+    """Notes whether what it pickles holds tensors that require gradients."""
 
     wants_gradient = False
 
@@ -227,10 +227,15 @@ def exchange_signatures(
 ) -> tuple[bytes, list[Signature]]:
     """Every stage's signature, and a key for calls like this one. A collective of the pipeline.
 
-    ``known`` has those of earlier calls by their keys, the same on every rank of a pipeline, and gets this call's.
+    Args:
+        context: the ranks.
+        known: the signatures of earlier calls, by their keys; this call's are added. It is the same on every rank of
+            a pipeline.
+        mine: this rank's signature.
+        problem: why this rank has none.
 
     Raises:
-        Exception: ``problem``, why this rank has none; what an object's own code raises when this rank loads it.
+        Exception: ``problem``; or what an object's own code raises when this rank loads it.
         TypeError: arguments are in containers that cannot be sent.
         StageFailedError: another rank has a problem.
         StageLostError: another rank cannot be reached.
@@ -242,7 +247,7 @@ def exchange_signatures(
         try:
             packed = pickle.dumps(mine)
             digest = hashlib.sha256(packed).digest()
-        except Exception as error:  # whatever an object's own code may raise
+        except Exception as error:  # an object's own code may raise anything
             problem = TypeError(f"arguments are in containers that cannot be sent to other stages: {error}")
     everyone = torch.empty(comm.size, 32, dtype=torch.uint8, device="cpu")
     with agreement_time(), connected():
@@ -264,34 +269,37 @@ def exchange_signatures(
                         f"stages call the pipeline in different ways: stage 0 with {signatures[0]}, stage {stage} "
                         f"with {other}"
                     )
-        except Exception as error:  # other ranks may have none
+        except Exception as error:  # on this rank only, perhaps: the others must learn of it
             problem = error
         raise_first(context, problem)
-    if sum(map(len, packs)) <= _MOST_REMEMBERED:  # more has tensors of this call in it, in objects
+    if sum(map(len, packs)) <= _MOST_REMEMBERED:  # larger ones hold objects with tensors of this call
         remember(known, key, signatures)
     return key, signatures
 
 
 def remember(known: dict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Add to a dictionary of what was found out in earlier calls, and forget the oldest."""
+    """Add to a dictionary of results of earlier calls, and forget the oldest."""
     known[key] = value
     while len(known) > _MOST_KNOWN:
         del known[next(iter(known))]
 
 
 _MOST_KNOWN = 128
-_MOST_REMEMBERED = 1 << 16  # bytes of the arguments of one call, beside tensors
+_MOST_REMEMBERED = 1 << 16  # bytes of the pickled arguments of one call, without tensors
 
 
 def raise_first(context: ParallelContext, problem: BaseException | None) -> None:
-    """Raise where any rank of the pipeline has a problem: its own, or else the first stage's that has one."""
+    """Raise if any rank of the pipeline has a problem: this rank's own, or else that of the first stage that has one.
+
+    A collective of the pipeline.
+    """
     text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    quotes = isinstance(problem, StageFailedError)  # tells of another stage's problem, not of one of its own
+    of_other = isinstance(problem, StageFailedError)  # it reports another stage's problem
     with connected():
-        found = context.pipe_host.all_gather_object(None if quotes else text)
-    for stage, text in enumerate(found):
+        texts = context.pipe_host.all_gather_object(None if of_other else text)
+    for stage, text in enumerate(texts):
         if text is not None:
-            if problem is not None and not quotes:
+            if problem is not None and not of_other:
                 raise problem
             raise StageFailedError(f"stage {stage} of the pipeline (rank {context.pipe.ranks[stage]}) failed: {text}")
     if problem is not None:
@@ -315,22 +323,22 @@ class Plan:
         signatures: of each stage's arguments.
         schedule: the actions of all stages.
         differentiable: whether anything will be differentiated.
-        taps: whether the layers' inputs are wanted.
+        return_hidden_states: whether the intermediate hidden states are wanted.
         layers: which layers of the list are at each place.
-        forms: what each message consists of, as far as it is known.
-        learned: whether a call has been through, and all is known.
+        forms: the forms of messages that are known.
+        learned: whether all forms are known: a call has completed.
     """
 
     signatures: list[Signature]
     schedule: Schedule
     differentiable: bool
-    taps: bool
+    return_hidden_states: bool
     layers: Sequence[range]
     forms: Forms = field(default_factory=Forms)
     learned: bool = False
 
     def __post_init__(self) -> None:
-        """The forms of the hidden states that come in, and of the gradients that are wanted of them, are known."""
+        """Add the forms of the hidden states that are passed in, and of the gradients that they want."""
         for i in range(self.schedule.micro_batches):
             signature, rows = self.signature(i), self.rows(i)
 
@@ -349,11 +357,11 @@ class Plan:
         return self.signatures[self.origin(micro_batch)]
 
     def rows(self, micro_batch: int) -> slice:
-        """The rows of its origin's batch that a micro-batch consists of."""
-        piece, pieces = micro_batch // len(self.signatures), self.schedule.micro_batches // len(self.signatures)
-        size, longer = divmod(self.signature(micro_batch).batch, pieces)
-        start = piece * size + min(piece, longer)
-        return slice(start, start + size + (piece < longer))
+        """The rows of a micro-batch in the batch of its origin."""
+        index, count = micro_batch // len(self.signatures), self.schedule.micro_batches // len(self.signatures)
+        size, longer = divmod(self.signature(micro_batch).batch, count)
+        start = index * size + min(index, longer)
+        return slice(start, start + size + (index < longer))
 
     def weight(self, micro_batch: int) -> float:
         """A micro-batch's share of its origin's batch."""
@@ -377,7 +385,11 @@ class _Swap(NamedTuple):
 
 
 class Arguments:
-    """The arguments of one call: ``values`` are the leaves of each stage's, given this rank's."""
+    """The arguments of one call.
+
+    Attributes:
+        values: the leaves of each stage's arguments. At first only this rank's are there.
+    """
 
     def __init__(self, context: ParallelContext, plan: Plan, values: list[Any]) -> None:
         self.context = context
@@ -423,12 +435,12 @@ class Arguments:
     def of(
         self, micro_batch: int, leaves: dict[int, Tensor] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """A micro-batch's arguments and those of the tail. ``leaves`` gets those whose gradients are wanted."""
+        """A micro-batch's arguments and those of the tail. Those whose gradients are wanted are put into ``leaves``."""
         signature, rows = self.plan.signature(micro_batch), self.plan.rows(micro_batch)
         of_origin = self.values[self.plan.origin(micro_batch)]
         for n, leaf in enumerate(signature.leaves):
             if of_origin[n] is _NotCopied:
-                # Layers may change it. Here and not in exchange(): all stages hear of what an object's own code raises.
+                # Layers may change it. Copied here, where all stages learn of it if an object's own code raises.
                 of_origin[n] = copy.deepcopy(leaf.value)
         values = list(of_origin)
         for n, leaf in enumerate(signature.leaves):
@@ -448,17 +460,17 @@ class Arguments:
                 continue
             if (origin, n) not in self._grads:
                 self._grads[origin, n] = torch.zeros_like(signature.leaves[n].empty(self.context.device))
-            whole = self._grads[origin, n]
-            (whole[self.plan.rows(micro_batch)] if signature.leaves[n].batched else whole).add_(leaf.grad)
+            grad = self._grads[origin, n]
+            (grad[self.plan.rows(micro_batch)] if signature.leaves[n].batched else grad).add_(leaf.grad)
 
     def exchange_grads(self, hidden: list[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the leaves of this rank's arguments that want one, given those of hidden states.
+        """The gradients of this rank's leaves that want one. ``hidden``: those of hidden states, which come first.
 
         A collective.
         """
         if not any(leaf.requires_grad for s in self.plan.signatures for leaf in s.leaves[len(s.hidden) :]):
             return hidden
-        parts: list[list[Tensor]] = []  # of this rank's leaves: of each stage
+        parts: list[list[Tensor]] = []  # for each of this rank's leaves, the gradient from each stage
         grads, self._grads = self._grads, {}
 
         def make_room() -> _Swap:
@@ -482,14 +494,14 @@ class Arguments:
         return [*hidden, *(torch.stack(of_stages).sum(0) for of_stages in parts)]
 
     def _swap(self, make_room: Callable[[], _Swap]) -> None:
-        """Send and receive tensors, each with its peer; those in host memory go their own way.
+        """Send and receive tensors. Those in host memory are sent on a communicator of their own.
 
-        Nothing is sent until all stages have memory for it: one that raises alone would leave the others waiting.
+        Nothing is sent until all stages have allocated memory. If one raised alone, the others would wait for it.
         """
         swap, problem = _Swap([], []), None
         try:
             swap = make_room()
-        except Exception as error:  # whatever it is, the other stages are to know
+        except Exception as error:  # of any kind: the other stages must learn of it
             problem = error
         if any_failed(self.context, problem):
             raise_first(self.context, problem)

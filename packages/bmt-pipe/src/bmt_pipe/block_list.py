@@ -1,4 +1,4 @@
-"""A list of Blocks of which every pipeline stage has its own."""
+"""A list of Blocks that is split into pipeline stages."""
 
 from __future__ import annotations
 
@@ -22,43 +22,42 @@ from .recording import Recorder
 from .schedule import Schedule, make_schedule
 from .simulate import Timeline
 
-# How many lists each context has: the same on all its ranks, whatever their processes have done before.
+# The number of the next list of each context. It is the same on all ranks of the context.
 _numbers: weakref.WeakKeyDictionary[ParallelContext, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class PipelineTransformerBlockList(StagedState):
-    """A chain of layers, cut into stages; a rank has those of its own stage alone.
+    """A chain of layers that is split into pipeline stages. A rank has only the layers of its own stage.
 
-    Every rank passes all layers, in the same order. The chain is cut into ``interleave`` chunks for each stage, dealt
-    out in turn: chunk c of stage r is number c · stages + r (for "zero_bubble_v", the second ones are dealt out
-    backwards). Layers keep the names that they have in a list of all layers ("5" is the sixth), so that parameters,
-    state dicts and initial values are those of a ``TransformerBlockList``. ``len``, iteration and indices go over the
-    layers of all stages, in the order of the chain; in the place of another stage's layer is an :class:`AbsentLayer`,
-    which has no parameters.
+    Every rank passes all layers, in the same order. The chain is split into ``interleave`` chunks for each stage: chunk
+    c of stage r is number c · stages + r of the chain (for "zero_bubble_v", the second chunks are assigned in reverse
+    order). Layers keep their names in a list of all layers ("5" is the sixth), so parameters, state dicts and initial
+    values are those of a ``TransformerBlockList``. ``len``, iteration and indices cover the layers of all stages, in
+    the order of the chain. An :class:`AbsentLayer`, which has no parameters, takes the place of another stage's layer.
 
-    In the forward of a model that contains the list, iteration goes over all layers of all stages, and runs them: a
-    model that loops over its layers needs no change (see :mod:`.loop`).
+    In the forward of a model that contains the list, iteration covers all layers of all stages, and runs them: a model
+    that loops over its layers needs no change (see :mod:`.loop`).
 
-    Layers are taken from ``modules`` one by one, and those of other stages dropped at once. A rank that makes them in
-    a generator, the length of which ``weights`` tell, so never has more than one of them; one without a length or
-    ``weights`` is made into a list first. (On the meta device layers take no memory anyway.)
+    Layers are taken from ``modules`` one by one, and those of other stages are dropped at once. So a rank that makes
+    them in a generator holds only one of those at a time, if ``weights`` give the length of the generator. Otherwise it
+    is made into a list first. (On the meta device, layers take no memory.)
 
     Args:
-        modules: modules, which become Blocks, or Blocks. One that comes twice, in the same stage, is shared.
+        modules: modules, which become Blocks, or Blocks. A module that comes twice, in the same stage, is shared.
         num_hidden: how many hidden states the layers take and return.
         interleave: chunks of each stage; by default two for "zero_bubble_v", and one otherwise.
         weights: the relative cost of each layer, by which stages are balanced; by default all cost the same.
-        tail_schedule: of calls with a tail: "1f1b", "interleaved_1f1b" (the default; the same as "1f1b" where a stage
-            has one chunk), "zero_bubble_h1" or "zero_bubble_v".
+        tail_schedule: the schedule of calls with a tail: "1f1b", "interleaved_1f1b" (the default; the same as "1f1b"
+            if a stage has one chunk), "zero_bubble_h1" or "zero_bubble_v".
 
     Attributes:
-        num_layers: of all stages.
+        num_layers: the number of layers of all stages.
         all_chunks: the layers of every chunk, in the order of the chain.
-        chunks: those of this stage's.
+        chunks: the layers of this stage's chunks.
 
     Raises:
-        RuntimeError: before ``init_distributed``; ranks pass different things.
-        TypeError: a layer is no module.
+        RuntimeError: before ``init_distributed``, or ranks pass different arguments.
+        TypeError: a layer is not a module.
         ValueError: fewer layers than chunks, more or fewer than ``weights``, a number out of range, a layer or a
             parameter that different stages would share, or a layer that cannot become a Block of one stage.
     """
@@ -91,29 +90,29 @@ class PipelineTransformerBlockList(StagedState):
         for index, cost in enumerate(costs):
             if not 0 <= cost < math.inf:
                 raise ValueError(f"weights[{index}]={cost!r} must be a finite number, 0 or more")
-        pieces = context.pipe_size * interleave
-        if count < pieces:
+        num_chunks = context.pipe_size * interleave
+        if count < num_chunks:
             raise ValueError(
                 f"modules has {count} layers, and {context.pipe_size} stages of interleave={interleave} chunks need "
-                f"{pieces} or more"
+                f"{num_chunks} or more"
             )
         self.num_hidden = num_hidden
         self.num_layers = count
         self.interleave = interleave
-        self.all_chunks = split_layers(costs, pieces)
+        self.all_chunks = split_layers(costs, num_chunks)
         self.chunks = [self.all_chunks[schedule.place(context.pipe.rank, chunk)] for chunk in range(interleave)]
         self._stages = [schedule.stage(place) for place, chunk in enumerate(self.all_chunks) for _ in chunk]  # by layer
         self._pipe = context.pipe
         self._attributes: list[dict[str, Any]] = []  # of the layers of all stages
-        # Before the layers' own collectives, which ranks that have cut the chain differently would mix up.
-        facts = [f"num_hidden={num_hidden}", f"interleave={interleave}", f"stages are cut into {self.all_chunks}"]
+        # Before the collectives of the layers: those of ranks that split the chain differently would not match.
+        facts = [f"num_hidden={num_hidden}", f"interleave={interleave}", f"layers are split into {self.all_chunks}"]
         check_agreement(context.world, "the layers of a PipelineTransformerBlockList", facts)
         self._take(iter(modules), context)
         linked: set[nn.Module] = set()
         for chunk in range(interleave):
-            units = [block for block in dict.fromkeys(self.blocks_of(chunk)) if block not in linked]
-            link_blocks(units)
-            linked.update(units)
+            blocks = [block for block in dict.fromkeys(self.blocks_of(chunk)) if block not in linked]
+            link_blocks(blocks)
+            linked.update(blocks)
         own = [self.blocks_of(chunk) for chunk in range(interleave)]
         self._pipeline = Pipeline(own, self.all_chunks, num_hidden, context, tail_schedule)
 
@@ -127,49 +126,49 @@ class PipelineTransformerBlockList(StagedState):
         tail_modules: Sequence[nn.Module] = (),
         **kwargs: Any,
     ) -> Any:
-        r"""Run all layers, of all stages, on this rank's batch and those of the other stages.
+        r"""Run all layers, of all stages, on the batches of this rank and of the other stages.
 
-        Every rank of the pipeline must call it, and come to its backward. The first ``num_hidden`` arguments are
-        handed from layer to layer; each of their tensors has the batch as its first dimension. All others go to each
-        layer as they are, those of the batch in micro-batches.
+        Every rank of the pipeline must call it, and run its backward. The first ``num_hidden`` arguments are the hidden
+        states, which pass from layer to layer; each of their tensors has the batch as its first dimension. Each layer
+        gets all other arguments, those of the batch in micro-batches.
 
-        Without a ``tail``, a stage keeps each micro-batch's input, and computes its layers again in backward.
+        Without a ``tail``, a stage keeps each micro-batch's input, and recomputes its layers in backward.
 
         Args:
-            batch_related: the arguments whose tensors go with the samples of the batch: positions among what follows
-                the first hidden state, and keywords. By default those tensors whose first dimension is as long as
-                the batch.
-            return_hidden_states: whether to return what went into every layer, too.
+            batch_related: the arguments whose tensors are divided with the samples of the batch: positions among those
+                that follow the first hidden state, and keywords. By default, the tensors whose first dimension is as
+                long as the batch.
+            return_hidden_states: whether to return the intermediate hidden states, too.
             tail: computes the loss (0-dim) of a micro-batch from the last layer's hidden states and ``tail_args``:
-                a module, a method of one, or a function. It runs on the last stage, and sees that stage's copy of
-                whatever else it refers to.
+                a module, a method of one, or a function. It runs on the last stage, and uses that stage's copy of
+                everything else that it refers to.
             tail_args: its further arguments, of this rank's batch, those of the batch in micro-batches.
-            tail_modules: further modules whose sharded parameters it uses; those of the module that it is, or is a
-                method of, need not be named.
+            tail_modules: further modules whose sharded parameters it uses. The module that it is, or is a method of,
+                need not be named.
 
         Returns:
-            The last layer's hidden states (a tuple where there are several); with ``return_hidden_states`` a tuple of
-            them, followed by, for each, what went into every layer: shape (layers, \*hidden). With ``tail`` the mean
-            of the losses over this rank's samples; backward from it must have the same gradient on all stages.
+            The last layer's hidden states (a tuple if there are several). With ``return_hidden_states``, a tuple of
+            them, followed by the input of every layer for each of them: shape (layers, \*hidden). With ``tail``, the
+            mean of the losses over this rank's samples; backward from it must have the same gradient on all stages.
 
         Raises:
-            TypeError, ValueError: an argument that cannot be served, on the rank that has passed it.
+            TypeError, ValueError: an argument that is not supported, on the rank that passed it.
             StageFailedError: another stage has raised an exception.
             StageLostError: another stage cannot be reached any more.
         """
         hidden, args = hidden_and_args[: self.num_hidden], hidden_and_args[self.num_hidden :]
         options = batch_related, return_hidden_states, tail, tail_args, tail_modules, self.training
-        found = self._pipeline(hidden, args, kwargs, *options)
+        result = self._pipeline(hidden, args, kwargs, *options)
         if tail is not None or return_hidden_states or self.num_hidden > 1:
-            return found
-        return found[0]
+            return result
+        return result[0]
 
     @contextmanager
     def record(self) -> Iterator[list[tuple[Schedule, Timeline]]]:
-        """Measure when each rank does what. All ranks of the pipeline must enter and leave it.
+        """Measure when each rank runs its actions. All ranks of the pipeline must enter and leave it.
 
-        Yields a list, which holds (schedule, timeline) on leaving: of the last call within and its backward, the
-        only ones of this list. See :func:`plot_timeline`.
+        Yields a list, which holds (schedule, timeline) afterwards: of the last call of this list within, and its
+        backward. There must be no other call of this list. See :func:`plot_timeline`.
         """
         pipeline = self._pipeline
         results: list[tuple[Schedule, Timeline]] = []
@@ -182,7 +181,7 @@ class PipelineTransformerBlockList(StagedState):
             pipeline.recorder = None
 
     def _take(self, layers: Iterator[nn.Module], context: ParallelContext) -> None:
-        """Make Blocks of this stage's layers, and drop the others."""
+        """Make Blocks of this stage's layers, and drop the other layers."""
         seen = _Seen()
         pipeline = next(_numbers.setdefault(context, itertools.count()))
         for index in range(self.num_layers):
@@ -200,7 +199,7 @@ class PipelineTransformerBlockList(StagedState):
                 self.add_module(str(index), block)
                 for param in block.parameters() if first == index else ():
                     setattr(param, LAYER_ATTRIBUTE, (pipeline, index))
-            del layer, block  # before there is the next
+            del layer, block  # before the next one is made
         if next(layers, None) is not None:
             raise ValueError(
                 f"modules has more than {self.num_layers} layers, which is how many elements weights has; there must "
@@ -208,10 +207,10 @@ class PipelineTransformerBlockList(StagedState):
             )
 
     def _check(self, layer: Any, index: int, seen: _Seen, keep: bool) -> int:
-        """The index with which ``layer`` came first.
+        """The index at which ``layer`` came first.
 
         Raises:
-            TypeError: it is no module.
+            TypeError: it is not a module.
             ValueError: it belongs to another stage, or shares a parameter with another layer.
         """
         if not isinstance(layer, nn.Module):
@@ -264,7 +263,7 @@ class PipelineTransformerBlockList(StagedState):
         return AbsentLayer(number, self._stages[number]) if own is None else own
 
     def _loop(self) -> LayerLoop:
-        """What a model's forward iterates over in place of the layers."""
+        """The object over which a model's forward iterates in place of the layers."""
         return LayerLoop(self, self.blocks_of(0)[0], self._attributes, self.num_hidden)
 
     def extra_repr(self) -> str:
@@ -272,11 +271,11 @@ class PipelineTransformerBlockList(StagedState):
 
 
 class AbsentLayer(nn.Module):
-    """Stands for a layer of another pipeline stage.
+    """In place of a layer of another pipeline stage.
 
     Attributes:
         index: the layer's number in the chain.
-        stage: the stage that has it.
+        stage: the stage that has the layer.
     """
 
     def __init__(self, index: int, stage: int) -> None:
@@ -296,7 +295,7 @@ class AbsentLayer(nn.Module):
         return grouped_parameters(self)
 
     def init_parameters(self) -> None:
-        """Take part while the ranks that have the layer initialise it."""
+        """Take part in the initialisation of the layer by the ranks that have it."""
         init_parameters(self)
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -309,15 +308,15 @@ class AbsentLayer(nn.Module):
 
 
 class _Seen:
-    """The modules and parameters that have come before, and where. Those of other stages are not kept alive."""
+    """The modules and parameters that came before, with their indices. Those of other stages are not kept alive."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Any, int]] = {}  # by identity
 
     def first(self, thing: Any, index: int, keep: bool) -> int:
-        """The index with which ``thing``, which comes with ``index``, came first. ``keep``: keep it alive.
+        """The index at which ``thing``, which comes at ``index``, came first. ``keep``: keep it alive.
 
-        There is no weak reference to what becomes a part of a Block: torch cannot swap a tensor that has some.
+        What becomes a part of a Block gets no weak reference: torch cannot swap a tensor that has one.
         """
         before, first = self._seen.get(id(thing), (None, index))
         if (before() if isinstance(before, weakref.ref) else before) is thing:

@@ -1,4 +1,4 @@
-"""Calling a pipeline from a model: arguments in, outputs out, and gradients the other way."""
+"""Calls of a pipeline, as a function of PyTorch: arguments, outputs and their gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ from .tail import Tail
 
 
 class Pipeline:
-    """This stage's ``chunks`` of the ``layers`` at each place in the chain, and what calls remember for later ones."""
+    """This stage's part of a pipeline, and what calls remember for later ones.
+
+    Args:
+        chunks: this stage's layers, by chunk.
+        layers: the indices of the layers at each place in the chain.
+        num_hidden: how many hidden states the layers take and return.
+        context: the ranks.
+        tail_schedule: the schedule of calls with a tail.
+    """
 
     def __init__(
         self,
@@ -47,7 +55,9 @@ class Pipeline:
         self._signatures: dict[bytes, list[Signature]] = {}
         self._plans: dict[tuple[bytes, int], Plan] = {}
         self._factor = torch.ones((), dtype=torch.float64, device=context.device)  # see Tail
-        self._buffers: list[WrittenBuffers] | None = None  # from the first call on: modules may be copies to be filled
+        self._buffers: list[WrittenBuffers] | None = (
+            None  # made in the first call: a deep copy of modules may not be complete before
+        )
         self._anchor = torch.zeros((), requires_grad=True, device="cpu")
 
     @not_compiled
@@ -63,8 +73,8 @@ class Pipeline:
         tail_modules: Sequence[nn.Module],
         training: bool,
     ) -> tuple[Any, ...] | Tensor:
-        """The hidden states behind the last layer, and those of :class:`TransformerBlockList` where they are wanted;
-        or the loss."""
+        """The hidden states after the last layer, then the intermediate ones as from :class:`TransformerBlockList` if
+        they are wanted; or the loss."""
         context = self.context
         grad = torch.is_grad_enabled()
         signature: Signature | None = None
@@ -99,28 +109,28 @@ class Pipeline:
                     *(training, autocast_state(context.device)),  # dtypes may depend on them
                 ),
             )
-        except Exception as error:  # whatever it is, the other ranks are to know
+        except Exception as error:  # of any kind: the other ranks must learn of it
             problem = error
         try:
             key, signatures = exchange_signatures(context, self._signatures, signature, problem)
         except Exception:
-            self._agree_on_pieces(0)
+            self._agree_on_micro_batches(0)
             raise
-        # The same everywhere, and none of them empty where that can be.
+        # The same number on every stage, and no empty micro-batch if the batches are not empty.
         wanted = -(-context.num_micro_batches // context.pipe_size)
-        pieces = self._agree_on_pieces(max(1, min(wanted, *(s.batch for s in signatures))))
-        if not pieces:
+        per_stage = self._agree_on_micro_batches(max(1, min(wanted, *(s.batch for s in signatures))))
+        if not per_stage:
             raise StageFailedError("another data-parallel replica's call of the pipeline has failed; see its error")
         differentiable = grad and (_train(signatures) or (prepared is not None and prepared.may_train))
-        plan = self._plans.get((key, pieces))
+        plan = self._plans.get((key, per_stage))
         if plan is None or plan.differentiable != differentiable:
-            sizes = context.pipe_size, pieces * context.pipe_size, len(self.chunks)
+            sizes = context.pipe_size, per_stage * context.pipe_size, len(self.chunks)
             schedule = make_schedule(self.tail_schedule, *sizes)
             if tail is None:
                 schedule = recompute(*sizes, schedule.v_shaped)
             plan = Plan(signatures, schedule, differentiable, return_hidden_states, self.layers)
             if key in self._signatures:
-                remember(self._plans, (key, pieces), plan)
+                remember(self._plans, (key, per_stage), plan)
         if self.recorder is not None:
             self.last_schedule = plan.schedule
         if self._buffers is None:
@@ -130,22 +140,22 @@ class Pipeline:
             return self._outputs(run) if prepared is None else self._loss(run, prepared)
         finally:
             if not plan.learned:
-                self._plans.pop((key, pieces), None)
+                self._plans.pop((key, per_stage), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        """One of the copied Blocks, of the same ranks, that remembers nothing."""
+        """A pipeline of copied Blocks, on the same ranks, that remembers no calls."""
         chunks = copy.deepcopy(self.chunks, memo)
         return Pipeline(chunks, self.layers, self.num_hidden, self.context, self.tail_schedule)
 
-    def _agree_on_pieces(self, pieces: int) -> int:
-        """How many micro-batches each stage's batch is cut into in all replicas; 0: one of them has failed."""
-        found = torch.tensor([pieces], device="cpu")
-        self.context.tp_zero_host.all_reduce(found, "min")
-        return int(found)
+    def _agree_on_micro_batches(self, per_stage: int) -> int:
+        """The number of micro-batches of each stage's batch: the smallest of all replicas. 0: a replica has failed."""
+        smallest = torch.tensor([per_stage], device="cpu")
+        self.context.tp_zero_host.all_reduce(smallest, "min")
+        return int(smallest)
 
     def _outputs(self, run: Run) -> tuple[Any, ...]:
-        outputs, taps = run.forward()
-        leaves = [*outputs, *taps]
+        outputs, intermediates = run.forward()
+        leaves = [*outputs, *intermediates]
         if run.plan.differentiable:
             which = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
             wanted = [value for leaf, value in run.arguments.own if leaf.requires_grad]
@@ -168,12 +178,12 @@ class Pipeline:
 
 
 def _train(signatures: Sequence[Signature]) -> bool:
-    """Whether layers or arguments of some rank get gradients."""
+    """Whether layers or arguments of any rank get gradients."""
     return any(s.trains or any(leaf.requires_grad for leaf in s.leaves) for s in signatures)
 
 
 class _Outputs(torch.autograd.Function):
-    """The outputs of a pipeline whose layers are computed again in backward."""
+    """The outputs of a pipeline whose layers are recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -183,7 +193,7 @@ class _Outputs(torch.autograd.Function):
         ctx.run, ctx.anchor = run, get_gradient_edge(anchor).node
         ctx.num_outputs = num_outputs
         ctx.get_gradients = [gets_gradient(x) for x in outputs]
-        ctx.save_for_backward(*run.give_tensors())
+        ctx.save_for_backward(*run.pop_tensors_to_save())
         results = tuple(x.detach() for x in outputs)
         link = torch.zeros((), device=run.context.device)  # see bmt_zero.recording.link_pipeline_call
         ctx.mark_non_differentiable(*(x for x in results if not gets_gradient(x)))
@@ -196,17 +206,18 @@ class _Outputs(torch.autograd.Function):
         problem: Exception | None = None
         try:
             saved = ctx.saved_tensors
-        except RuntimeError as error:  # somebody has written into them, or there was a backward before
+        except RuntimeError as error:  # they were changed in place, or an earlier backward has freed them
             problem = error
-        outputs, taps = (
+        outputs, intermediates = (
             [grad for grad, is_wanted in zip(all_grads[part], ctx.get_gradients[part]) if is_wanted]
             for part in (slice(ctx.num_outputs), slice(ctx.num_outputs, len(ctx.get_gradients)))
         )
-        return None, None, None, None, *ctx.run.backward(saved, outputs, taps, problem, _accumulates(ctx.anchor))
+        grads = ctx.run.backward(saved, outputs, intermediates, problem, _accumulates(ctx.anchor))
+        return None, None, None, None, *grads
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradients have been computed, up to the factor that arrives in backward."""
+    """A loss whose gradients are computed already, up to a factor that backward determines."""
 
     @staticmethod
     def forward(
@@ -227,23 +238,24 @@ class _Loss(torch.autograd.Function):
             ctx.run.scale_gradients(factor)
             ctx.tail.reduce(factor)
         scaled = [None if g is None else g * factor for g in ctx.grads]
-        ctx.run = ctx.tail = ctx.grads = None  # the loss may live on
+        ctx.run = ctx.tail = ctx.grads = None  # the loss may be kept after backward
         return None, None, None, None, None, *scaled
 
 
 def _accumulates(anchor: Any) -> bool:
-    """Whether the backward pass that is running adds to the gradients of parameters.
+    """Whether the running backward pass accumulates gradients of parameters.
 
-    ``torch.autograd.grad``, and ``backward`` of given inputs, do not. They need no leaf that is not among these.
+    ``torch.autograd.grad``, and ``backward`` with ``inputs``, do not: they run no nodes of other leaves, such as
+    ``anchor``.
     """
     return bool(torch._C._will_engine_execute_node(anchor))
 
 
 def _same_on_stages(context: ParallelContext, grad: Tensor) -> Tensor:
-    """The gradient of a loss. Micro-batches of all stages are mixed in what it scales, so all must have the same.
+    """The gradient of a loss, which must be the same on all stages: it scales sums over micro-batches of all stages.
 
     Raises:
-        ValueError: they do not. On a GPU, where finding out would mean to wait, NaN is returned then.
+        ValueError: it is not the same. On a GPU, NaN is returned instead, because raising would need to synchronize.
     """
     if context.pipe.size == 1:
         return grad

@@ -1,4 +1,4 @@
-"""A chunk of layers on one stage: run, and run again exactly as it was."""
+"""Running a chunk of layers on one stage, and recomputing it exactly."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from bmt_zero.shard import sharding_of
 def run_layers(
     blocks: Sequence[nn.Module], hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
-    """Hand ``hidden`` from layer to layer.
+    """Run layers one after another on ``hidden``.
 
-    Returns the last layer's hidden states, and what went into each layer.
+    Returns the last layer's hidden states, and the intermediate hidden states: the input of each layer.
 
     Raises:
         ValueError: a layer returns fewer hidden states than it takes.
     """
     count = len(hidden)
-    inputs = []
+    intermediates = []
     for block in blocks:
-        inputs.append(hidden)
+        intermediates.append(hidden)
         output = block(*hidden, *args, **kwargs)
         hidden = tuple(output[:count]) if isinstance(output, (tuple, list)) else (output,)
         if len(hidden) < count:
             raise ValueError(f"a Block returned {len(hidden)} hidden states, and num_hidden={count}")
-    return hidden, inputs
+    return hidden, intermediates
 
 
 def autocast_state(device: torch.device) -> list[tuple[Any, ...]]:
-    """The arguments of ``torch.autocast`` by which computations on ``device`` and the host are as now."""
+    """The arguments of ``torch.autocast`` that restore its present state, for ``device`` and for the host."""
     return [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
         for kind in dict.fromkeys((device.type, "cpu"))
@@ -45,7 +45,7 @@ def autocast_state(device: torch.device) -> list[tuple[Any, ...]]:
 
 
 class AmbientState:
-    """What a computation depends on beside its arguments: random generators and autocast, as they are now."""
+    """The state of random number generators and of autocast, as it is when this is made."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = [device] if device.type == "cuda" else []
@@ -54,7 +54,7 @@ class AmbientState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Within, all is as it was; after it, as it was before."""
+        """Within, this state is restored. Afterwards, the state of before is."""
         with torch.random.fork_rng(self._cuda), contextlib.ExitStack() as stack:
             torch.set_rng_state(self._random[0])
             for cuda, state in zip(self._cuda, self._random[1]):
@@ -65,7 +65,7 @@ class AmbientState:
 
 
 class Settings:
-    """What modules and parameters are told to do, as a call has found it."""
+    """``training`` of modules and ``requires_grad`` of parameters, as they are when this is made."""
 
     def __init__(self, chunks: Sequence[Sequence[nn.Module]], groups: Sequence[ParameterGroup]) -> None:
         modules = dict.fromkeys(m for chunk in chunks for block in chunk for m in block.modules())
@@ -74,10 +74,10 @@ class Settings:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Within, modules are in training or not as they were; after it, as they are now.
+        """Within, ``training`` of the modules is restored. Afterwards, it is as before.
 
         Raises:
-            RuntimeError: a parameter was frozen or unfrozen since.
+            RuntimeError: ``requires_grad`` of a parameter has changed since.
         """
         changed = next((param for param, before in self._requires_grad if param.requires_grad != before), None)
         if changed is not None:
@@ -97,19 +97,19 @@ class Settings:
 
 
 def checkpoints(blocks: Sequence[nn.Module]) -> list[CheckpointedForward]:
-    """Those of the layers that are checkpointed."""
-    found = [sharding.checkpoint for sharding in map(sharding_of, blocks) if sharding is not None]
-    return [checkpoint for checkpoint in found if checkpoint is not None and checkpoint.enabled]
+    """The enabled activation checkpoints of layers."""
+    shardings = [sharding for sharding in map(sharding_of, blocks) if sharding is not None]
+    return [each.checkpoint for each in shardings if each.checkpoint is not None and each.checkpoint.enabled]
 
 
 @contextlib.contextmanager
 def not_checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Within, layers keep their activations."""
-    found = checkpoints(blocks)
-    for checkpoint in found:
+    disabled = checkpoints(blocks)
+    for checkpoint in disabled:
         checkpoint.enabled = False
     try:
         yield
     finally:
-        for checkpoint in found:
+        for checkpoint in disabled:
             checkpoint.enabled = True

@@ -1,4 +1,4 @@
-"""State dicts of all stages' layers, where every stage has its own."""
+"""State dicts of the layers of all stages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bmt_zero import entries_of_stages, has_own_stage_only, load_state_dict, ser
 
 
 class StagedState(nn.Module):
-    """Layers that are named by their numbers in a chain, of which every pipeline stage has some.
+    """Layers in a chain, named by their numbers. Every pipeline stage has some of them.
 
     Every rank must call ``state_dict`` and ``load_state_dict``, of this module or of one that contains it. The entries
-    are those of all layers, in the order of the chain. Each stage judges and loads what belongs to its own layers, and
-    all stages hear of what does not fit.
+    are those of all layers, in the order of the chain. Each stage checks and loads the entries of its own layers. Every
+    stage gets the missing and unexpected names, and the errors, of all stages.
     """
 
-    handles_shards = True  # its saving and loading serve sharded parameters
+    handles_shards = True  # its state_dict and load_state_dict support sharded parameters
 
     num_layers: int
     _pipe: Communicator  # over the stages
@@ -38,7 +38,7 @@ class StagedState(nn.Module):
         return int(number)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole tensors of the layers of all stages. Every rank must call it."""
+        """The logical tensors of the layers of all stages. Every rank must call it."""
         destination = super().state_dict(*args, **kwargs)
         if self._pipe.size == 1 or has_own_stage_only():
             return destination
@@ -57,7 +57,7 @@ class StagedState(nn.Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load whole tensors under plain names; see :func:`bmt_zero.load_state_dict`."""
+        """Load logical tensors under plain names; see :func:`bmt_zero.load_state_dict`."""
         return load_state_dict(self, state_dict, strict, assign)
 
     def _load_from_state_dict(
@@ -67,17 +67,17 @@ class StagedState(nn.Module):
         known = len(unexpected)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *problems)
         unexpected[known:] = [name for name in unexpected[known:] if self._layer_of(name, prefix) is None]
-        # What comes behind is of the layers, until the hook.
-        self.__dict__["_loading"] = (prefix, [(found, len(found)) for found in problems])
+        # From here to the hook, the layers add their problems.
+        self.__dict__["_loading"] = (prefix, [(texts, len(texts)) for texts in problems])
 
 
 @serves_shards
 def _tell_other_stages(layers: StagedState, _incompatible: Any) -> None:
-    """What does not fit a layer of any stage, in the order of the chain, is a problem on all of them."""
+    """Give all stages the problems of all stages, in the order of the chain."""
     prefix, problems = layers.__dict__.pop("_loading")
     if layers._pipe.size == 1:
         return
-    everyone = layers._pipe.all_gather_object([found[known:] for found, known in problems])
-    for (found, known), of_stages in zip(problems, zip(*everyone, strict=True), strict=True):
-        merged = [problem for of_stage in of_stages for problem in of_stage]
-        found[known:] = sorted(merged, key=lambda name: layers._layer_of(name, prefix) or 0)
+    everyone = layers._pipe.all_gather_object([texts[known:] for texts, known in problems])
+    for (texts, known), of_stages in zip(problems, zip(*everyone, strict=True), strict=True):
+        merged = [text for of_stage in of_stages for text in of_stage]
+        texts[known:] = sorted(merged, key=lambda text: layers._layer_of(text, prefix) or 0)

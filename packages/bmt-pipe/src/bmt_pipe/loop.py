@@ -1,9 +1,9 @@
 """A model's own loop over its layers, which runs the layers of all stages.
 
-Models that were written for one device go through their list of layers in their forward and call one after the other.
-In such a loop the first call runs all layers of all stages, and the last one returns their result. The others return
-tensors without values: those between layers may be on another stage. Each call must get what the one before has
-returned, and the same further arguments as the first. Whatever else a loop does is refused.
+A model that was written for one device calls the layers of its list one after another. In such a loop, the first call
+runs all layers of all stages, and the last call returns their result. The other calls return tensors without values,
+because the values may be on another stage. Each call must get what the call before it returned, and the same further
+arguments as the first call. Anything else in a loop raises an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SIMPLE = (str, int, float, bool, type(None))
 
 
 def simple_attributes(layer: nn.Module) -> dict[str, Any]:
-    """What a loop may ask of a layer that is on another stage: its attributes that are numbers and strings."""
+    """The attributes that a loop may read of a layer on another stage: numbers, strings, booleans and None."""
     return {k: v for k, v in vars(layer).items() if isinstance(v, _SIMPLE) and not k.startswith("_")}
 
 
@@ -41,7 +41,7 @@ def in_forward_around(layers: nn.Module) -> bool:
 
 
 class _BetweenLayers(Tensor):
-    """The hidden state between two layers: all that is known of it is what it shares with the result, ``like``."""
+    """The hidden state between two layers. Only the metadata that it shares with the result, ``like``, is known."""
 
     @staticmethod
     def __new__(cls, like: Tensor) -> _BetweenLayers:
@@ -64,7 +64,7 @@ class _BetweenLayers(Tensor):
 
 
 class LayerLoop:
-    """The layers of all stages, for one loop; ``run`` calls the pipeline, ``own`` is this stage's first layer."""
+    """The layers of all stages, for one loop. ``run`` calls the pipeline; ``own`` is this stage's first layer."""
 
     def __init__(
         self, run: Callable[..., Any], own: nn.Module, attributes: Sequence[dict[str, Any]], num_hidden: int
@@ -74,9 +74,9 @@ class LayerLoop:
         self._attributes = attributes
         self._num_hidden = num_hidden
         self._called = 0
-        self._given: tuple[Any, list[Any]] | None = None  # the first call's arguments but hidden states
+        self._given: tuple[Any, list[Any]] | None = None  # the first call's arguments without hidden states
         self._output: Any = None
-        self._between: Any = None  # in place of it, until the last layer
+        self._between: Any = None  # returned in place of it before the last layer
 
     def __len__(self) -> int:
         return len(self._attributes)
@@ -91,7 +91,7 @@ class LayerLoop:
             )
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What layer ``index`` returns; the last one: what all layers of all stages have returned."""
+        """What layer ``index`` returns. The last layer returns the result of all layers of all stages."""
         # Hidden states may be passed by keyword.
         names = list(inspect.signature(type(self._own).forward).parameters)[1 : 1 + self._num_hidden]
         missing = names[len(args) :]
@@ -133,7 +133,7 @@ class LayerLoop:
         return self._output if self._called == len(self) else self._between
 
     def _first_call(self, hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run all layers; the result has the form that a layer's has."""
+        """Run all layers. The result has the form of the result of one layer."""
         recorded = recorded_outputs()
         if recorded:
             raise ValueError(
@@ -162,7 +162,7 @@ class LayerLoop:
 
 
 class LoopLayer:
-    """A layer of some stage in a model's loop. It has the simple attributes of the layer."""
+    """A layer of any stage in a model's loop. It has the simple attributes of the layer."""
 
     def __init__(self, loop: LayerLoop | None, index: int, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)

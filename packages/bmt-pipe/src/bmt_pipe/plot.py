@@ -1,4 +1,4 @@
-"""Pictures of timelines, as planned and as measured; they need matplotlib."""
+"""Pictures of planned and measured timelines. They need matplotlib."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Panel: TypeAlias = tuple[str, Schedule, Timeline]
-"""One of the timelines in a picture, with its title."""
+"""A timeline in a picture: its title, schedule and timeline."""
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
-# From the palette of Okabe and Ito, which colour-blind people tell apart: https://jfly.uni-koeln.de/color/
+# From the palette of Okabe and Ito, which suits colour-blind people: https://jfly.uni-koeln.de/color/
 _KINDS = {
     Kind.FORWARD: ("forward", "#0072B2"),
     Kind.RECOMPUTE: ("recomputation", "#F0E442"),
@@ -28,29 +28,29 @@ _KINDS = {
     Kind.WEIGHT: ("backward, weights", "#009E73"),
 }
 _WAITING, _CHUNK, _INK = "#E9ECEF", "#6C757D", "#212529"
-_PALEST = 0.55  # how much white is in the colour of the last chunk
+_PALEST = 0.55  # the share of white in the colour of the last chunk
 
 # Inches.
 _LEFT, _RIGHT, _ABOVE, _BELOW, _LEGEND = 0.75, 0.7, 0.42, 0.48, 0.3
 _WIDTHS = (7.5, 15.0)
-_ROWS = 3.2  # of all ranks together, if rows are neither thicker nor thinner than
+_ROWS = 3.2  # the height of all ranks together, within the limits of _ROW_HEIGHTS for each
 _ROW_HEIGHTS = (0.15, 0.36)
-_MOST_ROWS = 40.0  # and never more than this, for the sake of the formats
-_BOX = 0.2  # the width at which a micro-batch's number is easily read
-_BOX_HEIGHT = 0.88  # of a row
+_MOST_ROWS = 40.0  # the limit of that height: file formats limit the size of a picture
+_BOX = 0.2  # a width in which the number of a micro-batch is easy to read
+_BOX_HEIGHT = 0.88  # as a share of the row's height
 
 
 def plot_timeline(schedule: Schedule, timeline: Timeline, path: str | Path, title: str | None = None) -> None:
-    """Draw a timeline: a row for each rank, a box for each action, and which share of the time each rank waits.
+    """Draw a timeline: a row for each rank, a box for each action, and the share of time that each rank is idle.
 
     Args:
-        schedule: what was planned or run.
-        timeline: when; from ``simulate``, ``Recorder.timeline`` or ``read_timeline``.
+        schedule: the schedule that was planned or run.
+        timeline: its timeline, from ``simulate``, ``Recorder.timeline`` or ``read_timeline``.
         path: the file to write: .png, .svg or .pdf.
-        title: what to write above it.
+        title: the text above it.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is not installed.
         ValueError: ``path`` ends in something else, or ``timeline`` is not one of ``schedule``.
     """
     plot_timelines([(title or "", schedule, timeline)], path)
@@ -59,7 +59,7 @@ def plot_timeline(schedule: Schedule, timeline: Timeline, path: str | Path, titl
 def plot_timelines(panels: Sequence[Panel], path: str | Path) -> None:
     """Draw timelines (title, schedule and timeline of each) below each other, to compare them; see ``plot_timeline``.
 
-    Those of the same unit have the same scale.
+    Timelines with the same unit have the same scale.
     """
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
@@ -67,18 +67,18 @@ def plot_timelines(panels: Sequence[Panel], path: str | Path) -> None:
     figure = timeline_figure(panels)
     import matplotlib
 
-    # Without dates, and with names that do not change, the same timelines make the same file.
+    # Without dates and random names, the same timelines make the same file.
     metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower(), {})
     with matplotlib.rc_context({"svg.hashsalt": "bmt-pipe"}):
         figure.savefig(path, dpi=140, metadata=metadata)
 
 
 def timeline_figure(panels: Sequence[Panel]) -> Figure:
-    """What ``plot_timelines`` writes, as a figure to change or to embed. It is not one of pyplot's.
+    """The figure that ``plot_timelines`` writes, to change or to embed. It is not a figure of pyplot.
 
     Raises:
-        ImportError: there is no matplotlib.
-        ValueError: a timeline is not one of its schedule, or there is none.
+        ImportError: matplotlib is not installed.
+        ValueError: a timeline is not one of its schedule, or ``panels`` is empty.
     """
     if not panels:
         raise ValueError("panels must have one timeline or more")
@@ -117,7 +117,7 @@ def timeline_figure(panels: Sequence[Panel]) -> Figure:
 
 
 class _Box(NamedTuple):
-    """An action as it is drawn; times are in milliseconds, or in the unit of the costs if they are planned."""
+    """A drawn action. Times are in milliseconds, or in the unit of the costs if they are planned."""
 
     kind: Kind
     rank: int
@@ -142,14 +142,14 @@ def _scale(timeline: Timeline) -> float:
 
 
 def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """The later the chunk, the paler."""
+    """The colour of a chunk: later chunks are paler."""
     white = _PALEST * chunk / (chunks - 1) if chunks > 1 else 0.0
     red, green, blue = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
     return white + (1 - white) * red, white + (1 - white) * green, white + (1 - white) * blue
 
 
 def _draw(axes: Any, panel: Panel, boxes: list[_Box], inches: float, row: float) -> None:
-    """Fill the axes of one timeline, on which a unit of time is ``inches`` wide and a rank ``row`` inches tall."""
+    """Draw one timeline. A unit of time is ``inches`` wide, and the row of a rank is ``row`` inches high."""
     from matplotlib.collections import PolyCollection
 
     title, schedule, timeline = panel
@@ -187,7 +187,7 @@ def _draw(axes: Any, panel: Panel, boxes: list[_Box], inches: float, row: float)
     axes.spines[["top", "left", "right"]].set_visible(False)
     axes.set_title(title, loc="left", fontsize=10, color=_INK, pad=7)
 
-    right = axes.get_yaxis_transform()  # across in shares of the width, along in ranks
+    right = axes.get_yaxis_transform()  # x in shares of the width, y in ranks
     axes.set_title("idle", loc="right", x=1.01, ha="left", fontsize=8, color=_INK, pad=7)
     shares = idle_share(timeline)
     for rank in named:

@@ -1,13 +1,13 @@
-"""When each rank did what: a schedule as it was measured.
+"""Measured timelines: when each rank ran its actions.
 
 [Note: clocks]
-    A rank notes times of its own clock, and ``Recorder.timeline`` brings the ranks' clocks together. Ranks on one
-    machine share its clock: on CPU their times are compared as they are. From one machine to another they are taken
-    from the instant just after a barrier, which is the same one but for the time that a message takes.
+    A rank measures times by its own clock, and ``Recorder.timeline`` aligns the clocks of ranks. Ranks on one machine
+    share its clock: on CPU, their times are compared directly. Times of different machines are relative to the instant
+    just after a barrier, which is the same on all machines up to the time of a message.
 
-    A GPU's times are those at which its stream came to an action's begin and end. Nobody waits for it while it works:
-    CUDA events are recorded, and read in ``timeline``. A first one is recorded with the stream idle, which ties the
-    GPU's clock to the host's.
+    On a GPU, an action begins and ends when the stream reaches these points. Recording does not synchronize: CUDA
+    events are recorded, and read in ``timeline``. The first event is recorded while the stream is idle, and relates the
+    clock of the GPU to that of the host.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _Instant: TypeAlias = "float | torch.cuda.Event"
 
 
 class Recorder:
-    """Notes when this rank begins and ends its actions.
+    """Records when this rank begins and ends its actions.
 
-    What a rank waits for, such as a receive, belongs between two actions. Making a recorder is a collective call.
+    Waiting, for a receive for example, belongs between two actions. Making a recorder is a collective call.
 
     Args:
-        comm: the ranks of the pipeline, in the order of their stages. Its device is the one that is measured.
+        comm: the ranks of the pipeline, in the order of their stages. Its device is measured.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -45,7 +45,7 @@ class Recorder:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was recorded, and begin anew: before each run of the schedule. Every rank must call this."""
+        """Drop what was recorded. Every rank must call this before each run of the schedule."""
         self._actions = []
         self.comm.barrier()
         if self._cuda:
@@ -59,21 +59,22 @@ class Recorder:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Around what the rank does for ``action``: on CUDA, the work on the current stream, always the same one.
+        """Record what runs within as ``action``. On CUDA, it must run on the current stream, always the same one.
 
-        What raises is not recorded.
+        An action that raises is not recorded.
         """
         start = self._now()
         yield
         self._actions.append((action, start, self._now()))
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """What all ranks recorded in one run of ``schedule``, in seconds from the earliest action on.
+        """What all ranks recorded in one run of ``schedule``, in seconds since the start of the earliest action.
 
-        Every rank must call this, with the same schedule, and gets the same.
+        Every rank must call this with the same schedule, and gets the same result.
 
         Raises:
-            ValueError: on every rank: the schedule has other ranks, or a rank did not do just what it says.
+            ValueError: the number of ranks is not that of the schedule, or a rank did not run exactly its actions. It
+                is raised on every rank.
         """
         mine = [(action, self._seconds(start), self._seconds(end)) for action, start, end in self._actions]
         reports = self.comm.all_gather_object((_machine(), self._zero, mine))
@@ -81,7 +82,7 @@ class Recorder:
             raise ValueError(f"a schedule of {schedule.stages} stages was not run by {self.comm.size} ranks")
         for rank, (_, _, records) in enumerate(reports):
             _check_order(rank, schedule.actions[rank], [action for action, _, _ in records])
-        # For each machine, the instant of its clock that counts as just after the barrier.
+        # For each machine, the time just after the barrier, by its clock: that of its last rank.
         zeros: dict[str, float] = {}
         for machine, zero, _ in reports:
             zeros[machine] = max(zero, zeros.get(machine, zero))
@@ -102,7 +103,7 @@ class Recorder:
         return event
 
     def _seconds(self, instant: _Instant) -> float:
-        """From when this rank's recording began."""
+        """Seconds since this rank's recording began."""
         if isinstance(instant, float):
             return instant - self._zero
         assert isinstance(self._origin, torch.cuda.Event)
@@ -111,14 +112,14 @@ class Recorder:
 
 
 def _machine() -> str:
-    """Something that processes have in common just where they share a clock."""
+    """An identifier of the machine: processes share a clock if and only if it is the same."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() if boot.exists() else platform.node()
 
 
-def _check_order(rank: int, wanted: tuple[Action, ...], found: list[Action]) -> None:
-    for index in range(max(len(wanted), len(found))):
-        names = [repr(actions[index]) if index < len(actions) else "nothing" for actions in (found, wanted)]
+def _check_order(rank: int, wanted: tuple[Action, ...], recorded: list[Action]) -> None:
+    for index in range(max(len(wanted), len(recorded))):
+        names = [repr(actions[index]) if index < len(actions) else "nothing" for actions in (recorded, wanted)]
         if names[0] != names[1]:
             raise ValueError(
                 f"rank {rank} recorded {names[0]} as its action {index}, where the schedule has {names[1]}; "

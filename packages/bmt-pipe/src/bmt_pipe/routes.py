@@ -1,17 +1,19 @@
-"""Who sends what to whom, in which order: pure functions of the schedule, so that every rank knows it of all.
+"""Which stage sends which message to which stage, and in which order.
+
+All of it is computed from the schedule, so every rank knows it of every rank.
 
 [Note: messages]
-    Micro-batch i comes from stage i mod p, its origin, whose input and output it is a part of.
+    Stage i mod p, with p stages, is the origin of micro-batch i: the micro-batch is a part of its input and output.
 
     ===========  ==========================================  ===============================================
     kind         what                                        from, to
     ===========  ==========================================  ===============================================
     input        hidden states at place 0                    the origin, stage 0
     hidden       hidden states at a later place              the stage of the place before, that of the place
-                 hidden states behind the last place,        the stage of the last place, the origin
+                 hidden states after the last place,         the stage of the last place, the origin
                  unless there is a tail
-    layers       what went into each layer at a place,       the stage of the place, the origin
-                 if that is wanted
+    layers       intermediate hidden states: the input of    the stage of the place, the origin
+                 each layer at a place, if they are wanted
     loss         the tail's losses of an origin's            the last stage, the origin
                  micro-batches (``micro_batch``: origin)
     *_grad       the gradient of each of these               the other way round
@@ -32,13 +34,13 @@ BACKWARDS = (Kind.BACKWARD, Kind.INPUT)
 
 
 class Pass(NamedTuple):
-    """What a pass through the pipeline consists of.
+    """A pass through the pipeline.
 
     Attributes:
         schedule: the actions of all stages.
-        forward, backward: whether actions of this kind are part of it.
-        tail: whether the loss is computed inside of the pipeline.
-        taps: whether layers' inputs, or their gradients, are sent.
+        forward, backward: whether the pass has these actions.
+        tail: whether the loss is computed inside the pipeline.
+        intermediates: whether intermediate hidden states, or their gradients, are sent.
         input_grads: for each origin, whether it wants the gradient of its input.
     """
 
@@ -46,22 +48,22 @@ class Pass(NamedTuple):
     forward: bool
     backward: bool
     tail: bool = False
-    taps: bool = False
+    intermediates: bool = False
     input_grads: tuple[bool, ...] = ()
 
     def own(self, stage: int) -> range:
-        """The micro-batches of an origin."""
+        """The micro-batches whose origin is ``stage``."""
         return range(stage, self.schedule.micro_batches, self.schedule.stages)
 
     def outputs(self, micro_batch: int, place: int) -> list[Message]:
-        """What the origin of a micro-batch gets of a place, in forward."""
-        messages = [Message("layers", micro_batch, place)] if self.taps else []
+        """What a place sends to the origin of a micro-batch in forward."""
+        messages = [Message("layers", micro_batch, place)] if self.intermediates else []
         if place == self.schedule.last and not self.tail:
             messages.append(Message("hidden", micro_batch, place + 1))
         return messages
 
     def actions(self, stage: int) -> list[Action]:
-        """What a stage does, in order."""
+        """The actions of a stage, in order."""
         actions = self.schedule.actions[stage]
         return [a for a in actions if (self.forward if a.kind is Kind.FORWARD else self.backward)]
 
@@ -109,7 +111,7 @@ class Pass(NamedTuple):
         return [(origin, Message("loss", origin, last)) for origin in range(self.schedule.stages)]
 
     def results(self, stage: int) -> list[Route]:
-        """What a stage receives in the end, of its own micro-batches."""
+        """What a stage receives after its actions, for its own micro-batches."""
         routes: list[Route] = []
         if self.forward:
             places = range(self.schedule.last + 1)
@@ -121,12 +123,12 @@ class Pass(NamedTuple):
         return routes
 
     def routes(self, stage: int) -> list[Route]:
-        """All that a stage sends, in order."""
+        """Everything that a stage sends, in order."""
         during = [route for action in self.actions(stage) for route in self.during(stage, action)]
         return [*self.before(stage), *during, *self.after(stage)]
 
     def expected(self, stage: int) -> dict[int, list[Message]]:
-        """From each other stage, what it sends to ``stage``, in order."""
+        """What each other stage sends to ``stage``, in order."""
         others = [peer for peer in range(self.schedule.stages) if peer != stage]
         return {peer: [message for target, message in self.routes(peer) if target == stage] for peer in others}
 

@@ -1,11 +1,11 @@
-"""One call of a pipeline on one stage: one loop over its part of the schedule.
+"""One call of a pipeline on one stage: a loop over the stage's actions in the schedule.
 
 [Note: failures]
-    A stage that raises still sends something in place of each message that the others wait for, and receives what
-    they send. At the end of each pass all stages tell each other how it went, and then all of them raise. So an
-    exception leaves no stage waiting, and no message on its way. Before arguments and their gradients move, all stages
-    make room for them, and tell each other that they could. Ranks that wait for the failed one in another
-    collective, of its ZeRO or tensor-parallel group, are stopped when its process ends (``bmt_comm.watch``).
+    A stage that raises sends an abort message in place of each message that it has not sent, and receives what the
+    others send. At the end of each pass, all stages tell each other whether they have failed. If one has, all raise. So
+    an exception leaves no stage waiting and no message in flight. Before arguments and their gradients are exchanged,
+    all stages allocate memory for them and tell each other whether they could. Ranks that wait for the failed one in
+    another collective, of its ZeRO or tensor-parallel group, are stopped when its process ends (``bmt_comm.watch``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from bmt_zero.written_buffers import Copies, WrittenBuffers
 
 from ._compat import lasting_gradient_edge
 from .arguments import Arguments, Plan, any_failed, raise_first
+from .channels import Channels
 from .chunk import (
     AmbientState,
     Settings,
@@ -35,7 +36,7 @@ from .chunk import (
     not_checkpointed,
     run_layers,
 )
-from .messages import Form, Message, Post, StageLostError, connected, gets_gradient, take_apart
+from .messages import Form, Message, StageLostError, connected, gets_gradient, take_apart
 from .recording import Recorder
 from .routes import Pass
 from .schedule import Action, Kind
@@ -50,13 +51,13 @@ class _Alive(NamedTuple):
 
     inputs: list[Tensor]  # leaves
     arguments: dict[int, Tensor]  # leaves whose gradients are wanted, by the index of the argument
-    # Of the tensors that get gradients: what went into each layer, where it is wanted, and the hidden states behind the
-    # last one. None: there is no gradient to pass on.
+    # Edges of the tensors that get gradients: the intermediate hidden states, where they are returned, and the hidden
+    # states after the last layer. None: the tensor does not require a gradient.
     outputs: list[GradientEdge | None]
 
 
 class Run:
-    """A call of the pipeline, with ``values`` as the leaves of this rank's arguments."""
+    """A call of the pipeline. ``values`` are the leaves of this rank's arguments."""
 
     def __init__(
         self,
@@ -79,35 +80,35 @@ class Run:
         self._step = step_context(context)
         self._groups = list(dict.fromkeys(group for chunk in chunks for block in chunk for group in groups_of(block)))
         self._reducers = [reducer for group in self._groups for reducer in group.reducers]
-        self._arrived: dict[GradientReducer, ReducedGradient] = {}  # where the loss is computed inside
+        self._arrived: dict[GradientReducer, ReducedGradient] = {}  # where the loss is computed inside the pipeline
         # By micro-batch and place:
-        self._inputs: dict[tuple[int, int], list[Tensor]] = {}  # kept to compute a chunk again
+        self._inputs: dict[tuple[int, int], list[Tensor]] = {}  # kept for recomputation
         self._states: dict[tuple[int, int], AmbientState] = {}
         self._copies: dict[tuple[int, int], Copies] = {}
         self._buffers = buffers
         self._settings = Settings(chunks if plan.differentiable else (), self._groups)
         self._accumulates = True
-        self._marks: dict[tuple[int, int], Mark] = {}  # what layers have recorded, to be recorded again
+        self._marks: dict[tuple[int, int], Mark] = {}  # what layers have recorded; recomputation records it again
         self._alive: dict[tuple[int, int], _Alive] = {}
-        self._split: dict[tuple[int, int], SplitBackward] = {}  # whose second part is still to come
+        self._split: dict[tuple[int, int], SplitBackward] = {}  # until the weight-gradient pass
         self._tail_grads: dict[int, list[Tensor]] = {}
-        self._saved: Form  # of what autograd keeps
-        self._post: Post
+        self._saved: Form  # of what autograd saves
+        self._channels: Channels
         self._pass: Pass
 
     # --- passes -----------------------------------------------------------------------------------
 
     def forward(self) -> tuple[list[Any], list[Any]]:
-        """All forwards, for a loss that is computed outside.
+        """All forwards, for a loss that is computed outside the pipeline.
 
-        Returns the leaves of this rank's output, and what went into the layers where that is wanted, stacked.
+        Returns the leaves of this rank's output, and the intermediate hidden states, stacked, where they are wanted.
         """
         self.arguments.exchange()
         for group in self._groups:
             group.hold()
-        self._pass = Pass(self.plan.schedule, True, False, taps=self.plan.taps)
+        self._pass = Pass(self.plan.schedule, True, False, intermediates=self.plan.return_hidden_states)
 
-        def joined(results: dict[Message, list[Tensor]]) -> tuple[list[Any], list[Any]]:
+        def concatenated(results: dict[Message, list[Tensor]]) -> tuple[list[Any], list[Any]]:
             own: list[list[Any]] = []
             stacks: list[list[Tensor]] = []
             for i in self._pass.own(self.stage):
@@ -116,15 +117,15 @@ class Run:
                 own.append(tree_leaves(hidden))
                 layers = [inputs for of_place in places for inputs in of_place]
                 stacks.append([torch.stack(inputs) for inputs in zip(*layers, strict=True)])
-            return [_joined(of_leaf, 0) for of_leaf in zip(*own)], [_joined(taps, 1) for taps in zip(*stacks)]
+            return [_concatenated(leaf, 0) for leaf in zip(*own)], [_concatenated(leaf, 1) for leaf in zip(*stacks)]
 
-        outputs = self._run_pass(joined)
+        outputs = self._run_pass(concatenated)
         if not self.plan.differentiable:
             self._release()
         return outputs
 
     def filled(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """The hidden states with these leaves, in the containers that the last layer has returned."""
+        """The hidden states with these leaves, in the containers that the last layer returned."""
         form = self.plan.forms[Message("hidden", self.stage, self.plan.schedule.last + 1)]
         return tree_unflatten(leaves, tree_structure(form.tree))
 
@@ -132,35 +133,42 @@ class Run:
         self,
         saved: Sequence[Tensor],
         output_grads: list[Tensor | None],
-        tap_grads: list[Tensor | None],
+        intermediate_grads: list[Tensor | None],
         problem: Exception | None,
         accumulates: bool,
     ) -> list[Tensor | None]:
-        """All backwards, from the gradients of what :meth:`forward` has returned (of tensors that get one).
+        """All backwards, from the gradients of what :meth:`forward` returned.
 
-        ``saved`` is what :meth:`give_tensors` has returned; ``accumulates``: parameters get gradients, too. Returns the
-        gradient of each leaf of this rank's arguments that wants one. Raises ``problem``, why this rank cannot do its
-        part, when the other stages know.
+        Args:
+            saved: what :meth:`pop_tensors_to_save` returned.
+            output_grads: of the outputs that get a gradient.
+            intermediate_grads: of the intermediate hidden states that get a gradient.
+            problem: why this rank cannot run backward. It is raised when the other stages know of it.
+            accumulates: whether parameters get gradients, too.
+
+        Returns the gradient of each leaf of this rank's arguments that wants one.
         """
 
         def made(message: Message) -> list[Tensor]:
             if problem is not None:
                 raise problem
-            return self._output_grad(message, output_grads, tap_grads)
+            return self._output_grad(message, output_grads, intermediate_grads)
 
         self._accumulates = accumulates
         if problem is None:
             self._inputs, self.arguments.values = self._saved.fill(saved)
         try:
             if accumulates:
-                self._step.begin_pass()  # at whose end hooks of parameters run, once for several calls
+                self._step.begin_pass()  # hooks of parameters run at its end, once for several calls
             with outside_backward():
-                self._step.finish_reductions()  # those whose end would need all stages
+                self._step.finish_reductions()  # reductions that only all stages together can finish
                 with connected():
                     self.recording.exchange_grads_of_losses(self.context)
                 wanted = self.plan.input_grads
-                taps = self.plan.taps and self._on_any_stage(any(grad is not None for grad in tap_grads))
-                self._pass = Pass(self.plan.schedule, False, True, taps=taps, input_grads=wanted)
+                intermediates = self.plan.return_hidden_states and self._on_any_stage(
+                    any(grad is not None for grad in intermediate_grads)
+                )
+                self._pass = Pass(self.plan.schedule, False, True, intermediates=intermediates, input_grads=wanted)
                 grads = self._run_pass(self._input_grads, made)
                 self._release()
                 return self.arguments.exchange_grads(grads)
@@ -168,10 +176,10 @@ class Run:
             self._inputs, self.arguments.values = {}, []
 
     def forward_and_backward(self) -> tuple[Tensor, list[Tensor | None]]:
-        """The whole schedule, with the loss inside.
+        """The whole schedule, with the loss inside the pipeline.
 
         Returns the mean of the tail's losses over this rank's samples, and the gradient of each leaf of its arguments
-        that wants one, for the gradient of the loss that the tail was told.
+        that wants one. The gradient of the loss is taken to be ``tail.scale``.
         """
         assert self.tail is not None
         backward = self.plan.differentiable
@@ -182,19 +190,19 @@ class Run:
         self._pass = Pass(self.plan.schedule, True, backward, tail=True, input_grads=self.plan.input_grads)
         self.tail.prepare(self.stage == self.plan.schedule.stage(self.plan.schedule.last))
 
-        def of_pass(results: dict[Message, list[Tensor]]) -> tuple[Tensor, Any]:
+        def loss_and_grads(results: dict[Message, list[Tensor]]) -> tuple[Tensor, Any]:
             [losses] = results[Message("loss", self.stage, self.plan.schedule.last)]
             return losses.sum(), self._input_grads(results) if backward else None
 
-        with self.tail.closing():
-            loss, grads = self._run_pass(of_pass)
+        with self.tail.releasing():
+            loss, grads = self._run_pass(loss_and_grads)
         self._release()
         return loss, self.arguments.exchange_grads(grads) if backward else []
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Add the gradients of :meth:`forward_and_backward`, times ``factor`` (0-dim), to those of parameters.
 
-        In the backward pass of whoever called, which all stages begin together, also those without gradients.
+        Runs in the caller's backward pass. All stages begin it together, also those without gradients.
         """
         self._step.begin_pass()
         for entry in {id(entry): entry for mark in self._marks.values() for entry in mark}.values():
@@ -209,24 +217,26 @@ class Run:
     def _run_pass(
         self, finish: Callable[[dict[Message, list[Tensor]]], _Result], made: Callable[[Message], Any] | None = None
     ) -> _Result:
-        """This stage's part of ``self._pass``. ``made`` gives what it sends before its actions and after them.
+        """This stage's part of ``self._pass``.
 
-        Returns what ``finish`` makes of what has come to this stage of its own micro-batches.
+        Args:
+            finish: called with the results of this rank's own micro-batches; its value is returned.
+            made: makes the messages that the stage sends before and after its actions.
         """
         what, made = self._pass, made or self._made
         learning = what.forward and not self.plan.learned
-        self._post = Post(self.context, self.plan.forms, learning, what.expected(self.stage))
+        self._channels = Channels(self.context, self.plan.forms, learning, what.expected(self.stage))
         gradients = self._gradients() if what.backward else contextlib.nullcontext()
         later = what.backward and not what.forward
         settings = self._settings.restored() if later else contextlib.nullcontext()
         with self._step.deferring(), self._all_stages(), settings, gradients:
             for peer, message in what.before(self.stage):
-                self._post.send(peer, message, made(message))
+                self._channels.send(peer, message, made(message))
             for action in what.actions(self.stage):
                 self._do(action)
             for peer, message in what.after(self.stage):
-                self._post.send(peer, message, made(message))
-            return finish({message: self._post.take(peer, message) for peer, message in what.results(self.stage)})
+                self._channels.send(peer, message, made(message))
+            return finish({message: self._channels.take(peer, message) for peer, message in what.results(self.stage)})
 
     @contextlib.contextmanager
     def _all_stages(self) -> Iterator[None]:
@@ -240,13 +250,13 @@ class Run:
         except BaseException as error:
             problem = error
             for peer, message in self._pass.routes(self.stage):
-                if message not in self._post.sent:
-                    self._post.send_broken(peer, message)
-            self._post.drain()
+                if message not in self._channels.sent:
+                    self._channels.send_abort(peer, message)
+            self._channels.drain()
         failed = any_failed(self.context, problem)
-        self._post.close()  # also what others have received only to be rid of it
+        self._channels.close()  # every stage has received everything by now, if only to drop it
         if failed:
-            self.plan.learned = False  # what layers return may have changed, and is learned again
+            self.plan.learned = False  # what layers return may have changed: the forms are sent again
             self._release()
             try:
                 raise_first(self.context, problem)
@@ -258,10 +268,11 @@ class Run:
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[None]:
-        """Around backwards. At ZeRO levels 0 and 1, gradients of micro-batches are summed before ranks exchange them:
-        the last one of each chunk reduces (:meth:`_complete`), unless the caller's ``no_sync`` is to.
+        """Around backwards. At ZeRO levels 0 and 1, the gradients of micro-batches are summed locally, and the last
+        micro-batch of each chunk reduces them (:meth:`_complete`), unless ``no_sync`` of the caller is active.
 
-        Where the loss is computed inside, what arrives is no parameter's gradient yet: it goes to ``self._arrived``."""
+        Where the loss is computed inside the pipeline, gradients are collected in ``self._arrived``: the gradient of
+        the loss is not known yet."""
         if not self._accumulates:
             with self._step.nested():
                 yield
@@ -279,7 +290,7 @@ class Run:
                 yield
                 for reducer in self._reducers:
                     reducer.no_sync = self._no_sync[reducer]
-                self._step.reduce_accumulated(self._reducers)  # of those that the last micro-batch has not used
+                self._step.reduce_accumulated(self._reducers)  # of parameters that the last micro-batch did not use
                 if self.tail is not None:
                     self._step.settle(self._reducers)
             finally:
@@ -287,7 +298,7 @@ class Run:
                     reducer.no_sync = flag
 
     def _complete(self, chunk: int) -> None:
-        """A micro-batch's gradients of a chunk are about to become complete."""
+        """Prepare for the gradients of one more micro-batch of a chunk: the last one is reduced."""
         self._left[chunk] -= 1
         for block in self.chunks[chunk]:
             for group in groups_of(block):
@@ -302,22 +313,22 @@ class Run:
 
     # --- what backward needs ----------------------------------------------------------------------
 
-    def give_tensors(self) -> list[Tensor]:
-        """What is needed for backward, for autograd to keep: it frees them after backward unless told to retain the
-        graph, and notices whoever writes into them."""
+    def pop_tensors_to_save(self) -> list[Tensor]:
+        """The tensors that backward needs, for autograd to save. This object drops them.
+
+        Autograd frees them after backward, unless it retains the graph, and detects in-place changes."""
         own = self.arguments.values[self.stage]
         for n in self.plan.signatures[self.stage].hidden:
             own[n] = None
-        kept = self._inputs, self.arguments.values
+        self._saved, tensors = take_apart((self._inputs, self.arguments.values))
         self._inputs, self.arguments.values = {}, []
-        self._saved, tensors = take_apart(kept)
         return tensors
 
-    def _keeps_input_alone(self, chunk: int) -> bool:
-        """Whether a chunk keeps nothing but its input from its forward on, and is computed again before its backward.
+    def _recomputes(self, chunk: int) -> bool:
+        """Whether a chunk keeps only its input after forward, and is recomputed before its backward.
 
-        If the loss is computed outside, all are. Backward in two parts needs one graph for both, so it takes the place
-        of checkpointing.
+        All chunks do if the loss is computed outside the pipeline. If backward is split in two passes, chunks with
+        checkpointed layers do, because both passes need the same graph.
         """
         splits = self.plan.schedule.splits_backward and bool(checkpoints(self.chunks[chunk]))
         return self.plan.differentiable and (self.plan.schedule.loss_outside or splits)
@@ -325,7 +336,7 @@ class Run:
     # --- actions ----------------------------------------------------------------------------------
 
     def _do(self, action: Action) -> None:
-        """Receive what an action needs, do it, and send what it has made."""
+        """Receive the inputs of an action, run it, and send its results."""
         note_place(
             f"{action.kind.name.lower()} of micro-batch {action.micro_batch}, stage {self.stage}, chunk {action.chunk}"
         )
@@ -337,7 +348,8 @@ class Run:
             Kind.INPUT: self._backward_of,
             Kind.WEIGHT: self._weight,
         }
-        arrived = [x for peer, message in self._pass.takes(self.stage, action) for x in self._post.take(peer, message)]
+        routes = self._pass.takes(self.stage, action)
+        arrived = [tensor for peer, message in routes for tensor in self._channels.take(peer, message)]
         with contextlib.ExitStack() as around:
             if self.recorder is not None:
                 around.enter_context(self.recorder.action(action))
@@ -345,20 +357,21 @@ class Run:
                 around.enter_context(without_autocast())
             made = kinds[action.kind](action, place, arrived)
         for peer, message in self._pass.during(self.stage, action):
-            self._post.send(peer, message, made[message.kind])
+            self._channels.send(peer, message, made[message.kind])
 
     def _forward(self, action: Action, place: int, tensors: list[Tensor]) -> Mapping[str, Any]:
         i = action.micro_batch
-        again = self._keeps_input_alone(action.chunk)
-        versions = [x._version for x in tensors] if again else []
+        recomputes = self._recomputes(action.chunk)
+        versions = [x._version for x in tensors] if recomputes else []
         where = PipelinePlace(self.recording.number, self.recording.before, place, i)
         with inside_pipeline(where), marked() as self._marks[i, place]:
-            if again:
+            if recomputes:
                 self._inputs[i, place], self._states[i, place] = tensors, AmbientState(self.context.device)
                 self._copies[i, place] = Copies()
             buffers = self._buffers[action.chunk]
-            with buffers.noting_writes(self._copies[i, place]) if again else contextlib.nullcontext():
-                hidden, taps = self._run(action.chunk, i, place, tensors, self.plan.differentiable and not again)
+            grad = self.plan.differentiable and not recomputes
+            with buffers.noting_writes(self._copies[i, place]) if recomputes else contextlib.nullcontext():
+                hidden, intermediates = self._run(action.chunk, i, place, tensors, grad)
             if versions != [x._version for x in tensors if versions]:
                 raise RuntimeError(
                     "a layer writes into its input, which is needed to compute it again in backward; let the layer "
@@ -367,17 +380,18 @@ class Run:
             if self.tail is not None and place == self.plan.schedule.last:
                 tail_args = self.arguments.of(i)[2]
                 self._tail_grads[i] = self.tail.run(i, self.plan.weight(i), hidden, tail_args)
-        return {"hidden": hidden, "layers": taps}
+        return {"hidden": hidden, "layers": intermediates}
 
     def _recompute(self, action: Action, place: int, _: list[Tensor]) -> Mapping[str, Any]:
-        # Backward of the last layer follows at once.
+        # Backward of the last layer follows at once, so it keeps its activations.
         inputs = self._inputs[action.micro_batch, place]
-        self._compute_again(action, place, inputs, self.chunks[action.chunk][-1:])
+        self._run_again(action, place, inputs, self.chunks[action.chunk][-1:])
         return {}
 
-    def _compute_again(
+    def _run_again(
         self, action: Action, place: int, inputs: list[Tensor], keep_activations: Sequence[nn.Module]
     ) -> None:
+        """Recompute a chunk. The layers ``keep_activations`` are not checkpointed."""
         key = action.micro_batch, place
         with contextlib.ExitStack() as within:
             within.enter_context(self._states[key].restored())
@@ -391,9 +405,10 @@ class Run:
         if self.tail is not None and place == self.plan.schedule.last:
             grads = self._tail_grads.pop(i)
         if key in self._inputs and action.kind is Kind.INPUT:
-            self._compute_again(action, place, self._inputs.pop(key), self.chunks[action.chunk])
+            self._run_again(action, place, self._inputs.pop(key), self.chunks[action.chunk])
         alive = self._alive.pop(key)
-        edges, grads = alive.outputs[len(alive.outputs) - len(grads) :], list(grads)  # of layers' inputs: all or none
+        # Gradients of intermediate hidden states come for all of them, or for none.
+        edges, grads = alive.outputs[len(alive.outputs) - len(grads) :], list(grads)
         for entry in self._marks[key]:
             if entry.grad_of_loss is not None and entry.tensor.requires_grad:
                 edges.append(get_gradient_edge(entry.tensor))
@@ -408,29 +423,32 @@ class Run:
         elif action.kind is Kind.INPUT:
             hooked = {get_gradient_edge(e.tensor).node for e in self._marks[key] if e.tensor.requires_grad}
             self._split[key] = SplitBackward(roots, grads, leaves, self._step, hooked)
-            self._split[key].inputs()
+            self._split[key].run_input_pass()
         elif roots:
             self._complete(action.chunk)
             torch.autograd.backward(roots, grads)
         self.arguments.add_grads(i, alive.arguments)
         wants = [leaf.requires_grad for leaf in self._hidden(i)] if place == 0 else []
         wanted = [x for n, x in enumerate(alive.inputs) if gets_gradient(x) and (place or wants[n])]
-        found = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
+        input_grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
         for x in (*alive.inputs, *alive.arguments.values()):
             x.grad = None
-        return {"hidden_grad": found, "input_grad": found}
+        return {"hidden_grad": input_grads, "input_grad": input_grads}
 
     def _weight(self, action: Action, place: int, _: list[Tensor]) -> Mapping[str, Any]:
         if self._accumulates:
             split = self._split.pop((action.micro_batch, place))
             self._complete(action.chunk)
-            split.weights()
+            split.run_weight_pass()
         return {}
 
     def _run(
         self, chunk: int, micro_batch: int, place: int, tensors: list[Tensor], grad: bool
     ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
-        """Run a chunk on a micro-batch's hidden states; ``grad``: for a backward to follow."""
+        """Run a chunk on a micro-batch's hidden states. ``grad``: record the graph, for a backward that follows.
+
+        Returns the hidden states after the last layer, and the intermediate hidden states where they are wanted.
+        """
         arguments: dict[int, Tensor] = {}
         inputs = tensors
         if grad:
@@ -442,7 +460,7 @@ class Run:
             args, kwargs, _ = self.arguments.of(micro_batch, arguments)
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_inference()]
             versions = [x._version for x in given]
-            hidden, taps = run_layers(self.chunks[chunk], form.fill(inputs), args, kwargs)
+            hidden, intermediates = run_layers(self.chunks[chunk], form.fill(inputs), args, kwargs)
         if versions != [x._version for x in given]:
             raise RuntimeError(
                 "a layer writes into an argument, which other micro-batches, and the layer when it is computed again, "
@@ -455,23 +473,24 @@ class Run:
                     f"a layer returned a hidden state of shape {tuple(x.shape)} for {rows.stop - rows.start} samples; "
                     f"its first dimension must be the batch"
                 )
-        taps = taps if self.plan.taps else []
+        if not self.plan.return_hidden_states:
+            intermediates = []
         if grad:
-            outputs = [x for x in take_apart((taps, hidden))[1] if gets_gradient(x)]
-            # Not the outputs themselves, which can go once they have been sent.
+            outputs = [x for x in take_apart((intermediates, hidden))[1] if gets_gradient(x)]
+            # Edges do not keep the outputs themselves alive after they have been sent.
             edges = [lasting_gradient_edge(x) if x.requires_grad else None for x in outputs]
             self._alive[micro_batch, place] = _Alive(inputs, arguments, edges)
-        return hidden, taps
+        return hidden, intermediates
 
     def _hidden(self, micro_batch: int) -> list[Any]:
-        """The tensors among the leaves of the hidden states that a micro-batch comes in with."""
+        """The leaves of a micro-batch's hidden states, as they were passed in, that are tensors."""
         signature = self.plan.signature(micro_batch)
         return [signature.leaves[n] for n in signature.hidden if signature.leaves[n].is_tensor]
 
     # --- this rank as an origin -------------------------------------------------------------------
 
     def _made(self, message: Message) -> Any:
-        """What this stage sends before its actions, and after them."""
+        """A message that this stage sends before or after its actions."""
         if message.kind == "loss":
             assert self.tail is not None
             return torch.stack([self.tail.losses[i] for i in self._pass.own(message.micro_batch)])
@@ -479,14 +498,18 @@ class Run:
         values = [self.arguments.values[self.stage][n] for n in signature.hidden if signature.leaves[n].is_tensor]
         return self.plan.forms[message].fill(value.detach()[rows].contiguous() for value in values)
 
-    def _output_grad(self, message: Message, outputs: list[Tensor | None], taps: list[Tensor | None]) -> list[Tensor]:
+    def _output_grad(
+        self, message: Message, outputs: list[Tensor | None], intermediates: list[Tensor | None]
+    ) -> list[Tensor]:
+        """A micro-batch's part of the gradients of outputs, or of intermediate hidden states. None counts as zeros."""
         rows = self.plan.rows(message.micro_batch)
         if message.kind == "hidden_grad":
-            found = [None if g is None else g[rows] for g in outputs]
+            grads = [None if g is None else g[rows] for g in outputs]
         else:
-            found = [None if g is None else g[layer, rows] for layer in self.plan.layers[message.place] for g in taps]
+            layers = self.plan.layers[message.place]
+            grads = [None if g is None else g[layer, rows] for layer in layers for g in intermediates]
         forms, device = self.plan.forms[message].tensors, self.context.device
-        return [form.zeros(device) if g is None else g.contiguous() for form, g in zip(forms, found, strict=True)]
+        return [form.zeros(device) if g is None else g.contiguous() for form, g in zip(forms, grads, strict=True)]
 
     def _on_any_stage(self, flag: bool) -> bool:
         """Whether any stage of the pipeline has a true ``flag``. A collective."""
@@ -498,11 +521,11 @@ class Run:
     def _input_grads(self, results: Mapping[Message, list[Tensor]]) -> list[Tensor | None]:
         """The gradients of the leaves of this rank's hidden states that want one."""
         parts = [results[m] for _, m in self._pass.results(self.stage) if m.kind == "input_grad"]
-        return [_joined(of_leaf, 0) for of_leaf in zip(*parts)]
+        return [_concatenated(of_leaf, 0) for of_leaf in zip(*parts)]
 
 
-def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """The parts of micro-batches in one; what is no tensor is taken from the first."""
+def _concatenated(parts: Sequence[Any], dim: int) -> Any:
+    """The parts of micro-batches as one tensor. If they are no tensors, the first one."""
     if not isinstance(parts[0], Tensor):
         return parts[0]
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

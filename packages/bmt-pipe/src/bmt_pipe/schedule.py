@@ -1,22 +1,24 @@
-"""In which order each rank of a pipeline works: plain data, made by pure functions.
+"""Pipeline schedules: the actions of each rank, in order. Plain data, made by pure functions.
 
 [Note: schedules]
-    A pipeline of ``stages`` ranks has ``chunks`` chunks of layers on each, dealt out in turn: chunk c of rank r is
-    number c · stages + r of the chain. In a V-shaped pipeline the second of two chunks is dealt out backwards: the last
-    rank has the two in the middle of the chain, and the first rank both ends.
+    A pipeline of ``stages`` ranks has ``chunks`` chunks of layers on each rank: chunk c of rank r is number
+    c · stages + r of the chain. A V-shaped pipeline has two chunks on each rank, and the second ones are assigned in
+    reverse order: the last rank has the two in the middle of the chain, and the first rank both ends.
 
-    A schedule is a list of actions for each rank, which the rank does in order; what an action waits for follows from
-    its kind:
+    A schedule is a list of actions for each rank, which runs them in order. The kind of an action determines what it
+    waits for:
 
     =============  =========================  ====================================================================
-    kind           does                       waits for, of the same micro-batch
+    kind           computes                   waits for, of the same micro-batch
     =============  =========================  ====================================================================
-    FORWARD        compute the chunk          FORWARD of the chunk before it in the chain
-    RECOMPUTE      compute it again           its own FORWARD; of which only the chunk's input was kept until here
-    BACKWARD       all gradients              backward of the chunk after it; what holds its activations
-    INPUT          the input's gradient       the same; this is what the chunk before it waits for
+    FORWARD        the chunk                  FORWARD of the chunk before it in the chain
+    RECOMPUTE      the chunk again            its own FORWARD, which then keeps only the chunk's input
+    BACKWARD       all gradients              backward of the chunk after it; its own RECOMPUTE, or else FORWARD
+    INPUT          the input's gradient       the same as BACKWARD; the chunk before waits for INPUT
     WEIGHT         the parameters' gradients  its own INPUT
     =============  =========================  ====================================================================
+
+    INPUT is the input-gradient pass, and WEIGHT the weight-gradient pass.
 
 Sources: GPipe, arXiv:1811.06965; 1F1B, arXiv:1806.03377; interleaving, arXiv:2104.04473; zero bubble,
 arXiv:2401.10241 (ZB-H1) and arXiv:2405.15362 (ZB-V).
@@ -34,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class Kind(enum.Enum):
-    """What a rank does with one micro-batch and one of its chunks; see [Note: schedules]."""
+    """The kind of an action; see [Note: schedules]."""
 
     FORWARD = "F"
     RECOMPUTE = "R"
@@ -45,7 +47,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a rank does."""
+    """What a rank does with one micro-batch and one of its chunks."""
 
     kind: Kind
     micro_batch: int
@@ -60,12 +62,12 @@ class Schedule:
     """The actions of every rank, in order.
 
     Attributes:
-        stages: how many ranks.
-        micro_batches: how many there are.
-        chunks: of each rank.
-        loss_outside: all backwards wait for all forwards, because the loss is computed outside of the pipeline.
-        actions: for each rank.
-        v_shaped: the second chunks are dealt out backwards.
+        stages: the number of ranks.
+        micro_batches: the number of micro-batches.
+        chunks: the number of chunks of each rank.
+        loss_outside: whether all backwards wait for all forwards, because the loss is computed outside the pipeline.
+        actions: those of each rank.
+        v_shaped: whether the second chunks are assigned in reverse order.
     """
 
     stages: int
@@ -90,15 +92,15 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backward is INPUT and WEIGHT."""
+        """Whether backward is split into INPUT and WEIGHT."""
         return any(action.kind is Kind.INPUT for action in self.actions[0])
 
 
 def recompute(stages: int, micro_batches: int, chunks: int = 1, v_shaped: bool = False) -> Schedule:
-    """All forwards, which keep a chunk's inputs alone; then each backward, with the chunk computed again before it.
+    """All forwards, which keep only the inputs of chunks; then all backwards, each after a recomputation of its chunk.
 
-    The computation for the first backwards is done while their gradients are on their way, so that what a rank waits
-    for is (stages - 1)(F + B) / chunks, as if nothing were computed twice.
+    The recomputation for the first backwards overlaps with the wait for their gradients. So a rank waits for
+    (stages - 1)(F + B) / chunks, as without recomputation.
 
     Raises:
         ValueError: a number is not positive, or a V-shaped pipeline has other than two chunks on a rank.
@@ -108,7 +110,7 @@ def recompute(stages: int, micro_batches: int, chunks: int = 1, v_shaped: bool =
         raise ValueError(f"chunks={chunks!r} must be 2 in a V-shaped pipeline")
     actions = []
     for rank in range(stages):
-        order = _in_turns(stages, micro_batches, chunks)
+        order = _interleaved(stages, micro_batches, chunks)
         if v_shaped:
             first, second = ([(c, i) for i in range(micro_batches)] for c in range(2))
             order = _by_turns(first, second, min(2 * (stages - 1 - rank), micro_batches))
@@ -119,9 +121,9 @@ def recompute(stages: int, micro_batches: int, chunks: int = 1, v_shaped: bool =
 
 
 def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
-    """1F1B: as many forwards as there are stages from here on, then a backward and a forward by turns.
+    """1F1B: rank r runs stages - r forwards, then alternates between a backward and a forward.
 
-    Rank r holds the activations of no more than stages - r micro-batches.
+    It holds the activations of at most stages - r micro-batches.
 
     Raises:
         ValueError: a number is not positive.
@@ -131,7 +133,7 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
 
 
 def interleaved_one_forward_one_backward(stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """1F1B over several chunks on each rank, which divides the waiting by their number.
+    """1F1B over several chunks on each rank. The time that ranks wait is divided by the number of chunks.
 
     Raises:
         ValueError: a number is not positive, or ``stages`` does not divide ``micro_batches``.
@@ -146,10 +148,10 @@ def interleaved_one_forward_one_backward(stages: int, micro_batches: int, chunks
 
 
 def zero_bubble_h1(stages: int, micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B whose parameters' gradients are put off into what would be waiting at the end.
+    """ZB-H1: 1F1B with weight-gradient passes delayed into the time that ranks would wait at the end.
 
-    Rank r puts off those of r micro-batches, which with 1F1B's own make ``stages`` micro-batches' activations on
-    every rank, as many as 1F1B holds on the first.
+    Rank r delays those of r micro-batches. With those of 1F1B, every rank holds the activations of ``stages``
+    micro-batches, as many as the first rank of 1F1B.
 
     Raises:
         ValueError: a number is not positive.
@@ -171,16 +173,16 @@ def zero_bubble_h1(stages: int, micro_batches: int) -> Schedule:
 
 
 def zero_bubble_v(stages: int, micro_batches: int) -> Schedule:
-    """ZB-V: two chunks on each rank, in a V. From the middle of the chain on, backward follows forward at once.
+    """ZB-V: two chunks on each rank, in a V. In the second half of the chain, backward follows forward at once.
 
-    A rank holds the activations of no more than ``stages`` micro-batches, as 1F1B does on the first one, and waits for
-    half as long as with ZB-H1.
+    A rank holds the activations of at most ``stages`` micro-batches, like the first rank of 1F1B, and waits half as
+    long as with ZB-H1.
 
     Raises:
         ValueError: a number is not positive.
     """
     _check(stages, micro_batches, 1)
-    count = max(micro_batches, 2 * stages - 1)  # of fewer, some have no part in the pattern
+    count = max(micro_batches, 2 * stages - 1)  # the pattern needs so many; surplus ones are dropped
     actions = []
     for rank in range(stages):
         later = stages - rank
@@ -202,20 +204,19 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "zero_bubble_h1": zero_bubble_h1,
     "zero_bubble_v": zero_bubble_v,
 }
-"""The functions above, by the names that settings and the command line give them."""
+"""The functions above, by their names in settings and on the command line."""
 
 _WITH_CHUNKS = ("recompute", "interleaved_1f1b")
 
 
 def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of a name in ``SCHEDULES``.
+    """The schedule with a name in ``SCHEDULES``.
 
     Args:
-        chunks: on each rank; by default two for "zero_bubble_v", and one for others.
+        chunks: the number on each rank; by default two for "zero_bubble_v", and one for others.
 
     Raises:
-        ValueError: no schedule is called so, it is made for another number of chunks, or its function refuses the
-            numbers.
+        ValueError: there is no schedule with this name, it needs another number of chunks, or its function raises.
     """
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
@@ -237,15 +238,15 @@ def _check(stages: int, micro_batches: int, chunks: int) -> None:
 
 
 def _alternating(stages: int, micro_batches: int, chunks: int, ahead: list[int]) -> Schedule:
-    """So many forwards ``ahead`` on each rank, then a forward and a backward by turns."""
-    order = _in_turns(stages, micro_batches, chunks)
+    """``ahead`` forwards, given for each rank, then alternately a forward and a backward."""
+    order = _interleaved(stages, micro_batches, chunks)
     forward = [Action(Kind.FORWARD, i, c) for c, i in order]
     backward = [Action(Kind.BACKWARD, i, chunks - 1 - c) for c, i in order]
     actions = tuple(tuple(_by_turns(forward, backward, min(count, len(order)))) for count in ahead)
     return Schedule(stages, micro_batches, chunks, False, actions)
 
 
-def _in_turns(stages: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
+def _interleaved(stages: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
     """(chunk, micro-batch): ``stages`` micro-batches go through all chunks before the next ones."""
     return [
         (c, i)
@@ -256,7 +257,7 @@ def _in_turns(stages: int, micro_batches: int, chunks: int) -> list[tuple[int, i
 
 
 def _by_turns(first: list[_T], second: list[_T], ahead: int) -> list[_T]:
-    """``ahead`` of ``first``, then one of ``first`` and ``second`` by turns, then what is left of ``second``."""
+    """``ahead`` of ``first``, then alternately one of ``first`` and one of ``second``, then the rest of ``second``."""
     order = first[:ahead]
     for pair in zip(first[ahead:], second):
         order += pair

@@ -1,4 +1,4 @@
-"""What a schedule takes: when each action runs, how long ranks wait, and how many activations they hold."""
+"""Simulation of a schedule: when each action runs, how long ranks wait, and how many activations they hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNIT_COSTS: Mapping[Kind, int] = {
     Kind.INPUT: 1,
     Kind.WEIGHT: 1,
 }
-"""What a micro-batch takes in all chunks of a rank together, where backward takes twice as long as forward."""
+"""The time of a micro-batch in all chunks of a rank together, if backward takes twice as long as forward."""
 
 Time: TypeAlias = Fraction | float
 """Planned times are fractions, in the unit of the costs; measured ones are floats, in seconds."""
@@ -25,15 +25,16 @@ Time: TypeAlias = Fraction | float
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything happens, or happened.
+    """When the actions of a schedule run, planned or measured.
 
     Attributes:
-        starts: for each rank, when each of its actions begins; 0 is the earliest of all.
-        ends: when it ends.
-        length: when all is done.
-        waiting: for each rank, the time from 0 to ``length`` in which it does nothing.
-        activations: for each rank, the most micro-batches, times chunks, whose activations it holds at a time.
-        inputs: for each rank, the most chunk inputs that it holds for a later recomputation.
+        starts: for each rank, the start of each of its actions; 0 is the earliest of all.
+        ends: for each rank, the end of each of its actions.
+        length: the end of the last action.
+        waiting: for each rank, the idle time between 0 and ``length``.
+        activations: for each rank, the largest number of micro-batches, times chunks, whose activations it holds at a
+            time.
+        inputs: for each rank, the largest number of chunk inputs that it holds for a later recomputation.
     """
 
     starts: tuple[tuple[Time, ...], ...]
@@ -50,7 +51,7 @@ class Timeline:
 
 
 def timeline_of(schedule: Schedule, starts: Sequence[Sequence[Time]], ends: Sequence[Sequence[Time]]) -> Timeline:
-    """The timeline in which the actions of each rank begin and end when ``starts`` and ``ends`` say.
+    """The timeline in which the actions of each rank begin at ``starts`` and end at ``ends``.
 
     Raises:
         ValueError: there are not as many times as actions, a time is negative or not finite, or an action begins
@@ -64,11 +65,11 @@ def timeline_of(schedule: Schedule, starts: Sequence[Sequence[Time]], ends: Sequ
 
 
 def check_times(schedule: Schedule, starts: Sequence[Sequence[Time]], ends: Sequence[Sequence[Time]]) -> None:
-    """Raise a ``ValueError`` unless these can be when the actions of ``schedule`` began and ended."""
+    """Raise a ``ValueError`` unless the actions of ``schedule`` can have begun and ended at these times."""
     wanted = [len(actions) for actions in schedule.actions]
     for name, times in (("starts", starts), ("ends", ends)):
-        if (found := [len(of_rank) for of_rank in times]) != wanted:
-            raise ValueError(f"{name} has {found} times on its ranks, and the schedule {wanted} actions")
+        if (counts := [len(of_rank) for of_rank in times]) != wanted:
+            raise ValueError(f"{name} has {counts} times on its ranks, and the schedule {wanted} actions")
     for rank, (actions, *times) in enumerate(zip(schedule.actions, starts, ends)):
         before: Time = 0
         for action, start, end in zip(actions, *times):
@@ -80,12 +81,12 @@ def check_times(schedule: Schedule, starts: Sequence[Sequence[Time]], ends: Sequ
 
 
 def idle_share(timeline: Timeline) -> tuple[float, ...]:
-    """For each rank, which share of the whole time it does nothing, from 0 to 1."""
+    """For each rank, the share of the timeline's length that it is idle, from 0 to 1."""
     return tuple(float(waiting / timeline.length) if timeline.length else 0.0 for waiting in timeline.waiting)
 
 
 def mean_costs(schedule: Schedule, timeline: Timeline) -> dict[Kind, Time]:
-    """What an action of each kind of the schedule took, as the ``costs`` that ``simulate`` plans with."""
+    """The mean time of each kind of action in the schedule, as ``costs`` for :func:`simulate`."""
     times: dict[Kind, list[Time]] = {}
     for actions, starts, ends in zip(schedule.actions, timeline.starts, timeline.ends):
         for action, start, end in zip(actions, starts, ends):
@@ -94,15 +95,15 @@ def mean_costs(schedule: Schedule, timeline: Timeline) -> dict[Kind, Time]:
 
 
 def simulate(schedule: Schedule, costs: Mapping[Kind, Time] = UNIT_COSTS) -> Timeline:
-    """Run a schedule on paper. Sending takes no time.
+    """Simulate a schedule. Sending takes no time.
 
     Args:
-        schedule: what to run.
-        costs: what an action of each kind takes, over all chunks of a rank together.
+        schedule: the schedule.
+        costs: the time of each kind of action, over all chunks of a rank together.
 
     Raises:
-        ValueError: the schedule would never end: ranks wait for each other, or for what nobody does; or it has
-            actions that ``costs`` does not have.
+        ValueError: the schedule would never end, because ranks wait for each other or for an action that it does not
+            have; or it has kinds of actions that ``costs`` does not have.
     """
     if unknown := {action.kind for actions in schedule.actions for action in actions} - costs.keys():
         names = ", ".join(sorted(kind.value for kind in unknown))
@@ -135,7 +136,7 @@ def _ready(
     recomputed: set[tuple[int, int]],
     done: Mapping[tuple[Kind, int, int], Fraction],
 ) -> Fraction | None:
-    """From when on an action can run; None: what it waits for has not been done yet."""
+    """The earliest start of an action; None: an action that it waits for has not run yet."""
     place, i = schedule.place(rank, action.chunk), action.micro_batch
     if action.kind is Kind.FORWARD:
         return Fraction(0) if place == 0 else done.get((Kind.FORWARD, place - 1, i))
@@ -154,12 +155,12 @@ def _ready(
 
 
 def _recomputed(actions: tuple[Action, ...]) -> set[tuple[int, int]]:
-    """The micro-batch and chunk of everything that a rank computes again."""
+    """The (micro-batch, chunk) pairs that a rank recomputes."""
     return {(action.micro_batch, action.chunk) for action in actions if action.kind is Kind.RECOMPUTE}
 
 
 def _held(actions: tuple[Action, ...]) -> tuple[int, int]:
-    """The most activations, and the most inputs for recomputation, that a rank holds at a time."""
+    """The largest numbers of activations, and of inputs for recomputation, that a rank holds at a time."""
     again = _recomputed(actions)
     activations = inputs = most_activations = most_inputs = 0
     for action in actions:

@@ -1,8 +1,8 @@
-"""Backward of any computation in two parts: the gradients of its inputs, and later those of its parameters.
+"""Backward of any computation in two passes: the input-gradient pass, and later the weight-gradient pass.
 
-[Note: the two parts]
+[Note: the two passes]
     Zero-bubble schedules send the gradient of a chunk's input as soon as possible and fill idle time with the gradients
-    of its parameters (Qi et al., arXiv:2401.10241). Autograd can compute both apart, for any module::
+    of its parameters (Qi et al., arXiv:2401.10241). Autograd can compute the two separately, for any module::
 
         output ── Addmm ── Gelu ── Addmm ── input         the path to the inputs
                     │                │
@@ -10,28 +10,30 @@
                     │                │
                   weight           weight                 what parameters enter through
 
-    The first part is ``autograd.grad`` with respect to the inputs: nodes compute what leads there and nothing else. A
-    hook keeps the gradient that arrives at each node with an edge across the boundary. The second part runs each of
-    these nodes alone, for its edges across the boundary, and begins an ordinary backward pass behind the boundary with
-    what it has found. That pass accumulates gradients, calls hooks and lets bmt_zero reduce. Parameters that enter
-    through the same node, as those of a Block do, are treated together, the last ones first.
+    The input-gradient pass is ``autograd.grad`` with respect to the inputs: nodes compute only the gradients on the
+    path. A hook keeps the gradient that arrives at each node with an edge across the boundary. The weight-gradient pass
+    runs each of these nodes alone, for its edges across the boundary, and starts an ordinary backward pass behind the
+    boundary with the resulting gradients. That pass accumulates gradients, calls hooks and lets bmt_zero reduce.
+    Parameters that enter through the same node, such as those of a Block, are processed together, the last ones first.
 
-    torch.distributed.pipelining splits in the same way, but takes leaves for parameters, runs hooks of parameters'
-    tensors not at all, and computes a function twice that makes all gradients at once.
+    torch.distributed.pipelining splits in the same way. But it takes leaves for parameters, does not call hooks of
+    parameters' tensors, and computes a function twice if it returns all gradients at once.
 
-[Note: what is computed in the first part]
-    Only products (linear layers, embeddings) are worth the second part. What else crosses the boundary, norms' gains
-    and elementwise factors, is computed together with the inputs' gradients, which takes one kernel in place of two and
-    no values of parameters later. So are the gradients of a ``torch.autograd.Function``, which may compute all of them
-    whatever is asked for (unless it has ``splits_backward = True``; see ``bmt_tp.ops``), and those of a tensor that
-    crosses the boundary at several nodes, one of which may be on another one's path.
+[Note: what the input-gradient pass computes]
+    Only products (linear layers, embeddings) are worth a weight-gradient pass. Other gradients that cross the boundary,
+    such as those of norms' gains and elementwise factors, are computed together with the inputs' gradients: it takes
+    one kernel instead of two, and the weight-gradient pass then reads no values of parameters. The same holds for the
+    gradients of a ``torch.autograd.Function``, which may compute all of them in any case (unless it has
+    ``splits_backward = True``; see ``bmt_tp.ops``), and for those of a tensor that crosses the boundary at several
+    nodes, because one of these may be on the path of another.
 
-    All gradients are computed in the first part, if the computation contains a node that runs once (``_RUN_ONCE``), if
-    what crosses there is computed of something that crosses elsewhere, or if a tensor just behind the boundary has
-    hooks and is a parameter or one that bmt_zero knows of.
+    The input-gradient pass computes all gradients if the computation contains a node that runs once (``_RUN_ONCE``), if
+    a tensor that crosses the boundary is computed from another one that crosses it, or if a tensor just behind the
+    boundary has hooks and is a parameter or known to bmt_zero.
 
-    Hooks on a product and on other tensors just behind the boundary are called in both parts, for a node does not tell
-    of them; what they return in the second one is ignored. So ``retain_grad`` there retains twice the gradient.
+    Hooks on a product, and on other tensors just behind the boundary, are called in both passes, because a node does
+    not show its hooks. What they return in the second pass is ignored. So ``retain_grad`` there retains twice the
+    gradient.
 """
 
 from __future__ import annotations
@@ -57,18 +59,18 @@ _PRODUCTS = {
     "BaddbmmBackward0": ("batch1", "batch2"),
     "EmbeddingBackward0": ("indices",),
 }
-"""Nodes that compute a weight's gradient by itself, without the weight's value, at a cost that is worth a pass; and
-what they save."""
+"""Nodes that can compute the gradient of a weight alone, without its value, at a cost that is worth a pass; and the
+names of the tensors that they save."""
 
 _RUN_ONCE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
-"""Nodes of reentrant checkpoints, which know complete backward passes only, and of compiled backwards, which may write
-where tensors are that they have saved."""
+"""Nodes of reentrant checkpoints, which support only complete backward passes, and of compiled backwards, which may
+overwrite their saved tensors."""
 
 _SHAPES = "Alias Expand Permute ReshapeAlias Select Slice Split Squeeze T Transpose Unbind UnsafeView Unsqueeze View"
 _COPIES = "Add Cat Clone Stack Sub ToCopy Embedding"
 _READ_NO_PARAMETERS = frozenset(f"{name}Backward0" for name in f"{_SHAPES} {_COPIES}".split())
 _READ_NO_PARAMETERS |= {"EnterBackward", "torch::autograd::AccumulateGrad"}
-"""Nodes behind the boundary that need no values of parameters."""
+"""Nodes behind the boundary that do not read values of parameters."""
 
 Graph = Mapping[Node, Sequence[tuple["Node | None", int]]]
 """The edges of each node."""
@@ -78,10 +80,10 @@ class _Group:
     """Parameters that enter a computation through the same nodes.
 
     Attributes:
-        nodes: behind the boundary.
-        crossing: nodes on the path to the inputs, and those of their edges that end at ``nodes``.
-        grads: what has arrived at such edges.
-        called: those whose tensors' hooks have been called.
+        nodes: the nodes behind the boundary.
+        crossing: nodes on the path to the inputs, with their edges that end at ``nodes``.
+        grads: the gradients at such edges.
+        called: the edges whose tensors' hooks have been called.
     """
 
     def __init__(self, nodes: set[Node]) -> None:
@@ -92,19 +94,21 @@ class _Group:
 
     @property
     def order(self) -> int:
-        """Larger for groups that have entered later."""
+        """Larger for groups that enter the computation later."""
         return min(node._sequence_nr() for node in self.nodes)
 
     @property
     def reads_parameters(self) -> bool:
-        """Whether the second part may read values of parameters."""
+        """Whether the weight-gradient pass may read values of parameters."""
         return any(node.name() not in _READ_NO_PARAMETERS for node in self.nodes)
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
         """Within, the Blocks of the parameters are unsharded if the parameters' values may be read."""
         entries: list[Any] = [node for node in self.nodes if node.name() == "EnterBackward" and self.reads_parameters]
-        calls = [node.receiver for node in sorted(entries, key=lambda node: node._sequence_nr())]  # on all ranks alike
+        calls = [
+            node.receiver for node in sorted(entries, key=lambda node: node._sequence_nr())
+        ]  # the same order on all ranks
         owners = list(dict.fromkeys(call.group for call in calls if isinstance(call, Call)))
         for owner in owners:
             owner.unshard()
@@ -123,13 +127,13 @@ class _Group:
 
 
 class SplitBackward:
-    """A backward pass in two parts; see [Note: the two parts].
+    """A backward in two passes; see [Note: the two passes].
 
     Args:
-        roots: where gradients arrive.
-        grads: these gradients.
-        leaves: the inputs; the first part accumulates their gradients.
-        step: told which part is running.
+        roots: the edges at which backward starts.
+        grads: the gradients at ``roots``.
+        leaves: the inputs. The input-gradient pass accumulates their gradients.
+        step: it is told which pass is running.
         hooked: nodes of tensors whose hooks must be called once.
     """
 
@@ -145,7 +149,7 @@ class SplitBackward:
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self._roots = list(zip(roots, grads, strict=True))
         self._arrived: dict[Node, Sequence[Tensor | None]] = {}
-        self._together: list[tuple[_Group, GradientEdge]] = []  # what the first part computes, too
+        self._together: list[tuple[_Group, GradientEdge]] = []  # of the input-gradient pass
         self._groups: list[_Group] = []
         graph = graph_of(root.node for root in roots)
         path = _leading_to([get_gradient_edge(leaf).node for leaf in self._leaves], graph)
@@ -158,26 +162,26 @@ class SplitBackward:
         at_once = {
             entry
             for entry, nodes in users.items()
-            if len(nodes) > 1 or any(node in hooked or not _waits(node) for node in nodes)
+            if len(nodes) > 1 or any(node in hooked or not _has_weight_pass(node) for node in nodes)
         }
         edges = {edge for node in path for edge in graph[node] if edge[0] in behind}
         others = {edge for nodes in behind.values() for node in nodes for edge in graph[node]}
         others.update((root.node, root.output_nr) for root, _ in self._roots)
         self._recomputed = _Recomputed()
-        self._whole = (
+        self._all_at_once = (
             any(node.name() in _RUN_ONCE for node in graph)
             or any(not at_once.isdisjoint(nodes - {entry}) for entry, nodes in behind.items())
             or not edges.isdisjoint(others)
             or any(entry in hooked or _has_hooks(entry) for entry in behind)
         )
-        if self._whole:
+        if self._all_at_once:
             return
         late_roots = [(root, grad) for root, grad in self._roots if root.node not in path]
         self._roots = [(root, grad) for root, grad in self._roots if root.node in path]
         behind.update((root.node, set(graph_of([root.node]))) for root, _ in late_roots)
         late = [[entry for entry, _ in graph[node] if entry in behind and entry not in at_once] for node in path]
-        joined = (set[Node]().union(*(behind[entry] for entry in entries)) for entries in late)
-        group_of = _grouped((*behind.values(), *joined))  # so that a node runs once for all its parameters
+        unions = (set[Node]().union(*(behind[entry] for entry in entries)) for entries in late)
+        group_of = _grouped((*behind.values(), *unions))  # so that a node runs once for all its parameters
         for root, grad in late_roots:
             group_of[root.node].add(root, grad, called=False)
         for node in path:
@@ -191,14 +195,14 @@ class SplitBackward:
                     group.crossing.setdefault(node, []).append(edge)
         self._groups = sorted(dict.fromkeys(group_of.values()), key=lambda group: group.order)
 
-    def inputs(self) -> None:
-        """The first part: accumulate the gradients of the inputs."""
+    def run_input_pass(self) -> None:
+        """The input-gradient pass: accumulate the gradients of the inputs."""
         roots, self._roots = self._roots, []
         leaves, self._leaves = self._leaves, []
         if not roots:
             return
         edges, grads = [root for root, _ in roots], [grad for _, grad in roots]
-        if self._whole:
+        if self._all_at_once:
             torch.autograd.backward(edges, grads)
             return
         nodes = {node for group in self._groups for node in group.crossing}
@@ -207,20 +211,20 @@ class SplitBackward:
         wanted = [*map(get_gradient_edge, leaves), *together]
         try:
             with self._step.computing(BackwardPart.INPUTS), self._recomputed.within(nodes):
-                found = torch.autograd.grad(edges, wanted, grads, retain_graph=bool(nodes), allow_unused=True)
+                results = torch.autograd.grad(edges, wanted, grads, retain_graph=bool(nodes), allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
-        for leaf, grad in zip(leaves, found):
+        for leaf, grad in zip(leaves, results):
             if grad is not None:
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
         groups = {edge: group for group, edge in self._together}
-        for edge, grad in zip(together, found[len(leaves) :], strict=True):
+        for edge, grad in zip(together, results[len(leaves) :], strict=True):
             groups[edge].add(edge, grad)
         self._together = []
 
-    def weights(self) -> None:
-        """The second part: accumulate the gradients of the parameters."""
+    def run_weight_pass(self) -> None:
+        """The weight-gradient pass: accumulate the gradients of the parameters."""
         with self._recomputed.within():
             while self._groups:
                 group = self._groups.pop()
@@ -246,19 +250,19 @@ class SplitBackward:
         grads = {GradientEdge(node, n): grad for n, grad in enumerate(arrived) if grad is not None}
         if not grads:
             return
-        handle = node.register_prehook(lambda _: tuple(arrived))  # which hooks have changed already
+        handle = node.register_prehook(lambda _: tuple(arrived))  # its hooks have been called already
         try:
-            found = torch.autograd.grad(list(grads), edges, list(grads.values()), retain_graph=True, allow_unused=True)
+            results = torch.autograd.grad(list(grads), edges, [*grads.values()], retain_graph=True, allow_unused=True)
         finally:
             handle.remove()
-        for edge, grad in zip(edges, found, strict=True):
+        for edge, grad in zip(edges, results, strict=True):
             group.add(edge, grad)
 
 
 class _Recomputed:
-    """What a checkpoint inside of the computation (not a reentrant one) recomputes: once, for both parts.
+    """Makes non-reentrant checkpoints in the computation recompute once for both passes.
 
-    Versions of torch without ``GraphExecGroup``, or that hide what is saved, recompute it in each backward pass.
+    Versions of torch without ``GraphExecGroup``, or that hide saved tensors, recompute in each backward pass.
     """
 
     def __init__(self) -> None:
@@ -268,7 +272,7 @@ class _Recomputed:
 
     @contextlib.contextmanager
     def within(self, nodes: Iterable[Node] = ()) -> Iterator[None]:
-        """Around backward passes of one part. ``nodes`` run again in the other."""
+        """Around one of the passes. ``nodes`` run again in the other one."""
         if self._group is None:
             yield
             return
@@ -277,13 +281,13 @@ class _Recomputed:
             for saved in (getattr(node, name, ()) for name in names):
                 for each in saved if isinstance(saved, tuple) else (saved,):
                     if isinstance(each.data, torch.utils.checkpoint._Holder):
-                        each.data.handles = _Kept(each.data.handles)
+                        each.data.handles = _KeptHandles(each.data.handles)
         with self._group:
             yield
 
 
-class _Kept(dict[Any, Any]):
-    """Where torch's checkpoint notes what it has recomputed, until it is taken: here, also after that."""
+class _KeptHandles(dict[Any, Any]):
+    """The handles of what torch's checkpoint recomputed. torch sets each to None after its first use; this does not."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if value is not None:
@@ -291,7 +295,7 @@ class _Kept(dict[Any, Any]):
 
 
 def graph_of(roots: Iterable[Node]) -> Graph:
-    """The nodes that roots lead to, with themselves."""
+    """The nodes that ``roots`` lead to, including the roots."""
     graph: dict[Node, Sequence[tuple[Node | None, int]]] = {}
     left = list(roots)
     while left:
@@ -303,7 +307,7 @@ def graph_of(roots: Iterable[Node]) -> Graph:
 
 
 def _leading_to(targets: Iterable[Node], graph: Graph) -> dict[Node, None]:
-    """The nodes of a graph that lead to one of ``targets``, with themselves."""
+    """The nodes of a graph that lead to one of ``targets``, including the targets."""
     before: dict[Node, list[Node]] = defaultdict(list)
     for node, edges in graph.items():
         for following, _ in edges:
@@ -320,7 +324,7 @@ def _leading_to(targets: Iterable[Node], graph: Graph) -> dict[Node, None]:
 
 
 def _grouped(sets: Iterable[set[Node]]) -> dict[Node, _Group]:
-    """The group of each node; sets that have a node in common are of one group."""
+    """The group of each node. Sets with a common node are merged into one group."""
     group_of: dict[Node, _Group] = {}
     for nodes in sets:
         groups = {group_of[node] for node in nodes if node in group_of}
@@ -330,18 +334,18 @@ def _grouped(sets: Iterable[set[Node]]) -> dict[Node, _Group]:
 
 
 def _has_hooks(node: Any) -> bool:
-    """Whether a node is that of a parameter with hooks."""
+    """Whether a node belongs to a parameter with hooks."""
     return node.name() == "torch::autograd::AccumulateGrad" and bool(node.variable._backward_hooks)
 
 
 def _after_hooks(node: Node, group: _Group, arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """What arrives at a node behind the boundary; the first part has called its tensors' hooks already."""
+    """The gradients for a node behind the boundary, without the effect of hooks that were called already."""
     edges = [GradientEdge(node, index) for index in range(len(arrived))]
     return tuple(group.grads[e] if e in group.called else grad for e, grad in zip(edges, arrived, strict=True))
 
 
-def _waits(node: Any) -> bool:
-    """Whether a node computes parameters' gradients in the second part."""
+def _has_weight_pass(node: Any) -> bool:
+    """Whether a node computes gradients of parameters in the weight-gradient pass."""
     if node.name() in _PRODUCTS:
         return True
     function = getattr(node, "_forward_cls", None)  # of a torch.autograd.Function

@@ -1,11 +1,11 @@
-"""The tail of a pipeline: what follows the layers (a head and a loss), computed inside of the schedule.
+"""The tail of a pipeline: what follows the layers (a head and a loss), computed inside the schedule.
 
 [Note: the tail's parameters]
-    Sharded parameters outside of the list are spread over all ranks, and gathering one takes all of them, but only the
-    last stage runs the tail, at times of its own. So those of the module that the tail is, or is a method of, and of
-    the modules named beside it are gathered before the schedule begins, and their gradients are reduced after it, in
-    the backward pass of whoever called. Others raise an error when the tail needs them. Plain parameters are the
-    leaves that autograd finds.
+    Parameters outside the list of layers are sharded over all ranks, and all ranks must take part in their all-gather.
+    But only the last stage runs the tail, and other ranks do not know when. So the parameters of the tail's modules are
+    unsharded before the schedule begins, and their gradients are reduced after it, in the caller's backward pass. These
+    modules are the one that the tail is, or is a method of, and ``tail_modules``. Other sharded parameters raise an
+    error when the tail uses them. Plain parameters are the leaves that autograd finds.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Tail:
 
     Args:
         function: computes the loss of a micro-batch, 0-dim, from the hidden states and further arguments.
-        modules: whose sharded parameters it uses, besides those of the module that it is, or is a method of.
+        modules: further modules whose sharded parameters it uses, besides the module that it is, or is a method of.
         context: the ranks.
-        factor: the gradient of the loss that is expected (0-dim, fp64), relative to the loss scale; :meth:`note` writes
-            what came.
+        factor: the predicted gradient of the loss (0-dim, fp64), relative to the loss scale. :meth:`note` overwrites it
+            with the actual one.
         grad: whether to differentiate.
 
     Attributes:
-        shapes: of its sharded parameters, which all ranks gather.
-        scale: the gradient of the loss that is expected; all gradients are computed for it.
+        shapes: of its sharded parameters.
+        scale: the predicted gradient of the loss. All gradients are computed for it.
         losses: of each micro-batch, times its share of the batch.
         grads: of sharded parameters that require them; None for those that were not used.
-        plain: plain parameters that were used, and their gradients; there are some where there is one rank.
+        plain: the plain parameters that were used, and their gradients. Only allowed with one rank.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Tail:
         return bool(self.grads) or (self.grad and self.context.world_size == 1)
 
     def prepare(self, runs: bool) -> None:
-        """Gather the parameters, on all ranks; ``runs``: this rank keeps them."""
+        """Unshard the parameters. All ranks must call it. ``runs``: this rank runs the tail, and keeps them."""
         for param in self._sharded:
             param.handle.begin_unsharding_one()
             value = param.handle.flat.unshard_one(param.handle.index)
@@ -83,27 +83,27 @@ class Tail:
                 self._leaves[param] = value.detach().requires_grad_(param in self.grads)
 
     @contextlib.contextmanager
-    def closing(self) -> Iterator[None]:
-        """Give up the gathered parameters after it."""
+    def releasing(self) -> Iterator[None]:
+        """Release the unsharded parameters afterwards."""
         try:
             yield
         finally:
             self._leaves.clear()
 
     def run(self, micro_batch: int, weight: float, hidden: tuple[Any, ...], args: tuple[Any, ...]) -> list[Tensor]:
-        """The loss of a micro-batch, whose share of the batch is ``weight``, and its gradients at once.
+        """Compute the loss of a micro-batch, and its gradients. ``weight`` is its share of the batch.
 
         Returns the gradients of the tensors in ``hidden`` that get one.
 
         Raises:
-            TypeError, ValueError: the function does not return a loss, or uses parameters whose gradients nobody would
-                reduce.
+            TypeError, ValueError: the function does not return a loss, or uses parameters whose gradients would not be
+                reduced.
         """
         inputs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(self.grad and gets_gradient(x)), hidden)
         wanted = [x for x in take_apart(inputs)[1] if x.requires_grad]
         first = _sequence_number() if self.grad else 0
-        torch.clear_autocast_cache()  # it has weights that an earlier micro-batch has cast
-        with self._gathered_only(), torch.set_grad_enabled(self.grad):
+        torch.clear_autocast_cache()  # weights that an earlier micro-batch has cast
+        with self._own_parameters_only(), torch.set_grad_enabled(self.grad):
             loss = self.function(*inputs, *args)
             if not isinstance(loss, Tensor):
                 raise TypeError(f"the tail returned a {type(loss).__name__}; it must return the loss, a tensor")
@@ -116,16 +116,16 @@ class Tail:
             plain = self._plain_leaves(loss, [*wanted, *params], first)
             seed = (self.scale * weight).to(loss.dtype)
             with without_autocast():
-                found = torch.autograd.grad(loss, [*wanted, *params, *plain], seed, allow_unused=True)
-        for param, grad in zip((*self.grads, *plain), found[len(wanted) :], strict=True):
+                grads = torch.autograd.grad(loss, [*wanted, *params, *plain], seed, allow_unused=True)
+        for param, grad in zip((*self.grads, *plain), grads[len(wanted) :], strict=True):
             if grad is not None:
-                grads: dict[Any, Any] = self.grads if param in self.grads else self.plain
-                before = grads.get(param)
-                grads[param] = grad if before is None else before + grad  # others may have the same tensor
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]
+                sums: dict[Any, Any] = self.grads if param in self.grads else self.plain
+                before = sums.get(param)
+                sums[param] = grad if before is None else before + grad  # not in place: the tensor may be shared
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads)]
 
     def _plain_leaves(self, loss: Tensor, known: list[Tensor], first: int) -> list[Tensor]:
-        """The leaves of the tail's computation, whose nodes begin with ``first``, that are not ``known``."""
+        """The leaves of the tail's graph that are not ``known``. ``first`` is the number of its first node."""
         nodes: list[Any] = list(graph_of([get_gradient_edge(loss).node]))
         earlier = [node.name() for node in nodes if node._sequence_nr() < first]
         if "EnterBackward" in earlier:
@@ -149,8 +149,8 @@ class Tail:
         return plain
 
     @contextlib.contextmanager
-    def _gathered_only(self) -> Iterator[None]:
-        """Within, modules compute with what :meth:`prepare` has gathered, and gather nothing."""
+    def _own_parameters_only(self) -> Iterator[None]:
+        """Within, modules use the parameters that :meth:`prepare` unsharded. Unsharding others raises an error."""
         step = step_context(self.context)
         step.forbidden = (
             "in the tail of a pipeline, which only the last stage runs: pass the module that owns it as the tail, or "
@@ -163,7 +163,7 @@ class Tail:
             step.forbidden = None
 
     def agree_on_use(self, stage: int) -> None:
-        """Let all stages have gradients of what ``stage`` has used: zeros. A collective of the pipeline."""
+        """Give all stages zero gradients of the parameters that ``stage`` used. A collective of the pipeline."""
         comm = self.context.pipe_host
         used = torch.tensor([grad is not None for grad in self.grads.values()], dtype=torch.uint8, device="cpu")
         if comm.size == 1 or len(used) == 0:
@@ -176,15 +176,15 @@ class Tail:
                 self.grads[param] = torch.zeros(param.bmt_slice.tp_shard_shape, dtype=dtype, device=self.context.device)
 
     def note(self, grad: Tensor) -> None:
-        """The gradient that the loss got: relative to the loss scale, the next one is likely to get the same.
+        """Remember the gradient that the loss got, relative to the loss scale, as the prediction for the next call.
 
-        Not 0, inf or NaN, from which there would be no way back.
+        0, inf and NaN are ignored: gradients computed for them could not be rescaled.
         """
-        found = grad / self._loss_scale
-        self._last_factor.copy_(torch.where(found.isfinite() & (found != 0), found, self._factor))
+        factor = grad / self._loss_scale
+        self._last_factor.copy_(torch.where(factor.isfinite() & (factor != 0), factor, self._factor))
 
     def reduce(self, factor: Tensor) -> None:
-        """Reduce the gradients of sharded parameters, times ``factor``, in the backward pass that is running."""
+        """Reduce the gradients of sharded parameters, times ``factor``, in the running backward pass."""
         for param, grad in self.grads.items():
             if grad is not None:
                 param.handle.reduce(grad * factor)
@@ -200,12 +200,12 @@ def _sequence_number() -> int:
 def _sharded_parameters(
     function: Callable[..., Any], modules: Sequence[nn.Module], context: ParallelContext
 ) -> list[ShardedParameter]:
-    """The sharded parameters outside of Blocks, of ``modules`` and of what the tail is, or is a method of."""
+    """The sharded parameters, outside Blocks, of ``modules`` and of the module that the tail is, or is a method of."""
     owner = getattr(function, "__self__", function)
-    found: dict[ShardedParameter, None] = {}
+    sharded: dict[ShardedParameter, None] = {}
     for module in [owner, *modules] if isinstance(owner, nn.Module) else modules:
         blocks = [m for m in module.modules() if isinstance(m, Block)]
         inside = {id(param) for block in blocks for group in groups_of(block) for param in group.params}
         params = parameters_in_forward(module, step_context(context))
-        found.update((p, None) for p in params if isinstance(p, ShardedParameter) and id(p) not in inside)
-    return list(found)
+        sharded.update((p, None) for p in params if isinstance(p, ShardedParameter) and id(p) not in inside)
+    return list(sharded)

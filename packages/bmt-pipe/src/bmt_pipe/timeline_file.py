@@ -1,4 +1,4 @@
-"""Timelines as files, together with the schedules that they are of."""
+"""Files of timelines, each with its schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCHEDULE_KEYS = {"stages", "micro_batches", "chunks", "loss_outside", "v_shaped
 
 
 def write_timeline(path: str | Path, schedule: Schedule, timeline: Timeline) -> None:
-    """Write when the actions of a schedule began and ended, planned or measured, as JSON.
+    """Write a planned or measured timeline, and its schedule, as JSON.
 
     Raises:
         ValueError: the timeline is not one of this schedule.
@@ -41,11 +41,11 @@ def write_timeline(path: str | Path, schedule: Schedule, timeline: Timeline) -> 
 
 
 def read_timeline(path: str | Path) -> tuple[Schedule, Timeline]:
-    """What ``write_timeline`` wrote. Nothing in the file is run, and everything is checked.
+    """Read what ``write_timeline`` wrote. Nothing in the file is executed, and everything is checked.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
-        ValueError: it holds something else.
+        ValueError: it is not such a file.
     """
     data = Path(path).read_bytes()
     try:

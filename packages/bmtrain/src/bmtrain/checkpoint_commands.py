@@ -1,4 +1,4 @@
-"""The commands ``bmtrain convert`` and ``bmtrain checkpoint``: checkpoints without ranks or GPUs."""
+"""The commands ``bmtrain convert`` and ``bmtrain checkpoint``. They need neither ranks nor GPUs."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def run_convert(options: argparse.Namespace) -> int:
 def run_checkpoint(options: argparse.Namespace) -> int:
     """``bmtrain checkpoint``; returns the exit status."""
     try:
-        found = find_checkpoints(options.directory)
+        paths = find_checkpoints(options.directory)
     except OSError as error:
         print(f"bmtrain checkpoint: {error}", file=sys.stderr)
         return 1
     status = 0
-    described = [describe(path) for path in found]
-    complete = [facts for facts in described if facts["problem"] is None and found != [options.directory]]
+    described = [describe(path) for path in paths]
+    complete = [facts for facts in described if facts["problem"] is None and paths != [options.directory]]
     newest = max(complete, key=lambda facts: (facts["order"], facts["step"]), default=None)
-    for path, facts in zip(found, described, strict=True):
+    for path, facts in zip(paths, described, strict=True):
         facts["is_newest"] = facts is newest
         if options.action == "verify" and facts["problem"] is None:
             try:

@@ -1,7 +1,7 @@
-"""The modules of BMTrain 1.0 that are elsewhere here, importable under their own names.
+"""The modules of BMTrain 1.0 that have another place here, importable under their old names.
 
-A table, and nothing else: each module's public names, and where they come from. Importing ``bmtrain`` puts the modules
-into ``sys.modules`` and, where the name is free, on the module that they belong to.
+A table has the public names of each module, and where they come from. Importing ``bmtrain`` puts the modules into
+``sys.modules`` and, if the name is not taken, on their parent module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from operator import attrgetter
 from types import ModuleType
 
 MODULES: dict[str, tuple[str, str]] = {
-    # Module: where its names are, and which they are.
+    # Module: the module that has its names, and the names.
     "global_var": ("bmtrain", "config rank world_size"),
     "parameter": ("bmtrain", "DistributedParameter ParameterInitializer"),
     "layer": ("bmtrain", "DistributedModule DistributedParameter"),
@@ -57,9 +57,9 @@ def install() -> None:
     for path, (source, names) in MODULES.items():
         origin = importlib.import_module(source)
         module = ModuleType(f"bmtrain.{path}", f"BMTrain's module of this name; see :mod:`{source}`.")
-        found = {name.rpartition(".")[2]: attrgetter(name)(origin) for name in names.split()}
-        module.__all__ = list(found)  # type: ignore[attr-defined]
-        module.__dict__.update(found)
+        members = {name.rpartition(".")[2]: attrgetter(name)(origin) for name in names.split()}
+        module.__all__ = list(members)  # type: ignore[attr-defined]
+        module.__dict__.update(members)
         parent, _, own = module.__name__.rpartition(".")
         sys.modules[module.__name__] = module
         if not hasattr(sys.modules[parent], own):  # bmtrain.synchronize and bmtrain.benchmark.all_gather are functions

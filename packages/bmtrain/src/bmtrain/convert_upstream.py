@@ -1,6 +1,6 @@
-"""States of optimizers that BMTrain 1.0 has saved, as files that optimizers of this project load.
+"""Conversion of optimizer states that BMTrain 1.0 saved into files that optimizers of this project load.
 
-Its checkpoints of models are state dicts in files of ``torch.save``, which need no conversion of their own.
+Checkpoints of models need no such conversion: they are state dicts in files of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from bmt_zero.checkpoints.reader import read_tensor
 
 
 def is_optimizer_file(path: Path) -> bool:
-    """Whether a file has the state of an optimizer or of an ``OptimManager``.
+    """Whether a file holds the state of an optimizer or of an ``OptimManager``.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the file is damaged.
     """
     if not path.is_file() or path.suffix == ".safetensors":
         return False
@@ -32,10 +32,10 @@ def convert_upstream(sources: Sequence[Path], target: Path, *, model: Path | Non
     """Convert the state of an optimizer, or of an ``OptimManager``, of BMTrain 1.0.
 
     Args:
-        sources: one file that was gathered, or the files of all ranks, in the order of the ranks.
+        sources: one file with the gathered state, or the files of all ranks, in the order of the ranks.
         target: the file to write, for ``torch.load``; it must not exist.
-        model: the checkpoint of the model, as BMTrain saved it. Its tensors are in the order of the parameters, and
-            give them their shapes, since BMTrain saves the state of an optimizer flat.
+        model: the checkpoint of the model, as BMTrain saved it, with tensors in the order of the parameters. It gives
+            the shapes, because BMTrain saves flat optimizer states.
 
     Raises:
         FileExistsError: ``target`` exists.
@@ -64,7 +64,8 @@ def convert_upstream(sources: Sequence[Path], target: Path, *, model: Path | Non
         converted = _manager(contents, weights) if is_manager else _optimizer(contents, weights, None)
     finally:
         weights.close()
-    _write(converted, target)
+    with complete_file(target) as part:
+        torch.save(converted, part)
 
 
 def _manager(contents: Sequence[Mapping[str, Any]], weights: PtSource) -> dict[str, Any]:
@@ -80,10 +81,4 @@ def _optimizer(contents: Sequence[Mapping[str, Any]], weights: PtSource, loss_sc
     merged = contents[0] if contents[0].get("is_whole") or len(contents) == 1 else merge_ranks(contents)
     shapes = [torch.Size(entry.shape) for entry in weights.entries.values()]
     names = list(weights.entries)
-
     return to_own_form(merged, shapes, loss_scale, lambda place: read_tensor(weights, names[place]))
-
-
-def _write(content: dict[str, Any], path: Path) -> None:
-    with complete_file(path) as part:
-        torch.save(content, part)

@@ -1,4 +1,4 @@
-"""A process-wide place to put values while debugging: each rank has its own, and nothing reads it by itself."""
+"""A dictionary of values for debugging. Each process has its own, and only the user reads it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _values: dict[str, Any] = {}
 
 
 def clear(key: str | None = None) -> None:
-    """Forget what is under ``key`` (nothing, if nothing is), or everything."""
+    """Remove the value of ``key``, if there is one. Without ``key``, remove everything."""
     if key is None:
         _values.clear()
     else:
@@ -17,35 +17,35 @@ def clear(key: str | None = None) -> None:
 
 
 def set(key: str, value: Any) -> None:
-    """Put ``value`` under ``key``, in place of what was there."""
+    """Store ``value`` under ``key``, in place of an earlier value."""
     _values[key] = value
 
 
 def get(key: str, default: Any = None) -> Any:
-    """What is under ``key``, or ``default``."""
+    """The value of ``key``, or ``default``."""
     return _values.get(key, default)
 
 
 def append(key: str, value: Any) -> None:
-    """Add ``value`` to the list under ``key``, which is made if it is not there.
+    """Append ``value`` to the list under ``key``. The list is made if it does not exist.
 
     Raises:
-        TypeError: something else than a list is under ``key``.
+        TypeError: the value of ``key`` is not a list.
     """
     _list(key).append(value)
 
 
 def extend(key: str, value: Iterable[Any]) -> None:
-    """Add each of ``value`` to the list under ``key``, which is made if it is not there.
+    """Append each of ``value`` to the list under ``key``. The list is made if it does not exist.
 
     Raises:
-        TypeError: something else than a list is under ``key``.
+        TypeError: the value of ``key`` is not a list.
     """
     _list(key).extend(value)
 
 
 def _list(key: str) -> list[Any]:
-    found = _values.setdefault(key, [])
-    if not isinstance(found, list):
-        raise TypeError(f"key={key!r} holds a {type(found).__name__}, not a list; clear it first, or use another key")
-    return found
+    value = _values.setdefault(key, [])
+    if not isinstance(value, list):
+        raise TypeError(f"key={key!r} holds a {type(value).__name__}, not a list; clear it first, or use another key")
+    return value

@@ -26,8 +26,8 @@ class Check:
 
     Attributes:
         name: what was checked.
-        status: ``warning`` if training works, and slower than it could; ``failed`` if it does not work.
-        detail: what was seen.
+        status: ``warning`` if training works, but slower than it could; ``failed`` if it does not work.
+        detail: what the check saw.
         advice: what to do; empty if the status is ``ok``.
         figures: measured times in microseconds, if there are any.
     """
@@ -83,14 +83,14 @@ def diagnose(as_json: bool) -> int:
     return report(run_checks(), as_json)
 
 
-def report(found: Iterable[Check], as_json: bool) -> int:
+def report(results: Iterable[Check], as_json: bool) -> int:
     """Print versions, devices and kernels, and the results of checks; returns the exit status."""
     sections = collect_info()
     if not as_json:
         print(_table(sections), end="\n\n", flush=True)
         print("checks")
     checks = []
-    for check in found:
+    for check in results:
         checks.append(check)
         if not as_json:
             print(lines_of(check), flush=True)
@@ -104,7 +104,7 @@ def report(found: Iterable[Check], as_json: bool) -> int:
 
 
 def run_checks() -> Iterable[Check]:
-    """Run every check. One that raises has failed."""
+    """Run every check. A check that raises has failed."""
     import torch
 
     checks: list[tuple[str, Callable[[], Check]]] = [("packages", check_packages), ("CPU kernels", check_cpu_kernels)]
@@ -118,13 +118,13 @@ def run_checks() -> Iterable[Check]:
     for name, check in checks:
         try:
             yield check()
-        except Exception as error:  # of any kind: the report goes on
+        except Exception as error:  # of any kind: the report continues
             advice = "send this report with a bug report"
             yield Check(name, "failed", f"the check raised {type(error).__name__}: {error}", advice)
 
 
 def check_packages() -> Check:
-    """All packages are installed, and this project's, not upstream's."""
+    """All packages are installed, and they are those of this project, not upstream's."""
     versions = {name: _version(name) for name in PACKAGES}
     install = "from a checkout: cd packages && pip install " + " ".join(f"./{name}" for name in sorted(PACKAGES))
     missing = [name for name, version in versions.items() if version is None]
@@ -137,7 +137,7 @@ def check_packages() -> Check:
 
 
 def check_cpu_kernels() -> Check:
-    """The compiled CPU kernels are there and in use."""
+    """The compiled CPU kernels are installed and in use."""
     import bmt_kernels
 
     info = bmt_kernels.build_info()
@@ -201,7 +201,7 @@ def check_cuda_kernels() -> Check:
 
 
 def check_cpu_ranks(test: SelfTest) -> Check:
-    """Two processes of this machine communicate on the CPU; by which way, and why."""
+    """Two processes of this machine communicate on the CPU. The detail tells the transport, and why it is used."""
     name = "CPU ranks"
     if test.problem is not None:
         advice = "set GLOO_SOCKET_IFNAME=lo if the host name does not resolve; else send this with a bug report"

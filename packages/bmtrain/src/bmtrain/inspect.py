@@ -1,4 +1,4 @@
-"""Statistics of parameters, of tensors in a forward, and of their gradients; pictures of them over a training."""
+"""Statistics of parameters, of tensors in a forward, and of their gradients, and pictures of them over a training."""
 
 from bmt_zero import (
     Histograms,

@@ -1,4 +1,4 @@
-"""``torchrun ... -m bmtrain doctor``: whether the processes of a job on several hosts find each other, and how fast."""
+"""``torchrun ... -m bmtrain doctor``: whether processes of a job on several hosts communicate, and how fast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ROUND_TRIPS, _COPIES = 50, 3
 _NUMBERS = 1 << 22  # of fp32 in the long message between two hosts
-_SLOW = 2.0  # times the median: what is told
+_SLOW = 2.0  # links that take so many times the median are reported
 Pair = tuple[int, int]
 """Two hosts, by their numbers."""
 
@@ -31,7 +31,7 @@ def is_launched() -> bool:
 
 
 def diagnose_job(as_json: bool) -> int:
-    """Run the checks; rank 0 prints their results, and others what fails before all have met.
+    """Run the checks. Rank 0 prints their results; other ranks print what fails before the rendezvous.
 
     Returns:
         The exit status: 1 if a check failed, else 0.
@@ -86,12 +86,12 @@ def run_job_checks(timeout: float = 60.0) -> Iterable[Check]:
 
 
 def check_address() -> Check:
-    """The address of rank 0 can be found and reached, and this host's name leads to an address that others reach."""
+    """This host can connect to the address of rank 0, and its own name resolves to an address for other hosts."""
     name = "addresses"
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     here = socket.gethostname()
     try:
-        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0]
+        address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0]
     except (OSError, ValueError) as error:
         advice = "give torchrun an address: --rdzv-endpoint HOST:PORT, or --master-addr and --master-port"
         return Check(name, "failed", f"{here} does not find the address of rank 0, {host!r}:{port!r}: {error}", advice)
@@ -101,13 +101,13 @@ def check_address() -> Check:
             socket.create_connection((host, int(port)), timeout=30).close()
         except OSError as error:
             advice = f"open port {port} between the hosts; look whether torchrun runs on that of rank 0"
-            return Check(name, "failed", f"{here} does not reach rank 0 at {found}:{port}: {error}", advice)
+            return Check(name, "failed", f"{here} does not reach rank 0 at {address}:{port}: {error}", advice)
     own = _address_of(here)
     several = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
     if several and own.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
         detail = f"the name of this host, {here}, leads to {own}, which other hosts do not reach"
         return Check(name, "warning", detail, "set GLOO_SOCKET_IFNAME to the network interface, or correct /etc/hosts")
-    return Check(name, "ok", f"rank 0 is at {found}:{port}; {here} is at {own or 'no address'}")
+    return Check(name, "ok", f"rank 0 is at {address}:{port}; {here} is at {own or 'no address'}")
 
 
 def _address_of(host: str) -> str:
@@ -118,7 +118,7 @@ def _address_of(host: str) -> str:
 
 
 def _facts(world: Communicator) -> dict[str, Any]:
-    """What the other processes are to know of this one. All call it at once."""
+    """What the other processes must know of this one. All call it at once."""
     world.barrier()
     clock = time.time()
     info = collect_info()
@@ -137,11 +137,11 @@ def _facts(world: Communicator) -> dict[str, Any]:
 
 
 def hosts_of(facts: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """The ranks of each host, by their first rank."""
-    found: dict[str, list[int]] = {}
+    """The ranks of each host, in the order of their first ranks."""
+    hosts: dict[str, list[int]] = {}
     for rank, each in enumerate(facts):
-        found.setdefault(each["machine"], []).append(rank)
-    return list(found.values())
+        hosts.setdefault(each["machine"], []).append(rank)
+    return list(hosts.values())
 
 
 def check_versions(facts: Sequence[dict[str, Any]]) -> Check:
@@ -161,7 +161,7 @@ def check_versions(facts: Sequence[dict[str, Any]]) -> Check:
 
 
 def check_placement(hosts: Sequence[Sequence[int]], facts: Sequence[dict[str, Any]]) -> Check:
-    """Every host has as many processes, with neighbouring ranks, and its clock is right."""
+    """All hosts have the same number of processes, with consecutive ranks, and their clocks agree."""
     name = "hosts"
     parts = [f"{facts[ranks[0]]['host']} has ranks {ranks[0]} to {ranks[-1]}" for ranks in hosts]
     detail = "; ".join(parts[:8]) + ("; ..." if len(parts) > 8 else "")
@@ -177,7 +177,7 @@ def check_placement(hosts: Sequence[Sequence[int]], facts: Sequence[dict[str, An
 
 
 def check_transport(context: ParallelContext) -> Check:
-    """By which way the processes communicate."""
+    """The transport between the processes."""
     name, world = "transport", context.world
     if context.device.type == "cuda":
         interface = os.environ.get("NCCL_SOCKET_IFNAME", "NCCL's choice")
@@ -190,9 +190,9 @@ def check_transport(context: ParallelContext) -> Check:
 
 
 def measure_links(world: Communicator, leaders: Sequence[int]) -> tuple[dict[Pair, float], dict[Pair, float]]:
-    """Between each two hosts the time of a round trip, and of a long message; in microseconds.
+    """The times of a round trip, and of a long message, between each two hosts; in microseconds.
 
-    The first ranks of the hosts send, in rounds in which each meets one other. A collective of ``world``.
+    The first ranks of the hosts send, in rounds of disjoint pairs. A collective of ``world``.
     """
     import torch
 
@@ -209,12 +209,12 @@ def measure_links(world: Communicator, leaders: Sequence[int]) -> tuple[dict[Pai
                 copy = _round_trips(world, long, peer, first, _COPIES) / 2
                 if first:
                     mine[a, b] = trip, copy
-    found = sorted((pair, times) for each in world.all_gather_object(mine) for pair, times in each.items())
-    return {pair: trip for pair, (trip, _) in found}, {pair: copy for pair, (_, copy) in found}
+    times = sorted(item for each in world.all_gather_object(mine) for item in each.items())
+    return {pair: trip for pair, (trip, _) in times}, {pair: copy for pair, (_, copy) in times}
 
 
 def tournament(players: int) -> list[list[Pair]]:
-    """Rounds of meetings in which each two meet once, and each at most one other in a round (the circle method)."""
+    """Rounds of pairs: each two players meet once, and each player at most once in a round (the circle method)."""
     count = players + players % 2
     rounds = []
     for turn in range(count - 1):
@@ -240,7 +240,7 @@ def _round_trips(world: Communicator, message: Tensor, peer: int, first: bool, c
 
 
 def check_links(names: Sequence[str], trips: dict[Pair, float], copies: dict[Pair, float]) -> Check:
-    """No two hosts are much slower than the others."""
+    """No link between two hosts is much slower than the others."""
 
     def link(pair: Pair) -> str:
         return " and ".join(names[n] for n in pair)

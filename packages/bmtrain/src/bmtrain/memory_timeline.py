@@ -1,4 +1,4 @@
-"""Memory over a training step by owner, as numbers and as a picture."""
+"""Memory during a training step by owner, as numbers and as a picture."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class MemorySample:
     """This rank's memory at one moment.
 
     Attributes:
-        where: "forward NAME", "after NAME" or "backward NAME" of a module, or "start" and "end".
-        bytes: by owner, those of ``OWNERS``. "other" is what CUDA's allocator has handed out besides; 0 on CPU.
+        where: "forward NAME", "after NAME" or "backward NAME" of a module, or "start" or "end".
+        bytes: by owner, one of ``OWNERS``. "other" is the rest that CUDA's allocator has allocated; 0 on CPU.
     """
 
     where: str
@@ -49,7 +49,7 @@ class MemoryTimeline:
         """Draw the timeline into a file (PNG, SVG, PDF) as areas by owner.
 
         Raises:
-            ImportError: there is no matplotlib.
+            ImportError: matplotlib is not installed.
         """
         try:
             from matplotlib.figure import Figure
@@ -68,7 +68,7 @@ class MemoryTimeline:
 def memory_timeline(
     model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = ()
 ) -> Iterator[MemoryTimeline]:
-    """Within, sample this rank's memory by owner before and after every module, and through backward.
+    """Within, sample this rank's memory by owner before and after every module, and during backward.
 
     ::
 
@@ -77,12 +77,12 @@ def memory_timeline(
         print(memory.peak)
         memory.draw("memory.svg")
 
-    Activations are what autograd keeps for backward. Results that nothing keeps, and gradients of activations, have no
+    Activations are the tensors that autograd saves for backward. Other results, and gradients of activations, have no
     owner: on CUDA they are in "other".
 
     Args:
-        model: whose modules and parameters are looked at.
-        optimizers: whose states are.
+        model: the model whose modules and parameters are observed.
+        optimizers: the optimizers whose states are observed.
     """
     chosen = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     sampler = _Sampler(model, chosen)
@@ -102,7 +102,7 @@ def memory_timeline(
 
 
 class _Saved:
-    """A tensor that autograd keeps; autograd alone holds it."""
+    """A tensor that autograd saves. Only autograd refers to this object."""
 
     def __init__(self, tensor: Tensor, where: str) -> None:
         self.tensor, self.where = tensor, where
@@ -110,7 +110,8 @@ class _Saved:
 
 class _Sampler:
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.params, self.optimizers = list(model.parameters()), optimizers  # a group shows others while it computes
+        self.params = list(model.parameters())  # modules have other ones while they compute
+        self.optimizers = optimizers
         self.timeline = MemoryTimeline()
         self._inside: list[str] = []
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
@@ -142,12 +143,12 @@ class _Sampler:
 
     def sample(self, where: str) -> None:
         counted: set[int] = set()
-        found = dict.fromkeys(OWNERS, 0)
+        sizes = dict.fromkeys(OWNERS, 0)
 
         def count(owner: str, storage: torch.UntypedStorage) -> None:
             if storage._cdata not in counted:
                 counted.add(storage._cdata)
-                found[owner] += storage.nbytes()
+                sizes[owner] += storage.nbytes()
 
         device = None
         for owner, storage in owned_storages(self.params):
@@ -161,5 +162,5 @@ class _Sampler:
         for saved in self._saved:
             count("activations", local_tensor(saved.tensor.detach()).untyped_storage())
         if device is not None and device.type == "cuda":
-            found["other"] = max(0, torch.cuda.memory_allocated(device) - sum(found.values()))
-        self.timeline.samples.append(MemorySample(where, found))
+            sizes["other"] = max(0, torch.cuda.memory_allocated(device) - sum(sizes.values()))
+        self.timeline.samples.append(MemorySample(where, sizes))

@@ -1,4 +1,4 @@
-"""Pipelines: how layers are cut into stages, what schedules take, on paper and as measured, and their pictures."""
+"""Pipelines: the partition of layers into stages, schedules, planned and measured timelines, and their pictures."""
 
 from bmt_pipe import (
     SCHEDULES,

@@ -1,4 +1,4 @@
-"""The ``bmtrain pipeline-plot`` command: what a pipeline schedule takes, as a table and as a picture."""
+"""The ``bmtrain pipeline-plot`` command: the timeline of a pipeline schedule, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MEASURED = "measured"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command with ``arguments``; exits with status 2 and a message if they cannot be."""
+    """Run the command with ``arguments``. It exits with status 2 and a message if they are wrong."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _panels(options: argparse.Namespace) -> list[tuple[str, Schedule, Timeline]]:
-    """The title, schedule and timeline of everything that was asked for: what is planned first."""
+    """The title, schedule and timeline of each panel: first the plan, then the measured timelines."""
     measured = [(path, *read_timeline(path)) for path in options.measured]
     by_name = (options.schedule, options.stages, options.micro_batches)
     if None not in by_name:
@@ -100,7 +100,7 @@ def _costs(text: str) -> dict[Kind, Fraction]:
 
 
 def _in_seconds(schedule: Schedule, timeline: Timeline) -> Timeline:
-    """The same, whose fractions are of a second, as a measured timeline."""
+    """The same timeline with floats in seconds, as in measured timelines."""
     starts, ends = ([[float(time) for time in row] for row in rows] for rows in (timeline.starts, timeline.ends))
     return timeline_of(schedule, starts, ends)
 
@@ -113,7 +113,7 @@ def _sizes(schedule: Schedule) -> str:
 
 
 def table(title: str, schedule: Schedule, timeline: Timeline) -> str:
-    """What the timeline comes to, rank by rank."""
+    """The length of a timeline, and the totals of each rank, as text."""
     scale, unit = (1e3, "ms") if timeline.in_seconds else (1.0, "units")
     lines = [title, f"  length {scale * float(timeline.length):.6g} {unit}"]
     lines.append(f"  {'rank':>4} {f'waiting ({unit})':>15} {'idle share':>10} {'activations':>11} {'inputs':>6}")

@@ -117,12 +117,12 @@ def _run(options: argparse.Namespace) -> int:
         {"both": (False, True), "yes": (True,), "no": (False,)}[options.checkpointing],
         options.optimizer,
     )
-    found = planning.search(model, job, choices)
+    estimates = planning.search(model, job, choices)
     if options.json:
-        print(json.dumps(report.facts(model, job, found), indent=1))
+        print(json.dumps(report.facts(model, job, estimates), indent=1))
     else:
-        print(report.text(model, job, found, options.show))
-    return 0 if found[0].fits(job) else 1
+        print(report.text(model, job, estimates, options.show))
+    return 0 if estimates[0].fits(job) else 1
 
 
 def _bytes(text: str) -> float:

@@ -1,4 +1,4 @@
-"""One profile of all ranks, their clocks aligned: a file that Perfetto and Chrome show."""
+"""One profile of all ranks, with aligned clocks, in a file for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ _EXCHANGES = 8
 
 @contextlib.contextmanager
 def profile(path: str | os.PathLike[str], memory: bool = False) -> Iterator[torch.profiler.profile]:
-    """Within, profile all ranks; afterwards rank 0 writes one trace. All ranks must call this.
+    """Within, profile all ranks. Afterwards rank 0 writes one trace. All ranks must call this.
 
-    Every rank is a process of the trace. Beside torch's operations there are ranges for what the packages do:
+    Every rank is a process of the trace. Besides torch's operations, there are ranges for what the packages do:
     "unshard", "wait for unshard", "reshard", "reduce", "wait for reduce", "send" and "recv", each with the name of the
     layer, or the micro-batch; and "optimizer round" and "optimizer, what one rank holds". Open the file with
     https://ui.perfetto.dev or chrome://tracing.
 
-    The clocks of hosts differ. They are aligned to that of rank 0, by when all ranks leave a barrier, to about the time
-    that a barrier takes.
+    The clocks of hosts differ. They are aligned to the clock of rank 0, by the times at which ranks leave a barrier,
+    with an error of about the time of a barrier.
 
     Args:
-        path: of the file, ending in .json or .json.gz.
-        memory: whether the trace has the memory over time, of each rank.
+        path: the file, ending in .json or .json.gz.
+        memory: whether the trace has the memory of each rank over time.
 
     Yields:
         this rank's ``torch.profiler.profile``.
 
     Raises:
-        ValueError: ``path`` ends otherwise.
-        FileNotFoundError: its folder is not there.
-        RuntimeError: before ``init_distributed``; or there is another profiler around this one, or in it, which torch
-            cannot have.
+        ValueError: ``path`` has another ending.
+        FileNotFoundError: its folder does not exist.
+        RuntimeError: before ``init_distributed``; or another profiler runs around this one or within it, which torch
+            does not support.
 
-        What is wrong on one rank is raised on all.
+        An error on one rank is raised on all.
     """
     path = Path(path)
     if not path.name.endswith((".json", ".json.gz")):
@@ -89,7 +89,7 @@ def profile(path: str | os.PathLike[str], memory: bool = False) -> Iterator[torc
 
 
 def _clock_offset(world: Communicator) -> float:
-    """Microseconds to add to this rank's clock for rank 0's, from the barriers that all ranks leave soonest."""
+    """Microseconds to add to this rank's clock to get that of rank 0: the median of several barriers."""
     differences = []
     for _ in range(_EXCHANGES if world.size > 1 else 0):
         world.barrier()
@@ -100,7 +100,7 @@ def _clock_offset(world: Communicator) -> float:
 
 
 def _aligned(trace: dict[str, Any], rank: int, offset: float) -> list[dict[str, Any]]:
-    """The events, as a process for the host's side and one for each stream's device, by rank 0's clock."""
+    """The events by the clock of rank 0. This rank's host and each of its devices are processes of the trace."""
     base = trace.get("baseTimeNanoseconds", 0) / 1e3
     events = []
     numbers: dict[Any, int] = {}
@@ -123,7 +123,7 @@ def _aligned(trace: dict[str, Any], rank: int, offset: float) -> list[dict[str, 
 
 
 def _from_rank(world: Communicator, mine: bytes, rank: int) -> bytes:
-    """What ``rank`` brings, on rank 0; nothing on the others."""
+    """The bytes ``mine`` of ``rank``, on rank 0; nothing on other ranks."""
     if world.size == 1:
         return mine
     sizes = world.all_gather_object(len(mine) if world.rank == rank else 0)
@@ -140,7 +140,7 @@ def _from_rank(world: Communicator, mine: bytes, rank: int) -> bytes:
 
 
 def _begin_at_zero(world: Communicator, events: list[dict[str, Any]]) -> None:
-    """Let the first event of all ranks be at 0."""
+    """Shift times so that the first event of all ranks is at 0."""
     timed = [event for event in events if event.get("ph") != "M" and "ts" in event]
     first = min(world.all_gather_object(min((event["ts"] for event in timed), default=float("inf"))))
     for event in timed:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SIZES = (1024, 1 << 20)
 """Elements of the fp32 messages, about: multiples of the number of processes."""
-_SECONDS = 0.1  # an operation of one size is repeated for so long
+_SECONDS = 0.1  # the time for which an operation of one size is repeated
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class SelfTest:
     """The result of :func:`run_self_test`.
 
     Attributes:
-        processes: how many ran.
+        processes: the number of processes.
         problem: what went wrong; None if all results were right.
-        shared_memory: whether the collectives went through shared memory; None if the processes did not get so far.
+        shared_memory: whether the collectives used shared memory; None if the processes did not run them.
         microseconds: median times by operation and size.
-        seconds: how long all of it took, with the start of the processes.
+        seconds: the duration of the test, including the start of the processes.
     """
 
     processes: int
@@ -52,8 +52,8 @@ def run_self_test(device: str = "cpu", processes: int = 2, timeout: float = 120.
 
     Args:
         device: ``cpu`` or ``cuda``; on ``cuda``, process i takes GPU i.
-        processes: how many.
-        timeout: seconds after which the processes are killed. Most of the time goes into their imports.
+        processes: the number of processes.
+        timeout: seconds after which the processes are killed. Their imports take most of the time.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bmtrain-doctor-") as name:
@@ -139,7 +139,7 @@ def check_collectives(comm: Communicator, enter: Callable[[str], None]) -> tuple
     """Run every collective in every size and compare its result with what it must be.
 
     Args:
-        comm: who takes part.
+        comm: the ranks that take part.
         enter: called with the name of each collective before it runs.
 
     Returns:
@@ -189,7 +189,7 @@ def _cases(comm: Communicator, numel: int) -> list[tuple[str, Callable[[], objec
 
 
 def _repetitions(comm: Communicator, run: Callable[[], object]) -> int:
-    """How often to run an operation: the same number on every rank."""
+    """The number of times to run an operation: the same on every rank."""
     import torch
 
     comm.barrier()

@@ -1,4 +1,4 @@
-"""What a training loop measures: loss, speed, memory and communication, and where the numbers go."""
+"""Metrics of a training loop: loss, speed, memory and communication; and the sinks that they are written to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sink(Protocol):
 
 
 class TrainingMetrics:
-    """Measures a training loop, and gives rank 0's sinks a record every so many steps.
+    """Measures a training loop. Every ``every`` steps, the sinks of rank 0 get a record.
 
     ::
 
@@ -43,19 +43,19 @@ class TrainingMetrics:
     - ``tokens_per_second``: of all ranks; ``seconds``: per step;
     - ``memory``: the largest peak of all ranks, in bytes;
     - ``sent``: bytes per step, of the rank that sends most;
-    - ``waited``: seconds per step that the host waits for communication, of the rank that waits longest. On CUDA hosts
-      seldom wait; a profile tells more;
-    - ``overflows``: steps that were skipped, since the start;
-    - ``mfu``: model FLOPs utilization, from 0 to 1, where ``flops_per_token`` and ``peak_flops`` are given.
+    - ``waited``: seconds per step that the host waits for communication, of the rank that waits longest. On CUDA, hosts
+      seldom wait, and a profile is more useful;
+    - ``overflows``: the number of skipped steps since the start;
+    - ``mfu``: model FLOPs utilization, from 0 to 1, if ``flops_per_token`` and ``peak_flops`` are given.
 
-    Between records, nothing waits for the device and nothing is communicated. All ranks must make one, and call
-    :meth:`step` equally often. What goes wrong as sinks of this module are opened is raised on all.
+    Between records, nothing synchronizes with the device and nothing is communicated. All ranks must make one, and call
+    :meth:`step` equally often. If a sink of this module cannot be opened, all ranks raise.
 
     Args:
         sinks: where records go.
         every: steps between records.
-        flops_per_token: floating-point operations that the model needs for a token: about 6 × parameters.
-        peak_flops: what one device could do per second.
+        flops_per_token: floating-point operations of the model per token: about 6 × parameters.
+        peak_flops: the largest number of floating-point operations per second of one device.
         context: the ranks; by default the process-wide ones.
 
     Raises:
@@ -79,7 +79,7 @@ class TrainingMetrics:
             for sink in self.sinks:
                 if isinstance(sink, OpenedSink):
                     sink.open()
-        except Exception as error:  # the others are to know
+        except Exception as error:  # the other ranks must learn of it
             problem = error
         raise_on_all(self.context.world, problem)
         self.every = every
@@ -98,16 +98,16 @@ class TrainingMetrics:
         self.close()
 
     def step(self, loss: Tensor | float, tokens: int, skipped: bool = False, **more: float | Tensor) -> Record | None:
-        """A step has been taken.
+        """Count a training step. Call it after each step.
 
         Args:
             loss: this rank's mean loss, unscaled.
-            tokens: that this rank has trained on in the step.
+            tokens: the number of tokens of this rank in the step.
             skipped: whether the step was skipped because a gradient was not finite.
             more: further numbers of this step, or tensors of one element, for the record.
 
         Returns:
-            The record, on every rank, after every so many steps; else None.
+            The record, on every rank, if this step completes one; else None.
         """
         self.steps += 1
         self.overflows += skipped
@@ -145,13 +145,13 @@ class TrainingMetrics:
         return sum(traffic.bytes for comm in self._communicators() for traffic in comm.traffic.values())
 
     def _seconds_waited(self) -> float:
-        # Communicators of one process group share its count.
+        # Communicators of one process group share the count of the group.
         return sum({comm.ranks: comm.waited for comm in self._communicators()}.values())
 
     def _record(self) -> Record:
         context, count = self.context, len(self._losses)
         loss = torch.stack([each.to(context.device, torch.float64).reshape(()) for each in self._losses]).mean()
-        value = float(loss)  # waits for the device
+        value = float(loss)  # synchronizes with the device
         seconds = (time.perf_counter() - self._started) / count
         sent = (self._bytes_sent() - self._sent) / count
         waited = (self._seconds_waited() - self._waited) / count
@@ -177,7 +177,7 @@ class TrainingMetrics:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this rank has used: of the GPU if it computes on one, else of the host."""
+    """The peak memory of this rank in bytes: of its GPU, or of the host if it has none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource
@@ -186,12 +186,12 @@ def peak_memory(device: torch.device) -> int:
 
 
 class OpenedSink:
-    """A sink that opens nothing until it is used, for other ranks make it, too."""
+    """A sink that opens nothing until it is used, because all ranks make it and only rank 0 uses it."""
 
     _opened: Any = None
 
     def open(self) -> None:
-        """Open it, if it is not open."""
+        """Open it if it is not open."""
         if self._opened is None:
             self._opened = self._open()
 
@@ -204,7 +204,7 @@ class OpenedSink:
 
 
 class JsonLines(OpenedSink):
-    """A line of JSON per record, at the end of a file."""
+    """Appends a line of JSON per record to a file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -219,10 +219,10 @@ class JsonLines(OpenedSink):
 
 
 class ProgressBar(OpenedSink):
-    """A bar of ``tqdm``, or a line per record where stderr is no terminal, or tqdm is not installed.
+    """A bar of ``tqdm``. If stderr is no terminal, or tqdm is not installed: a line per record.
 
     Args:
-        steps: in all.
+        steps: the total number of steps.
     """
 
     def __init__(self, steps: int | None = None) -> None:
@@ -271,7 +271,7 @@ class WeightsAndBiases(OpenedSink):
     """A run of Weights & Biases; needs ``wandb``.
 
     Args:
-        options: of ``wandb.init``.
+        options: those of ``wandb.init``.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What devices and the links between them do per second."""
+"""The speed of devices and of the links between them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class Device:
-    """Figures of one device, reached in practice by large operations.
+    """Figures of one device, as large operations reach them in practice.
 
     Attributes:
-        name: for people.
+        name: the name to print.
         flops: floating-point operations per second of matrix products in half precision.
         fp32_flops: the same in fp32.
         memory: bytes per second to and from its memory.
@@ -36,11 +36,11 @@ DEVICES = {
     "h200": Device("H200", 0.6 * 989e12, 0.6 * 494e12, 0.8 * 4.8e12, 360e9, 50e9),
     "cpu": Device("CPU", 0.1e12, 0.1e12, 10e9, 1e9, 10e9),
 }
-"""By the names that the command line gives them. The shares of the vendors' figures are typical of large products."""
+"""By their names on the command line. The shares of the vendors' figures are typical of large products."""
 
 
 def measured() -> Device:
-    """The first GPU, or the CPU, of this machine, by matrix products and copies that take about a second."""
+    """Measure the first GPU, or the CPU, of this machine. Matrix products and copies take about a second."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_gpu = device.type == "cuda"
     base = DEVICES["h100" if is_gpu else "cpu"]

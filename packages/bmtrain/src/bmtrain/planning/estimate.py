@@ -1,4 +1,4 @@
-"""What a job with certain settings needs: memory, bytes sent and time per step."""
+"""Estimates of a job with given settings: memory, bytes sent and time per step."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ EMBEDDING, FORWARD, HEAD, BACKWARD, EMBEDDING_BACKWARD = PHASES
 
 @dataclass(frozen=True)
 class Estimate:
-    """One rank of a job, that which needs most.
+    """The rank of a job that needs most.
 
     Attributes:
-        settings: what the script chooses.
-        peak: the memory when the rank holds most.
-        phase: of the step, in which that is.
+        settings: the settings of the job.
+        peak: the memory at the peak.
+        phase: the phase of the step that has the peak.
         host: bytes of optimizer state in the host's memory.
-        sent: bytes that the rank sends in a step, by what links them: "data", "tensor" or "pipe".
-        bubble: share of the pipeline's time that ranks wait.
+        sent: bytes that the rank sends in a step, by parallelism: "data", "tensor" or "pipe".
+        bubble: the share of the pipeline's time that ranks wait.
         compute: seconds of computation.
-        seconds: of a step.
-        tokens_per_second: of all devices together.
-        mfu: model FLOPs utilization: floating-point operations without recomputation, as a share of what the devices
-            could do.
+        seconds: the duration of a step.
+        tokens_per_second: tokens per second of all devices together.
+        mfu: model FLOPs utilization: floating-point operations without recomputation, as a share of the peak of the
+            devices.
     """
 
     settings: Settings
@@ -49,22 +49,22 @@ class Estimate:
 
 
 def estimate(model: PlannedModel, job: Job, settings: Settings) -> Estimate:
-    """What a rank needs.
+    """Estimate what a rank needs.
 
     Raises:
         ValueError: the sizes do not divide the ranks, layers, heads or the batch, or the sequence is too long.
     """
     if model.positions is not None and job.sequence > model.positions:
         raise ValueError(f"{job.sequence} tokens are more than the {model.positions} positions of {model.name}")
-    whole = _pipelined(model, job, settings) if settings.pipe > 1 else _single_stage(model, job, settings)
-    peaks, sent, compute, bubble, shards = whole
+    of_layout = _pipelined if settings.pipe > 1 else _single_stage
+    peaks, sent, compute, bubble, shards = of_layout(model, job, settings)
     device_state, host_state = settings.state_bytes(job)
     phase = max(peaks, key=lambda name: peaks[name].total)
     peak = replace(peaks[phase], state=shards * device_state)
     seconds = _step_seconds(job, settings, sent, compute, bubble, shards)
     tokens = job.world_size * job.batch * job.sequence
     limit = job.device.flops if job.is_half else job.device.fp32_flops
-    # Forward and the gradients of activations go through all parameters; gradients of parameters are of those trained.
+    # Forward and the gradients of activations use all parameters; only trained parameters have gradients.
     useful = (4 * model.parameters + 2 * model.trained) * tokens
     return Estimate(
         settings,
@@ -92,9 +92,9 @@ def _single_stage(model: PlannedModel, job: Job, settings: Settings) -> _Parts:
 
 
 def _pipelined(model: PlannedModel, job: Job, settings: Settings) -> _Parts:
-    """A stage holds a part of the layers; the rest of the model runs data-parallel on all ranks.
+    """A stage has a part of the layers. The rest of the model runs data-parallel on all ranks.
 
-    One trace has the micro-batches that the stage computes, and one the batch of this rank outside of the pipeline.
+    One trace is of the micro-batches that the stage computes. Another is of this rank's batch outside the pipeline.
     """
     if not model.uniform:
         raise ValueError("a pipeline is planned for models with one list of equal layers")
@@ -109,14 +109,14 @@ def _pipelined(model: PlannedModel, job: Job, settings: Settings) -> _Parts:
     recompute = settings.schedule == "recompute"
     forward, backward = inside.seconds[FORWARD], inside.seconds[BACKWARD]
     again = forward if recompute and not settings.checkpoint else 0.0
-    if recompute and settings.checkpoint:  # the trace's backward includes it, and the schedule does it apart
+    if recompute and settings.checkpoint:  # the trace's backward has the recomputation, a separate action here
         backward, again = backward - forward, forward
     costs = [Fraction(max(seconds, 1e-9)).limit_denominator(10**9) for seconds in (forward, again or 1e-9, backward)]
     plan = held(settings.schedule, settings.pipe, settings.micro_batches, settings.interleave, *costs)
     # A layer's gradients are reduced while the next micro-batch is computed.
     in_flight = model.layer_trained * job.dtype.itemsize / settings.tp
     peaks = _pipeline_peaks(inside, outside, settings, plan, in_flight)
-    boundary = _saved(inside, EMBEDDING)
+    boundary = inside.ends[EMBEDDING].activations
     crossings = 2 * settings.interleave * settings.micro_batches
     gathers = settings.micro_batches if settings.zero == 3 else 1
     sent = {
@@ -129,15 +129,10 @@ def _pipelined(model: PlannedModel, job: Job, settings: Settings) -> _Parts:
     return peaks, sent, in_pipe + around, plan.bubble, inside.shards
 
 
-def _saved(trace: Trace, phase: str) -> float:
-    """What a phase leaves for backward."""
-    return trace.ends[phase].activations
-
-
 def _pipeline_peaks(
     inside: Trace, outside: Trace, settings: Settings, plan: Held, in_flight: float
 ) -> dict[str, Memory]:
-    """The phases' peaks on the rank that holds most; ``in_flight``: bytes that are being reduced."""
+    """The peaks of the phases on the rank that holds most. ``in_flight``: bytes that are being reduced."""
     embedding = outside.ends[EMBEDDING].activations
     boundary = inside.ends[EMBEDDING].activations
     layers = inside.ends[FORWARD].activations - inside.ends[EMBEDDING].activations
@@ -170,10 +165,10 @@ def _pipeline_peaks(
 def _step_seconds(
     job: Job, settings: Settings, sent: dict[str, float], compute: float, bubble: float, shards: float
 ) -> float:
-    """Computation, with the messages that overlap with it, then those that do not, and the optimizer.
+    """The duration of a step: computation, the communication that does not overlap with it, and the optimizer.
 
-    Gathers and reductions of parameters overlap with computation, and so do messages between stages. Half of the
-    messages between tensor-parallel ranks do.
+    Unsharding, gradient reduction, and messages between stages overlap with computation. Half of the tensor-parallel
+    communication overlaps.
     """
     replicas = job.world_size // (settings.tp * settings.pipe)
     data = sent["data"] / job.link(replicas, settings.tp)

@@ -1,4 +1,4 @@
-"""A plain PyTorch GPT and the sizes that have names."""
+"""A plain PyTorch GPT, and presets of its sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTSizes:
-    """V ``vocab``, L ``layers``, H ``hidden``; ``sequence`` tokens at most."""
+    """V ``vocab``, L ``layers``, H ``hidden``; at most ``sequence`` tokens."""
 
     vocab: int
     sequence: int
@@ -65,7 +65,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 whose head has a weight of its own, or that of the token embedding.
+    """GPT-2. Its head may share the weight of the token embedding.
 
     Args:
         sizes: its sizes.

@@ -1,12 +1,11 @@
 """The memory that a computation on meta tensors would hold, operation by operation.
 
 [Note: what is counted]
-    Every storage that an operation returns counts from then on until its last tensor is dropped, as the caching
-    allocator of a device has it. The flat buffers of ``bmt_zero``, whose storage is released and filled again, are
-    asked for their size after each operation. What an operation needs only while it runs (the workspace of a matrix
-    product) does not count.
+    A storage that an operation returns counts until its last tensor is dropped, as in the caching allocator of a
+    device. The flat parameters of ``bmt_zero`` release their storage and fill it again, so their size is read after
+    each operation. Temporary memory inside an operation (the workspace of a matrix product) does not count.
 
-    A model that looks at values (whether a mask is all true, for example) finds true and 1.
+    A model that reads values (whether a mask is all true, for example) gets true and 1.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class Memory:
     Attributes:
         parameters: the shards.
         gradients: ``.grad``, and what waits to be reduced at levels 0 and 1.
-        state: of the optimizer.
+        state: the optimizer's state.
         gathered: unsharded parameters.
-        activations: everything else: what is saved for backward, and temporary tensors.
+        activations: everything else: tensors saved for backward, and temporary tensors.
     """
 
     parameters: float = 0
@@ -60,12 +59,12 @@ class Memory:
 
 @dataclass
 class Phase:
-    """What happened in one part of a step.
+    """Measurements of one phase of a step.
 
     Attributes:
-        peak: when the phase held most.
-        end: when it ended.
-        operations: floating-point operations and bytes read and written, of each operation that computes.
+        peak: the memory at the peak of the phase.
+        end: the memory at the end of the phase.
+        operations: floating-point operations, and bytes read and written, of each operation that computes.
     """
 
     peak: Memory = field(default_factory=Memory)
@@ -74,54 +73,54 @@ class Phase:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Within, the storages of tensors that operations return are counted; see [Note: what is counted].
+    """Within, count the storages of tensors that operations return; see [Note: what is counted].
 
     Attributes:
-        phases: what happened, by the names given to :meth:`enter`.
+        phases: the phases, by the names given to :meth:`enter`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.phases: dict[str, Phase] = {}
         self._phase = Phase()
-        self._most = -1.0
+        self._peak_bytes = -1.0
         self._bytes = 0
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._shards: dict[int, Any] = {}
-        self._gathered: dict[int, Any] = {}
+        self._unsharded: dict[int, Any] = {}
         self._params: list[Tensor] = []
 
     def watch(self, flats: Iterable[FlatParameter]) -> None:
-        """Count the storages of these flat parameters apart, and forget all others: building the model may have left
-        some for Python's garbage collector."""
+        """Count the storages of these flat parameters separately, and forget all other storages: building the model may
+        have left some for Python's garbage collector."""
         self._alive.clear()
         self._bytes = 0
         for flat in flats:
             shard = flat.shard.untyped_storage()
             self._shards[shard._cdata] = shard
-            gathered = flat.unsharded.untyped_storage()
-            if gathered._cdata not in self._shards:
-                self._gathered[gathered._cdata] = gathered
+            unsharded = flat.unsharded.untyped_storage()
+            if unsharded._cdata not in self._shards:
+                self._unsharded[unsharded._cdata] = unsharded
             self._params += flat.params
 
     def enter(self, name: str) -> None:
-        """A phase begins, and the one before ends."""
+        """End the current phase, and begin one with this name."""
         self._phase.end = self.now()
         self._phase = self.phases.setdefault(name, Phase())
-        self._most = self._phase.peak.total
+        self._peak_bytes = self._phase.peak.total
 
     def now(self) -> Memory:
-        """What is held now."""
-        parameters, gathered = self._sizes()
-        with torch._C.DisableTorchFunctionSubclass():  # that of sharded parameters takes long
+        """The memory at this moment."""
+        parameters, unsharded = self._sizes()
+        with torch._C.DisableTorchFunctionSubclass():  # __torch_function__ of sharded parameters is slow
             storages = [param.grad.untyped_storage() for param in self._params if param.grad is not None]
         gradients = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-        return Memory(parameters, gradients, 0, gathered, self._bytes - gradients)
+        return Memory(parameters, gradients, 0, unsharded, self._bytes - gradients)
 
     def _sizes(self) -> tuple[int, int]:
         return (
             sum([storage.nbytes() for storage in self._shards.values()]),
-            sum([storage.nbytes() for storage in self._gathered.values()]),
+            sum([storage.nbytes() for storage in self._unsharded.values()]),
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,8 +130,8 @@ class LiveMemory(TorchDispatchMode):
         key = (func, _described(args), _described(tuple(kwargs.items())))
         known = _results.get(key)
         if known is not None:
-            made, cost = known
-            out = made()
+            make, cost = known
+            out = make()
             self._track(out)
         else:
             out = func(*args, **kwargs)
@@ -142,41 +141,38 @@ class LiveMemory(TorchDispatchMode):
             if is_new and _makes_all(func, out):
                 _results[key] = _maker(out), cost
         total = self._bytes + sum(self._sizes())
-        if total > self._most:
-            self._most, self._phase.peak = total, self.now()
+        if total > self._peak_bytes:
+            self._peak_bytes, self._phase.peak = total, self.now()
         if cost is not None:
             self._phase.operations.append(cost)
         return out
 
     def _track(self, out: Any) -> bool:
-        """Count new storages; whether there are some."""
+        """Count new storages. Returns whether there are any."""
         is_new = False
         for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
             if not isinstance(tensor, Tensor):
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in self._alive or key in self._shards or key in self._gathered:
+            if key in self._alive or key in self._shards or key in self._unsharded:
                 continue
             is_new = True
-            self._alive[key] = weakref.ref(storage, functools.partial(self._ended, key)), storage.nbytes()
+            self._alive[key] = weakref.ref(storage, functools.partial(self._drop, key)), storage.nbytes()
             self._bytes += storage.nbytes()
         return is_new
 
-    def _ended(self, key: int, _reference: object) -> None:
-        self._drop(key)
-
-    def _drop(self, key: int) -> None:
+    def _drop(self, key: int, _reference: object) -> None:
         self._bytes -= self._alive.pop(key, (None, 0))[1]
 
 
-# What operations on meta tensors return, by the operation and what it was given, and what it costs: torch computes that
-# in Python, and layers repeat each other.
+# By operation and arguments: a function that makes the results on the meta device, and the cost. torch computes the
+# results in Python, which is slow, and layers repeat each other.
 _results: dict[Any, tuple[Callable[[], Any], tuple[float, float] | None]] = {}
 
 
 def _described(value: Any) -> Any:
-    """What the result of an operation depends on."""
+    """The properties of an argument that the result of an operation depends on. They are hashable."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device.type
     if isinstance(value, (tuple, list)):
@@ -185,7 +181,7 @@ def _described(value: Any) -> Any:
 
 
 def _makes_all(func: Any, out: Any) -> bool:
-    """Whether all that an operation returned is new, and so it is each time."""
+    """Whether an operation always returns new tensors only."""
     if func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns):
         return False
     outputs = out if isinstance(out, (tuple, list)) else (out,)
@@ -197,7 +193,7 @@ def _makes_all(func: Any, out: Any) -> bool:
 
 
 def _maker(out: Any) -> Callable[[], Any]:
-    """Makes tensors like these."""
+    """A function that makes tensors like these."""
     if isinstance(out, Tensor):
         shape, stride, dtype = out.shape, out.stride(), out.dtype
         return lambda: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -228,16 +224,16 @@ _FLOPS = {
 
 @contextlib.contextmanager
 def flash_attention() -> Iterator[None]:
-    """Within, scaled dot-product attention is flash attention, as on devices; that of meta tensors keeps the scores.
+    """Within, scaled dot-product attention is flash attention, as on GPUs. On meta tensors, torch's keeps the scores.
 
-    The function is replaced in ``torch.nn.functional``: modes for functions are off while backward computes again.
+    The function is replaced in ``torch.nn.functional``, because function modes are off while backward recomputes.
     """
     before = F.scaled_dot_product_attention
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *others: Any, **options: Any
     ) -> Tensor:
-        learned = attn_mask is not None and attn_mask.requires_grad  # a bias that flash attention does not take
+        learned = attn_mask is not None and attn_mask.requires_grad  # flash attention does not support such a bias
         function = before if learned else _flash
         return function(query, key, value, attn_mask, *others, **options)
 

@@ -1,4 +1,4 @@
-"""What ``MODEL`` names: a model on the meta device, its layers, and a batch for it."""
+"""The model that ``MODEL`` names, on the meta device, with its layers and a batch."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class PlannedModel:
     """A model on the meta device.
 
     Attributes:
-        name: of the model.
+        name: the name of the model.
         module: the model.
-        sequence: tokens of a sequence, where nobody says otherwise.
-        batch: makes the arguments of ``module`` for so many sequences of so many tokens, on the meta device.
+        sequence: the default number of tokens of a sequence.
+        batch: ``batch(sequences, tokens)`` makes the arguments of ``module``, on the meta device.
         depth: the number of its repeated layers.
-        parameters: how many numbers it has.
-        trained: how many of them are trained.
-        layers: where they are: the container, and how many it has.
+        parameters: the number of elements of its parameters.
+        trained: the number of those that are trained.
+        layers: the containers of the layers, each with its number of layers.
         uniform: whether all layers are equal and in one container.
-        layer_trained: how many numbers of the largest layer are trained.
-        tp_plan: how the model is divided over tensor-parallel ranks.
-        positions: tokens of the longest sequence that the model takes, where that is known.
+        layer_trained: the largest number of trained elements of a layer.
+        tp_plan: how the model is sharded over tensor-parallel ranks.
+        positions: the number of tokens of the longest sequence that the model takes, if it is known.
     """
 
     name: str
@@ -57,15 +57,15 @@ class PlannedModel:
         self.parameters = sum(p.numel() for p in self.module.parameters())
         self.trained = _trained(self.module)
         self.tp_plan = self.tp_plan or getattr(self.module, "tp_plan", None)
-        found = find_layers(self.module)
+        layers = list(find_layers(self.module))
         names = {module: name for name, module in self.module.named_modules()}
         containers: dict[str, list[nn.Module]] = {}
-        for layer in found:
+        for layer in layers:
             containers.setdefault(names[layer].rpartition(".")[0], []).append(layer)
-        self.depth = len(found)
+        self.depth = len(layers)
         self.layers = [(path, len(members)) for path, members in containers.items()]
-        self.uniform = len(containers) == 1 and _are_alike(list(found))
-        self.layer_trained = max(map(_trained, found), default=0)
+        self.uniform = len(containers) == 1 and _are_alike(layers)
+        self.layer_trained = max(map(_trained, layers), default=0)
 
     def at_depth(self, depth: int) -> nn.Module:
         """A copy of the model with its first ``depth`` layers."""
@@ -91,7 +91,7 @@ def _are_alike(layers: list[nn.Module]) -> bool:
 
 
 def loss_of(output: Any, *_: Any) -> Tensor:
-    """The scalar to differentiate: a model's loss, or the cross entropy of its scores."""
+    """The scalar to differentiate: the loss that a model returned, or the cross entropy of its logits."""
     loss = getattr(output, "loss", None)
     if loss is None:
         loss = output[0] if isinstance(output, (tuple, list)) else getattr(output, "logits", output)
@@ -107,7 +107,7 @@ def load_model(name: str, materialize_scores: bool = False) -> PlannedModel:
     """The model that ``name`` stands for; see ``bmtrain plan --help``.
 
     Raises:
-        ValueError: nothing is called so, or it fails or gives no model.
+        ValueError: there is no such model, or making it fails or returns something else.
         ImportError: a Hugging Face configuration needs ``transformers``, or a module cannot be imported.
     """
     if name in PRESETS:
@@ -125,10 +125,10 @@ def load_model(name: str, materialize_scores: bool = False) -> PlannedModel:
         )
     sys.path.insert(0, "")
     try:
-        found: Any = importlib.import_module(module_name)
+        source: Any = importlib.import_module(module_name)
     finally:
         sys.path.remove("")
-    build = getattr(found, function, None)
+    build = getattr(source, function, None)
     if build is None:
         raise ValueError(f"MODEL {name!r}: the module has no {function!r}")
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Pipelines: what a schedule waits for and holds, from ``bmt_pipe``'s own schedules."""
+"""The bubble and the held activations of pipeline schedules, from the schedules of ``bmt_pipe``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bmt_pipe import Kind, idle_share, make_schedule, simulate
 
 @dataclass(frozen=True)
 class Held:
-    """What the rank that holds most has at most at a time, and the share of time that ranks wait.
+    """The largest numbers that a rank holds at a time, and the bubble.
 
     Attributes:
         inputs: inputs of chunks, each of one micro-batch, that are kept for recomputation.
         activations: micro-batches, times chunks, whose activations are held.
-        bubble: from 0 to 1.
+        bubble: the share of time that ranks wait, from 0 to 1.
     """
 
     inputs: int
@@ -34,10 +34,10 @@ def held(
     recompute: Fraction,
     backward: Fraction,
 ) -> Held:
-    """Of a schedule, in which a micro-batch takes so long in all chunks of a rank together.
+    """Simulate a schedule. The costs are the times of a micro-batch in all chunks of a rank together.
 
     Raises:
-        ValueError: the schedule cannot be of these sizes.
+        ValueError: the schedule does not support these sizes.
     """
     plan = make_schedule(schedule, stages, micro_batches, chunks)
     timeline = simulate(plan, {Kind.FORWARD: forward, Kind.RECOMPUTE: recompute, Kind.BACKWARD: backward})

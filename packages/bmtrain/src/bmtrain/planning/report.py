@@ -13,8 +13,8 @@ from .settings import Job
 _OWNERS = tuple(each.name for each in fields(Memory))
 
 
-def facts(model: PlannedModel, job: Job, found: list[Estimate]) -> dict[str, Any]:
-    """A plan as plain data; bytes, seconds, and shares from 0 to 1."""
+def facts(model: PlannedModel, job: Job, estimates: list[Estimate]) -> dict[str, Any]:
+    """A plan as plain data, in bytes, seconds, and shares from 0 to 1."""
     return {
         "model": {"name": model.name, "parameters": model.parameters, "layers": model.depth},
         "gpus": job.world_size,
@@ -23,7 +23,7 @@ def facts(model: PlannedModel, job: Job, found: list[Estimate]) -> dict[str, Any
         "sequence": job.sequence,
         "dtype": str(job.dtype).removeprefix("torch."),
         "device": asdict(job.device),
-        "settings": [_entry(job, each) for each in found],
+        "settings": [_entry(job, each) for each in estimates],
     }
 
 
@@ -42,8 +42,8 @@ def _entry(job: Job, each: Estimate) -> dict[str, Any]:
     }
 
 
-def text(model: PlannedModel, job: Job, found: list[Estimate], count: int) -> str:
-    """A table of the first ``count`` settings, and what the first one comes to."""
+def text(model: PlannedModel, job: Job, estimates: list[Estimate], count: int) -> str:
+    """A table of the first ``count`` settings, and the details of the first one."""
     tokens = job.world_size * job.batch * job.sequence
     lines = [
         f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, {model.depth} layers",
@@ -53,8 +53,8 @@ def text(model: PlannedModel, job: Job, found: list[Estimate], count: int) -> st
         f"{'':4} {'zero':>4} {'tp':>3} {'pipe':>4} {'micro-batches':>13} {'recompute':>9} {'optimizer':>12} "
         f"{'peak GB':>8} {'s/step':>8} {'tokens/s/GPU':>12} {'MFU':>6} {'bubble':>6}",
     ]
-    fitting = [each for each in found if each.fits(job)]
-    shown = fitting[:count] + [each for each in found if not each.fits(job)][: max(0, count - len(fitting))]
+    fitting = [each for each in estimates if each.fits(job)]
+    shown = fitting[:count] + [each for each in estimates if not each.fits(job)][: max(0, count - len(fitting))]
     for each in shown:
         s = each.settings
         lines.append(

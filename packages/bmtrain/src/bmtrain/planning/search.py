@@ -1,4 +1,4 @@
-"""Which settings fit, and which of them are fastest."""
+"""The search for settings that fit, and for the fastest of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .settings import Job, Settings
 
 @dataclass(frozen=True)
 class Choices:
-    """What a search chooses among; None: what is likely to serve.
+    """The values that a search tries. None: the values that are likely to work.
 
     Attributes:
         zero: ZeRO levels.
         tp, pipe: numbers of tensor-parallel ranks, and of stages.
         micro_batches: numbers of micro-batches.
-        checkpoint: whether activations are computed again.
+        checkpoint: whether activations are recomputed.
         optimizers: names in ``OPTIMIZERS``.
     """
 
@@ -32,15 +32,14 @@ class Choices:
 
 
 def search(model: PlannedModel, job: Job, choices: Choices = Choices()) -> list[Estimate]:
-    """Estimates of the settings that make sense: first those that fit, the fastest first; then the others, the smallest
-    first.
+    """Estimates of reasonable settings: first those that fit, the fastest first; then the others, the smallest first.
 
     Lower ZeRO levels need more memory than the highest of ``choices``, and are tried only where that one fits.
 
     Raises:
-        ValueError: no settings go together with the model and the ranks.
+        ValueError: no settings are possible with the model and the ranks.
     """
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     *lower, highest = sorted(set(choices.zero))
     problem: object = "no product of tp and pipe divides the number of devices"
     layouts = list(_layouts(model, job, choices, highest))
@@ -52,19 +51,19 @@ def search(model: PlannedModel, job: Job, choices: Choices = Choices()) -> list[
         except ValueError as error:
             problem = error
             continue
-        found.append(best)
+        estimates.append(best)
         for level in lower if best.fits(job) else ():
             if _least(model, job, dataclasses.replace(settings, zero=level)) <= job.device_memory:
-                found.append(estimate(model, job, dataclasses.replace(best.settings, zero=level)))
-    if not found:
+                estimates.append(estimate(model, job, dataclasses.replace(best.settings, zero=level)))
+    if not estimates:
         raise ValueError(f"no settings go together with {model.name} and {job.world_size} devices: {problem}")
-    return sorted(found, key=lambda each: (not each.fits(job), each.seconds if each.fits(job) else each.peak.total))
+    return sorted(estimates, key=lambda each: (not each.fits(job), each.seconds if each.fits(job) else each.peak.total))
 
 
 def _largest_micro_batch(model: PlannedModel, job: Job, settings: Settings, counts: Sequence[int] | None) -> Estimate:
-    """The estimate with the fewest micro-batches that fit; or with the most, if none fit.
+    """The estimate with the smallest number of micro-batches that fits, or with the largest number if none fits.
 
-    Memory grows linearly with the micro-batch, so two estimates tell which number to try.
+    Memory is linear in the size of a micro-batch, so two estimates predict which numbers fit.
     """
     candidates = _micro_batches(job, settings)
     if counts:
@@ -87,7 +86,7 @@ def _largest_micro_batch(model: PlannedModel, job: Job, settings: Settings, coun
 
 
 def _layouts(model: PlannedModel, job: Job, choices: Choices, zero: int) -> Iterator[Settings]:
-    """Settings that differ in all but the ZeRO level and the number of micro-batches."""
+    """Settings with every layout, checkpointing and optimizer, one ZeRO level and one micro-batch."""
     widths = [n for n in (1, 2, 4, 8) if n <= job.node_size and (n == 1 or model.tp_plan)]
     depths = [n for n in (1, 2, 4) if n == 1 or (4 * n <= model.depth and model.uniform)]
     for tp in choices.tp or widths:
@@ -96,13 +95,13 @@ def _layouts(model: PlannedModel, job: Job, choices: Choices, zero: int) -> Iter
                 continue
             for checkpoint in choices.checkpoint:
                 if pipe > 1 and not checkpoint and len(choices.checkpoint) > 1:
-                    continue  # stages are computed again in any case
+                    continue  # a pipeline recomputes in any case
                 for optimizer in choices.optimizers:
                     yield Settings(zero, tp, pipe, 1, "recompute", 1, checkpoint, optimizer)
 
 
 def _least(model: PlannedModel, job: Job, settings: Settings) -> float:
-    """Bytes that a rank cannot do without: of parameters, gradients and state."""
+    """A lower bound of a rank's memory in bytes: parameters, gradients and optimizer state."""
     shared = settings.tp * settings.pipe
     everyone = max(shared, job.world_size)
     state = model.trained * settings.state_bytes(job)[0]

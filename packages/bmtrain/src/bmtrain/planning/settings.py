@@ -1,4 +1,4 @@
-"""The job that is planned, and the settings that a plan chooses among."""
+"""The job that is planned, and its settings."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ OPTIMIZERS = {
     "adafactor": (0, 4, 0),
     "lion": (4, 4, 0),
 }
-"""Bytes for each element of this rank's shards: of moments; of a master weight, where parameters are of half precision;
-of both in the host's memory. Row and column sums of Adafactor are left out: they are a thousandth of it."""
+"""Bytes per element of this rank's shards: moments; master weights, if parameters are in half precision; both in the
+host's memory. The row and column sums of Adafactor are ignored: they are about a thousandth."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is given.
+    """The given facts of a job.
 
     Attributes:
         world_size: the number of devices, G.
-        device_memory: bytes of one device that a process can use.
+        device_memory: usable bytes of one device.
         batch: sequences per device and step, so that a step has G · batch.
         sequence: tokens of a sequence.
         dtype: of parameters and activations.
-        device: what a device does per second.
+        device: the speed of a device.
         node_size: devices of a node.
         network: bytes per second that a device sends to other nodes.
     """
@@ -49,7 +49,7 @@ class Job:
         return self.dtype in (torch.float16, torch.bfloat16)
 
     def operation_seconds(self, flops: float, moved: float) -> float:
-        """What an operation takes: it is limited by computation or by memory."""
+        """The time of an operation, which is bound by computation or by memory."""
         peak = self.device.flops if self.is_half else self.device.fp32_flops
         return max(flops / peak, moved / self.device.memory)
 
@@ -60,7 +60,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a script chooses.
+    """The settings that a script chooses.
 
     Attributes:
         zero: ZeRO level.
@@ -68,8 +68,8 @@ class Settings:
         pipe: pipeline stages.
         interleave: chunks of layers of each stage.
         schedule: of the pipeline.
-        micro_batches: of a pipeline, in all its stages; without one, backward passes of a step.
-        checkpoint: whether activations are computed again in backward.
+        micro_batches: those of a pipeline, of all its stages; without a pipeline, the backward passes of a step.
+        checkpoint: whether activations are recomputed in backward.
         optimizer: a name in ``OPTIMIZERS``.
     """
 
@@ -84,11 +84,11 @@ class Settings:
 
     @property
     def accumulation(self) -> int:
-        """Backward passes of a step, outside of a pipeline."""
+        """The backward passes of a step, outside a pipeline."""
         return 1 if self.pipe > 1 else self.micro_batches
 
     def micro_batch(self, job: Job) -> int:
-        """Sequences of one micro-batch: of all tensor-parallel ranks, and of all stages, together.
+        """Sequences of one micro-batch, of all tensor-parallel ranks and stages together.
 
         Raises:
             ValueError: micro-batches do not divide the batch.
@@ -103,7 +103,7 @@ class Settings:
         return job.batch * self.tp * self.pipe
 
     def state_bytes(self, job: Job) -> tuple[float, float]:
-        """Bytes of optimizer state for each element of the shards: on the device and on the host."""
+        """Bytes of optimizer state per element of the shards: on the device and on the host."""
         moments, master, host = OPTIMIZERS[self.optimizer]
         return moments + (master if job.is_half else 0), host if job.is_half else max(0, host - 4)
 

@@ -1,7 +1,7 @@
 """One training step on meta tensors: what a rank of a large job would hold, compute and send.
 
-The step runs the code of ``bmt_zero`` and ``bmt_tp`` with communicators that send nothing. Models of many equal layers
-are traced twice, with a few layers and with one more. From there on each layer adds the same.
+The step runs the code of ``bmt_zero`` and ``bmt_tp`` with communicators that send nothing. A model of many equal layers
+is traced twice, with a few layers and with one more, and extrapolated: each further layer adds the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Trace:
         traffic: bytes that the rank sends in a step, by the communicator: "tensor"; "stage", for the layers of a
             pipeline; or "data", for all other parameters.
         shards: elements of trained parameters that this rank holds.
-        shapes: of those elements, how many are in half precision.
     """
 
     peaks: dict[str, Memory] = field(default_factory=dict)
@@ -53,7 +52,7 @@ class Trace:
     shards: float = 0
 
     def deeper(self, shorter: Trace, layers: float) -> Trace:
-        """The step of a model with ``layers`` more layers; ``shorter`` is that of one layer less."""
+        """The step of a model with ``layers`` more layers. ``shorter`` is the step with one layer less."""
 
         def memory(of: str) -> dict[str, Memory]:
             mine, theirs = getattr(self, of), getattr(shorter, of)
@@ -74,10 +73,10 @@ class Trace:
 
 
 def trace_step(model: PlannedModel, job: Job, settings: Settings, batch: int, layers: int | None = None) -> Trace:
-    """A step of one rank with micro-batches of ``batch`` sequences.
+    """Trace a step of one rank with micro-batches of ``batch`` sequences.
 
     Args:
-        layers: how many of the model's layers the rank has; None: all.
+        layers: the number of the model's layers that the rank has; None: all.
     """
     wanted = model.depth if layers is None else layers
     if not model.uniform or wanted <= _DEPTH:
@@ -100,7 +99,7 @@ def _traced(model: PlannedModel, job: Job, settings: Settings, batch: int, depth
         for flat in flats:
             for param, zeros in zip(flat.params, flat.local_views(torch.zeros_like(flat.shard)), strict=True):
                 param.awaits_values = False
-                if param.requires_grad:  # as after a step: gradients are filled with zeros, and kept
+                if param.requires_grad:  # as after a step, which keeps gradients and zeroes them
                     param.grad = sharded_gradient(zeros, param)
         _mark_phases(layers, memory)
         args, kwargs = model.batch(batch, job.sequence)
@@ -117,7 +116,8 @@ def _traced(model: PlannedModel, job: Job, settings: Settings, batch: int, depth
 
         traffic = _run_step(run, module, settings, context)
         trained = sum(flat.shard.numel() for flat in flats if any(p.requires_grad for p in flat.params))
-        phases = {name: memory.phases.get(name, Phase()) for name in PHASES}  # without, where layers get no gradients
+        # Phases are missing if layers get no gradients.
+        phases = {name: memory.phases.get(name, Phase()) for name in PHASES}
         seconds = {
             name: sum(job.operation_seconds(flops, moved) for flops, moved in phase.operations)
             for name, phase in phases.items()
@@ -133,7 +133,7 @@ def _traced(model: PlannedModel, job: Job, settings: Settings, batch: int, depth
 
 
 def _shard(module: nn.Module, layers: list[nn.Module], settings: Settings) -> None:
-    with contextlib.redirect_stderr(io.StringIO()):  # where the wrapper prints what the Blocks are
+    with contextlib.redirect_stderr(io.StringIO()):  # the wrapper prints the Blocks there
         if settings.pipe > 1:
             for layer in layers:
                 Block(layer, settings.checkpoint, settings.zero, stage_local=True)
@@ -143,7 +143,7 @@ def _shard(module: nn.Module, layers: list[nn.Module], settings: Settings) -> No
 
 
 def _mark_phases(layers: list[nn.Module], memory: LiveMemory) -> None:
-    """Let phases begin where the first and the last layer begin and end."""
+    """Begin phases where the first and the last layer begin and end."""
     if not layers:
         return
 
@@ -161,7 +161,7 @@ def _mark_phases(layers: list[nn.Module], memory: LiveMemory) -> None:
 
 
 def _on_gradient(values: list[object], call: Callable[[], None]) -> None:
-    """Call when the gradient of the first tensor that has one arrives."""
+    """Run ``call`` when the gradient of the first tensor that gets one arrives."""
     for value in values:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             value.register_hook(lambda _: call())
@@ -171,22 +171,24 @@ def _on_gradient(values: list[object], call: Callable[[], None]) -> None:
 def _run_step(
     run: Callable[[], None], module: nn.Module, settings: Settings, context: ParallelContext
 ) -> dict[str, float]:
-    """Run the micro-batches of a step that differ from each other; the bytes that the rank sends in all of them."""
-    comms = {
+    """Run the micro-batches of a step that differ from each other. Returns the bytes that the rank sends in a step."""
+    communicators = {
         "stage": (context.zero, context.tp_zero),
         "data": (context.outer_zero, context.outer_tp_zero),
         "tensor": (context.tp,),
     }
 
     def sent() -> dict[str, float]:
-        return {name: sum(t.bytes for c in set(group) for t in c.traffic.values()) for name, group in comms.items()}
+        return {
+            name: sum(traffic.bytes for comm in set(group) for traffic in comm.traffic.values())
+            for name, group in communicators.items()
+        }
 
-    total = dict.fromkeys(comms, 0.0)
+    total = dict.fromkeys(communicators, 0.0)
     count = settings.accumulation
-    # From level 2 on, no micro-batch differs from another. Below, the first gathers, and the last reduces.
+    # From level 2 on, all micro-batches are equal. Below, the first one unshards, and the last one reduces.
     differing = {1: [(False, 1)], 2: [(True, 1), (False, 1)]}.get(count, [(True, 1), (True, count - 2), (False, 1)])
-    parts = differing if settings.zero <= 1 else [(False, count)]
-    for accumulates, times in parts:
+    for accumulates, times in differing if settings.zero <= 1 else [(False, count)]:
         before = sent()
         with no_sync(module) if accumulates else contextlib.nullcontext():
             run()
