@@ -214,6 +214,39 @@ def test_results_that_are_written_to_are_computed_again(ctx: ParallelContext, us
         assert not {aten.addmm.default, aten.mm.default} & set(sharding_of(block).checkpoint.kept.wanted)
 
 
+class WritesAside(nn.Module):
+    """Writes into results without a change of their version counters."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear, self.gru = nn.Linear(5, 6), nn.GRU(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "gru":  # gates are computed in place, in parts that unsafe_chunk gives
+            return self.gru(x)[0]
+        y = self.linear(x)
+        if self.kind == "data":
+            y.data.mul_(2)
+        else:
+            for part in y.unsafe_chunk(2, -1):
+                part.sigmoid_()
+        return torch.tanh(y) * y
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("use_checkpoint", ["matmuls", 0.9], ids=str)
+@pytest.mark.parametrize("kind", ["gru", "data", "chunk"])
+def test_writes_that_no_version_counter_counts(ctx: ParallelContext, kind: str, use_checkpoint: Any) -> None:
+    torch.manual_seed(0)
+    model = WritesAside(kind)
+    reference = Block(copy.deepcopy(model), use_checkpoint=False)
+    block = Block(model, use_checkpoint=use_checkpoint)
+    for step in range(2):
+        x = seeded(step, 3, 5)
+        assert_close(run(block, x)[2], run(reference, x)[2])
+
+
 class Random(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from block_helpers import assert_same_gradients, pair, seeded, space
+from block_helpers import assert_same_gradients, own_memory, pair, seeded, space
 from test_block_list import Counted
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -462,6 +462,31 @@ def test_modules_are_as_they_were_after_an_exception_in_forward(ctx, kind):
     block.fails = False
     compare(ctx, plain, block, lambda module, x: module(x).square().sum())
     assert all(a is b for a, b in zip(block.parameters(), params, strict=True))
+
+
+class Interrupted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear(x)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.ranks(2)
+@every_level
+def test_a_state_dict_is_loaded_after_a_forward_was_interrupted(ctx, level):
+    with own_memory():  # where ranks share memory, what was unsharded is the sharded parameters' memory
+        model = Block(Interrupted(), zero_level=level)
+        params = list(model.parameters())
+        with pytest.raises(KeyboardInterrupt):
+            model(seeded(0, 3, 5))
+        state = {"linear.weight": seeded(1, 5, 5), "linear.bias": seeded(2, 5)}
+        model.load_state_dict(state)
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.full_tensor(), state[name])
 
 
 @pytest.mark.ranks(1, 2)

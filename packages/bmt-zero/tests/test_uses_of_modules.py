@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from block_helpers import assert_same_gradients, own_memory, seeded
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from bmt_zero import BMTrainModelWrapper, shard
+from bmt_zero import BMTrainModelWrapper, fully_shard, no_sync, shard
 
 WIDTH = 6
 
@@ -235,3 +237,64 @@ def test_buffers_that_only_some_forwards_write_to(ctx, is_small):
         assert_same_gradients(model, plain)
         for name, buffer in plain.named_buffers():
             torch.testing.assert_close(model.get_buffer(name), buffer)
+
+
+class SomeLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, numbers: tuple[int, ...]) -> Tensor:
+        for number in numbers:
+            x = x + torch.tanh(self.layers[number](x))
+        return x
+
+
+def accumulate(ctx, model, plain, deferring, divisor):
+    """A step of two micro-batches, of which the second one skips layers that the first one has used."""
+    for number, used in enumerate([(0, 1, 2), (1,)]):
+        with deferring(number == 0):
+            (model(seeded(10 * number + ctx.rank, 4, WIDTH), used).square().mean() / divisor).backward()
+        for rank in range(ctx.world_size):
+            (plain(seeded(10 * number + rank, 4, WIDTH), used).square().mean() / ctx.world_size).backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_overwritten", [False, True])
+def test_layers_that_the_last_micro_batch_skips(ctx, level, is_overwritten):
+    torch.manual_seed(0)
+    plain = SomeLayers()
+    model = BMTrainModelWrapper(copy.deepcopy(plain), zero_level=level)
+    for _ in range(2):
+        accumulate(ctx, model, plain, lambda first: no_sync(model) if first else nullcontext(), ctx.world_size)
+        assert_same_gradients(model, plain)
+        for each in (model, plain):
+            each.zero_grad(set_to_none=is_overwritten)
+    with no_sync(model):
+        model(seeded(ctx.rank, 4, WIDTH), (0, 1, 2)).square().mean().backward()
+    model.zero_grad()  # also what waits
+    accumulate(ctx, model, plain, lambda first: no_sync(model) if first else nullcontext(), ctx.world_size)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("option", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_layers_that_the_last_micro_batch_skips_under_hybrid_sharding(ctx, option):
+    torch.manual_seed(0)
+    plain = SomeLayers()
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def deferring(first):
+        getattr(model, option)(not first)
+        return nullcontext()
+
+    for _ in range(2):
+        accumulate(ctx, model, plain, deferring, 1)
+        assert_same_gradients(model, plain)
+        for each in (model, plain):
+            each.zero_grad()

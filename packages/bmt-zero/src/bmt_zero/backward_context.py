@@ -96,6 +96,7 @@ class StepContext:
         self._abandoned: dict[GradientReducer, None] = {}  # an exception in a pipeline has ended their reductions
         self._copying: dict[GradientReducer, None] = {}  # their gradients may still be on the way to the host
         self._adding: dict[GradientReducer, None] = {}  # their sums over micro-batches have not ended
+        self._deferring: dict[GradientReducer, None] = {}  # their gradients may wait for a later backward pass
         self._prefetched: dict[ParameterGroup, bool] = {}  # and whether to keep them until they are used
         self.use = UseAgreement()
         self._read: dict[Communicator, None] = {}  # this rank computes with memory that their ranks share
@@ -146,14 +147,18 @@ class StepContext:
 
     def begin_forward(self) -> None:
         """Before a call: forget calls that an exception has ended without running their hooks."""
-        while self.calls and not is_running(self.calls[-1].frame, self.calls[-1].thread):
-            self.calls.pop().abandon()
+        self.abandon_dead_calls()
         if (self._read or self._meetings) and not self.calls and current_backward() is None:
             self.recover()
             self.end_use()  # of a forward that an exception has ended
             meetings, self._meetings = self._meetings, []
             for meeting in meetings:
                 meeting.wait()
+
+    def abandon_dead_calls(self) -> None:
+        """Reshard what calls have left that an exception ended without a hook, such as KeyboardInterrupt."""
+        while self.calls and not is_running(self.calls[-1].frame, self.calls[-1].thread):
+            self.calls.pop().abandon()
 
     def end_forward(self, call: Any) -> None:
         """End a call, and all calls within it."""
@@ -218,6 +223,8 @@ class StepContext:
         stream = self._passes[task].stream
         caller = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch._C.DisableTorchFunctionSubclass(), nullcontext() if stream is None else torch.cuda.stream(stream):
+            if len(self._passes) == 1 and not self._nested:
+                self._reduce_deferred()
             # In a pipeline, reductions of one micro-batch go on while the next one is computed.
             if not self._nested or any(reducer.has_fixed_order for reducer in self._reducing):
                 self.finish_reductions()
@@ -234,6 +241,14 @@ class StepContext:
             self.end_use()
         if stream is not None and caller is not None and caller != stream:
             caller.wait_stream(stream)
+
+    def _reduce_deferred(self) -> None:
+        """Reduce gradients of earlier backward passes whose modules take no part in this one."""
+        if self._deferring:
+            waiting = [reducer for reducer in self._deferring if reducer.has_deferred]
+            self._deferring = {reducer: None for reducer in self._deferring if reducer.defers}
+            with torch.no_grad():  # for create_graph=True
+                self.reduce_accumulated(waiting)
 
     def _end_sums(self) -> None:
         """At the end of a backward pass, end the sums in a fixed order that are outside of ``no_sync``."""
@@ -299,6 +314,8 @@ class StepContext:
         for reducer, grads, target in work:
             reducer.reduce(grads, needed, target)
             self._reducing.append(reducer)
+            if reducer.defers:
+                self._deferring[reducer] = None
 
     def finish_reductions(self) -> None:
         """Complete the reductions in flight.
@@ -390,3 +407,9 @@ _contexts: WeakKeyDictionary[ParallelContext, StepContext] = WeakKeyDictionary()
 def step_context(context: ParallelContext) -> StepContext:
     """The one step context of a parallel context."""
     return _contexts.get(context) or _contexts.setdefault(context, StepContext())
+
+
+def abandon_dead_calls() -> None:
+    """Let modules have their sharded parameters again where KeyboardInterrupt has ended a forward."""
+    for step in list(_contexts.values()):
+        step.abandon_dead_calls()

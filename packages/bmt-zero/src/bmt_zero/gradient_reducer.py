@@ -131,9 +131,20 @@ class GradientReducer:
             self._accumulated = total
             self._watch_gradients()
 
+    @property
+    def defers(self) -> bool:
+        """Whether gradients may wait for a later backward pass to be reduced."""
+        return self.no_sync or not self.settings.all_reduces
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether gradients of earlier backward passes wait, and the next one is to reduce them."""
+        is_partial = self._partial is not None and self.settings.all_reduces
+        return not self.no_sync and (self._accumulated is not None or is_partial)
+
     def reduce_accumulated(self) -> None:
-        """Reduce gradients that were accumulated under ``no_sync``, if no backward will; all ranks must call it."""
-        if self._accumulated is not None and not self.no_sync:
+        """Reduce gradients of earlier backward passes, if no backward will; all ranks must call it."""
+        if self.has_deferred:
             self.reduce([None] * len(self.flat.params), needed=False)
 
     def rebind_storage(self) -> None:

@@ -101,6 +101,20 @@ def _describe(args: Any, kwargs: Any) -> list[tuple[torch.Size, torch.dtype]]:
     return [(x.shape, x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
 
 
+def written_tensors(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operation writes to: all those of a collective, whose schema does not say."""
+    values: Any = (args, kwargs)
+    if func.namespace != "c10d":
+        if not func._schema.is_mutable:
+            return []
+        values = [
+            args[position] if position < len(args) else kwargs.get(argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
 class CountingMode(TorchDispatchMode):
     """Counts the calls of operators.
 
@@ -144,8 +158,8 @@ class Forward(CountingMode):
     def run(self, operation: Operation, args: Any, kwargs: Any) -> Any:
         func, index = operation
         output = func(*args, **kwargs)
-        if func.namespace == "c10d":  # a collective may write to its arguments without counting a version
-            written = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        # ``x.data`` and the results of ``unsafe_chunk`` (in a GRU) have version counters of their own.
+        if written := {x.untyped_storage()._cdata for x in written_tensors(func, args, kwargs)}:
             for other in [each for each, result in self.results.items() if result.lies_in(written)]:
                 del self.results[other]
         if func in self.wanted:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .kept_operations import MATMULS, why_not_kept
-from .kept_results import CountingMode, Operation
+from .kept_results import CountingMode, Operation, written_tensors
 
 FLOPS_PER_BYTE = 100
 """How many floating-point operations take as long as moving one byte: 20 to 300 on current CPUs and GPUs. Any value in
@@ -77,11 +77,7 @@ class Recording(CountingMode):
         return output
 
     def _note_writes(self, func: OpOverload, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
-        written: list[Any] = []
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written += tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
-        written += inputs if func.namespace == "c10d" else ()  # schemas of collectives do not say what they write to
+        written = written_tensors(func, args, kwargs)
         for tensor in inputs:
             made = self._storages.get(tensor.untyped_storage())
             if made is not None and (tensor._version != made.version or any(tensor is each for each in written)):

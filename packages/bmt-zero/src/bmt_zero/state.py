@@ -27,6 +27,7 @@ from torch.utils.weak import TensorWeakRef
 
 from bmt_comm import Communicator, ShardedRows, is_piece, select_rows, slice_of, tp_shard_of, unshard_tp
 
+from .backward_context import abandon_dead_calls
 from .parameter_group import GroupHandle, Slot, refresh_flat_weights
 from .sharded_parameter import ShardedParameter
 from .stage_entry import StageEntry
@@ -259,6 +260,7 @@ class _StateHooks:
 
     @serves_shards
     def before_saving(self, module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        abandon_dead_calls()
         if _unshards.get() or _own_stage.get():
             self.sharded = self.sharded or {name: module._parameters.get(name) for name in self.names}
             module._parameters.update(_placeholders(self.sharded))
@@ -278,6 +280,7 @@ class _StateHooks:
     def before_loading(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *problems: Any
     ) -> None:
+        abandon_dead_calls()
         params = {name: module._parameters.get(name) for name in self.names}
         if metadata.get("assign_to_params_buffers", False) and any(
             isinstance(p, ShardedParameter) for p in params.values()
