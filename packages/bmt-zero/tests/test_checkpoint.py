@@ -1,4 +1,4 @@
-"""One-file checkpoints: what plain PyTorch reads, and what bad files do."""
+"""One-file checkpoints: plain PyTorch reads them, and bad files raise errors."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_tensor_parallel_shards_are_unsharded(ctx: Any, tmp_path: Path) -> None:
 @SUFFIX
 @pytest.mark.parametrize("chunk", [16, 48])
 def test_a_file_travels_in_chunks(ctx: Any, tmp_path: Path, suffix: str, chunk: int) -> None:
-    """Chunks end within rows, and within what a rank holds; numbers are converted on their way."""
+    """Chunks end within rows, and within the rows of a rank. Numbers are converted when they are read."""
 
     class Mixed(bmt_zero.DistributedModule):
         def __init__(self) -> None:
@@ -327,7 +327,7 @@ class Bomb:
 
 @pytest.fixture
 def bad_files(tmp_path: Path) -> dict[str, str]:
-    """Path of a bad file → what the message must say."""
+    """Path of a bad file → text that the message must contain."""
     files: dict[str, str] = {}
 
     def add(name: str, data: bytes, message: str) -> None:
