@@ -34,7 +34,7 @@ def rows_of(tensor: Tensor, param: Tensor) -> Tensor:
 
 
 def assert_same_gradients(model: nn.Module, plain: nn.Module, tolerance: float = 1e-5) -> None:
-    """This rank's rows of every gradient are those of the plain model, whose loss was that of all ranks."""
+    """This rank's rows of every gradient equal those of the plain model, which was trained on all ranks' samples."""
     expected = dict(plain.named_parameters())
     params = dict(model.named_parameters())
     assert list(params) == list(expected)
@@ -56,7 +56,7 @@ def assert_same_parameters(model: nn.Module, plain: nn.Module, tolerance: float 
 
 
 def compare_updates(model: nn.Module, plain: nn.Module, start: Sequence[Tensor], tolerance: float = 1e-5) -> None:
-    """This rank's rows have moved as those of the plain model have, whose parameters were ``start``."""
+    """This rank's rows have the same update as the plain model's, whose parameters were ``start``."""
     for (name, param), expected, before in zip(model.named_parameters(), plain.parameters(), start, strict=True):
         wanted = rows_of(expected.detach() - before, param)
         error = (param.to_local() - rows_of(before, param) - wanted).norm()
@@ -71,7 +71,7 @@ def total(loss: Tensor) -> float:
 
 
 def space(block: Block) -> int:
-    """Bytes of unsharded parameters that this rank holds for a Block, beside what all ranks share."""
+    """Bytes of unsharded parameters that this rank holds for a Block, without memory that ranks share."""
     flats = [f for f in group_of(block).flats if not f.is_shard and not f.is_shared]
     return sum(f.unsharded.untyped_storage().nbytes() for f in flats)
 

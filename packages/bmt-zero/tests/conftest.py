@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-# The ranks get this path, too; so tests can import what they have in common.
+# The ranks get this path, too, so that tests can import common helpers.
 sys.path.append(str(Path(__file__).parent))
 
 

@@ -1,4 +1,4 @@
-"""What tests compare with: plain PyTorch in one process, which uses nothing of this project."""
+"""The reference of tests: plain PyTorch in one process, without code of this project."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A linear layer, frozen, and what is added to it; as peft has it."""
+    """A frozen linear layer and its adapter, as in peft."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_added_parameters_are_sharded_at_once_when_the_model_is_wrapped_again(ct
     adapt(plain)
     adapt(model)
     assert not all(isinstance(p, ShardedParameter) for p in model.parameters())
-    container = nn.Sequential(model)  # as peft puts the model into one of its own
+    container = nn.Sequential(model)  # peft puts the model into a container, too
     assert BMTrainModelWrapper(container) is container
     assert all(isinstance(p, ShardedParameter) for p in model.parameters())
     start = copy.deepcopy(plain.state_dict())

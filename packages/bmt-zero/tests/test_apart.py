@@ -1,4 +1,4 @@
-"""Gradients that are summed apart, when what computes them fails."""
+"""Gradients that are summed apart from ``.grad``, when the backward that computes them fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into a Block and comes out of it, and what the plain module's gradients are compared with."""
+"""Inputs, outputs and gradients of Blocks, compared with those of the plain module."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_level_3_never_holds_more_than_two_blocks_in_backward(ctx, checkpointing
         block.register_forward_hook(lambda module, inputs, output: Probe.apply(output))
     blocks(seeded(ctx.rank, 3, 5)).sum().backward()
     assert len(held) == 5
-    assert max(held) <= 3  # the one that ends, the one that comes, and the one behind that
+    assert max(held) <= 3  # the current one, the next one, and the one after that
     assert [space(b) for b in blocks] == [0] * 5
 
 

@@ -1,4 +1,4 @@
-"""What can become a Block, what is refused, and who shards with whom."""
+"""Modules that can become Blocks, errors for others, and the ranks that share a Block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TransformerBlockList: what it returns, and how often it communicates."""
+"""TransformerBlockList: its outputs, and how often it communicates."""
 
 from __future__ import annotations
 

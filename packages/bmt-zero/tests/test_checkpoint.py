@@ -1,4 +1,4 @@
-"""One-file checkpoints: what plain PyTorch reads, and what bad files do."""
+"""One-file checkpoints: plain PyTorch reads them, and bad files raise errors."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ class Bomb:
 
 @pytest.fixture
 def bad_files(tmp_path: Path) -> dict[str, str]:
-    """Path of a bad file → what the message must say."""
+    """Path of a bad file → text that the message must contain."""
     files: dict[str, str] = {}
 
     def add(name: str, data: bytes, message: str) -> None:

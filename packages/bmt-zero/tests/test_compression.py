@@ -1,4 +1,4 @@
-"""Compression: what travels between ranks as 8-bit numbers."""
+"""Compression: parameters and gradients that are communicated as 8-bit numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rounded(values: Tensor, kind: str, block: int = BLOCK) -> Tensor:
 
 
 class Linear(nn.Module):
-    """Its gradient is what it is called with, and its output what it computes with."""
+    """The gradient of its weight is its input. Its second output is the unsharded weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,12 +72,12 @@ def check_level(ctx, level: int, kind: str) -> None:
     for name, times in (("send", 2), ("all_gather", 4 if level == 3 else 2)):
         sent = (ctx.zero.traffic[name].bytes - before.get(name, 0)) / (ctx.world_size - 1) / times
         assert numel <= sent <= numel + 4 * (numel / BLOCK + 1) + 64 < 4 * numel  # ranks compare their order, too
-    assert torch.equal(block.state_dict()["weight"], plain)  # what is stored is never rounded
+    assert torch.equal(block.state_dict()["weight"], plain)  # shards are never rounded
 
 
 @pytest.mark.ranks(4)
 def test_replicas_half_precision_and_accumulation(ctx):
-    """Rows of a mesh are shard groups; the sum over replicas is of what the shard groups have."""
+    """Rows of a mesh are shard groups; the sum over replicas is of the sums of the shard groups."""
     rows = [Communicator(group) for group in _groups(ctx)]
     precision = MixedPrecision(torch.bfloat16, compression=Compression("float8", "int8", BLOCK))
     block = Block(Linear(), False, 2, precision=precision, shard_comm=rows[0], replicate_comm=rows[1])
@@ -116,7 +116,7 @@ def test_overflow_of_one_rank_is_seen_by_all(ctx, kind):
         block = fully_shard(Linear(), mp_policy=MixedPrecision(compression=compression))
         x = torch.ones(37, 3)
         if ctx.rank == 0:
-            x[0, 0] = x[36, 2] = bad  # in the last block, which is not whole, of another rank's shard
+            x[0, 0] = x[36, 2] = bad  # in the last block of another rank's shard, which is shorter
         block(x)[0].backward()
         [param] = block.parameters()
         grad = param.grad.to_local()

@@ -175,7 +175,7 @@ def test_training_in_half_precision_is_that_of_one_process_with_its_roundings(ct
 
 
 SMALL = [*(f"layers.0.{name}" for name in ("norm.weight", "norm.bias", "up.bias", "gain")), "head.bias"]
-FAULTS = {  # what becomes of this rank's gradient of a micro-step
+FAULTS = {  # changes of this rank's gradient of a micro-step
     "lost rank": lambda grad, rank, micro: grad * (rank != 1),
     "lost micro-step": lambda grad, rank, micro: grad * (micro != 1),
     "wrong factor": lambda grad, rank, micro: grad * 2,

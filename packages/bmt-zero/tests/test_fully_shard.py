@@ -1,4 +1,4 @@
-"""``fully_shard`` trains what plain PyTorch and torch's own ``fully_shard`` train, in scripts for the latter."""
+"""``fully_shard`` trains the same as plain PyTorch and torch's ``fully_shard``, in scripts for the latter."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_gradients_wait_for_the_all_reduce(ctx):
 
 
 class TwoDtypes(nn.Module):
-    """Parameters of two dtypes, which are reduced apart, and of which some calls use one."""
+    """Parameters of two dtypes, which are reduced separately. Some calls use one of them only."""
 
     def __init__(self):
         super().__init__()
@@ -203,7 +203,7 @@ def test_no_communication_without_gradient_sync(ctx):
     assert sent(True) == len({id(group_of(m)) for m in model.modules() if isinstance(m, FSDPModule)})
     model.zero_grad()
     sent(False)
-    model.zero_grad()  # drops what waits
+    model.zero_grad()  # drops waiting gradients
     sent(True)
     once = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
@@ -255,7 +255,7 @@ def test_only_the_root(ctx):
 
 @pytest.mark.ranks(2)
 def test_no_root(ctx):
-    """Layers alone are sharded; the others are trained by the script, which reduces their gradients itself."""
+    """Only the layers are sharded. The script reduces the gradients of the other parameters."""
     plain, model = twins()
     for layer in model.layers:
         fully_shard(layer)
@@ -540,7 +540,7 @@ def test_dtypes_of_inputs_and_outputs(ctx):
         (torch.float32, torch.float32, torch.int64, torch.bfloat16),
     ]
     outer = nn.Sequential(fully_shard(nn.Linear(5, 5)))
-    fully_shard(outer, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))  # no parameters of its own
+    fully_shard(outer, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))  # it has no parameters itself
     assert outer(args[0]).dtype == torch.float64
 
 
@@ -758,7 +758,7 @@ def test_a_copy_of_a_model_trains_by_itself(ctx):
 
 
 class WithLock(nn.Linear):
-    """With what cannot be copied, and an own method beside forward."""
+    """With an attribute that cannot be copied, and a method besides forward."""
 
     def __init__(self) -> None:
         super().__init__(5, 5)

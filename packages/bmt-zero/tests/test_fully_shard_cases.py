@@ -1,4 +1,4 @@
-"""Cases of FSDP2's own tests, beside those of test_fully_shard.py: models called in parts, unusual modules, casts."""
+"""More cases of FSDP2's tests than in test_fully_shard.py: models called in parts, unusual modules, casts."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_root_without_inputs_and_modules_without_parameters(ctx):
     empty = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for part in empty:
         fully_shard(part)
-    fully_shard(empty)  # has no parameters of its own
+    fully_shard(empty)  # it has no parameters itself
     empty.unshard(async_op=True).wait()
     empty.reshard()
     assert empty(torch.ones(1, 4)).shape == (1, 4)

@@ -1,4 +1,4 @@
-"""Whole parameters for a while: what is written to them stays, modules compute with them, mistakes change nothing."""
+"""gathered_parameters: writes are kept, modules compute with the copies, mistakes change nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """With tied weights, a module outside of the layers, and a parameter of its own."""
+    """With tied weights, a module outside of the layers, and a parameter of the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def assert_equal(model: nn.Module, plain: nn.Module) -> None:
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_what_is_written_stays(ctx: ParallelContext, level: int) -> None:
+def test_writes_are_kept(ctx: ParallelContext, level: int) -> None:
     plain, model = twins(level)
     tokens = torch.arange(8).view(2, 4)
     before = list(model.parameters())
@@ -109,7 +109,7 @@ def test_a_part_of_a_block_and_a_parameter_alone(ctx: ParallelContext) -> None:
 
 @pytest.mark.ranks(2)
 def test_copies_to_compute_with(ctx: ParallelContext) -> None:
-    """They have the dtype of computation, nothing is sent, and nothing of them stays."""
+    """They have the dtype of computation, nothing is sent, and writes to them are dropped."""
     plain, model = twins(3, precision=MixedPrecision(param_dtype=torch.bfloat16))
     tokens = torch.arange(8).view(2, 4)
     with torch.no_grad():

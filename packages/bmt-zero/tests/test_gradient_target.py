@@ -129,7 +129,7 @@ class Partly(nn.Module):
 
 
 class Reentrant(nn.Module):
-    """A part has a backward pass of its own within that of the module."""
+    """A submodule has another backward pass within that of the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def test_nothing_is_copied_but_gradients_of_vectors(ctx, level, micro_batches):
     model = Block(copy.deepcopy(plain), use_checkpoint=False, zero_level=level)
     written = []
     with pytest.MonkeyPatch.context() as patch:
-        # At level 3 each micro-batch is reduced, and added to what was reduced before.
+        # At level 3 each micro-batch is reduced, and added to the earlier ones.
         for name in ["_foreach_copy_", *(["_foreach_add_"] if level < 3 else [])]:
             function = getattr(torch, name)
             patch.setattr(torch, name, lambda to, *a, f=function: (written.extend(t.dim() for t in to), f(to, *a))[1])

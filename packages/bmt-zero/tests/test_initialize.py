@@ -45,7 +45,7 @@ class Model(bmt_zero.DistributedModule):
 
 
 def expected(name: str) -> Tensor:
-    """What torch's generator gives next for a parameter."""
+    """The next random numbers of torch's generator for a parameter."""
     shape = {"weight": (5, 3), "bias": (7,), "scalar": (), "split_0": (6, 5), "split_1": (3, 4), "low": (3, 3)}
     kind = name.rpartition(".")[2]
     if kind == "kept":
@@ -57,7 +57,7 @@ def expected(name: str) -> Tensor:
 
 
 def check(model: nn.Module, seed: int) -> None:
-    """Values, and what the generator gives after them, are those of one process that has filled the parameters."""
+    """Values, and the next random numbers, are those of one process that has filled the parameters."""
     drawn = torch.rand(3)
     state = model.state_dict()
     assert len(state) == 4 * 7
@@ -124,7 +124,7 @@ def test_initialized_blocks_are_left_alone() -> None:
 
 
 class Lists(nn.Module):
-    """Parameters of its own and of a part, which it overwrites, as nn.MultiheadAttention does."""
+    """It has parameters and overwrites those of a submodule, as nn.MultiheadAttention does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class InitialisedByConstructor(nn.Module):
 
 
 class LikeTimm(nn.Module):
-    """Its constructor fills what its ``_init_weights`` fills, and then one tensor otherwise."""
+    """Its constructor fills the same tensors as its ``_init_weights``, and then one of them differently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def test_a_tied_parameter_is_that_of_the_first_module() -> None:
 
 
 class HeadByTheModel(nn.Module):
-    """The model fills its head, whose weight is that of the embedding, in a way of its own."""
+    """The model fills its head, which is tied to the embedding, in a special way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ def test_parameters_that_do_not_heed_the_meta_device_are_named() -> None:
     with pytest.warns(UserWarning, match=r"leaves 1 parameters as they are, .*: layers\.1\.bias; if nothing"):
         bmt_zero.init_parameters(model)
     assert (model.state_dict()["layers.0.bias"] == 0).all()
-    # Marked as transformers marks what it has loaded.
+    # Marked as transformers marks loaded parameters.
     with torch.device("meta"):
         model = Heedless()
     model.layers[1]._is_hf_initialized = True

@@ -69,7 +69,7 @@ class Operations(TorchDispatchMode):
         return output
 
     def alive(self) -> int:
-        """Without what ranks compare with each other, which is small."""
+        """Without the small tensors that ranks compare with each other."""
         return sum(nbytes for storage, nbytes in self._storages.values() if nbytes > 64 and not storage.expired())
 
 
@@ -145,7 +145,7 @@ def test_kept_memory_grows_with_the_share(ctx: ParallelContext) -> None:
         if share not in (True, False, 0.0, 1.0):
             assert first == kept[0]  # nothing is kept before it is known what
         kept.append(nbytes)
-        counts.append(sum(name != "detach" for name in names))  # of which torch makes different numbers
+        counts.append(sum(name != "detach" for name in names))  # torch calls it a varying number of times
     assert (kept[0], kept[-1]) == (kept[1], kept[-2])
     assert (counts[0], counts[-1]) == (counts[1], counts[-2])
     assert sorted(kept) == kept

@@ -140,7 +140,7 @@ GPT_OSS = [
     *[(4096, 2880), (4096,), (512, 2880), (512,), (512, 2880), (512,), (2880, 4096), (2880,), (64,), (2880,), (2880,)],
     *[(32, 2880), (32,), (32, 2880, 5760), (32, 5760), (32, 2880, 2880), (32, 2880)],
 ]
-MODELS = {  # the shapes of a layer, how many there are, and what is around them
+MODELS = {  # the shapes of a layer, the number of layers, and the shapes outside of them
     "Llama-8B": (transformer_shapes(4096, 14336, 1024), 32, (128256, 4096)),
     "Llama-70B": (transformer_shapes(8192, 28672, 1024), 80, (128256, 8192)),
     "Mixtral-8x7B": (experts(4096, 14336, 4096, 1024, 8), 32, (32000, 4096)),

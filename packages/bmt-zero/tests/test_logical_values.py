@@ -34,7 +34,7 @@ PENALTIES: dict[str, Callable[[list[nn.Parameter]], Tensor]] = {
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", list(PENALTIES))
 def test_a_penalty_in_the_loss(ctx, level, name):
-    """Its value and its gradient, beside those of the data."""
+    """Its value and its gradient, together with those of the data."""
     plain, block = pair(make, zero_level=level)
     batch = seeded(0, 2 * ctx.world_size, 5)
     expected = 0.1 * PENALTIES[name](list(plain.parameters()))
@@ -42,7 +42,7 @@ def test_a_penalty_in_the_loss(ctx, level, name):
     penalty = 0.1 * PENALTIES[name](list(block.parameters()))
     torch.testing.assert_close(penalty, expected)
     mine = batch.chunk(ctx.world_size)[ctx.rank]
-    # Each rank has its samples' part of the loss; the penalty, which all have, counts once.
+    # Each rank has its samples' part of the loss. All ranks have the penalty, which counts once.
     (block(mine).square().sum() / len(batch) + penalty / ctx.world_size).backward()
     for name, param in block.named_parameters():
         wanted = rows_of(plain.get_parameter(name).grad, param)
@@ -92,7 +92,7 @@ def test_what_would_see_one_ranks_part_only_is_refused(ctx):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_distances_from_logical_tensors(ctx, level):
-    """One rank holds all rows of the biases and of the norm: shapes do not tell it what is meant."""
+    """One rank holds all rows of the biases and of the norm: shapes are ambiguous there."""
     plain, block = pair(make, zero_level=level)
     goals = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(plain.parameters())]
     for model, parts in ((plain, 1), (block, ctx.world_size)):
@@ -111,7 +111,7 @@ def test_distances_from_logical_tensors(ctx, level):
 
 
 class Scored(nn.Module):
-    """A head that is the transposed embedding, which is large enough for a group of its own."""
+    """A head that is the transposed embedding, which is large enough to be a group by itself."""
 
     def __init__(self, attribute: str) -> None:
         super().__init__()

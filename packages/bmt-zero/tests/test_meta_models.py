@@ -1,4 +1,4 @@
-"""Models on the meta device get memory and values from a file, or an error that names what has no memory."""
+"""Models on the meta device get memory and values from a file, or an error that names tensors without memory."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ WIDTH = 5
 
 
 class Two(nn.Module):
-    """Two layers, of which a call may leave out the second."""
+    """Two layers. A call may leave out the second one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Fails(torch.autograd.Function):
 @pytest.mark.parametrize("waits", [True, False])
 @of_any_size()
 def test_gradients_that_wait_outlast_a_backward_that_fails(ctx, level, waits):
-    """As in plain PyTorch, which keeps what the one that failed has added, too."""
+    """As in plain PyTorch, gradients that the failed backward has added are kept, too."""
     torch.manual_seed(0)
     plain = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
     model = nn.ModuleList(Block(copy.deepcopy(each), use_checkpoint=False, zero_level=level) for each in plain)

@@ -1,4 +1,4 @@
-"""Models whose state_dict is that of rank 0, as those of ModelCenter: saved and loaded as any other."""
+"""Models whose state_dict is on rank 0 only (as in ModelCenter) are saved and loaded like any other."""
 
 from __future__ import annotations
 

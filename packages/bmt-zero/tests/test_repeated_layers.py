@@ -1,4 +1,4 @@
-"""Which modules the wrapper takes for layers, wherever a model has them, and what it says of them."""
+"""The modules that the wrapper takes for layers, wherever a model has them, and its message about them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Layer(nn.Module):
 
 
 class Stage(nn.ModuleDict):
-    """A container with a forward of its own, as DenseNet's."""
+    """A container with its own forward, as in DenseNet."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.values():

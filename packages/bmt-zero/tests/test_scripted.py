@@ -15,7 +15,7 @@ from bmt_zero import Block
 
 
 def scripted(function: Any) -> Any:
-    """A new one: after some calls TorchScript replaces what it runs."""
+    """A new one, because after some calls TorchScript replaces the function that it runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer versions of torch would have torch.compile
         return torch.jit.script(function)

@@ -1,4 +1,4 @@
-"""A sharded module is the module it was: what surprised people who treat it so."""
+"""A sharded module behaves as the original module does: cases that surprised users."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ def test_distributed_parameters_go_into_a_block_without_being_unsharded(ctx, lev
     changed = DistributedModule()
     changed.weight = DistributedParameter(value)
     with torch.no_grad():
-        changed.weight.mul_(2)  # what it was built of is not its value any more
+        changed.weight.mul_(2)  # its value is not the one that it was built from any more
     assert torch.equal(Block(changed, zero_level=level).weight.full_tensor(), 2 * value)
 
 
@@ -524,7 +524,7 @@ def test_values_that_are_put_aside_come_back(ctx, level, offload):
 
 @pytest.mark.ranks(2)
 @every_level
-def test_what_was_given_to_parameters_after_they_were_read_is_kept(ctx, level):
+def test_values_that_parameters_get_after_they_were_read_are_kept(ctx, level):
     torch.manual_seed(0)
     model = TransformerBlockList([Block(nn.Linear(4, 4), zero_level=level) for _ in range(3)])
     model.state_dict()
@@ -576,7 +576,7 @@ def test_a_move_that_changes_nothing_leaves_parameters_where_they_are(ctx, level
 
 
 @pytest.mark.ranks(1)
-def test_what_data_and_detach_give_is_saved_as_any_tensor(ctx, tmp_path):
+def test_the_results_of_data_and_detach_are_saved_as_any_tensor(ctx, tmp_path):
     block = Block(nn.Linear(5, 5))
     for name, read in (("data", lambda p: p.data), ("detach", lambda p: p.detach())):
         torch.save({key: read(p) for key, p in block.named_parameters()}, tmp_path / f"{name}.pt")

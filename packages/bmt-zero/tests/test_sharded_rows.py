@@ -17,7 +17,7 @@ SHAPES = {"matrix": (7, 5), "vector": (9,), "row": (1, 6), "experts": (3, 4, 5),
 
 
 class Weights(nn.Module):
-    """Parameters of many shapes, each with a gradient of its own."""
+    """Parameters of many shapes, each with another gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ def test_operations_in_place_that_are_not_elementwise_are_refused(ctx):
 
 
 class Cuts(nn.Module):
-    """Equal shapes, of which each rank has other rows."""
+    """Equal shapes. Each rank has other rows of them."""
 
     def __init__(self) -> None:
         super().__init__()

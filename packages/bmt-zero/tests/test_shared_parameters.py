@@ -47,7 +47,7 @@ def layers(level, **options):
 
 
 class Model(nn.Module):
-    """Layers, and a parameter beside them; it raises at a place when told so."""
+    """Layers and a parameter outside of them. It raises an error at a given place."""
 
     def __init__(self) -> None:
         super().__init__()

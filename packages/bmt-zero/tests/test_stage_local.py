@@ -195,7 +195,7 @@ def test_what_cannot_become_a_block_is_refused_on_every_stage(ctx: Any) -> None:
 
 
 class Stages(nn.Module):
-    """A model with a Block of its own on every stage, and parameters on all of them."""
+    """A model with one Block for each stage, and parameters that all stages have."""
 
     def __init__(self, ctx: Any, width: int = 4) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 class Own(bmt_zero.DistributedModule):
-    """A module written with sharded parameters, beside a plain one."""
+    """A module that was written with sharded parameters, and a plain one."""
 
     def __init__(self) -> None:
         super().__init__()

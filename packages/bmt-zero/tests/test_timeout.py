@@ -37,7 +37,7 @@ def test_a_timeout_is_served_once(when, tmp_path):
 
 
 class Layers(nn.Module):
-    """Layers, and a parameter beside them."""
+    """Layers and a parameter outside of them."""
 
     def __init__(self) -> None:
         super().__init__()

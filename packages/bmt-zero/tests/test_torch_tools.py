@@ -1,4 +1,4 @@
-"""torch's own tools on sharded parameters give what they give on the plain model, on every rank, or name an error."""
+"""torch's tools on sharded parameters return the same as on the plain model, on every rank, or raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every tool of torch on every layout: what it gives on the plain model, or an error."""
+"""Every tool of torch on every layout returns the same as on the plain model, or raises an error."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_grad_scaler(ctx, layout):
     for step in range(3):
         factors = [scaler.scale(torch.ones(())) for scaler in scalers]
         backward(ctx, plain, block, step, factors[0])
-        if step == 1:  # one element, which one rank of a shard group has
+        if step == 1:  # one element, on one rank of a shard group
             plain[0].weight.grad[0, 0] = float("inf")
             where = block[0].weight.bmt_slice
             if where.row_start == 0 and where.row_stop > 0:

@@ -174,7 +174,7 @@ def test_zeroed_before_micro_batches(ctx, level, set_to_none):
 
 @pytest.mark.ranks(2)
 def test_gradients_that_wait_are_kept_when_others_are_written(ctx):
-    """Rank 0 has only rows whose reduced gradients are zero so far; adding zeros to them drops nothing that waits."""
+    """Rank 0 has only rows with zeros as reduced gradients so far. Adding zeros to them drops no waiting gradients."""
     plain, block = pair(lambda: nn.Embedding(6, 4), zero_level=1)
     first, second = torch.tensor([4, 5]), torch.tensor([0, 1])
     for ids in (first, second, first):

@@ -78,14 +78,14 @@ class Tied(nn.Module):
 
 
 def everywhere(test):
-    """Ranks share memory, or have memory of their own, at each level."""
+    """Ranks share memory, or have separate memory, at each level."""
     for mark in (pytest.mark.parametrize("own", [False, True]), pytest.mark.parametrize("level", [1, 2, 3])):
         test = mark(test)
     return pytest.mark.ranks(2)(test)
 
 
 def compare(ctx, plain: nn.Module, model: nn.Module, own: bool, compute) -> None:
-    """Two steps of what ``compute`` makes of a module and a seed."""
+    """Two steps with the output that ``compute`` returns for a module and a seed."""
     with own_memory() if own else torch.enable_grad():
         for step in range(2):
             for rank in range(2):

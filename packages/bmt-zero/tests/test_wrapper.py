@@ -119,7 +119,7 @@ def train(model: nn.Module, batches: list[Tensor], replicas: int) -> None:
     for batch in batches:
         optimizer.zero_grad()
         output = model(batch)
-        # The mean square of what a norm returns hardly depends on what it gets.
+        # The mean square of a norm's output hardly depends on its input.
         weights = torch.linspace(0.5, 1.5, output.shape[-1])
         ((output * weights).square().mean() / replicas).backward()
         optimizer.step()

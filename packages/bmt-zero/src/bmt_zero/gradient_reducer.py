@@ -421,7 +421,7 @@ class GradientReducer:
 
     def _accumulated_before(self) -> Tensor | None:
         """The flat gradient to which a backward pass adds, or None."""
-        if self.pending is not None:  # all ranks finish it at the same place, which is not here
+        if self.pending is not None:  # ranks must finish it together, and this may run on one of them
             return None
         self._drop_overwritten()
         return self._accumulated

@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
     Attributes:
         view: of the flat gradient, of the parameter's shape.
-        adds: whether the gradient is to be added to what lies there.
+        adds: whether the gradient is added to the values there.
     """
 
     view: Tensor
@@ -46,12 +46,8 @@ class GradientTargets:
         self._opened: dict[GradientTarget, Tensor] = {}  # the new flat gradients that targets write to
         self._adding: dict[GradientTarget, None] = {}  # targets that add to the accumulated flat gradient
 
-    def for_call(self, accumulates: Any) -> GradientTarget:
-        """The target of a call. ``accumulates``: the node that runs only in backward passes that reduce gradients."""
-        return GradientTarget(self, accumulates)
-
     def open(self, target: GradientTarget) -> tuple[Tensor, bool]:
-        """A flat gradient for a call's backward to fill, and whether to add to what it has."""
+        """The flat gradient that a call's backward writes to, and whether it adds to the values there."""
         with torch.no_grad():
             accumulated = self._accumulated()
             if accumulated is not None:
@@ -68,7 +64,7 @@ class GradientTargets:
             self.flat.shard_comm.discard(total)
 
     def take(self, target: GradientTarget) -> Filled | None:
-        """Hand over what a call's backward has written; None: nothing."""
+        """Hand over the gradients that a call's backward has written; None: it has written none."""
         self._opened.pop(target, None)
         self._adding.pop(target, None)
         return target.take()
@@ -140,7 +136,7 @@ class GradientTarget:
         return Place(self._views[index], adds)
 
     def take(self) -> Filled | None:
-        """Hand over what operations have written; None: nothing."""
+        """Hand over the gradients that operations have written; None: they have written none."""
         if self._total is None:
             return None
         filled = Filled(self._total, self._views, self._written)

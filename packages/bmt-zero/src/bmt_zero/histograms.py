@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -52,7 +52,9 @@ class Histograms:
             rows[name] = magnitudes(value)
             if grad is not None:
                 rows[f"{name} gradient"] = magnitudes(grad)
-        for counts in _everyones(rows):
+        everyone: list[dict[str, Tensor]]
+        everyone = current_context().world.all_gather_object(rows) if is_initialized() else [rows]
+        for counts in everyone:
             for name, row in counts.items():
                 self._add(name, step, row)
 
@@ -112,11 +114,3 @@ def magnitudes(x: Tensor) -> Tensor:
     values = values[values.isfinite() & (values > 0)]
     bins = ((values.log10() - FIRST) * PER_DECADE).floor().long().clamp(0, BINS - 1)
     return torch.bincount(bins, minlength=BINS).double().cpu()
-
-
-def _everyones(rows: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The counts of all ranks."""
-    if not is_initialized():
-        return [rows]
-    everyone: list[dict[str, Any]] = current_context().world.all_gather_object(rows)
-    return everyone

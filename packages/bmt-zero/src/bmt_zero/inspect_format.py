@@ -13,8 +13,8 @@ def format_summary(summary: Sequence[Mapping[str, Any]]) -> str:
     """A table with a line for each tensor of a summary.
 
     Args:
-        summary: what :func:`bmt_zero.inspect_model` or :meth:`bmt_zero.InspectTensor.get_summary` has returned, or
-            several of these added.
+        summary: the result of :func:`bmt_zero.inspect_model` or :meth:`bmt_zero.InspectTensor.get_summary`, or the sum
+            of several of them.
     """
     lines = [_COLUMNS, *(tuple(_cell(item[column]) for column in _COLUMNS) for item in summary)]
     widths = [max(least, *(len(line[i]) for line in lines)) for i, least in enumerate(_WIDTHS)]

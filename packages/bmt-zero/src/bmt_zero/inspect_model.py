@@ -22,7 +22,7 @@ from bmt_comm import (
 
 from .shard import sharding_of
 from .stage_entry import natural_key
-from .statistics import Statistics, as_statistics, describe, over_several, summary_of
+from .statistics import Statistics, as_statistics, describe, over_ranks, summary_of
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[d
     Args:
         model: any module, sharded or not, with layers of other pipeline stages or not.
         param_name: which parameters: a pattern for names, in which ``*`` is anything.
-        prefix: what names begin with.
+        prefix: of all names.
 
     Returns:
         The same on every rank: for each parameter a dictionary with ``name``, ``shape``, ``max``, ``min``, ``mean``,
@@ -85,7 +85,9 @@ def _statistics(params: Sequence[nn.Parameter]) -> list[tuple[Statistics | None,
         numbers[param] = torch.stack([describe(values), describe(grad).to(values.device)])
         shared.setdefault(slice_of(param).communicators, []).append(param)
     for communicators in sorted(shared, key=lambda communicators: [comm.ranks for comm in communicators]):
-        together = over_several(torch.cat([numbers[param] for param in shared[communicators]]), communicators)
+        together = torch.cat([numbers[param] for param in shared[communicators]])
+        for comm in communicators:
+            together = over_ranks(together, comm)
         numbers.update(zip(shared[communicators], together.split(2), strict=True))
     results = {param: as_statistics(pair) for param, pair in numbers.items()}
     return [(results[param][0], results[param][1]) for param in params]

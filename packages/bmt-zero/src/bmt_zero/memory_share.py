@@ -131,11 +131,11 @@ _recordings = _Recordings()
 
 
 @contextlib.contextmanager
-def recording(what: Recording) -> Iterator[None]:
-    """Within, ``what`` records operations, and the tensors that a checkpoint with :func:`noting_saves` saves."""
-    before, _recordings.innermost = _recordings.innermost, what
+def recording(mode: Recording) -> Iterator[None]:
+    """Within, ``mode`` records operations, and the tensors that a checkpoint with :func:`noting_saves` saves."""
+    before, _recordings.innermost = _recordings.innermost, mode
     try:
-        with what:
+        with mode:
             yield
     finally:
         _recordings.innermost = before

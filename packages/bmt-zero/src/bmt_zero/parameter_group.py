@@ -264,7 +264,7 @@ class ParameterGroup:
             if self.trains[position] and view.nbytes >= LEAST_BYTES and reducer.writes(number):
                 target = targets.get(reducer)
                 if target is None:
-                    target = targets[reducer] = reducer.targets.for_call(self.accumulates)
+                    target = targets[reducer] = GradientTarget(reducer.targets, self.accumulates)
                 views[position] = UnshardedParameter.of(view, target, number)
         return views, targets
 

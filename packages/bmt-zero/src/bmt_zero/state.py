@@ -497,7 +497,7 @@ class _Place:
         self.has_code = has_code
         self.params = dict(module._parameters)
         self.buffers = dict(module._buffers)
-        self.loaded: list[tuple[Tensor, Tensor]] = []
+        self.loaded: list[tuple[Tensor, Tensor]] = []  # each of the module's tensors, and its loaded values
         self.unwritten: dict[Tensor, int] = {}  # copies that have no values yet, and their versions
         self.extra_state: list[Any] = []
         self.placeholders: dict[str, nn.Parameter | None] = dict(self.params)
@@ -524,8 +524,8 @@ class _Place:
             (self.params, self.placeholders, module._parameters),
             (self.buffers, self.buffers, module._buffers),
         ]
-        for own, placeholders, now in kinds:
-            for name, tensor in own.items():
+        for originals, placeholders, now in kinds:
+            for name, tensor in originals.items():
                 loaded = now.get(name)
                 in_place = self.has_code and isinstance(tensor, ShardedParameter)
                 if tensor is not None and loaded is not None and (loaded is not placeholders[name] or in_place):
@@ -536,12 +536,14 @@ class _Place:
 
     def commit(self) -> None:
         """Copy the loaded values into the module's tensors."""
-        for own, loaded in self.loaded:
-            if not isinstance(own, ShardedParameter):
+        for tensor, loaded in self.loaded:
+            if isinstance(tensor, ShardedParameter):
+                if self.unwritten.get(loaded) != _version_of(loaded) or loaded.any():
+                    write_logical(tensor, loaded)
+            else:
+                is_tp_shard = is_piece(tensor) and not self.has_code
                 with torch.no_grad():
-                    own.copy_(tp_shard_of(loaded, slice_of(own)) if is_piece(own) and not self.has_code else loaded)
-            elif self.unwritten.get(loaded) != _version_of(loaded) or loaded.any():
-                write_logical(own, loaded)
+                    tensor.copy_(tp_shard_of(loaded, slice_of(tensor)) if is_tp_shard else loaded)
         for state in self.extra_state:
             self.module.set_extra_state(state)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,10 +89,3 @@ def summary_of(values: Statistics | None, grad: Statistics | None, absent: float
         for prefix, of in (("", values), ("grad_", grad))
         for key in ("max", "min", "mean", "std")
     }
-
-
-def over_several(numbers: Tensor, communicators: Sequence[Communicator]) -> Tensor:
-    """:func:`over_ranks` of one communicator after the other."""
-    for comm in communicators:
-        numbers = over_ranks(numbers, comm)
-    return numbers
