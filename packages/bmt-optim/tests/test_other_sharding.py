@@ -35,7 +35,7 @@ def model(seed: int = 0) -> nn.Module:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("cls", [AdamW, DistributedLamb, DistributedAdafactor])
 def test_gradients_that_autograd_has_not_summed(ctx: ParallelContext, cls: Any) -> None:
-    """Replicated DTensors and a batch that is cut have gradients that are partial sums."""
+    """Replicated DTensors and a sharded batch have gradients that are partial sums."""
     mesh = init_device_mesh("cpu", (2,))
     plain, ours = model(), distribute_module(model(), mesh)
     start = [param.detach().clone() for param in plain.parameters()]
