@@ -86,7 +86,7 @@ def test_a_skipped_step_changes_nothing(ctx):
 
 
 @pytest.mark.ranks(2, 3, init=False)
-def test_dtensors_of_fsdp2_are_trained_as_the_whole():
+def test_dtensors_of_fsdp2_are_trained_as_unsharded_parameters():
     checks.check_fsdp(MOMENTUM)
 
 

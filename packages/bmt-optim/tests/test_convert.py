@@ -281,7 +281,7 @@ def test_the_schedule_of_hugging_face_still_reads_what_adafactor_does(ctx):
 
 
 @pytest.mark.ranks(2)
-def test_a_whole_state_of_ours_is_cut_and_one_that_does_not_fit_changes_nothing(ctx):
+def test_an_unsharded_state_of_ours_is_sharded_and_one_that_does_not_fit_changes_nothing(ctx):
     shapes = [(6, 4), (5, 3)]
     params = [nn.Parameter(t) for t in tensors(shapes)]
     optimizer = Muon([{"params": [p]} for p in params])
@@ -425,7 +425,7 @@ def test_names_are_those_of_the_classes():
 
 
 @pytest.mark.parametrize("name", sorted(name for name in ELEMENTWISE if name.startswith("torch.")))
-def test_elementwise_optimizers_of_torch_do_the_same_to_parts_as_to_the_whole(name):
+def test_elementwise_optimizers_of_torch_do_the_same_to_shards_as_to_unsharded_parameters(name):
     make = getattr(torch.optim, name.split(".")[-1])
     options = {"lr": 0.05} if make is torch.optim.Rprop else {"lr": 0.05, "weight_decay": 0.1}
     if make in (torch.optim.SGD, torch.optim.RMSprop):

@@ -139,7 +139,7 @@ def test_a_dropped_reduction_or_a_wrong_group_is_noticed(ctx, fault):
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_one_rank_holds_is_stepped_there_in_small_batches_and_not_before_the_flag_is_known(ctx, monkeypatch):
+def test_parameters_of_one_rank_are_stepped_there_in_small_batches_and_not_before_the_flag_is_known(ctx, monkeypatch):
     monkeypatch.setattr(step_plan, "CACHED", 20)
     stepped = []
 
@@ -309,7 +309,7 @@ def test_stochastic_rounding_does_not_depend_on_the_layout(ctx):
 
 
 @pytest.mark.ranks(4, tp_size=2)
-def test_state_tensors_are_cut_as_the_dimensions_they_have(ctx):
+def test_state_tensors_are_sharded_as_the_dimensions_they_have(ctx):
     for shape in [(12, 5), (7, 4)]:
         for tp_dim in (0, 1):
             where = shard_slice(shape, ctx.tp_zero, tp_dim, ctx.tp)

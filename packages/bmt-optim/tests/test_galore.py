@@ -122,7 +122,7 @@ def test_a_dropped_or_misdirected_message_is_noticed(ctx, fault):
 
 
 @pytest.mark.ranks(3, 4)
-def test_each_projection_is_one_svd_of_the_whole_gradient_by_one_rank(ctx):
+def test_each_projection_is_one_svd_of_the_unsharded_gradient_by_one_rank(ctx):
     shapes = MATRICES * 2
     params = shards(tensors(shapes), layout(ctx, shapes))
     optimizer = GaLoreAdamW([{"params": params, "rank": RANK, "update_proj_gap": 2, "proj_type": "full"}])
@@ -236,7 +236,7 @@ class Mlp(nn.Module):
 
 @needs_galore_torch
 @pytest.mark.ranks(2, 3, init=False)
-def test_dtensors_of_fsdp2_are_trained_as_the_whole():
+def test_dtensors_of_fsdp2_are_trained_as_unsharded_parameters():
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     plain, start, model = Mlp(), [p.detach().clone() for p in Mlp().parameters()], Mlp()

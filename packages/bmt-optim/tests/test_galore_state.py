@@ -233,7 +233,7 @@ def test_percentile_clipping_is_that_of_bitsandbytes():
 
 
 @pytest.mark.ranks(2, 4, tp_size=2)
-def test_clipping_is_by_the_norm_of_the_whole_projected_gradient(ctx):
+def test_clipping_is_by_the_norm_of_the_unsharded_projected_gradient(ctx):
     shapes = [(12, 6), (6, 12), (8,)]
     params = shards(tensors(shapes), layout(ctx, shapes))
     optimizer = DistGaloreAdamW(

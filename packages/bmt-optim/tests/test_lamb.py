@@ -281,7 +281,7 @@ class Mlp(nn.Module):
 
 
 @pytest.mark.ranks(2, 3, init=False)
-def test_dtensors_of_fsdp2_are_trained_as_the_whole():
+def test_dtensors_of_fsdp2_are_trained_as_unsharded_parameters():
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     plain, start, model = Mlp(), [p.detach().clone() for p in Mlp().parameters()], Mlp()

@@ -58,7 +58,7 @@ def run(manager, params, steps, max_norm=None):
 
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_a_mixed_manager_over_shards_is_the_same_over_whole_tensors(ctx, max_norm):
+def test_a_mixed_manager_over_shards_is_the_same_over_unsharded_tensors(ctx, max_norm):
     params, unsharded = over_rows(ctx), [nn.Parameter(t) for t in tensors(SHAPES)]
     manager, optimizers = make(params, 1024.0)
     plain, theirs = make(unsharded)
@@ -223,7 +223,7 @@ def test_an_option_out_of_range_steps_nothing(ctx):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("gather", [False, True])
-def test_states_go_on_at_the_same_layout_and_in_whole_tensors(ctx, gather, tmp_path):
+def test_states_go_on_at_the_same_layout_and_in_unsharded_tensors(ctx, gather, tmp_path):
     params = over_rows(ctx)
     manager, _ = make(params, 64.0)
     run(manager, params, range(3))

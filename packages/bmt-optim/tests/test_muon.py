@@ -127,7 +127,7 @@ def test_owners_of_a_gpt_have_about_equal_numbers_of_operations(ctx):
 
 
 @pytest.mark.ranks(3)
-def test_matrices_that_no_cut_crosses_stay_where_they_are(ctx):
+def test_matrices_that_one_rank_holds_stay_where_they_are(ctx):
     kinds = [(12, 6), (6, 8, 4), (9, 5)]
     slices = [shard_slice(shape, ctx.world) for shape in kinds]
     expected = None

@@ -170,7 +170,7 @@ def test_a_step_with_no_rate_changes_nothing(ctx: ParallelContext) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_torch_gets_no_part_for_the_whole(ctx: ParallelContext) -> None:
+def test_torch_gets_no_shard_in_place_of_the_full_state(ctx: ParallelContext) -> None:
     zero = pytest.importorskip("bmt_zero")
     block = zero.Block(model(), zero_level=3)
     optimizer = AdamW(block.parameters())

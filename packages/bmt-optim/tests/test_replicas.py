@@ -73,7 +73,7 @@ def check(ctx, slices, group=None, rules=tuple(RULES)):
 
 
 @pytest.mark.ranks(2, 3)
-def test_whole_parameters_are_shared_as_under_ddp(ctx):
+def test_unsharded_parameters_are_shared_as_under_ddp(ctx):
     unsharded = [Slice(shape, 0, shape[0]) for shape in SHAPES]
     check(ctx, unsharded, dist.group.WORLD)
     _, optimizer = trained(RULES["Muon"][0], unsharded)

@@ -111,7 +111,7 @@ def test_over_row_shards_it_is_that_of_its_authors_and_goes_on_elsewhere(ctx):
 
 
 @pytest.mark.ranks(2, tp_size=2)
-def test_over_tensor_parallel_shards_and_whole_tensors_it_is_that_of_its_authors(ctx):
+def test_over_tensor_parallel_shards_and_unsharded_tensors_it_is_that_of_its_authors(ctx):
     check(ctx, "Adam")
     check(ctx, "SGD", undivided_layout)
 

@@ -107,7 +107,7 @@ def _fsdp_train(model, optimizer, rank, size, steps):
 
 
 @pytest.mark.ranks(2, 3, init=False)
-def test_dtensors_of_fsdp2_are_trained_as_the_whole_and_their_state_gathered():
+def test_dtensors_of_fsdp2_are_trained_as_unsharded_parameters_and_their_state_gathered():
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     plain, start = Mlp(), Mlp()

@@ -142,7 +142,7 @@ def test_ranks_with_other_parameters_before_a_shared_one_renew_it_together(ctx):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [SOAP, Dion, DistributedShampoo])
-def test_small_odd_shapes_have_the_bits_of_whole_tensors(ctx, kind):
+def test_small_odd_shapes_have_the_bits_of_unsharded_tensors(ctx, kind):
     """Their sums lie at odd places of one message; null spaces of bases make much of one other bit."""
     shapes = [(5, 3), (7, 5), (9, 5), (11, 6), (17, 13)]
     sharded, unsharded = shards(tensors(shapes), layout(ctx, shapes)), [nn.Parameter(t) for t in tensors(shapes)]
